@@ -1,0 +1,59 @@
+"""What a conversion is asked for, and what it says when it is done."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import Activation, Layout
+
+Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """A checkpoint folder, or a model file to add to, and where the model file goes.
+
+    `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt
+    and so on; `thresholds` is a profile whose thresholds the model is to run with. An `outtype`
+    of None is f16 for a checkpoint and "as it is" for a model file."""
+
+    source: Path
+    output: Path
+    outtype: Outtype | None = None
+    layout: Layout = "sparse"
+    predictors: Path | None = None
+    thresholds: Path | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.outtype is not None and self.outtype not in get_args(Outtype):
+            raise SparkinferError(
+                f"outtype {self.outtype!r} is unknown; known: {', '.join(get_args(Outtype))}"
+            )
+        if self.layout not in get_args(Layout):
+            raise SparkinferError(
+                f"layout {self.layout!r} is unknown; known: {', '.join(get_args(Layout))}"
+            )
+        extra = "predictors" if self.predictors else "thresholds" if self.thresholds else None
+        if self.layout == "stock" and extra:
+            raise SparkinferError(
+                f"the stock layout cannot hold {extra}: llama.cpp refuses or ignores what it does"
+                " not know; leave them out, or use the sparse layout"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertReport:
+    """`notes` are what a user should read: fallbacks, and what the file will not be able to do."""
+
+    output: Path
+    model_id: str
+    num_tensors: int
+    num_bytes: int
+    outtype: Outtype
+    layout: Layout
+    activation: Activation
+    has_predictors: bool
+    notes: tuple[str, ...]
+    seconds: float

@@ -1,0 +1,300 @@
+"""Trains the bundled model: a ReLU-gated Llama of 7 M parameters that writes Python.
+
+    python train.py -o DIR                # from nothing; run it again to resume
+    python train.py -o DIR --steps 20     # a quick look
+
+The commands that made the bundled checkpoint stand in its model card, README.md.
+
+Real weights matter here because random ones have no hot neurons. Sparsity comes from the L1 term
+on the gate activations (as in ProSparse, arXiv 2402.13516, stage 2), which ramps up after the
+model has learned something. Hidden matrices are trained by Muon (Jordan et al. 2024) and the
+rest by AdamW. Training windows are 512 tokens, and 1,024 for the last part of the run, so that every
+position of the context has been seen.
+
+A run is a function of its settings, the seed and the step: batches are drawn from the last two,
+so an interrupted run that resumes sees what it would have seen. Settings may change at a resume;
+the history is kept and written next to the model. What this does not know: anything of sparkinfer.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from corpus import HELD_OUT, library_texts
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int = 1700
+    tokens_per_batch: int = 4096
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 50
+    long_context_share: float = 0.15
+    l1_weight: float = 0.6
+    l1_start: float = 0.10  # shares of the run between which the L1 term grows from nothing
+    l1_full: float = 0.60
+    seed: int = 0
+
+
+MODEL = dict(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=1024,
+    hidden_act="relu",
+    tie_word_embeddings=True,
+    bos_token_id=0,
+    eos_token_id=0,
+    pad_token_id=None,
+    rms_norm_eps=1e-5,
+)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with GPT-2's pre-tokenizer, which llama.cpp knows as "gpt-2"."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
+    """int64 [tokens]: every text after one END token."""
+    end = tokenizer.token_to_id(END)
+    pieces = [np.array([end, *e.ids], dtype=np.int64) for e in tokenizer.encode_batch(texts)]
+    return torch.from_numpy(np.concatenate(pieces))
+
+
+def batch(ids: Tensor, config: TrainConfig, step: int) -> Tensor:
+    """int64 [windows, length + 1], drawn from (seed, step) alone."""
+    is_long = step >= (1 - config.long_context_share) * config.steps
+    length = 1024 if is_long else 512
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    starts = torch.randint(len(ids) - length - 1, (config.tokens_per_batch // length,), generator=generator)
+    return torch.stack([ids[s : s + length + 1] for s in starts.tolist()])
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised by Newton-Schulz in f32.
+
+    torch.optim.Muon does the same in bf16, which processors without bf16 units emulate."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=0.95))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(p)
+                momentum = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonal(p.grad.lerp(momentum, group["momentum"]))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+
+def orthogonal(g: Tensor) -> Tensor:
+    """About U V^T of g = U S V^T, by five steps of the quintic iteration of Muon."""
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+class GateWatch:
+    """Collects the mean activation and the firing counts of every layer's gate."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.gates: list[Tensor] = []
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_hook(lambda module, args, out: self.gates.append(out))
+
+    def take(self) -> list[Tensor]:
+        gates, self.gates = self.gates, []
+        return gates
+
+
+def schedule(config: TrainConfig, step: int) -> tuple[float, float]:
+    """(learning rate, L1 weight) of a step."""
+    warm = min(1.0, (step + 1) / config.warmup_steps)
+    left = 1 - step / config.steps
+    ramp = (step / config.steps - config.l1_start) / (config.l1_full - config.l1_start)
+    rate = config.learning_rate * warm * left
+    return rate, config.l1_weight * min(1.0, max(0.0, ramp))
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, watch: GateWatch, ids: Tensor, windows: int) -> dict:
+    """Loss in nats a token, and how often each neuron fires, over windows of 512 tokens."""
+    model.eval()
+    usable = (len(ids) - 1) // 512
+    loss_sum, num_tokens, counts = 0.0, 0, None
+    for w in np.unique(np.linspace(0, usable - 1, min(windows, usable)).astype(int)).tolist():
+        window = ids[w * 512 : w * 512 + 513][None]
+        logits = model(window[:, :-1]).logits
+        loss_sum += F.cross_entropy(logits[0].float(), window[0, 1:], reduction="sum").item()
+        fired = torch.stack([(g > 0).sum((0, 1)) for g in watch.take()])
+        counts = fired if counts is None else counts + fired
+        num_tokens += 512
+    model.train()
+    assert counts is not None
+    hottest = counts.sort(dim=1, descending=True).values[:, : counts.shape[1] // 5].sum(1)
+    return {
+        "loss": loss_sum / num_tokens,
+        "perplexity": math.exp(loss_sum / num_tokens),
+        "density": (counts / num_tokens).mean(1).tolist(),
+        "hottest_fifth": (hottest / counts.sum(1)).tolist(),
+        "tokens": num_tokens,
+    }
+
+
+def prepare(out: Path, config: TrainConfig) -> tuple[Tokenizer, Tensor, Tensor, int]:
+    """Tokenizer, training ids, held-out ids, held-out bytes; the tokenizer is kept in `out`."""
+    texts, held_out = library_texts("train"), library_texts("held-out")
+    path = out / "tokenizer.json"
+    if path.exists():
+        tokenizer = Tokenizer.from_file(str(path))
+    else:
+        tokenizer = train_tokenizer(texts, MODEL["vocab_size"])  # type: ignore[arg-type]
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=1024
+        )
+        wrapped.save_pretrained(out)
+    order = np.random.default_rng(config.seed).permutation(len(texts))
+    ids = encode(tokenizer, [texts[i] for i in order])
+    return tokenizer, ids, encode(tokenizer, held_out), sum(len(t.encode()) for t in held_out)
+
+
+def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    return [
+        Muon(matrices, config.learning_rate, config.weight_decay),
+        torch.optim.AdamW(others, config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    tokenizer, ids, held_out, held_out_bytes = prepare(out, config)
+    print(f"{len(ids):,} training tokens, {len(held_out):,} for the measure", file=sys.stderr)
+    model = LlamaForCausalLM(LlamaConfig(**MODEL))
+    watch, opts, step = GateWatch(model), optimizers(model, config), 0
+    resume, history = out / "resume.pt", []
+    if resume.exists():
+        saved = torch.load(resume, weights_only=True)
+        model.load_state_dict(saved["model"])
+        for opt, state in zip(opts, saved["optimizers"], strict=True):
+            opt.load_state_dict(state)
+        step, history = saved["step"], saved["history"]
+    if not history or history[-1]["settings"] != asdict(config):
+        history.append({"from_step": step, "settings": asdict(config)})
+
+    @torch.compile(dynamic=False)
+    def forward(window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, mean gate activation and density of windows [windows, length + 1]."""
+        logits = model(window[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+        gates = watch.take()
+        activation = torch.stack([g.float().mean() for g in gates]).mean()
+        return loss, activation, torch.stack([(g > 0).float().mean() for g in gates]).mean()
+
+    began, first = time.perf_counter(), step
+    end = min(config.steps, stop_at or config.steps)
+    while step < end:
+        rate, l1_weight = schedule(config, step)
+        window = batch(ids, config, step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=use_bf16):
+            loss, activation, density = forward(window)
+        (loss + l1_weight * activation).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = rate
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        step += 1
+        if step % 10 == 0:
+            pace = (time.perf_counter() - began) / (step - first)
+            print(
+                f"step {step}/{config.steps}  loss {loss.item():.3f}  density {density.item():.3f}  "
+                f"{pace:.2f} s/step  {pace * (config.steps - step) / 60:.0f} min left",
+                file=sys.stderr,
+                flush=True,
+            )
+        if step % 100 == 0 or step == end:
+            seen = evaluate(model, watch, held_out, 48)
+            mean = sum(seen["density"]) / len(seen["density"])
+            skew = sum(seen["hottest_fifth"]) / len(seen["hottest_fifth"])
+            print(f"  held out: perplexity {seen['perplexity']:.2f}, density {mean:.3f}, hottest fifth {skew:.3f}",
+                  file=sys.stderr, flush=True)
+            save_resume(resume, model, opts, step, history)
+    if step < config.steps:
+        return
+    report = evaluate(model, watch, held_out, 1 << 30)
+    report["bits_per_byte"] = report["loss"] * len(held_out) / held_out_bytes / math.log(2)
+    report |= {"history": history, "training_tokens": len(ids), "held_out_modules": sorted(HELD_OUT),
+               "python": sys.version.split()[0]}
+    model.to(torch.bfloat16).save_pretrained(out)
+    (out / "metrics.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+def save_resume(
+    path: Path, model: nn.Module, opts: list[torch.optim.Optimizer], step: int, history: list
+) -> None:
+    partial = path.with_suffix(".partial")
+    torch.save(
+        {"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts], "step": step,
+         "history": history},
+        partial,
+    )
+    partial.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=TrainConfig.steps)
+    parser.add_argument("--l1-weight", type=float, default=TrainConfig.l1_weight)
+    parser.add_argument("--l1-full", type=float, default=TrainConfig.l1_full)
+    parser.add_argument("--stop-at", type=int, help="stop after this step; resume later")
+    parser.add_argument("--seed", type=int, default=TrainConfig.seed)
+    parser.add_argument("--bf16", action="store_true", help="autocast; fast where the processor has AMX")
+    args = parser.parse_args()
+    config = TrainConfig(
+        steps=args.steps, seed=args.seed, l1_weight=args.l1_weight, l1_full=args.l1_full
+    )
+    train(args.output, config, use_bf16=args.bf16, stop_at=args.stop_at)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""How close a mode of a model is to its dense self, on text that neither was fitted to.
+
+Letters: T tokens, V vocabulary."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.corpus import read_windows
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.feed_forward import Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    model: Path
+    corpora: tuple[Path, ...]
+    mode: Mode | None = None  # None: the engine's choice
+    split: Path | None = None
+    max_tokens: int = 16_384
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.corpora:
+            raise SparkinferError("no corpus; give one or more text files with --corpus")
+        if self.max_tokens < 2:
+            raise SparkinferError(f"tokens is {self.max_tokens}, wanted 2 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    """Perplexities, the KL divergence of `mode` from dense in nats, and how often the most
+    likely token is the same; `computed_share_L` is the share of neurons computed per layer."""
+
+    mode: str
+    num_tokens: int
+    perplexity: float
+    dense_perplexity: float
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+    named_share_L: tuple[float, ...]  # of neurons that the predictor names; () in other modes
+    hidden_share_L: tuple[float, ...]  # of neurons that add to the output
+
+    @property
+    def perplexity_increase(self) -> float:
+        return self.perplexity / self.dense_perplexity - 1
+
+
+def evaluate(
+    config: EvalConfig, on_tokens: Callable[[float], None] = lambda count: None
+) -> EvalReport:
+    """Runs every window through the dense model and through the mode asked for."""
+    with (
+        Engine.load(config.model, mode="dense", device=config.device) as dense,
+        Engine.load(
+            config.model, split=config.split, mode=config.mode, device=config.device
+        ) as engine,
+    ):
+        windows = read_windows(
+            config.corpora,
+            dense.codec,
+            context_length=min(dense.context_length, engine.context_length),
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+        )
+        shares = ShareCounter(engine)
+        loss, dense_loss, divergences, agreed = 0.0, 0.0, [], 0
+        with engine.observe(shares.observe, shares.wants):
+            for ids_T in windows.ids:
+                want_TV = F.log_softmax(dense.logits(ids_T)[:-1].double(), dim=1)
+                got_TV = F.log_softmax(engine.logits(ids_T)[:-1].double(), dim=1)
+                dense_loss += F.nll_loss(want_TV, ids_T[1:], reduction="sum").item()
+                loss += F.nll_loss(got_TV, ids_T[1:], reduction="sum").item()
+                divergences.append((want_TV.exp() * (want_TV - got_TV)).sum(dim=1))
+                agreed += int((want_TV.argmax(1) == got_TV.argmax(1)).sum())
+                on_tokens(len(ids_T))
+    divergence_T = torch.cat(divergences)
+    count = len(divergence_T)
+    if not count:
+        raise SparkinferError("the corpus has single tokens only; give a longer text")
+    return EvalReport(
+        mode=engine.mode,
+        num_tokens=count,
+        perplexity=math.exp(loss / count),
+        dense_perplexity=math.exp(dense_loss / count),
+        kl_mean=divergence_T.mean().item(),
+        kl_p99=divergence_T.quantile(0.99).item(),
+        top1_agreement=agreed / count,
+        named_share_L=shares.named_share_L,
+        hidden_share_L=shares.hidden_share_L,
+    )
+
+
+class ShareCounter:
+    """An observer: which share of the neurons is named, and which adds to the output."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.thresholds = engine.model.predictor.threshold_L if engine.model.predictor else ()
+        self.named: dict[int, list[float]] = {}
+        self.hidden: dict[int, list[float]] = {}
+
+    def wants(self, name: str, layer: int | None) -> bool:
+        return name in ("ffn_predicted", "ffn_hidden")
+
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        if name == "ffn_predicted":
+            counted, sums = tensor > self.thresholds[layer], self.named
+        else:
+            counted, sums = tensor != 0, self.hidden
+        total = sums.setdefault(layer, [0.0, 0.0])
+        total[0] += counted.sum().item()
+        total[1] += counted.numel()
+
+    @property
+    def named_share_L(self) -> tuple[float, ...]:
+        return tuple(self.named[layer][0] / self.named[layer][1] for layer in sorted(self.named))
+
+    @property
+    def hidden_share_L(self) -> tuple[float, ...]:
+        return tuple(self.hidden[layer][0] / self.hidden[layer][1] for layer in sorted(self.hidden))

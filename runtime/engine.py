@@ -1,0 +1,317 @@
+"""The engine: a model, ready to give logits and tokens.
+
+    from sparkinfer import Engine
+    with Engine.load("m.gguf", split="m.split.gguf") as engine:
+        for token in engine.generate("def main():", max_tokens=64, temperature=0.0):
+            print(token.text, end="")
+
+What this module does not know: how layers are computed or where weights lie."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import ITEMS, PREFILL_CHUNK, Items, plan_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.decoder import Decoder
+from sparkinfer.runtime.feed_forward import Mode, Traffic
+from sparkinfer.runtime.loader import Layer, Placement, load_weights
+from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
+from sparkinfer.runtime.sampler import Sampler
+from sparkinfer.runtime.text import TextCodec
+from sparkinfer.split_file import Split
+
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Token:
+    id: int
+    text: str
+
+
+@dataclass
+class Run:
+    """What a generation took; times in seconds, `ffn_bytes` read by the decode steps."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    ffn_bytes: int = 0
+    stopped_by: str = "not started"  # then "end of text", "max tokens" or "context"
+
+    @property
+    def prefill_per_s(self) -> float:
+        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_per_s(self) -> float:
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+
+class Engine:
+    """Made by `Engine.load`. Not for several threads at a time."""
+
+    def __init__(
+        self,
+        model: ModelFile,
+        decoder: Decoder,
+        *,
+        mode: Mode,
+        context_length: int,
+        bytes_by_role: dict[str, Items],
+        device: torch.device,
+        traffic: Traffic,
+    ) -> None:
+        self.model, self.mode, self.context_length = model, mode, context_length
+        self.bytes_by_role, self.device = bytes_by_role, device
+        self.traffic = traffic
+        self.last_run = Run()
+        self._decoder: Decoder | None = decoder
+        self._codec: TextCodec | None = None
+        self._user = 0  # counts the uses of the KV cache, of which there is one
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        split: str | Path | None = None,
+        mode: Mode | None = None,
+        device: str | None = None,
+        context_length: int | None = None,
+    ) -> "Engine":
+        """Loads a model file, optionally by a plan.
+
+        mode: "dense", "exact" or "predicted"; None takes "predicted" where the file has
+        predictors and "exact" otherwise. device: "cpu" or "cuda[:n]" for what is not on the CPU
+        by plan; None takes CUDA where there is one. context_length: tokens the KV cache holds;
+        None takes the plan's, or the model's up to 4,096.
+
+        Raises SparkinferError for a wrong file, plan, mode or device."""
+        file = ModelFile.load(Path(model))
+        mode = _mode(file, mode)
+        gpu = _device(device)
+        plan = None
+        if split is not None:
+            plan = Split.load(Path(split))
+            plan.check_against(file, Path(split))
+        context_length = _context(file, plan, context_length)
+        num_layers = file.shape.num_layers
+        if plan is None:
+            placement = Placement.on_one_device(num_layers, gpu)
+        else:
+            placement = Placement.of_split(plan, gpu)
+        observers, traffic = Observers(), Traffic()
+        weights = load_weights(
+            file, placement, mode, context_length, observers, traffic,
+            lambda line: print(f"{file.path}: {line}", file=sys.stderr),
+        )  # fmt: skip
+        decoder = Decoder(
+            weights=weights,
+            norm_epsilon=file.shape.norm_epsilon,
+            input_layer_offset=file.predictor.input_layer_offset if file.predictor else 0,
+            observers=observers,
+        )
+        gpu_bytes, cpu_bytes = plan_bytes(
+            file,
+            context_length=context_length,
+            num_hot=[0 if plan is None else len(ids) for ids in placement.hot or [()] * num_layers],
+            dense_on_gpu=placement.dense_on_gpu,
+            head_on_gpu=placement.head_on_gpu,
+        )
+        if plan is None:
+            gpu_bytes = {item: gpu_bytes[item] + cpu_bytes[item] for item in ITEMS}
+            cpu_bytes = dict.fromkeys(ITEMS, 0)
+        return cls(
+            file,
+            decoder,
+            mode=mode,
+            context_length=context_length,
+            bytes_by_role={"gpu": gpu_bytes, "cpu": cpu_bytes},
+            device=gpu,
+            traffic=traffic,
+        )
+
+    @torch.inference_mode()
+    def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
+        """Runs a text through all layers but not through the head: for observers."""
+        self._user += 1
+        for start, chunk in enumerate(self._ids(token_ids).split(PREFILL_CHUNK)):
+            self._live.forward(chunk, start * PREFILL_CHUNK)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        """f32 [T, V] on the CPU: what follows each token, the text starting with the first."""
+        ids_T = self._ids(token_ids)
+        self._user += 1
+        return torch.cat(
+            [
+                self._live.logits(self._live.forward(chunk, start * PREFILL_CHUNK))
+                for start, chunk in enumerate(ids_T.split(PREFILL_CHUNK))
+            ]
+        )
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        temperature: float = 0.8,
+        seed: int | None = None,
+    ) -> Iterator[Token]:
+        """Yields tokens as they are made; `last_run` tells afterwards what they took.
+
+        temperature 0 is greedy; a seed makes a run repeatable. Ends at the model's end token,
+        after max_tokens, or when the context is full. Raises SparkinferError for a prompt that
+        is empty or does not fit."""
+        sampler = Sampler(temperature, seed)
+        if max_tokens < 1:
+            raise SparkinferError(f"max_tokens is {max_tokens}, wanted 1 or more")
+        ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
+        return self._generate(ids_T, max_tokens, sampler)
+
+    def _generate(self, ids_T: Tensor, max_tokens: int, sampler: Sampler) -> Iterator[Token]:
+        self._user += 1
+        user, run, stream = self._user, Run(prefill_tokens=len(ids_T)), self.codec.stream()
+        self.last_run = run
+        began = time.perf_counter()
+        logits_V = self._prefill(ids_T)
+        run.prefill_s = time.perf_counter() - began
+        position, read = len(ids_T), self.traffic.total
+        for count in range(1, max_tokens + 1):
+            token_id = sampler.sample(logits_V)
+            if token_id in self.codec.end_ids:
+                run.stopped_by = "end of text"
+                return
+            yield Token(token_id, stream.text(token_id))
+            if user != self._user:
+                raise SparkinferError("the engine was used for something else while generating")
+            if count == max_tokens or position == self.context_length:
+                run.stopped_by = "max tokens" if count == max_tokens else "context"
+                return
+            began = time.perf_counter()
+            logits_V = self._step(torch.tensor([token_id]), position)
+            run.decode_s += time.perf_counter() - began
+            run.decode_tokens += 1
+            run.ffn_bytes = self.traffic.total - read
+            position += 1
+
+    @torch.inference_mode()
+    def _prefill(self, ids_T: Tensor) -> Tensor:
+        for start, chunk in enumerate(ids_T.split(PREFILL_CHUNK)):
+            hidden_TD = self._live.forward(chunk, start * PREFILL_CHUNK)
+        return self._live.logits(hidden_TD[-1:])[0]
+
+    @torch.inference_mode()
+    def _step(self, ids_T: Tensor, position: int) -> Tensor:
+        return self._live.logits(self._live.forward(ids_T, position))[0]
+
+    def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
+        """Calls observe(name, layer, tensor) after each named tensor is computed.
+
+        Names and shapes stand in runtime.observers.NAMES; layer is None outside the layers.
+        wants(name, layer) is asked before and may decline. Ends with `.remove()` or, as a
+        context manager, with its block. A tensor must not be changed or kept without a copy."""
+        return self._live.observers.add(observe, wants)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The loaded layers: where each lies, and its matrices."""
+        return self._live.weights.layers
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer, read when it is first needed."""
+        if self._codec is None:
+            self._codec = TextCodec.of(self.model)
+        return self._codec
+
+    def close(self) -> None:
+        """Frees the weights and the cache; the engine cannot be used afterwards."""
+        self._decoder = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _live(self) -> Decoder:
+        if self._decoder is None:
+            raise SparkinferError("the engine is closed")
+        return self._decoder
+
+    def _ids(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        ids_T = torch.as_tensor(token_ids, dtype=torch.int64).cpu()
+        vocab_size = self.model.shape.vocab_size
+        if ids_T.ndim != 1 or not len(ids_T):
+            raise SparkinferError("the prompt has no tokens; give it some text")
+        if len(ids_T) > self.context_length:
+            raise SparkinferError(
+                f"{len(ids_T)} tokens for a context of {self.context_length};"
+                " shorten the text or load with a larger context"
+            )
+        if ids_T.min() < 0 or ids_T.max() >= vocab_size:
+            raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
+        return ids_T
+
+
+def _mode(model: ModelFile, mode: Mode | None) -> Mode:
+    if mode is None:
+        return "predicted" if model.predictor else "exact"
+    if mode not in ("dense", "exact", "predicted"):
+        raise SparkinferError(f"mode {mode!r}; known: dense, exact, predicted")
+    if mode == "predicted" and model.predictor is None:
+        raise SparkinferError(
+            f"{model.path}: has no predictors; train them with sparkinfer profile"
+            " --train-predictors and add them with sparkinfer convert --predictors"
+        )
+    return mode
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise SparkinferError(f"device {device!r}; wanted cpu or cuda") from error
+    if found.type not in ("cpu", "cuda"):
+        raise SparkinferError(f"device {device!r}; wanted cpu or cuda")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise SparkinferError(
+            f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here"
+        )
+    return found
+
+
+def _context(model: ModelFile, plan: Split | None, asked: int | None) -> int:
+    if plan is not None:
+        if asked not in (None, plan.context_length):
+            raise SparkinferError(
+                f"context of {asked} asked for, but the plan budgets {plan.context_length};"
+                " run sparkinfer solve with --context"
+            )
+        return plan.context_length
+    longest = model.shape.context_length
+    if asked is None:
+        return min(longest, DEFAULT_CONTEXT)
+    if not 1 <= asked <= longest:
+        raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
+    return asked

@@ -1,0 +1,206 @@
+"""The sparse feed-forward layer: dense, exact and predicted, over one or two blocks of neurons.
+
+    h_j = act(gate_j . x) * (up_j . x),   y = sum_j h_j * down_j
+
+`exact` computes every gate and the rest only where the gate is open; `predicted` computes the
+gates that the predictor names and the rest where such a gate is open. Both give what `dense`
+gives up to the neurons that the predictor misses. For one token only the rows that are needed
+are read; for several, all rows are read and masked, which gives the same values.
+
+Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparkinfer.model_file import Activation, PredictorKind
+from sparkinfer.runtime.attention import multiply
+from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.observers import Observers
+
+Mode = Literal["dense", "exact", "predicted"]
+
+
+@dataclass
+class Traffic:
+    """Weight bytes of the feed-forward layers that were read, since the last reset."""
+
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+    predictor: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gate + self.up + self.down + self.predictor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What the activation of a layer does; `threshold` as in model_file.ModelFile."""
+
+    activation: Activation
+    threshold: float
+
+    def act(self, gate: Tensor, *, is_dense: bool) -> tuple[Tensor, Tensor]:
+        """(activation, whether the neuron fires). A neuron that does not fire gives zero.
+
+        The threshold of SiLU is an approximation, so `dense` does without it; that of FATReLU
+        is a part of the model (ProSparse, arXiv 2402.13516)."""
+        if self.activation == "silu":
+            value = F.silu(gate)
+            fires = value.abs() > self.threshold
+            return (value, torch.ones_like(fires)) if is_dense else (value * fires, fires)
+        fires = gate > (self.threshold if self.activation == "fatrelu" else 0.0)
+        return gate * fires, fires
+
+    def hidden(self, activated: Tensor, up: Tensor) -> Tensor:
+        """act(gate) * up, where dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955)."""
+        return activated * (F.relu(up) if self.activation == "drelu" else up)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """See model_file.PredictorInfo for the arithmetic."""
+
+    kind: PredictorKind
+    down: Matrix  # [R, D]
+    up: Matrix  # [F, R]
+    down_bias_R: Tensor | None
+    up_bias_F: Tensor | None
+    threshold: float
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        inner_TR = multiply(self.down, x_TD)
+        if self.down_bias_R is not None:
+            inner_TR = inner_TR + self.down_bias_R
+        logits_TF = multiply(self.up, F.relu(inner_TR) if self.kind == "relu" else inner_TR)
+        return logits_TF if self.up_bias_F is None else logits_TF + self.up_bias_F
+
+    @property
+    def num_bytes(self) -> int:
+        biases = [b for b in (self.down_bias_R, self.up_bias_F) if b is not None]
+        return self.down.num_bytes + self.up.num_bytes + sum(4 * len(b) for b in biases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronBlock:
+    """Some neurons of a layer on one device.
+
+    `row_N` are their rows in the matrices: None where the block has matrices of its own, the
+    neuron ids where the matrices are those of the whole layer."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix  # neuron-major: row j is what neuron j adds
+    id_N: Tensor  # int64, on the device of the block
+    row_N: Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate.data.device
+
+    def rows(self, position_A: Tensor) -> Tensor:
+        """int32 rows of the neurons at these positions of the block."""
+        chosen = position_A if self.row_N is None else self.row_N[position_A]
+        return chosen.to(torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockResult:
+    """Output [T, D], and gate and hidden values [T, A] of the neurons at `position_A`."""
+
+    y_TD: Tensor
+    gate_TA: Tensor
+    hidden_TA: Tensor
+    position_A: Tensor | None  # None: all neurons of the block
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    layer: int
+    num_neurons: int  # F
+    gate: Gate
+    blocks: tuple[NeuronBlock, ...]  # together, every neuron once
+    predictor: Predictor | None
+    mode: Mode
+    observers: Observers = field(repr=False)
+    traffic: Traffic = field(repr=False)
+
+    def forward(self, x_TD: Tensor, predictor_input_TD: Tensor) -> Tensor:
+        """Output [T, D] for normed input; blocks on a GPU are started before those on the CPU."""
+        named_TF = self._named(predictor_input_TD) if self.mode == "predicted" else None
+        ordered = sorted(self.blocks, key=lambda block: block.device.type == "cpu")
+        results = []
+        for block in ordered:
+            named_TN = None if named_TF is None else named_TF.to(block.device)[:, block.id_N]
+            x = x_TD.to(block.device)
+            is_gathered = len(x) == 1 and block.device.type == "cpu" and self.mode != "dense"
+            run = self._gathered if is_gathered else self._masked
+            results.append(run(block, x, named_TN))
+        self._show(ordered, results)
+        total = results[0].y_TD.to(x_TD.device)
+        for result in results[1:]:
+            total = total + result.y_TD.to(x_TD.device)
+        return total
+
+    def _named(self, x_TD: Tensor) -> Tensor:
+        """bool [T, F]: the neurons that the predictor names."""
+        assert self.predictor is not None
+        logits_TF = self.predictor.logits(x_TD)
+        self.traffic.predictor += self.predictor.num_bytes
+        self.observers.show("ffn_predicted", self.layer, logits_TF)
+        return logits_TF > self.predictor.threshold
+
+    def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """One token on the CPU: reads the rows of named gates and of open neurons, no others."""
+        x_D = x_TD[0].contiguous()
+        if named_TN is None:
+            position, rows = None, block.row_N
+            rows = None if rows is None else rows.to(torch.int32)
+        else:
+            position = named_TN[0].nonzero().flatten()
+            rows = block.rows(position)
+        gate_A = block.gate.dot(x_D, rows)
+        activated_A, fires_A = self.gate.act(gate_A, is_dense=False)
+        open_A = fires_A.nonzero().flatten()
+        open_rows = block.rows(open_A if position is None else position[open_A])
+        hidden = self.gate.hidden(activated_A[open_A], block.up.dot(x_D, open_rows))
+        y_D = block.down.combine(hidden, open_rows)
+        self._count(block, len(gate_A), len(open_A))
+        hidden_A = torch.zeros_like(gate_A).index_put_((open_A,), hidden)
+        return BlockResult(
+            y_TD=y_D[None], gate_TA=gate_A[None], hidden_TA=hidden_A[None], position_A=position
+        )
+
+    def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """Any number of tokens: reads every row of the block once."""
+        gate_TN = block.gate.product(x_TD, block.row_N)
+        activated_TN, _ = self.gate.act(gate_TN, is_dense=self.mode == "dense")
+        hidden_TN = self.gate.hidden(activated_TN, block.up.product(x_TD, block.row_N))
+        if named_TN is not None:
+            hidden_TN = hidden_TN * named_TN
+            gate_TN = gate_TN.masked_fill(~named_TN, torch.nan)
+        self._count(block, len(block.id_N), len(block.id_N))
+        y_TD = block.down.combine_many(hidden_TN, block.row_N)
+        return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
+
+    def _count(self, block: NeuronBlock, num_gates: int, num_open: int) -> None:
+        self.traffic.gate += num_gates * block.gate.row_bytes
+        self.traffic.up += num_open * block.up.row_bytes
+        self.traffic.down += num_open * block.down.row_bytes
+
+    def _show(self, blocks: list[NeuronBlock], results: list[BlockResult]) -> None:
+        """Puts the values of all blocks into the order of the layer, if anyone wants them."""
+        for name, unknown in (("ffn_gate", torch.nan), ("ffn_hidden", 0.0)):
+            if not self.observers.want(name, self.layer):
+                continue
+            whole = results[0].y_TD.new_full((len(results[0].y_TD), self.num_neurons), unknown)
+            for block, result in zip(blocks, results, strict=True):
+                ids = block.id_N if result.position_A is None else block.id_N[result.position_A]
+                part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+                whole[:, ids.to(whole.device)] = part.to(whole.device)
+            self.observers.show(name, self.layer, whole)

@@ -1,0 +1,135 @@
+// The functions Python calls. Picks the best kernels this processor can run and splits the work
+// over threads.
+//
+// The kernel files are compiled with flags such as -mavx512f, so they include no C++ library
+// headers: an inline function from one would be compiled with those flags too, and the linker may
+// keep that copy for the whole library, which would then crash on an older processor.
+#include <cstring>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace {
+
+struct Level {
+    const char* name;
+    const Kernels* kernels;
+    bool usable;
+};
+
+#ifdef __x86_64__
+bool has_avx2() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+// Best first.
+const Level levels[] = {
+#ifdef __x86_64__
+    {"avx512", &kernels_avx512, has_avx512()},
+    {"avx2", &kernels_avx2, has_avx2()},
+#endif
+    {"generic", &kernels_generic, true},
+};
+
+const Level* best() {
+    const Level* level = levels;
+    while (!level->usable) ++level;
+    return level;
+}
+
+const Level* current = best();
+
+const Level* find(const char* name) {
+    for (const Level& level : levels)
+        if (std::strcmp(level.name, name) == 0) return &level;
+    return nullptr;
+}
+
+// Less than this many bytes of weights is not worth waking a thread for: 64 KiB are read in about
+// four microseconds.
+constexpr int64_t INLINE_BYTES = 64 * 1024;
+
+constexpr int32_t MAX_THREADS = 1024;
+constexpr int64_t BLOCK = 32;
+constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {128, 64, 64, 34, 18};
+
+// The bytes of one row, or -1 if there can be no such row.
+int64_t row_bytes_of(int32_t kind, int64_t D) {
+    if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
+    if (kind >= KIND_Q8_0 && D % BLOCK != 0) return -1;
+    return kind >= KIND_Q8_0 ? D / BLOCK * BLOCK_BYTES[kind] : D * (BLOCK_BYTES[kind] / BLOCK);
+}
+
+Status check(int64_t row_bytes, int64_t num_rows, const int32_t* index, int64_t A) {
+    if (row_bytes < 0 || num_rows < 0 || A < 0) return STATUS_BAD_ARGUMENT;
+    if (!index) return A == 0 || A == num_rows ? STATUS_OK : STATUS_BAD_ARGUMENT;
+    bool all_inside = true;  // a negative index is a large unsigned one
+    const uint64_t end = static_cast<uint64_t>(num_rows);
+    for (int64_t a = 0; a < A; ++a)
+        all_inside &= static_cast<uint64_t>(static_cast<int64_t>(index[a])) < end;
+    return all_inside ? STATUS_OK : STATUS_INDEX_OUT_OF_RANGE;
+}
+
+template <class Body>
+void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
+    if (bytes < INLINE_BYTES) return body(0, n);
+    parallel_for(n, grain, pieces_per_thread, body);
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, int64_t D,
+                              const float* x, const int32_t* index, int64_t A, float* y) {
+    const int64_t row_bytes = row_bytes_of(kind, D);
+    if (Status status = check(row_bytes, num_rows, index, A)) return status;
+    DotRows* dot_rows = current->kernels->dot_rows[kind];
+    // A few pieces per thread, so that a slow thread does less.
+    split(A * row_bytes, A, 4, 4, [=](int64_t a0, int64_t a1) {
+        dot_rows(weight, row_bytes, D, x, index, y, a0, a1);
+    });
+    return STATUS_OK;
+}
+
+EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t num_rows,
+                                     int64_t D, const float* c, const int32_t* index, int64_t A,
+                                     float* y) {
+    const int64_t row_bytes = row_bytes_of(kind, D);
+    if (Status status = check(row_bytes, num_rows, index, A)) return status;
+    AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
+    // One piece per thread and no narrow ones: the longer the part of a row, the better it is read.
+    split(A * row_bytes, D, 4 * BLOCK, 1, [=](int64_t d0, int64_t d1) {
+        accumulate_rows(weight, row_bytes, c, index, A, y, d0, d1);
+    });
+    return STATUS_OK;
+}
+
+EXPORT const char* spark_level() { return current->name; }
+
+EXPORT int32_t spark_level_status(const char* name) {
+    const Level* level = find(name);
+    if (!level) return STATUS_UNKNOWN_LEVEL;
+    return level->usable ? STATUS_OK : STATUS_UNUSABLE_LEVEL;
+}
+
+EXPORT int32_t spark_set_level(const char* name) {
+    const int32_t status = spark_level_status(name);
+    if (status == STATUS_OK) current = find(name);
+    return status;
+}
+
+EXPORT int32_t spark_num_threads() { return num_threads(); }
+
+EXPORT int32_t spark_set_threads(int32_t n) {
+    if (n < 1 || n > MAX_THREADS) return STATUS_BAD_ARGUMENT;
+    return set_threads(n) ? STATUS_OK : STATUS_NO_THREADS;
+}

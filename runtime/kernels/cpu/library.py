@@ -1,0 +1,225 @@
+"""The C++ kernels in this folder, called on torch tensors.
+
+A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "bf16" are tensors
+[F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
+values. Weights are unpacked in registers and all arithmetic is f32; results do not depend on the
+number of threads.
+
+Knows nothing of layers, models or files. Where the C++ is not built, `is_available()` is False and
+the caller uses torch.
+
+Shapes: F rows of the matrix, D values in a row, A chosen rows.
+"""
+
+import ctypes
+import os
+from importlib.util import find_spec
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+LEVELS = ("avx512", "avx2", "generic")  # the instruction sets, best first
+LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
+
+
+class _Layout(NamedTuple):
+    code: int  # enum Kind in kernels.h
+    dtype: torch.dtype
+    unit_elements: int  # elements of the tensor that hold unit_values weights
+    unit_values: int
+
+
+_LAYOUTS: dict[str, _Layout] = {
+    "f32": _Layout(0, torch.float32, 1, 1),
+    "f16": _Layout(1, torch.float16, 1, 1),
+    "bf16": _Layout(2, torch.bfloat16, 1, 1),
+    "q8_0": _Layout(3, torch.uint8, 34, 32),
+    "q4_0": _Layout(4, torch.uint8, 18, 32),
+}
+
+# enum Status in kernels.h
+_OK, _BAD_ARGUMENT, _INDEX_OUT_OF_RANGE, _UNKNOWN_LEVEL, _UNUSABLE_LEVEL, _NO_THREADS = range(6)
+
+
+def _load() -> ctypes.CDLL | None:
+    """The shared library, or None if it is not built."""
+    spec = find_spec("sparkinfer.runtime._cpu")  # finds the file in every kind of install
+    if spec is None or spec.origin is None:
+        return None
+    lib = ctypes.CDLL(spec.origin)
+    pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    for function in (lib.spark_dot_rows, lib.spark_accumulate_rows):
+        function.argtypes = [int32, pointer, size, size, pointer, pointer, size, pointer]
+        function.restype = int32
+    lib.spark_level.restype = ctypes.c_char_p
+    for function in (lib.spark_level_status, lib.spark_set_level):
+        function.argtypes = [ctypes.c_char_p]
+        function.restype = int32
+    lib.spark_num_threads.restype = int32
+    lib.spark_set_threads.argtypes = [int32]
+    lib.spark_set_threads.restype = int32
+    return lib
+
+
+_lib = _load()
+
+
+def _built() -> ctypes.CDLL:
+    if _lib is None:
+        raise ImportError("the C++ kernels are not built; run `make build`")
+    return _lib
+
+
+def is_available() -> bool:
+    """Whether the C++ kernels are built. Where not, everything else here raises ImportError."""
+    return _lib is not None
+
+
+def level() -> str:
+    """The instruction set in use, one of LEVELS."""
+    name: bytes = _built().spark_level()
+    return name.decode()
+
+
+def usable_levels() -> list[str]:
+    """Those of LEVELS that this build has and this processor can run, best first."""
+    lib = _built()
+    return [name for name in LEVELS if lib.spark_level_status(name.encode()) == _OK]
+
+
+def set_level(name: str) -> None:
+    """Use another instruction set, for tests. ValueError if it is unknown or not usable here."""
+    if _built().spark_set_level(name.encode()) != _OK:
+        what = "this machine cannot run" if name in LEVELS else "there is no"
+        raise ValueError(f"{what} CPU level {name!r}; usable here: {', '.join(usable_levels())}")
+
+
+def num_threads() -> int:
+    """How many threads share a job, the caller's included. All cores unless set."""
+    return int(_built().spark_num_threads())
+
+
+def set_threads(num_threads: int) -> None:
+    """Let this many threads, 1 to 1024, share each job from now on."""
+    status = _built().spark_set_threads(num_threads) if 1 <= num_threads <= 1024 else _BAD_ARGUMENT
+    if status == _BAD_ARGUMENT:
+        raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
+    if status == _NO_THREADS:
+        raise OSError(f"the system refused to start {num_threads} threads")
+
+
+def _use_level_from_environment() -> None:
+    name = os.environ.get(LEVEL_VARIABLE)
+    if name is None:
+        return
+    if name not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE}={name!r}: must be one of {', '.join(LEVELS)}")
+    if _lib is None:
+        return  # no kernels at any level
+    try:
+        set_level(name)
+    except ValueError as error:
+        raise ValueError(f"{LEVEL_VARIABLE}={name!r}: {error}") from None
+
+
+_use_level_from_environment()
+
+
+def _layout(weight: Tensor, kind: str) -> tuple[int, int, int]:
+    """The code of `kind`, F and D, once it is sure that C++ may read `weight` as such a matrix."""
+    layout = _LAYOUTS.get(kind)
+    if layout is None:
+        raise ValueError(f"unknown kind {kind!r}; known: {', '.join(_LAYOUTS)}")
+    code, dtype, unit_elements, unit_values = layout
+    if (
+        weight.dtype != dtype
+        or weight.dim() != 2
+        or not weight.is_contiguous()
+        or not weight.is_cpu
+        or weight.shape[1] % unit_elements
+    ):
+        unit = f" in rows of whole {unit_elements}-byte blocks" if unit_elements > 1 else ""
+        _refuse(f"{kind} weight", f"contiguous 2-d {dtype}{unit}", weight)
+    num_rows, num_elements = weight.shape
+    return code, num_rows, num_elements // unit_elements * unit_values
+
+
+def _check_vector(name: str, t: Tensor, dtype: torch.dtype, length: int) -> int:
+    """The address of t, once it is sure that C++ may read `length` values there."""
+    if (
+        t.dtype != dtype
+        or t.dim() != 1
+        or not t.is_contiguous()
+        or not t.is_cpu
+        or t.shape[0] != length
+    ):
+        _refuse(name, f"contiguous {dtype} of {length} values", t)
+    return t.data_ptr()
+
+
+def _refuse(name: str, wanted: str, t: Tensor) -> NoReturn:
+    raise ValueError(
+        f"{name}: wanted {wanted} on the CPU, got {t.dtype} {tuple(t.shape)} with strides "
+        f"{t.stride()} on {t.device}"
+    )
+
+
+def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoReturn:
+    if status == _INDEX_OUT_OF_RANGE and index_A is not None:
+        low, high = (int(v) for v in torch.aminmax(index_A))
+        raise IndexError(f"index_A holds {low} to {high}, the weight has rows 0 to {num_rows - 1}")
+    raise AssertionError(f"the C++ kernels refused checked arguments, status {status}")
+
+
+def dot_rows(weight: Tensor, kind: str, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
+    """y_A [A] f32, y_A[a] = sum over d of x_D[d] * W_FD[index_A[a]][d]: matrix times vector.
+
+    weight: the matrix W_FD as `kind` stores it (see the module), contiguous. x_D: f32 [D].
+    index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
+    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
+    """
+    lib = _lib or _built()
+    code, num_rows, num_columns = _layout(weight, kind)
+    x = _check_vector("x_D", x_D, torch.float32, num_columns)
+    if index_A is None:
+        num_active, index = num_rows, None
+    else:
+        num_active = index_A.numel()
+        index = _check_vector("index_A", index_A, torch.int32, num_active)
+    y_A = torch.empty(num_active, dtype=torch.float32, device="cpu")
+    status = lib.spark_dot_rows(
+        code, weight.data_ptr(), num_rows, num_columns, x, index, num_active, y_A.data_ptr()
+    )
+    if status:
+        _raise_status(status, index_A, num_rows)
+    return y_A
+
+
+def accumulate_rows(
+    weight: Tensor, kind: str, coefficient_A: Tensor, index_A: Tensor | None = None
+) -> Tensor:
+    """y_D [D] f32, y_D[d] = sum over a of coefficient_A[a] * W_FD[index_A[a]][d].
+
+    With W the transposed down matrix, the down projection of the active neurons.
+    weight: the matrix W_FD as `kind` stores it (see the module), contiguous.
+    coefficient_A: f32 [A]. index_A: int32 [A], added in this order, repeats allowed; None means
+    all rows, A = F.
+    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
+    """
+    lib = _lib or _built()
+    code, num_rows, num_columns = _layout(weight, kind)
+    if index_A is None:
+        num_active, index = num_rows, None
+    else:
+        num_active = index_A.numel()
+        index = _check_vector("index_A", index_A, torch.int32, num_active)
+    coefficient = _check_vector("coefficient_A", coefficient_A, torch.float32, num_active)
+    y_D = torch.empty(num_columns, dtype=torch.float32, device="cpu")
+    status = lib.spark_accumulate_rows(
+        code, weight.data_ptr(), num_rows, num_columns, coefficient, index, num_active,
+        y_D.data_ptr(),
+    )  # fmt: skip
+    if status:
+        _raise_status(status, index_A, num_rows)
+    return y_D

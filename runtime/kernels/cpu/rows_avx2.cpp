@@ -1,0 +1,74 @@
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace {
+
+constexpr int LANES = 8;
+constexpr int GROUP = 16;
+typedef __m256 Floats;
+
+inline Floats zero() { return _mm256_setzero_ps(); }
+inline Floats broadcast(float f) { return _mm256_set1_ps(f); }
+inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+
+inline float sum(Floats v) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline Floats load_f32(const uint8_t* p) {
+    return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
+}
+
+inline void store_f32(uint8_t* p, Floats v) { _mm256_storeu_ps(reinterpret_cast<float*>(p), v); }
+
+inline __m128i load_16_bytes(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+
+inline __m128i load_8_bytes(const uint8_t* p) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+}
+
+inline Floats load_f16(const uint8_t* p) { return _mm256_cvtph_ps(load_16_bytes(p)); }
+
+inline Floats load_bf16(const uint8_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bytes(p)), 16));
+}
+
+inline Floats i8_to_floats(__m128i bytes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+
+inline Floats load_i8(const uint8_t* p) { return i8_to_floats(load_8_bytes(p)); }
+
+inline void unpack_q4(const uint8_t* p, Floats* w) {
+    const __m128i fifteen = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    __m128i bytes = load_16_bytes(p);
+    __m128i low = _mm_sub_epi8(_mm_and_si128(bytes, fifteen), eight);
+    __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), fifteen), eight);
+    w[0] = i8_to_floats(low);
+    w[1] = i8_to_floats(_mm_srli_si128(low, 8));
+    w[2] = i8_to_floats(high);
+    w[3] = i8_to_floats(_mm_srli_si128(high, 8));
+}
+
+inline float f16_to_float(const uint8_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return _cvtsh_ss(bits);
+}
+
+template <int STRIDE>
+inline void gather_f16(const uint8_t* p, float* f) {
+    for (int i = 0; i < GROUP; ++i) f[i] = f16_to_float(p + i * STRIDE);
+}
+
+#include "rows_template.h"
+
+}  // namespace
+
+const Kernels kernels_avx2 = ALL_KERNELS;

@@ -1,0 +1,74 @@
+// For any processor: gcc and clang turn four-lane vectors into whatever it has.
+#include "kernels.h"
+
+namespace {
+
+constexpr int LANES = 4;
+constexpr int GROUP = 16;
+typedef float Floats __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+
+inline Floats zero() { return Floats{0, 0, 0, 0}; }
+inline Floats broadcast(float f) { return Floats{f, f, f, f}; }
+inline Floats mul(Floats a, Floats b) { return a * b; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
+inline float sum(Floats v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+inline Floats load_f32(const uint8_t* p) {
+    Floats v;
+    __builtin_memcpy(&v, p, 16);
+    return v;
+}
+
+inline void store_f32(uint8_t* p, Floats v) { __builtin_memcpy(p, &v, 16); }
+
+inline Ints load_u16(const uint8_t* p) {
+    uint16_t h[4];
+    __builtin_memcpy(h, p, 8);
+    return Ints{h[0], h[1], h[2], h[3]};
+}
+
+// The bits moved to where f32 has them are the value times 2^-112, subnormals included; infinity
+// and NaN still need their exponent.
+inline Floats f16_bits_to_floats(Ints bits) {
+    Ints magnitude = (bits & 0x7fff) << 13;
+    Ints is_special = magnitude >= (0x7c00 << 13);
+    Floats scaled = reinterpret_cast<Floats>(magnitude) * 0x1p112f;
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(scaled) | (is_special & 0x7f800000) |
+                                    ((bits & 0x8000) << 16));
+}
+
+inline Floats load_f16(const uint8_t* p) { return f16_bits_to_floats(load_u16(p)); }
+inline Floats load_bf16(const uint8_t* p) { return reinterpret_cast<Floats>(load_u16(p) << 16); }
+
+inline Floats load_i8(const uint8_t* p) {
+    int8_t i[4];
+    __builtin_memcpy(i, p, 4);
+    return __builtin_convertvector((Ints{i[0], i[1], i[2], i[3]}), Floats);
+}
+
+inline void unpack_q4(const uint8_t* p, Floats* w) {
+    for (int v = 0; v < 4; ++v) {
+        const uint8_t* q = p + 4 * v;
+        Ints bytes = {q[0], q[1], q[2], q[3]};
+        w[v] = __builtin_convertvector((bytes & 15) - 8, Floats);
+        w[v + 4] = __builtin_convertvector((bytes >> 4) - 8, Floats);
+    }
+}
+
+inline float f16_to_float(const uint8_t* p) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return f16_bits_to_floats(Ints{bits, 0, 0, 0})[0];
+}
+
+template <int STRIDE>
+inline void gather_f16(const uint8_t* p, float* f) {
+    for (int i = 0; i < GROUP; ++i) f[i] = f16_to_float(p + i * STRIDE);
+}
+
+#include "rows_template.h"
+
+}  // namespace
+
+const Kernels kernels_generic = ALL_KERNELS;

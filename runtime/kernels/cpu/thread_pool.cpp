@@ -1,0 +1,168 @@
+// Threads of our own rather than OpenMP's, which spin between calls and fight with torch's.
+//
+// A worker that finds no job spins for SPIN_TIME, so that the short jobs of a decode step follow
+// one another without a system call, then sleeps. The caller never waits for a worker that has not
+// begun, only for those inside the job: on a busy machine a late worker costs nothing.
+#include "thread_pool.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr auto SPIN_TIME = std::chrono::microseconds(50);
+
+inline void pause() {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// True as soon as `ready()` is, false after SPIN_TIME.
+template <class Ready>
+bool spin_until(const Ready& ready) {
+    const auto deadline = std::chrono::steady_clock::now() + SPIN_TIME;
+    do {
+        for (int i = 0; i < 16; ++i) {
+            if (ready()) return true;
+            pause();
+        }
+    } while (std::chrono::steady_clock::now() < deadline);
+    return ready();
+}
+
+// All atomics are sequentially consistent: each hand-over below is one side writing A then reading
+// B while the other writes B then reads A, and one of the two must see the other.
+class Pool {
+  public:
+    explicit Pool(int threads) {
+        try {
+            while (num_threads() < threads) workers_.emplace_back([this] { work(); });
+        } catch (const std::system_error&) {  // fewer threads, the same results
+        }
+    }
+
+    ~Pool() {
+        stop_ = true;
+        announce();
+        for (std::thread& worker : workers_) worker.join();
+    }
+
+    int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+    void run(int64_t n, int64_t piece, RangeBody* body, const void* context) {
+        // No worker reads these: the last job is closed and nobody is inside it.
+        body_ = body, context_ = context, n_ = n, piece_ = piece;
+        next_ = 0;
+        is_open_ = true;
+        announce();
+        take_pieces();
+        is_open_ = false;
+        auto all_out = [this] { return num_inside_ == 0; };
+        if (spin_until(all_out)) return;
+        std::unique_lock<std::mutex> lock(mutex_);
+        caller_sleeps_ = true;
+        done_.wait(lock, all_out);
+        caller_sleeps_ = false;
+    }
+
+  private:
+    void announce() {
+        ++round_;
+        if (num_asleep_ == 0) return;
+        { std::lock_guard<std::mutex> lock(mutex_); }  // who was about to sleep now does
+        start_.notify_all();
+    }
+
+    void take_pieces() {
+        for (int64_t begin; (begin = next_.fetch_add(piece_)) < n_;)
+            body_(context_, begin, std::min(n_, begin + piece_));
+    }
+
+    void work() {
+        for (uint64_t seen = 0;;) {
+            auto news = [&] { return round_ != seen; };
+            if (!spin_until(news)) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                ++num_asleep_;
+                start_.wait(lock, news);
+                --num_asleep_;
+            }
+            seen = round_;
+            if (stop_) return;
+            ++num_inside_;
+            if (is_open_) take_pieces();
+            if (--num_inside_ == 0 && caller_sleeps_) {
+                { std::lock_guard<std::mutex> lock(mutex_); }
+                done_.notify_one();
+            }
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable start_, done_;
+    RangeBody* body_ = nullptr;
+    const void* context_ = nullptr;
+    int64_t n_ = 0, piece_ = 1;
+    std::atomic<int64_t> next_{0};
+    std::atomic<uint64_t> round_{0};
+    std::atomic<int> num_inside_{0}, num_asleep_{0};
+    std::atomic<bool> is_open_{false}, caller_sleeps_{false}, stop_{false};
+    std::vector<std::thread> workers_;
+};
+
+// Held by the one caller whose job the pool is doing, and while the pool is made or replaced.
+std::mutex caller_mutex;
+
+// Made at the first use and never destroyed: its threads run until the process ends.
+Pool* pool = nullptr;
+int wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+
+// A forked child has none of its parent's threads, so it makes a pool of its own.
+[[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
+    new (&caller_mutex) std::mutex;
+    pool = nullptr;
+});
+
+Pool& the_pool() {
+    if (!pool) pool = new Pool(wanted_threads);
+    return *pool;
+}
+
+}  // namespace
+
+void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody* body,
+                  const void* context) {
+    std::lock_guard<std::mutex> one_caller_at_a_time(caller_mutex);
+    Pool& pool = the_pool();
+    const int64_t pieces = pieces_per_thread * pool.num_threads();
+    const int64_t grains = (n + grain - 1) / grain;
+    const int64_t piece = (grains + pieces - 1) / pieces * grain;
+    if (pool.num_threads() == 1 || n <= piece) return body(context, 0, n);
+    pool.run(n, piece, body, context);
+}
+
+int num_threads() {
+    std::lock_guard<std::mutex> lock(caller_mutex);
+    return pool ? pool->num_threads() : wanted_threads;
+}
+
+bool set_threads(int num_threads) {
+    std::lock_guard<std::mutex> lock(caller_mutex);
+    wanted_threads = num_threads;
+    if (pool && pool->num_threads() == num_threads) return true;
+    delete pool;
+    pool = nullptr;
+    return the_pool().num_threads() == num_threads;
+}

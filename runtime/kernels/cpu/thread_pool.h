@@ -1,0 +1,24 @@
+#pragma once
+#include <cstdint>
+
+using RangeBody = void(const void* context, int64_t begin, int64_t end);
+
+// Calls body(context, begin, end) for pieces of [0, n) on all threads and waits for them. Every
+// piece but the last is a multiple of `grain` long, and there are about `pieces_per_thread` for
+// each thread. The body must not throw, nor give results that depend on how [0, n) was cut.
+void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody* body,
+                  const void* context);
+
+template <class Body>
+void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
+    auto call = [](const void* context, int64_t begin, int64_t end) {
+        (*static_cast<const Body*>(context))(begin, end);
+    };
+    parallel_for(n, grain, pieces_per_thread, call, &body);
+}
+
+// How many threads work on a job, the caller's included.
+int num_threads();
+
+// False if the operating system refused to start that many; then there are as many as it gave.
+bool set_threads(int num_threads);

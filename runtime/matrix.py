@@ -1,0 +1,118 @@
+"""A weight matrix in the type it has in the file, and the three products a decoder needs.
+
+Everything is computed in f32: a row is unpacked when it is used and the unpacked values are
+dropped again. On the CPU single-token products go through the C++ kernels; elsewhere, and
+without them, through torch. What this module does not know: which rows matter.
+
+Letters: N rows, D row width, A chosen rows, T tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import UNPACK_TILE_BYTES
+from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.runtime.kernels.cpu import library
+
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def unpack(data: Tensor, kind: str) -> Tensor:
+    """f32 [A, D] of rows as they are stored; blocks as in ggml-quants.c of llama.cpp."""
+    if kind in _FLOATS:
+        return data.float()
+    size = {"q8_0": 34, "q4_0": 18}[kind]
+    blocks = data.unflatten(-1, (-1, size))
+    scale = blocks[..., :2].contiguous().view(torch.float16).float()
+    if kind == "q8_0":
+        values = blocks[..., 2:].contiguous().view(torch.int8).float()
+    else:
+        nibbles = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=-1)
+        values = nibbles.float() - 8
+    return (values * scale).flatten(-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """`data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks."""
+
+    data: Tensor
+    kind: str
+    width: int  # D
+
+    @property
+    def num_rows(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data.shape[1] * self.data.element_size()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    @property
+    def _is_native(self) -> bool:
+        return self.data.device.type == "cpu" and library.is_available()
+
+    def rows(self, index_A: Tensor) -> Tensor:
+        """f32 [A, D]: the chosen rows, unpacked."""
+        return unpack(self.data[index_A], self.kind)
+
+    def dot(self, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [A]: the chosen rows (None: all) times one vector."""
+        if self._is_native:
+            return library.dot_rows(self.data, self.kind, x_D, index_A)
+        return self.product(x_D[None], index_A)[0]
+
+    def combine(self, weight_A: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [D]: the sum of the chosen rows (None: all), each times its weight."""
+        if self._is_native:
+            return library.accumulate_rows(self.data, self.kind, weight_A, index_A)
+        return self.combine_many(weight_A[None], index_A)[0]
+
+    def product(self, x_TD: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [T, A]: every token times the chosen rows (None: all)."""
+        pieces = [x_TD @ rows_AD.T for _, rows_AD in self._tiles(index_A)]
+        return torch.cat(pieces, dim=1) if pieces else x_TD.new_zeros(len(x_TD), 0)
+
+    def combine_many(self, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [T, D]: for every token the weighted sum of the chosen rows (None: all)."""
+        sum_TD = weight_TA.new_zeros(len(weight_TA), self.width)
+        for start, rows_AD in self._tiles(index_A):
+            sum_TD.addmm_(weight_TA[:, start : start + len(rows_AD)], rows_AD)
+        return sum_TD
+
+    def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """(first position, f32 rows) of pieces small enough for the workspace."""
+        count = self.num_rows if index_A is None else len(index_A)
+        is_plain = self.kind == "f32" and index_A is None
+        tile = count if is_plain else max(1, UNPACK_TILE_BYTES // (4 * self.width))
+        for start in range(0, count, max(1, tile)):
+            piece = slice(start, start + tile)
+            chosen = self.data[piece] if index_A is None else self.data[index_A[piece]]
+            yield start, unpack(chosen, self.kind)
+
+
+def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None = None) -> Matrix:
+    """A matrix of a model file, or of some of its rows, on a device.
+
+    On the CPU and without `rows` it stays in the mapped file: nothing is copied."""
+    raw = entry.read()
+    raw = raw if rows is None else raw[rows]
+    data = torch.from_numpy(raw)
+    if entry.kind == "bf16":
+        data = data.view(torch.bfloat16)
+    return Matrix(data=data.to(device), kind=entry.kind, width=entry.shape[-1])
+
+
+def vector_of(entry: TensorEntry, device: torch.device) -> Tensor:
+    """A norm's weights or a bias: f32, copied out of the file."""
+    data = torch.from_numpy(entry.read())
+    if entry.kind == "bf16":
+        data = data.view(torch.bfloat16)
+    return data.to(device, torch.float32, copy=True)

@@ -1,0 +1,70 @@
+"""Watching any named tensor of any layer while the model runs.
+
+Profile, eval and the tests see the model only through this; see NAMES for what can be seen.
+When nobody watches, a tensor's place in the code costs one test of an empty list. The two
+calls, one before and one after a tensor is computed, are those of llama.cpp's eval callback."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+# T tokens, D model width, F neurons, V vocabulary. The values of `ffn_gate` that were not
+# computed (a sparse mode needs only some) are NaN, those of `ffn_hidden` are zero.
+NAMES = {
+    "embedding": "[T, D] token embeddings",
+    "attn_norm": "[T, D] input of attention",
+    "attn_out": "[T, D] output of attention",
+    "ffn_norm": "[T, D] input of the feed-forward layer",
+    "ffn_predicted": "[T, F] logits of the predictor",
+    "ffn_gate": "[T, F] gate pre-activations",
+    "ffn_hidden": "[T, F] act(gate) * up, what the down projection takes",
+    "ffn_out": "[T, D] output of the feed-forward layer",
+    "layer_out": "[T, D] hidden state after the layer",
+    "output_norm": "[T, D] input of the head",
+    "logits": "[T, V] of the tokens whose logits were asked for",
+}
+
+Observe = Callable[[str, int | None, Tensor], None]
+Wants = Callable[[str, int | None], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """A registered observer. `remove` ends it; as a context manager it ends with the block."""
+
+    observe: Observe
+    wants: Wants
+    registry: "Observers"
+
+    def remove(self) -> None:
+        if self in self.registry.active:
+            self.registry.active.remove(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+class Observers:
+    def __init__(self) -> None:
+        self.active: list[Observation] = []
+
+    def add(self, observe: Observe, wants: Wants | None) -> Observation:
+        observation = Observation(observe, wants or (lambda name, layer: True), self)
+        self.active.append(observation)
+        return observation
+
+    def want(self, name: str, layer: int | None) -> bool:
+        """Asked before a tensor is computed: does anyone want it?"""
+        return any(observation.wants(name, layer) for observation in self.active)
+
+    def show(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        """Called after a tensor was computed."""
+        if self.active:
+            for observation in list(self.active):
+                if observation.wants(name, layer):
+                    observation.observe(name, layer, tensor)

@@ -1,0 +1,33 @@
+"""From logits to a token: greedy, or drawn at a temperature.
+
+Temperature as in llama.cpp's chain: at or below zero the largest logit is taken."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+
+
+class Sampler:
+    """Draws are a function of the seed and the logits seen; without a seed they differ."""
+
+    def __init__(self, temperature: float, seed: int | None) -> None:
+        if not math.isfinite(temperature):
+            raise SparkinferError(f"temperature is {temperature}, wanted a number")
+        self.temperature = temperature
+        self.generator = torch.Generator()
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+
+    def sample(self, logits_V: Tensor) -> int:
+        """A token id. Raises SparkinferError where the model gave NaN."""
+        if torch.isnan(logits_V).any():
+            raise SparkinferError("the model gave NaN logits; convert its checkpoint again")
+        if self.temperature <= 0:
+            return int(logits_V.argmax())
+        probability_V = torch.softmax(logits_V.double() / self.temperature, dim=0)
+        return int(torch.multinomial(probability_V, 1, generator=self.generator))

@@ -1,0 +1,57 @@
+"""Text to token ids and back, with the tokenizer that the model file carries.
+
+What this module does not know: the model."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    tokenizer: Tokenizer
+    begin_id: int | None
+    end_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, model: ModelFile) -> "TextCodec":
+        """Raises SparkinferError where the file has no Hugging Face tokenizer."""
+        content = model.text(TOKENIZER_KEY)
+        if content is None:
+            raise SparkinferError(
+                f"{model.path}: has no {TOKENIZER_KEY}; convert a checkpoint with its tokenizer.json"
+            )
+        ends = {_token_id(model, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")}
+        return cls(
+            Tokenizer.from_str(content),
+            _token_id(model, "tokenizer.ggml.bos_token_id"),
+            frozenset(end for end in ends if end is not None),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids as the checkpoint's own tokenizer gives them; for no text, the begin token."""
+        ids = list(self.tokenizer.encode(text).ids)
+        return ids or ([] if self.begin_id is None else [self.begin_id])
+
+    def stream(self) -> "TextStream":
+        return TextStream(self.tokenizer)
+
+
+class TextStream:
+    """Turns ids into text one at a time; a character that spans tokens comes with its last one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+
+    def text(self, token_id: int) -> str:
+        return self._stream.step(self._tokenizer, token_id) or ""
+
+
+def _token_id(model: ModelFile, key: str) -> int | None:
+    value = model.extra_keys.get(key)
+    return int(value) if isinstance(value, int | np.integer) else None

@@ -1,0 +1,273 @@
+"""A certified lower bound on T, and good placements, at the granularity of single neurons.
+
+Give every byte of the GPU a price (seconds per byte, at least 0) and charge for it instead of
+limiting it. The layers then no longer compete, and for any price
+
+    value(price) = sum_l min over placements of l [T_l + price * bytes_l]
+                 + min over the two devices [head seconds + price * head bytes] - price * room
+
+is no more than T of any placement that uses the GPU and keeps to the budget: such a placement is
+among those minimised over, and price * (its bytes - room) <= 0. room is the budget less the
+workspace. So each price is a certificate, whatever search it came from.
+
+What this bound loses is largest where the best price leaves a dense block half on the GPU: one
+is worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and
+each device of the head. Within a branch the minimum over the sets of m layers is exact, since it
+takes the m layers for which (cost with the block on the GPU - cost with it on the CPU) is least.
+The bound is the least over the branches that fit of the best value found in each, or T of the
+placement without a GPU where that is less.
+
+The inner minimum over one layer's neurons. Write x for the touched bytes of n hot neurons,
+1 <= n < F: the layer is split wherever the dense block is, and
+
+    M = max(x / B_g + launch, (touched_l - x) / B_c + round_trip)
+
+depends on the chosen set through x alone, which lies between the sum of the n smallest and of
+the n largest. M falls up to the x* where both sides are equal and rises after it, so taking x*
+where it lies in that range, else the nearer end, is exact or too low: a bound over all subsets,
+not only over prefixes. It is too low only from the first n at which the n hottest touch x* or
+more ("balance"); more neurons than that cost bytes and save nothing, and below it each neuron
+saves touched / B_c (the last step less), so the best n is the number of neurons with
+touched / B_c > price * bytes, kept between C_l and balance, or one less than balance: a binary
+search. n = 0 and n = F are compared apart.
+
+What this module does not know: files, reports, or the grouped formulation.
+
+Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU."""
+
+import heapq
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from sparkinfer.solver.problem import (
+    Placement,
+    Problem,
+    ffn_seconds,
+    of_counts,
+    on_one_device,
+    placement_seconds,
+)
+from sparkinfer.solver.refine import fill
+
+FIRST_PRICES = 500
+LEAST_SHARE = 1e-6  # the lowest price but 0, as a share of the seconds to read a byte on the CPU
+ZOOM_PRICES, ZOOM_ROUNDS = 32, 5
+MAX_BRANCHES_TRIED = 16  # branches that a placement is made of, best bound first
+# The sums behind a bound are of up to some thousand terms in f64.
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagrangianResult:
+    """No placement takes less than `bound_s`; `placement` takes `objective_s`."""
+
+    bound_s: float
+    objective_s: float
+    placement: Placement
+
+
+@dataclass(frozen=True, order=True)
+class _Branch:
+    """A branch and the best of the prices tried, between its two neighbours."""
+
+    value_s: float
+    num_dense: int
+    head: bool
+    price: float
+    low: float
+    high: float
+    is_zoomed: bool = False
+
+    @classmethod
+    def of(cls, num_dense: int, head: bool, price_K: np.ndarray, value_Kmq: np.ndarray) -> Self:
+        value_K = value_Kmq[:, num_dense, int(head)]
+        best, last = int(value_K.argmax()), len(value_K) - 1
+        around = (price_K[best], price_K[max(0, best - 1)], price_K[min(last, best + 1)])
+        return cls(float(value_K[best]), num_dense, head, *map(float, around))
+
+
+def search(problem: Problem) -> LagrangianResult:
+    """The bound over all placements, and the best placement found on the way to it."""
+    cpu_only = on_one_device(problem, gpu=False)
+    best, best_s = cpu_only, placement_seconds(problem, cpu_only)
+    bound_s = best_s
+    branches = _branches(problem)
+    if branches:
+        bound_s = min(bound_s, branches[0].value_s)
+    for branch in branches[:MAX_BRANCHES_TRIED]:
+        if branch.value_s >= best_s:
+            break
+        dense_L = _dense_set(problem, branch)
+        placement = place_neurons(problem, dense_L=dense_L, head=branch.head)
+        if placement is not None:
+            best_s, best = min(
+                (best_s, best),
+                (placement_seconds(problem, placement), placement),
+                key=lambda pair: pair[0],
+            )
+    bound_s *= 1 - ROUNDING
+    return LagrangianResult(bound_s=bound_s, objective_s=best_s, placement=best)
+
+
+def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Least M_l + price * neuron bytes of each layer, and its number of hot neurons.
+
+    Two arrays [2, K, L]; the first index says whether the dense block is on the GPU. The cost is
+    exact or too low."""
+    shape = (2, len(price_K), problem.num_layers)
+    cost_2KL, count_2KL = np.empty(shape), np.empty(shape, np.int64)
+    for layer in range(problem.num_layers):
+        bytes_K = price_K * problem.neuron_bytes_L[layer]
+        total = problem.touched_L[layer]
+        split_K, split_count_K = _split_layer(problem, layer, bytes_K)
+        gpu_s = total * problem.gpu_s_per_byte + problem.launch_s
+        for dense in (0, 1):
+            none_s = total * problem.cpu_s_per_byte + problem.round_trip_s * dense
+            all_s = max(gpu_s, problem.round_trip_s * (1 - dense))
+            costs = np.stack(
+                [np.full_like(bytes_K, none_s), split_K, all_s + problem.num_neurons * bytes_K]
+            )
+            counts = np.stack(
+                [
+                    np.zeros_like(split_count_K),
+                    split_count_K,
+                    0 * split_count_K + problem.num_neurons,
+                ]
+            )
+            choice_K = costs.argmin(axis=0)
+            cost_2KL[dense, :, layer] = np.take_along_axis(costs, choice_K[None], 0)[0]
+            count_2KL[dense, :, layer] = np.take_along_axis(counts, choice_K[None], 0)[0]
+    return cost_2KL, count_2KL
+
+
+def _split_layer(
+    problem: Problem, layer: int, bytes_K: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same for one layer with both hot and cold neurons; infinite where C_l forbids it."""
+    gpu_s, cpu_s = problem.gpu_s_per_byte, problem.cpu_s_per_byte
+    prefix_N, total = problem.prefix_LN[layer], problem.touched_L[layer]
+    least, most = int(problem.min_hot_L[layer]), problem.num_neurons - 1
+
+    def cost_s(count_K: np.ndarray) -> np.ndarray:
+        smallest_K = total - prefix_N[problem.num_neurons - count_K]
+        touched_K = np.clip(balance_touched, smallest_K, prefix_N[count_K])
+        hot_K = touched_K * gpu_s + problem.launch_s
+        cold_K = (total - touched_K) * cpu_s + problem.round_trip_s
+        return np.maximum(hot_K, cold_K) + count_K * bytes_K
+
+    if least > most:
+        return np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
+    balance_touched = (total * cpu_s + problem.round_trip_s - problem.launch_s) / (gpu_s + cpu_s)
+    balance = int(np.searchsorted(prefix_N, balance_touched))
+    worth_K = np.searchsorted(-problem.touched_LF[layer] * cpu_s, -bytes_K)
+    count_K = np.clip(worth_K, least, min(most, max(least, balance)))
+    # The step to balance saves less than the steps before it, so it may not pay its price.
+    fewer_K = np.where(count_K == balance, np.maximum(least, count_K - 1), count_K)
+    both = [(cost_s(count), count) for count in (fewer_K, count_K)]
+    is_fewer_K = both[0][0] <= both[1][0]
+    return tuple(np.where(is_fewer_K, fewer, more) for fewer, more in zip(*both, strict=True))
+
+
+def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:
+    """value(price) of every branch, [K, m, q] with m = 0..L and q = 0, 1."""
+    cost_2KL, _ = priced_layers(problem, price_K)
+    off_KL = cost_2KL[0] + problem.dense_cpu_s_L
+    on_KL = cost_2KL[1] + problem.dense_gpu_s_L + price_K[:, None] * problem.dense_bytes_L
+    gain_Km = np.cumsum(np.sort(on_KL - off_KL, axis=1), axis=1)
+    layers_Km = off_KL.sum(axis=1)[:, None] + np.pad(gain_Km, ((0, 0), (1, 0)))
+    head_Kq = np.stack(
+        [
+            np.full_like(price_K, problem.head_cpu_s),
+            problem.head_gpu_s + price_K * problem.head_bytes,
+        ],
+        axis=1,
+    )
+    room_K = price_K * problem.room_bytes
+    return layers_Km[:, :, None] + head_Kq[:, None, :] - room_K[:, None, None]
+
+
+def _branches(problem: Problem) -> list[_Branch]:
+    """Every branch that fits, least value first; that one has the best price there is."""
+    if problem.room_bytes < 0:
+        return []
+    price_K = _first_prices(problem)
+    value_Kmq = _values(problem, price_K)
+    least_bytes_m = np.pad(np.cumsum(np.sort(problem.dense_bytes_L)), (1, 0))
+    queue = [
+        _Branch.of(num_dense, head, price_K, value_Kmq)
+        for num_dense in range(problem.num_layers + 1)
+        for head in (False, True)
+        if least_bytes_m[num_dense] + problem.head_bytes * head <= problem.room_bytes
+    ]
+    heapq.heapify(queue)
+    # Zooming only raises a value, so when the least one is zoomed the bound is final.
+    while not queue[0].is_zoomed:
+        heapq.heapreplace(queue, _zoom(problem, queue[0]))
+    return sorted(queue)
+
+
+def _first_prices(problem: Problem) -> np.ndarray:
+    """From nothing to where one neuron costs more than the whole token can save."""
+    most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
+    most_s += problem.num_layers * problem.round_trip_s
+    top = max(10 * problem.cpu_s_per_byte, most_s / problem.neuron_bytes_L.min())
+    rising = np.geomspace(LEAST_SHARE * problem.cpu_s_per_byte, top, FIRST_PRICES)
+    return np.concatenate([[0.0], rising])
+
+
+def _zoom(problem: Problem, branch: _Branch) -> _Branch:
+    """The same branch with a better price: a branch's value is concave in the price."""
+    for _ in range(ZOOM_ROUNDS):
+        price_K = np.linspace(branch.low, branch.high, ZOOM_PRICES)
+        price_K = np.unique(np.append(price_K, branch.price))
+        value_Kmq = _values(problem, price_K)
+        branch = _Branch.of(branch.num_dense, branch.head, price_K, value_Kmq)
+    return replace(branch, is_zoomed=True)
+
+
+def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
+    """Which dense blocks are on the GPU where the branch's value is taken; bool [L]."""
+    cost_2KL, _ = priced_layers(problem, np.array([branch.price]))
+    on_L = problem.dense_gpu_s_L + branch.price * problem.dense_bytes_L
+    gain_L = cost_2KL[1, 0] + on_L - cost_2KL[0, 0] - problem.dense_cpu_s_L
+    dense_L = np.zeros(problem.num_layers, bool)
+    dense_L[np.argsort(gain_L, kind="stable")[: branch.num_dense]] = True
+    return dense_L
+
+
+def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
+    """The neurons to go with these dense blocks; None where the blocks alone do not fit.
+
+    The lowest price whose neurons fit, then `fill`."""
+    room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
+    room -= problem.head_bytes * head
+    if room < 0:
+        return None
+    price_K = _first_prices(problem)
+    for _ in range(ZOOM_ROUNDS + 1):
+        _, count_2KL = priced_layers(problem, price_K)
+        count_KL = np.where(dense_L, count_2KL[1], count_2KL[0])
+        fits_K = count_KL @ problem.neuron_bytes_L <= room
+        first = int(fits_K.argmax())
+        assert fits_K[first], "at the highest price nothing is on the GPU"
+        num_hot_L = count_KL[first]
+        price_K = np.linspace(price_K[max(0, first - 1)], price_K[first], ZOOM_PRICES)
+    num_hot_L = _without_harm(problem, num_hot_L, dense_L)
+    left = room - int(num_hot_L @ problem.neuron_bytes_L)
+    num_hot_L = fill(problem, num_hot_L=num_hot_L, dense_L=dense_L, room_bytes=left)
+    return of_counts(problem, num_hot_L, dense_L, head)
+
+
+def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
+    """One neuron less, or none, where that is no slower: at balance the counts are relaxed."""
+
+    def seconds_L(count_L: np.ndarray) -> np.ndarray:
+        touched_L = np.take_along_axis(problem.prefix_LN, count_L[:, None], axis=1)[:, 0]
+        return ffn_seconds(problem, hot_touched_L=touched_L, num_hot_L=count_L, dense_L=dense_L)
+
+    fewer_L = np.where(num_hot_L > problem.min_hot_L, num_hot_L - 1, num_hot_L)
+    for other_L in (fewer_L, 0 * num_hot_L):
+        num_hot_L = np.where(seconds_L(other_L) <= seconds_L(num_hot_L), other_L, num_hot_L)
+    return num_hot_L

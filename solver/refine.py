@@ -1,0 +1,88 @@
+"""Fills what is left of a budget with the neurons that save most seconds per byte.
+
+Works on counts: a layer's hot neurons are its hottest. Never makes a placement slower. What this
+module does not know: which dense blocks should be where."""
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+
+from sparkinfer.solver.problem import Problem
+
+
+def fill(
+    problem: Problem, *, num_hot_L: np.ndarray, dense_L: np.ndarray, room_bytes: int
+) -> np.ndarray:
+    """Counts that are at least `num_hot_L`, and take at most `room_bytes` more.
+
+    Greedy: the step that saves most seconds per byte first, until none that fits saves any."""
+    layers = [
+        _Layer(problem, layer, int(num_hot_L[layer]), bool(dense_L[layer]))
+        for layer in range(problem.num_layers)
+    ]
+    queue = [(-layer.best_step(room_bytes)[0], index) for index, layer in enumerate(layers)]
+    heapq.heapify(queue)
+    while queue:
+        promised, index = heapq.heappop(queue)
+        value, count = layers[index].best_step(room_bytes)
+        if value <= 0:
+            continue
+        if -value > promised:  # what it promised no longer fits
+            heapq.heappush(queue, (-value, index))
+            continue
+        layers[index].num_hot += count
+        room_bytes -= count * layers[index].neuron_bytes
+        heapq.heappush(queue, (-layers[index].best_step(room_bytes)[0], index))
+    return np.array([layer.num_hot for layer in layers])
+
+
+class _Layer:
+    """One layer's number of hot neurons, and what a step up from it saves."""
+
+    def __init__(self, problem: Problem, layer: int, num_hot: int, is_dense_on_gpu: bool) -> None:
+        self.problem = problem
+        self.num_hot = num_hot
+        self.dense = is_dense_on_gpu
+        self.least = int(problem.min_hot_L[layer])
+        self.neuron_bytes = int(problem.neuron_bytes_L[layer])
+        self.prefix_N = problem.prefix_LN[layer]
+        self.touched_F = problem.touched_LF[layer]
+
+    def seconds(self, num_hot: int) -> float:
+        """M_l with this many hot neurons."""
+        p, total = self.problem, self.prefix_N[-1]
+        has_cold = num_hot < p.num_neurons
+        is_split = has_cold if self.dense else num_hot > 0
+        gpu_s = self.prefix_N[num_hot] * p.gpu_s_per_byte + p.launch_s * (num_hot > 0)
+        cold = (total - self.prefix_N[num_hot]) * has_cold
+        return float(max(gpu_s, cold * p.cpu_s_per_byte + p.round_trip_s * is_split))
+
+    def best_step(self, room_bytes: int) -> tuple[float, int]:
+        """Seconds saved per byte, and neurons added, of the best step that fits; (0, 0) if none."""
+        now_s, best = self.seconds(self.num_hot), (0.0, 0)
+        for count in self._steps():
+            num_bytes = count * self.neuron_bytes
+            if 0 < num_bytes <= room_bytes:
+                saved = (now_s - self.seconds(self.num_hot + count)) / num_bytes
+                best = max(best, (saved, count))
+        return best
+
+    def _steps(self) -> Iterator[int]:
+        """To C_l where there is none; else one neuron, or all of a run of equals; or the rest."""
+        left = self.problem.num_neurons - self.num_hot
+        yield left
+        if self.num_hot == 0:
+            yield self.least
+        elif left:
+            yield 1
+            yield from self._halves_of_run(left)
+
+    def _halves_of_run(self, left: int) -> Iterator[int]:
+        """Shares of the run of neurons as hot as the next one: a profile has many at zero."""
+        next_touched = self.touched_F[self.num_hot]
+        run = int(np.searchsorted(-self.touched_F, -next_touched, "right")) - self.num_hot
+        while run > 1:
+            if run < left:
+                yield run
+            run //= 2

@@ -1,0 +1,121 @@
+"""How many bytes each part of a model takes: the one definition that the solver plans with and
+the runtime allocates by.
+
+Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C context length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkinfer.gguf_file import row_bytes
+from sparkinfer.model_file import ModelFile
+
+# What a plan's bytes are itemised into, in the order in which they are worth their bytes.
+ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "workspace")
+Items = dict[str, int]
+
+PREFILL_CHUNK = 128  # tokens a forward pass takes at most
+LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
+# A dense product unpacks its weights to f32 a tile of rows at a time.
+UNPACK_TILE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes of one layer: all attention matrices and both norms, the predictor, one neuron."""
+
+    attention: int
+    predictor: int
+    gate_row: int
+    up_row: int
+    down_row: int
+
+    @property
+    def neuron(self) -> int:
+        return self.gate_row + self.up_row + self.down_row
+
+
+def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
+    """From the tensor table of a model file, to the byte."""
+    prefix = f"blk.{layer}."
+    entries = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
+    dense = [e.num_bytes for n, e in entries.items() if n.startswith(("attn_", "ffn_norm"))]
+    down = entries.get("ffn_down_t.weight")
+    return LayerBytes(
+        attention=sum(dense),
+        predictor=sum(e.num_bytes for n, e in entries.items() if n.startswith("ffn_pred_")),
+        gate_row=entries["ffn_gate.weight"].row_bytes,
+        up_row=entries["ffn_up.weight"].row_bytes,
+        down_row=down.row_bytes if down else row_bytes(model.shape.width, transposed_kind(model)),
+    )
+
+
+def transposed_kind(model: ModelFile) -> str:
+    """The type a stock file's down projection gets when it is transposed at load.
+
+    Float types stay; blocks run along the other dimension afterwards, so they become f16."""
+    kind = model.tensors["blk.0.ffn_down.weight"].kind
+    return kind if kind in ("f32", "f16", "bf16") else "f16"
+
+
+def kv_kind(model: ModelFile) -> str:
+    """Type of the KV cache: f32 for a model file in f32, f16 otherwise (as llama.cpp)."""
+    return "f32" if model.tensors["blk.0.attn_k.weight"].kind == "f32" else "f16"
+
+
+def kv_bytes_per_layer(model: ModelFile, context_length: int) -> int:
+    """Keys and values of `context_length` tokens in one layer."""
+    shape = model.shape
+    values = 2 * context_length * shape.num_kv_heads * shape.head_width
+    return values * {"f32": 4, "f16": 2}[kv_kind(model)]
+
+
+def head_bytes(model: ModelFile) -> int:
+    """Output norm and output matrix; with tied weights this is the embedding matrix."""
+    norm = model.tensors["output_norm.weight"].num_bytes
+    return norm + model.tensors[model.head_name].num_bytes
+
+
+def embedding_bytes(model: ModelFile) -> int:
+    """The embedding matrix where it is a matrix of its own; nothing where it is the head."""
+    return 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
+
+
+def workspace_bytes(model: ModelFile, context_length: int) -> int:
+    """Temporaries of one forward pass over a prefill chunk, all of them f32.
+
+    Hidden state and its copies 8 TD, gate, up and product 4 TF, keys and values of the whole
+    context unpacked, the attention mask TC, logits, and the tile that weights are unpacked to."""
+    shape = model.shape
+    tokens = min(PREFILL_CHUNK, context_length)
+    kv = 2 * context_length * shape.num_kv_heads * shape.head_width
+    values = tokens * (8 * shape.width + 4 * shape.num_neurons + context_length) + kv
+    return 4 * (values + LOGITS_CHUNK * shape.vocab_size) + UNPACK_TILE_BYTES
+
+
+def plan_bytes(
+    model: ModelFile,
+    *,
+    context_length: int,
+    num_hot: Sequence[int],
+    dense_on_gpu: Sequence[bool],
+    head_on_gpu: bool,
+) -> tuple[Items, Items]:
+    """Itemised bytes (GPU, CPU) of a plan, recomputed from the model file alone.
+
+    The embedding matrix is only ever read one row a token, so an untied one stays on the CPU."""
+    gpu, cpu = dict.fromkeys(ITEMS, 0), dict.fromkeys(ITEMS, 0)
+    for layer, (hot, is_on_gpu) in enumerate(zip(num_hot, dense_on_gpu, strict=True)):
+        sizes = layer_bytes(model, layer)
+        side = gpu if is_on_gpu else cpu
+        side["attention"] += sizes.attention
+        side["predictor"] += sizes.predictor
+        side["kv_cache"] += kv_bytes_per_layer(model, context_length)
+        gpu["neurons"] += hot * sizes.neuron
+        cpu["neurons"] += (model.shape.num_neurons - hot) * sizes.neuron
+    (gpu if head_on_gpu else cpu)["head"] += head_bytes(model)
+    cpu["embedding"] += embedding_bytes(model)
+    workspace = workspace_bytes(model, context_length)
+    cpu["workspace"] += workspace
+    if any(num_hot) or any(dense_on_gpu) or head_on_gpu:
+        gpu["workspace"] += workspace
+    return gpu, cpu

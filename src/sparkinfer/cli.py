@@ -1,0 +1,277 @@
+"""The command line: `sparkinfer`, or `python -m sparkinfer`.
+
+Thin wrappers: each builds the config of one stage, runs it, and prints. A stage is imported
+inside its command, so that `sparkinfer --help` needs no torch. People read stderr, programs
+read stdout: the text of `generate`, or one JSON object with --json."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import format_bytes, parse_bytes
+
+FILE = click.Path(path_type=Path)
+force_option = click.option("--force", is_flag=True, help="Overwrite what exists.")
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+device_option = click.option("--device", help="cpu or cuda[:n]; CUDA where there is one.")
+mode_option = click.option(
+    "--mode",
+    type=click.Choice(["dense", "exact", "predicted"]),
+    help="How feed-forward layers run; predicted where the file has predictors, else exact.",
+)
+
+
+class Size(click.ParamType):
+    """A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as SparkInfer's --vram-budget)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except SparkinferError as error:
+            self.fail(str(error), param, ctx)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command: 0, 1 with a one-line error, 2 for usage, 130 when interrupted."""
+    try:
+        cli.main(argv, prog_name="sparkinfer", standalone_mode=False)
+    except SparkinferError as error:
+        say(f"sparkinfer: {error}")
+        return 1
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        say("sparkinfer: interrupted; nothing half-written was left")
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    return 0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sparkinfer")
+def cli() -> None:
+    """Run language models on machines whose GPU memory is too small for them."""
+
+
+def say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def finish(report: Any, as_json: bool, lines: list[str]) -> None:
+    """The report on stdout as JSON, or its short form on stderr."""
+    if as_json:
+        content = asdict(report) if is_dataclass(report) else report
+        click.echo(json.dumps(content, default=str))
+    else:
+        for line in lines:
+            say(line)
+
+
+@cli.command()
+@click.argument("source", type=FILE)
+@click.option("-o", "--output", type=FILE, required=True, help="The model file to write.")
+@click.option("--outtype", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"]),
+              help="Type of the matrices; f16 for a checkpoint.")  # fmt: skip
+@click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
+              show_default=True, help="stock is what llama.cpp loads.")  # fmt: skip
+@click.option("--predictors", type=FILE, help="Folder with predictors.safetensors or model_N.pt.")
+@click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
+@force_option
+@json_option
+def convert(source: Path, as_json: bool, **options: Any) -> None:
+    """Turn a Hugging Face checkpoint (or a model file, to add predictors) into a model file."""
+    from sparkinfer.convert.convert import ConvertConfig
+    from sparkinfer.convert.convert import convert as run
+
+    report = run(ConvertConfig(source=source, **options))
+    lines = [f"note: {note}" for note in report.notes]
+    lines.append(
+        f"wrote {report.output}: {report.num_tensors} tensors, {format_bytes(report.num_bytes)},"
+        f" {report.activation}, {'with' if report.has_predictors else 'no'} predictors,"
+        f" {report.seconds:.1f} s"
+    )
+    finish(report, as_json, lines)
+
+
+@cli.command()
+@click.argument("model", type=FILE)
+@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True, help="Text file.")
+@click.option("-o", "--output", type=FILE, required=True, help="The profile to write.")
+@click.option("--tokens", "max_tokens", default=131_072, show_default=True)
+@click.option("--train-predictors", type=FILE, help="Folder for predictors.safetensors.")
+@click.option("--predictor-rank", type=int, help="An eighth of the model width by default.")
+@click.option("--target-contribution", default=0.99, show_default=True,
+              help="Share of the neurons' contribution that predictors must name.")  # fmt: skip
+@click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
+              help="1: predict from the layer before.")  # fmt: skip
+@click.option("--target-sparsity", type=float, help="SiLU: thresholds for this silent share.")
+@click.option("--seed", default=0, show_default=True)
+@device_option
+@force_option
+@json_option
+def profile(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+    """Count how often each neuron fires on a text, and train predictors on the way."""
+    from sparkinfer.profile.collect import ProfileConfig
+    from sparkinfer.profile.collect import profile as run
+    from sparkinfer.progress import progress
+
+    config = ProfileConfig(model=model, corpora=corpora, **options)
+    with progress("profiling", config.max_tokens, "tokens") as advance:
+        report = run(config, advance)
+    density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
+    lines = [
+        f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
+        f" the hottest fifth takes {fifth:.0%} of the firings, {report.seconds:.0f} s"
+    ]
+    if report.quality_L:
+        named = mean([q.predicted_density for q in report.quality_L])
+        lines.append(
+            f"wrote {report.predictors}: predicted sparsity {1 - named:.1%},"
+            f" recall {mean([q.recall for q in report.quality_L]):.1%},"
+            f" precision {mean([q.precision for q in report.quality_L]):.1%},"
+            f" contribution {mean([q.contribution for q in report.quality_L]):.2%},"
+            f" {format_bytes(report.predictor_bytes)}"
+        )
+    finish(report, as_json, lines)
+
+
+@cli.command()
+@click.option("-o", "--output", type=FILE, required=True, help="The machine file to write.")
+@click.option("--gpu-from", type=FILE, help="Machine file to take a GPU from where there is none.")
+@force_option
+@json_option
+def calibrate(as_json: bool, **options: Any) -> None:
+    """Measure this machine: bandwidths, latencies, memories."""
+    from sparkinfer.profile.calibrate import CalibrateConfig
+    from sparkinfer.profile.calibrate import calibrate as run
+
+    config = CalibrateConfig(**options)
+    finish(run(config, say), as_json, [f"wrote {config.output}"])
+
+
+@cli.command()
+@click.argument("model", type=FILE)
+@click.option("--profile", type=FILE, required=True)
+@click.option("--machine", type=FILE, required=True)
+@click.option("-vb", "--vram-budget", "vram_budget_bytes", type=Size(), required=True,
+              help="e.g. 8GiB; a bare number is GiB.")  # fmt: skip
+@click.option("-o", "--output", type=FILE, required=True, help="The split file to write.")
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
+              help="Tokens to reserve KV cache for; the model's own, up to 4,096.")  # fmt: skip
+@click.option("--mode", type=click.Choice(["exact", "predicted"]), help="How it will be run.")
+@click.option("--time-limit", "time_limit_s", default=30.0, show_default=True, help="Seconds.")
+@force_option
+@json_option
+def solve(model: Path, as_json: bool, **options: Any) -> None:
+    """Place neurons on the GPU under a VRAM budget and write the split file."""
+    from sparkinfer.solver.solve import SolveConfig
+    from sparkinfer.solver.solve import solve as run
+
+    report = run(SolveConfig(model=model, **options))
+    used = sum(report.gpu_bytes.values())
+    lines = [f"note: {note}" for note in report.notes]
+    lines += [f"  GPU {k:10} {format_bytes(v):>11}" for k, v in report.gpu_bytes.items() if v]
+    lines.append(
+        f"wrote {report.output}: {report.num_hot:,} of {report.num_neurons:,} neurons and"
+        f" {format_bytes(used)} of {format_bytes(options['vram_budget_bytes'])} on the GPU,"
+        f" {report.hot_traffic_share:.0%} of the feed-forward traffic;"
+        f" {report.tokens_per_s:,.1f} tokens/s predicted, {report.status},"
+        f" gap {report.gap:.2%}, {report.solve_s:.1f} s"
+    )
+    finish(report, as_json, lines)
+
+
+@cli.command()
+@click.argument("model", type=FILE)
+@click.option("-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan.")
+@click.option("-p", "--prompt", required=True)
+@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True)
+@click.option("--temp", "--temperature", "temperature", default=0.8, show_default=True,
+              help="0 is greedy.")  # fmt: skip
+@click.option("-s", "--seed", type=int, help="Makes a run repeatable.")
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int)
+@mode_option
+@device_option
+@json_option
+def generate(
+    model: Path,
+    split: Path | None,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Continue a text."""
+    from sparkinfer.runtime.engine import Engine
+
+    with Engine.load(model, split, **options) as engine:
+        show: Callable[[str], None] = (
+            (lambda text: None) if as_json else (lambda text: click.echo(text, nl=False))
+        )
+        show(prompt)
+        ids, text = [], ""
+        for token in engine.generate(prompt, max_tokens, temperature, seed):
+            show(token.text)
+            ids.append(token.id)
+            text += token.text
+        show("\n")
+        run, roles = engine.last_run, engine.bytes_by_role
+    where = ", ".join(
+        f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
+    )
+    line = (
+        f"[{engine.mode} on {engine.device}; prefill {run.prefill_tokens} tokens,"
+        f" {run.prefill_per_s:.1f}/s; decode {run.decode_tokens} tokens,"
+        f" {run.decode_per_s:.1f}/s; {where}; stopped by {run.stopped_by}]"
+    )
+    report = {"text": text, "token_ids": ids, "mode": engine.mode, **asdict(run),
+              "prefill_per_s": run.prefill_per_s, "decode_per_s": run.decode_per_s,
+              "bytes": roles}  # fmt: skip
+    finish(report, as_json, [line])
+
+
+@cli.command("eval")
+@click.argument("model", type=FILE)
+@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True, help="Text file.")
+@click.option("--split", type=FILE, help="The plan.")
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@mode_option
+@device_option
+@json_option
+def evaluate(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+    """Compare a mode with the dense model: perplexity, divergence, agreement."""
+    from sparkinfer.profile.quality import EvalConfig
+    from sparkinfer.profile.quality import evaluate as run
+    from sparkinfer.progress import progress
+
+    config = EvalConfig(model=model, corpora=corpora, **options)
+    with progress("evaluating", config.max_tokens, "tokens") as advance:
+        report = run(config, advance)
+    named = f", named {mean(report.named_share_L):.1%}" if report.named_share_L else ""
+    line = (
+        f"{report.mode}: perplexity {report.perplexity:.3f} (dense {report.dense_perplexity:.3f},"
+        f" {report.perplexity_increase:+.2%}), KL {report.kl_mean:.5f} (p99 {report.kl_p99:.4f}),"
+        f" same top token {report.top1_agreement:.2%}{named},"
+        f" computed {mean(report.hidden_share_L):.1%} of the neurons, {report.num_tokens:,} tokens"
+    )
+    finish(report, as_json, [line])
+
+
+def mean(values: list[float] | tuple[float, ...]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,57 @@
+"""Writing files so that nothing half-written is ever seen under its own name."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+
+CHUNK_BYTES = 1 << 20
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[Path]:
+    """Gives `path`.partial to write to; renames it to `path` on success, removes it otherwise.
+
+    Raises SparkinferError where the folder cannot be written."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuses an output that exists already (unless `force`) or cannot be written.
+
+    Called before the work starts, so that nobody waits an hour for this answer."""
+    if path.is_dir():
+        raise SparkinferError(f"{path}: is a folder; give the name of a file")
+    if path.exists() and not force:
+        raise SparkinferError(f"{path}: exists already; give another name or --force")
+    with partial_file(path.with_name(path.name + ".probe")) as probe:
+        probe.write_bytes(b"")
+    path.with_name(path.name + ".probe").unlink()
+
+
+def require_file(path: Path, what: str) -> None:
+    """Raises SparkinferError unless `path` is a file; `what` names it, e.g. "profile"."""
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise SparkinferError(f"{path}: {found}; wanted a {what}")
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

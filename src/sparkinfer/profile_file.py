@@ -1,0 +1,123 @@
+"""model.profile.safetensors: how often each neuron fired, and how large the gates were.
+
+Specified in docs/formats.md. Two profiles of one model add up. What this module does not know:
+how the counts were taken, or what they are good for.
+
+Letters: L layers, F neurons, B histogram bins."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.safetensors_file import load_arrays, save_arrays
+
+FORMAT = "sparkinfer.profile"
+VERSION = 1
+# Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and
+# the last one has no end. Eight bins an octave: a threshold read off is within 9 % of the value.
+EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
+NUM_BINS = len(EDGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A text that was counted: its name, the sha256 of its bytes, the tokens used of it."""
+
+    name: str
+    sha256: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    model_id: str
+    num_tokens: int
+    threshold_L: tuple[float, ...]  # a neuron fired where its activation passed this
+    corpora: tuple[Corpus, ...]
+    active_count_LF: np.ndarray  # int64
+    gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
+
+    @property
+    def frequency_LF(self) -> np.ndarray:
+        """Share of tokens for which each neuron fired, f64 in 0..1."""
+        return self.active_count_LF / self.num_tokens
+
+    @property
+    def density_L(self) -> np.ndarray:
+        """Share of a layer's neurons that fire for a token, f64 in 0..1."""
+        return self.frequency_LF.mean(axis=1)
+
+    def hottest_share_L(self, share: float = 0.2) -> np.ndarray:
+        """Share of the firings that the hottest `share` of the neurons take, f64."""
+        descending_LF = -np.sort(-self.active_count_LF, axis=1)
+        top = descending_LF[:, : round(share * descending_LF.shape[1])].sum(axis=1)
+        return top / np.maximum(1, descending_LF.sum(axis=1))
+
+    def merge(self, other: "Profile") -> "Profile":
+        """The profile of both texts. Raises SparkinferError for two different models."""
+        if (self.model_id, self.threshold_L) != (other.model_id, other.threshold_L):
+            raise SparkinferError(
+                f"profiles of two models or thresholds cannot be added: model {self.model_id[:12]}"
+                f" and {other.model_id[:12]}"
+            )
+        return Profile(
+            model_id=self.model_id,
+            num_tokens=self.num_tokens + other.num_tokens,
+            threshold_L=self.threshold_L,
+            corpora=self.corpora + other.corpora,
+            active_count_LF=self.active_count_LF + other.active_count_LF,
+            gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        """Raises SparkinferError for anything but a whole, valid profile."""
+        names = {"model_id", "num_tokens", "threshold_L", "corpora"}
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
+        if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
+            raise SparkinferError(f"{path}: holds {sorted(arrays)}; profile the model again")
+        try:
+            profile = cls(
+                model_id=metadata["model_id"],
+                num_tokens=metadata["num_tokens"],
+                threshold_L=tuple(metadata["threshold_L"]),
+                corpora=tuple(Corpus(**corpus) for corpus in metadata["corpora"]),
+                **arrays,
+            )
+            profile.validate()
+        except (SparkinferError, TypeError, KeyError) as error:
+            raise SparkinferError(f"{path}: {error}; profile the model again") from error
+        return profile
+
+    def save(self, path: Path) -> None:
+        self.validate()
+        metadata = {
+            "model_id": self.model_id,
+            "num_tokens": self.num_tokens,
+            "threshold_L": list(self.threshold_L),
+            "corpora": [vars(corpus) for corpus in self.corpora],
+        }
+        arrays = {
+            "active_count_LF": self.active_count_LF,
+            "gate_histogram_LB": self.gate_histogram_LB,
+        }
+        save_arrays(path, FORMAT, VERSION, metadata, arrays)
+
+    def validate(self) -> None:
+        """Raises SparkinferError where the numbers contradict each other."""
+        counts, histogram = self.active_count_LF, self.gate_histogram_LB
+        if counts.ndim != 2 or counts.dtype != np.int64 or histogram.dtype != np.int64:
+            raise SparkinferError(f"counts are {counts.dtype} {counts.shape}, wanted int64 [L, F]")
+        if histogram.shape != (len(counts), NUM_BINS) or len(self.threshold_L) != len(counts):
+            raise SparkinferError(
+                f"histograms are {histogram.shape} and thresholds {len(self.threshold_L)}"
+                f" for {len(counts)} layers, wanted [L, {NUM_BINS}] and L"
+            )
+        if self.num_tokens < 1 or counts.min() < 0 or counts.max() > self.num_tokens:
+            raise SparkinferError(
+                f"counts from {counts.min()} to {counts.max()} for {self.num_tokens} tokens"
+            )
+        if (histogram.sum(axis=1) != self.num_tokens * counts.shape[1]).any():
+            raise SparkinferError("the histograms do not hold every neuron once a token")

@@ -1,0 +1,24 @@
+"""Byte counts as people write them."""
+
+import re
+
+from sparkinfer.errors import SparkinferError
+
+_UNITS = {"": 1 << 30, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """ "8GiB", "512 MiB", "1.5GB"; a number without a unit is GiB, as for SparkInfer's budget."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise SparkinferError(f"{text!r} is not a size; wanted e.g. 8GiB, 512MiB or 1.5GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(count: int) -> str:
+    """In the largest binary unit that leaves at least one, e.g. 1.50 GiB."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if count >= _UNITS[unit.upper()]:
+            return f"{count / _UNITS[unit.upper()]:.2f} {unit}"
+    return f"{count} B"

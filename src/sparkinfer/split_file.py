@@ -1,0 +1,161 @@
+"""model.split.gguf: the plan. Which neurons and dense blocks live on the GPU, and what it costs.
+
+Specified in docs/formats.md. What this module does not know: how the plan was found, or how to
+run it. Its byte counts are checked against a model file by `check_against`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from sparkinfer.budget import ITEMS, Items, plan_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
+from sparkinfer.model_file import ModelFile
+
+VERSION = 1
+ARCHITECTURE = "sparkinfer-split"
+PlanMode = Literal["exact", "predicted"]
+_PREFIX = "sparkinfer.split."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    model_id: str
+    mode: PlanMode  # how the feed-forward layers were assumed to run
+    vram_budget_bytes: int
+    context_length: int
+    hot: tuple[np.ndarray, ...]  # per layer: int32 ids of the neurons on the GPU, hottest first
+    dense_on_gpu: tuple[bool, ...]  # per layer: attention, norms, predictor and KV cache
+    head_on_gpu: bool  # output norm and output matrix
+    gpu_bytes: Items
+    cpu_bytes: Items
+    status: str
+    objective_s: float  # predicted seconds a token
+    bound_s: float  # no plan is faster than this
+    solve_s: float
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one, as a share of the objective."""
+        return max(0.0, 1.0 - self.bound_s / self.objective_s)
+
+    @classmethod
+    def load(cls, path: Path) -> "Split":
+        """Raises SparkinferError for anything but a whole, valid split file."""
+        keys, tensors = read_gguf(path, "split file (sparkinfer solve)")
+        if keys.get("general.architecture") != ARCHITECTURE:
+            raise SparkinferError(f"{path}: not a split file; make one with sparkinfer solve")
+        if keys.get(_PREFIX + "version") != VERSION:
+            raise SparkinferError(
+                f"{path}: version {keys.get(_PREFIX + 'version')}, this program reads {VERSION};"
+                " run sparkinfer solve again"
+            )
+        try:
+            counts = _list(keys, "hot_count")
+            names = [f"blk.{layer}.ffn_hot" for layer in range(len(counts))]
+            none = np.zeros(0, np.int32)
+            hot = tuple(
+                np.array(tensors.pop(name).read()) if count else none
+                for name, count in zip(names, counts, strict=True)
+            )
+            if tensors:
+                raise SparkinferError(f"unknown tensor {min(tensors)!r}")
+            split = cls(
+                hot=hot,
+                dense_on_gpu=tuple(bool(flag) for flag in _list(keys, "dense_on_gpu")),
+                gpu_bytes={item: int(_scalar(keys, f"gpu_bytes.{item}")) for item in ITEMS},
+                cpu_bytes={item: int(_scalar(keys, f"cpu_bytes.{item}")) for item in ITEMS},
+                **{name: _scalar(keys, name) for name in _SCALARS},
+            )
+            split.validate()
+            if counts != [len(ids) for ids in hot]:
+                raise SparkinferError("hot_count differs from the tensors")
+        except (SparkinferError, KeyError, TypeError, ValueError) as error:
+            raise SparkinferError(f"{path}: {error}; run sparkinfer solve again") from error
+        return split
+
+    def save(self, path: Path) -> None:
+        self.validate()
+        keys: dict[str, Value] = {_PREFIX + "version": np.uint32(VERSION)}
+        for name, to_value in _SCALARS.items():
+            keys[_PREFIX + name] = to_value(getattr(self, name))
+        keys[_PREFIX + "dense_on_gpu"] = [int(flag) for flag in self.dense_on_gpu]
+        keys[_PREFIX + "hot_count"] = [len(ids) for ids in self.hot]
+        for side in ("gpu_bytes", "cpu_bytes"):
+            for item, count in getattr(self, side).items():
+                keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)
+        tensors = {
+            f"blk.{layer}.ffn_hot": array_entry(ids, "i32")
+            for layer, ids in enumerate(self.hot)
+            if len(ids)
+        }
+        write_gguf(path, ARCHITECTURE, keys, tensors)
+
+    def validate(self) -> None:
+        """Raises SparkinferError where the plan contradicts itself."""
+        if len(self.hot) != len(self.dense_on_gpu):
+            raise SparkinferError(f"{len(self.hot)} layers, {len(self.dense_on_gpu)} dense blocks")
+        if self.gpu_bytes.keys() != set(ITEMS) or self.cpu_bytes.keys() != set(ITEMS):
+            raise SparkinferError(f"bytes are itemised as {list(self.gpu_bytes)}, wanted {ITEMS}")
+        for layer, ids in enumerate(self.hot):
+            if ids.dtype != np.int32 or ids.ndim != 1 or len(np.unique(ids)) != len(ids):
+                raise SparkinferError(f"layer {layer}: neuron ids must be distinct int32")
+        used = sum(self.gpu_bytes.values())
+        if used > self.vram_budget_bytes:
+            raise SparkinferError(f"{used:,} bytes for a budget of {self.vram_budget_bytes:,}")
+        if not 0 <= self.bound_s <= self.objective_s * (1 + 1e-9):
+            raise SparkinferError(f"bound {self.bound_s} above objective {self.objective_s}")
+
+    def check_against(self, model: ModelFile, path: Path) -> None:
+        """Raises SparkinferError where the plan is of another model or its bytes are wrong."""
+        if self.model_id != model.model_id:
+            raise SparkinferError(
+                f"{path}: made for model {self.model_id[:12]}, but {model.path} is"
+                f" {model.model_id[:12]}; run sparkinfer solve on this model"
+            )
+        num_neurons = model.shape.num_neurons
+        ids = np.concatenate(self.hot)
+        if len(self.hot) != model.shape.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
+            raise SparkinferError(f"{path}: names layers or neurons that {model.path} has not")
+        gpu, cpu = plan_bytes(
+            model,
+            context_length=self.context_length,
+            num_hot=[len(ids) for ids in self.hot],
+            dense_on_gpu=self.dense_on_gpu,
+            head_on_gpu=self.head_on_gpu,
+        )
+        if (gpu, cpu) != (self.gpu_bytes, self.cpu_bytes):
+            wrong = next(
+                i for i in ITEMS if (gpu[i], cpu[i]) != (self.gpu_bytes[i], self.cpu_bytes[i])
+            )
+            raise SparkinferError(
+                f"{path}: {wrong} takes {gpu[wrong]:,} GPU bytes of {model.path}, the plan says"
+                f" {self.gpu_bytes[wrong]:,}; run sparkinfer solve on this file"
+            )
+
+
+_SCALARS = {
+    "model_id": str,
+    "mode": str,
+    "vram_budget_bytes": np.uint64,
+    "context_length": np.uint32,
+    "head_on_gpu": bool,
+    "status": str,
+    "objective_s": np.float64,
+    "bound_s": np.float64,
+    "solve_s": np.float64,
+}
+
+
+def _scalar(keys: dict[str, Value], name: str):  # type: ignore[no-untyped-def]  # str, int or float
+    value = keys[_PREFIX + name]
+    return value.item() if isinstance(value, np.number) else value
+
+
+def _list(keys: dict[str, Value], name: str) -> list[int]:
+    value = keys[_PREFIX + name]
+    if not isinstance(value, list):
+        raise SparkinferError(f"{name} is not a list")
+    return [int(item) for item in value]

@@ -1,0 +1,113 @@
+"""Tiny random checkpoints and predictors for the tests, as transformers and DejaVu save them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TINY = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-5,
+}
+END = "<|endoftext|>"
+TEXT = ["the quick brown fox jumps over the lazy dog", "def add(a, b):\n    return a + b\n"] * 4
+
+
+def random_llama(
+    folder: Path,
+    *,
+    hidden_act: str = "relu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    is_sharded: bool = False,
+    has_tokenizer: bool = True,
+    **config_overrides: object,
+) -> Path:
+    """Saves a Llama with random weights (norms too) and a tokenizer of as many tokens; the folder.
+
+    `fatrelu` and `drelu`, which transformers does not know, are saved as relu and renamed in
+    config.json; fatrelu gets `hidden_act_param` 0.01 unless told otherwise."""
+    known = hidden_act if hidden_act in ("relu", "silu") else "relu"
+    param = config_overrides.pop("hidden_act_param", 0.01 if hidden_act == "fatrelu" else None)
+    config = LlamaConfig(**{**TINY, "hidden_act": known, **config_overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(weight, mean=1.0, std=0.2)
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB" if is_sharded else "1GB")
+    if hidden_act != known:
+        edit_config(folder, lambda values: values.update(hidden_act=hidden_act))
+    if param is not None:
+        edit_config(folder, lambda values: values.update(hidden_act_param=param))
+    if has_tokenizer:
+        save_tokenizer(folder, int(config.vocab_size))
+    return folder
+
+
+def edit_config(folder: Path, edit: Callable[[dict], object], name: str = "config.json") -> None:
+    """Changes a JSON file of a checkpoint in place."""
+    values = json.loads((folder / name).read_text())
+    edit(values)
+    (folder / name).write_text(json.dumps(values, indent=2))
+
+
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE with GPT-2's pre-tokenizer, trained on a few words; at least 257 tokens.
+
+    It has at most `vocab_size` tokens; token 0 is END."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    assert tokenizer.get_vocab_size() <= vocab_size, "257 tokens are the least"
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def random_dejavu(
+    folder: Path,
+    *,
+    num_layers: int = 3,
+    width: int = 64,
+    num_neurons: int = 160,
+    rank: int = 24,
+    has_biases: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Saves predictors in DejaVu's form, model_{layer}.pt; layer l has rank + 8 l."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(num_layers):
+        r = rank + 8 * layer
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc1.weight": (r, width),
+            "fc2.weight": (num_neurons, r),
+        }
+        if has_biases:
+            shapes |= {"fc1.bias": (r,), "fc2.bias": (num_neurons,)}
+        state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        torch.save(state, folder / f"model_{layer}.pt")
+    return folder

@@ -1,0 +1,199 @@
+"""Small synthetic models, profiles and machines for the tests. Random weights: they mean nothing.
+
+Letters: L layers, D model width, F neurons, R predictor rank."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from gguf import quants
+
+from sparkinfer.gguf_file import TensorEntry, Value, array_entry, type_of
+from sparkinfer.machine_file import Gpu, Machine
+from sparkinfer.model_file import (
+    Activation,
+    ModelFile,
+    ModelShape,
+    PredictorInfo,
+    PredictorKind,
+    expected_shapes,
+)
+from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
+
+
+def make_shape(
+    *,
+    num_layers: int = 2,
+    width: int = 64,
+    num_neurons: int = 96,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    vocab_size: int = 50,
+    context_length: int = 32,
+) -> ModelShape:
+    """Sizes of a small decoder; widths are multiples of 32, so that every type fits."""
+    return ModelShape(
+        num_layers=num_layers,
+        width=width,
+        num_neurons=num_neurons,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_width=width // num_heads,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        norm_epsilon=1e-5,
+        rope_theta=10000.0,
+    )
+
+
+def make_model(
+    *,
+    shape: ModelShape | None = None,
+    kind: str = "f32",
+    predictor_rank: int = 0,
+    predictor_kind: PredictorKind = "linear",
+    predictor_density: float | None = None,
+    activation: Activation = "relu",
+    is_tied: bool = False,
+    seed: int = 0,
+    path: Path = Path("memory.gguf"),
+    extra_keys: dict[str, Value] | None = None,
+) -> ModelFile:
+    """A sparse model file in memory; `.save(path)` puts it on disk.
+
+    Matrices are of `kind` (f32, f16 or q8_0) and norms of f32. With `predictor_rank` every layer
+    gets a predictor of that rank, in f32 so that any rank will do. Weights are scaled so that
+    activations neither grow nor vanish."""
+    shape = shape or make_shape()
+    num_layers = shape.num_layers
+    predictor = None
+    if predictor_rank:
+        predictor = PredictorInfo(
+            kind=predictor_kind,
+            rank_L=(predictor_rank,) * num_layers,
+            threshold_L=(0.0,) * num_layers,
+            density_L=() if predictor_density is None else (predictor_density,) * num_layers,
+        )
+    wanted = expected_shapes(shape, "sparse", predictor)
+    if is_tied:
+        del wanted["output.weight"]
+    random = np.random.default_rng(seed)
+    return ModelFile(
+        path=path,
+        layout="sparse",
+        model_id=hashlib.sha256(f"{shape} {seed}".encode()).hexdigest(),
+        shape=shape,
+        activation=activation,
+        threshold_L=(0.0,) * num_layers,
+        predictor=predictor,
+        tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
+        extra_keys=extra_keys or {},
+    )
+
+
+def _random_entry(
+    name: str, shape: tuple[int, ...], kind: str, random: np.random.Generator
+) -> TensorEntry:
+    if len(shape) == 1:
+        return array_entry(1 + 0.1 * random.standard_normal(shape), "f32")
+    values = (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+    if kind in ("f32", "f16") or "ffn_pred" in name:
+        return array_entry(values, "f32" if "ffn_pred" in name else kind)
+    data = quants.quantize(values, type_of(kind))
+    return TensorEntry(shape=shape, kind=kind, read=lambda: data)
+
+
+def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0) -> ModelFile:
+    """A model of any size that has a tensor table and no weights: reading one raises."""
+
+    def read() -> np.ndarray:
+        raise AssertionError("this model has no weights to read")
+
+    predictor = None
+    if predictor_rank:
+        ranks = (predictor_rank,) * shape.num_layers
+        predictor = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=(0.0,) * len(ranks))
+    wanted = expected_shapes(shape, "sparse", predictor)
+    tensors = {
+        name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read=read)
+        for name, dims in wanted.items()
+    }
+    return ModelFile(
+        path=Path("shape-only.gguf"),
+        layout="sparse",
+        model_id=hashlib.sha256(str(shape).encode()).hexdigest(),
+        shape=shape,
+        activation="relu",
+        threshold_L=(0.0,) * shape.num_layers,
+        predictor=predictor,
+        tensors=tensors,
+        extra_keys={},
+    )
+
+
+def power_law_frequencies(
+    num_layers: int, num_neurons: int, *, density: float = 0.1, exponent: float = 0.8, seed: int = 0
+) -> np.ndarray:
+    """Firing frequencies f64 [L, F] that fall as a power of the rank, shuffled within a layer.
+
+    A layer's density varies round `density` by a factor of up to two."""
+    random = np.random.default_rng(seed)
+    falling_F = np.arange(1, num_neurons + 1) ** -exponent
+    rows = []
+    for _ in range(num_layers):
+        mean = density * 2.0 ** random.uniform(-1, 1)
+        rows.append(np.minimum(0.98, random.permutation(falling_F) * mean / falling_F.mean()))
+    return np.array(rows)
+
+
+def make_profile(
+    model: ModelFile, frequency_LF: np.ndarray | None = None, *, num_tokens: int = 10_000
+) -> Profile:
+    """A profile of `model` with these firing frequencies, rounded to whole counts."""
+    shape = model.shape
+    if frequency_LF is None:
+        frequency_LF = power_law_frequencies(shape.num_layers, shape.num_neurons)
+    count_LF = np.rint(np.asarray(frequency_LF) * num_tokens).astype(np.int64)
+    histogram_LB = np.zeros((shape.num_layers, NUM_BINS), np.int64)
+    histogram_LB[:, 0] = num_tokens * shape.num_neurons
+    return Profile(
+        model_id=model.model_id,
+        num_tokens=num_tokens,
+        threshold_L=model.threshold_L,
+        corpora=(Corpus(name="synthetic", sha256="0" * 64, num_tokens=num_tokens),),
+        active_count_LF=count_LF,
+        gate_histogram_LB=histogram_LB,
+    )
+
+
+def make_machine(
+    *,
+    gpu_gb_per_s: float = 500.0,
+    cpu_gb_per_s: float = 40.0,
+    launch_s: float = 4e-6,
+    round_trip_s: float = 15e-6,
+    memory_bytes: int = 24 << 30,
+    num_gpus: int = 1,
+) -> Machine:
+    """A machine with these figures; two threads reach `cpu_gb_per_s`, one half of it."""
+    gpu = Gpu(
+        name="synthetic GPU",
+        source="synthetic",
+        memory_bytes=memory_bytes,
+        free_bytes=memory_bytes,
+        bandwidth_gb_per_s=gpu_gb_per_s,
+        host_to_device_gb_per_s=25.0,
+        host_to_device_pageable_gb_per_s=8.0,
+        copy_latency_s=8e-6,
+        launch_s=launch_s,
+        round_trip_s=round_trip_s,
+    )
+    return Machine(
+        cpu_name="synthetic CPU",
+        num_threads=2,
+        memory_bytes=64 << 30,
+        free_bytes=48 << 30,
+        cpu_bandwidth_gb_per_s={1: cpu_gb_per_s / 2, 2: cpu_gb_per_s},
+        gpus=(gpu,) * num_gpus,
+        versions={},
+    )

@@ -1,0 +1,78 @@
+"""A decoder in float64 numpy, written from the papers and independent of the runtime.
+
+It also holds the measure that the other tests compare with."""
+
+import numpy as np
+import torch
+from gguf.quants import dequantize
+
+from sparkinfer.gguf_file import type_of
+from sparkinfer.model_file import ModelFile
+
+
+def rel_error(got, want) -> float:
+    """|got - want| / |want| in float64; 1.0 is as wrong as returning zeros."""
+    got, want = (np.asarray(torch.as_tensor(a).double()) for a in (got, want))
+    assert got.shape == want.shape, (got.shape, want.shape)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def weights(model: ModelFile, name: str) -> np.ndarray:
+    entry = model.tensors[name]
+    return dequantize(entry.read(), type_of(entry.kind)).astype(np.float64)
+
+
+def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None) -> np.ndarray:
+    """[T, V]. `named_LTF` masks neurons; `silent(activated)` says which gates count as closed."""
+    s = model.shape
+    x = weights(model, "token_embd.weight")[ids]
+    for layer in range(s.num_layers):
+
+        def w(name, layer=layer):
+            return weights(model, f"blk.{layer}.{name}")
+
+        x = x + _attention(norm(x, w("attn_norm.weight"), s.norm_epsilon), model, w)
+        y = norm(x, w("ffn_norm.weight"), s.norm_epsilon)
+        hidden = _hidden(model, layer, y @ w("ffn_gate.weight").T, y @ w("ffn_up.weight").T, silent)
+        if named_LTF is not None:
+            hidden = hidden * named_LTF[layer]
+        x = x + hidden @ w("ffn_down_t.weight")
+    x = norm(x, weights(model, "output_norm.weight"), s.norm_epsilon)
+    return x @ weights(model, model.head_name).T
+
+
+def norm(x, weight, epsilon):
+    return x / np.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon) * weight
+
+
+def _hidden(model, layer, gate, up, silent):
+    threshold = model.threshold_L[layer]
+    if model.activation == "silu":
+        value = gate / (1 + np.exp(-gate))
+        return value * up if silent is None else np.where(silent(value), 0, value * up)
+    if model.activation == "drelu":
+        return np.maximum(gate, 0) * np.maximum(up, 0)
+    return np.where(gate > (threshold if model.activation == "fatrelu" else 0), gate, 0) * up
+
+
+def _attention(x, model, w):
+    s, count = model.shape, len(x)
+    q = rotate((x @ w("attn_q.weight").T).reshape(count, s.num_heads, -1), s)
+    k = rotate((x @ w("attn_k.weight").T).reshape(count, s.num_kv_heads, -1), s)
+    v = (x @ w("attn_v.weight").T).reshape(count, s.num_kv_heads, -1)
+    out = np.zeros_like(q)
+    for head in range(s.num_heads):
+        group = head * s.num_kv_heads // s.num_heads
+        for t in range(count):
+            scores = k[: t + 1, group] @ q[t, head] / np.sqrt(s.head_width)
+            share = np.exp(scores - scores.max())
+            out[t, head] = share / share.sum() @ v[: t + 1, group]
+    return out.reshape(count, -1) @ w("attn_output.weight").T
+
+
+def rotate(x, s):
+    """Each adjacent pair of values is a complex number that turns with the position."""
+    pairs = x[..., 0::2] + 1j * x[..., 1::2]
+    frequency = s.rope_theta ** (-2 * np.arange(s.head_width // 2) / s.head_width)
+    turned = pairs * np.exp(1j * np.arange(len(x))[:, None, None] * frequency)
+    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)

@@ -1,0 +1,788 @@
+"""convert/: what is written equals the checkpoint, and what is wrong is refused in one line.
+
+Oracles: the checkpoint's own tensors, gguf's block formats, transformers' logits and rotary
+frequencies, the tokenizers library."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import edit_config, random_dejavu, random_llama
+from gguf.quants import dequantize, quantize
+from models import make_profile
+from reference import logits_ref, rel_error
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.encode import LIMITS, encode
+from sparkinfer.convert.llama_tensors import pair_adjacent
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.tokenizer import tokenizer_keys
+from sparkinfer.convert.vocabulary import vocabulary_keys
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import type_of
+from sparkinfer.model_file import ModelFile, PredictorInfo, compute_model_id
+from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+
+OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+EMBEDDING = "model.embed_tokens.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+# By the model file's name within a layer, the checkpoint's.
+PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down_t": "mlp.down_proj",
+}
+
+
+@pytest.fixture(scope="module")
+def relu(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("relu") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def silu(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("silu") / "tiny", hidden_act="silu")
+
+
+@pytest.fixture
+def copy(relu, tmp_path) -> Path:
+    """A checkpoint to be damaged."""
+    return Path(shutil.copytree(relu, tmp_path / "copy"))
+
+
+def run(source: Path, output: Path, **options) -> ModelFile:
+    """Converts and loads."""
+    report = convert(ConvertConfig(source=source, output=output, **options))
+    assert report.num_bytes == output.stat().st_size
+    assert json.loads(json.dumps(dataclasses.asdict(report), default=str))["layout"]
+    return ModelFile.load(output)
+
+
+def refuse(source: Path, folder: Path, *words: str, **options) -> None:
+    """Asserts a refusal of one line with these words, and that the folder is left as it was."""
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(SparkinferError) as caught:
+        convert(ConvertConfig(source=source, output=folder / "out.gguf", **options))
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400, message
+    assert all(word in message for word in words), message
+    assert sorted(folder.rglob("*")) == before
+
+
+def edit_weights(folder: Path, edit) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def expected_tensors(folder: Path, num_heads: int = 4, num_kv_heads: int = 2) -> dict:
+    """f32 arrays by their names in a sparse model file, from direct formulas."""
+    source = {
+        name: t.float().numpy() for name, t in load_file(folder / "model.safetensors").items()
+    }
+    wanted = {
+        "token_embd.weight": source[EMBEDDING],
+        "output_norm.weight": source["model.norm.weight"],
+    }
+    if "lm_head.weight" in source:
+        wanted["output.weight"] = source["lm_head.weight"]
+    for layer in range(3):
+        for ours, theirs in PARTS.items():
+            value = source[f"model.layers.{layer}.{theirs}.weight"]
+            if ours in ("attn_q", "attn_k"):
+                heads = num_heads if ours == "attn_q" else num_kv_heads
+                size = len(value) // heads
+                rows = [
+                    h * size + half * size // 2 + pair
+                    for h in range(heads)
+                    for pair in range(size // 2)
+                    for half in (0, 1)
+                ]
+                value = value[rows]
+            wanted[f"blk.{layer}.{ours}.weight"] = value.T if ours == "ffn_down_t" else value
+    return wanted
+
+
+def values_of(model: ModelFile, name: str) -> np.ndarray:
+    entry = model.tensors[name]
+    return dequantize(entry.read(), type_of(entry.kind)).reshape(entry.shape)
+
+
+# The largest error of a value, as a share of the largest magnitude of its block of 32.
+ERRORS = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.51 / 127, "q4_0": 1.01 / 8}
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, kind: str) -> None:
+    blocks = np.abs(want.reshape(-1, 32)).max(axis=1, keepdims=True)
+    assert (
+        np.abs(got - want).reshape(-1, 32) <= ERRORS[kind] * blocks + 1e-8 * (kind != "f32")
+    ).all()
+
+
+@pytest.mark.parametrize("outtype", OUTTYPES)
+def test_every_tensor_equals_its_source(relu, tmp_path, outtype):
+    model = run(relu, tmp_path / "m.gguf", outtype=outtype)
+    wanted = expected_tensors(relu)
+    assert model.tensors.keys() == wanted.keys()
+    for name, want in wanted.items():
+        kind = "f32" if want.ndim == 1 else outtype
+        assert model.tensors[name].kind == kind
+        assert_close(values_of(model, name), want, kind)
+        bytes_ = quantize(np.ascontiguousarray(want), type_of(kind))
+        assert model.tensors[name].read().tobytes() == bytes_.tobytes()
+    assert int(model.extra_keys["general.file_type"]) == {
+        "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2,
+    }[outtype]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [np.zeros_like, lambda a: 0.5 * a, np.flip])
+def test_the_measure_rejects_wrong_tensors(wrong):
+    want = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
+    for kind in OUTTYPES:
+        with pytest.raises(AssertionError):
+            assert_close(wrong(want), want, kind)
+
+
+@pytest.mark.parametrize("hidden_act", ["relu", "silu"])
+@pytest.mark.parametrize("overrides", [{}, {"head_dim": 32, "tie_word_embeddings": True}])
+def test_logits_equal_those_of_transformers(tmp_path, hidden_act, overrides):
+    folder = random_llama(tmp_path / "c", hidden_act=hidden_act, **overrides)
+    model = run(folder, tmp_path / "m.gguf", outtype="f32")
+    ids = [5, 17, 300, 4, 99, 5, 5, 210]
+    with torch.no_grad():
+        want = LlamaForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0]
+    assert rel_error(logits_ref(model, ids), want) < 1e-5
+    assert rel_error(logits_ref(model, ids[::-1]), want) > 0.1
+
+
+def test_pairs_give_the_same_attention_scores():
+    """Turning halves of a head, or adjacent pairs of the permuted rows, is the same rotation."""
+    random = np.random.default_rng(1)
+    weight_q, weight_k = random.standard_normal((2, 8, 16))  # one head of width 8
+    x, y = random.standard_normal((2, 16))
+    angles = 7.0 * 10000.0 ** (-np.arange(4) / 4)
+
+    def turned(vector, is_adjacent):
+        a, b = (vector[0::2], vector[1::2]) if is_adjacent else (vector[:4], vector[4:])
+        return np.concatenate([a * np.cos(angles) - b * np.sin(angles),
+                               b * np.cos(angles) + a * np.sin(angles)])  # fmt: skip
+
+    want = turned(weight_q @ x, False) @ turned(weight_k @ y, False)
+    ours = [pair_adjacent(w, 1) for w in (weight_q, weight_k)]
+    assert np.isclose(turned(ours[0] @ x, True) @ turned(ours[1] @ y, True), want)
+    assert not np.isclose(turned(weight_q @ x, True) @ turned(ours[1] @ y, True), want)
+
+
+def test_shards_types_and_layouts_do_not_matter(silu, tmp_path):
+    whole = run(silu, tmp_path / "a.gguf")
+    shards = random_llama(tmp_path / "x" / "tiny", hidden_act="silu", is_sharded=True)
+    assert len(list(shards.glob("model-*.safetensors"))) > 2
+    run(shards, tmp_path / "b.gguf")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    for outtype in OUTTYPES:
+        for layout in ("sparse", "stock"):
+            options = {"outtype": outtype, "layout": layout, "force": True}
+            assert run(silu, tmp_path / "m.gguf", **options).model_id == whole.model_id
+    other = random_llama(tmp_path / "y" / "tiny", hidden_act="silu", seed=1)
+    assert run(other, tmp_path / "c.gguf").model_id != whole.model_id
+
+
+def test_bfloat16_checkpoints_and_total_bytes(tmp_path):
+    folder = random_llama(tmp_path / "c", dtype=torch.bfloat16)
+    told = []
+    config = ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="bf16")
+    convert(config, on_bytes=told.append, on_total=lambda total: told.append(-total))
+    assert sum(told) == 0 and len(told) == 31
+    model = ModelFile.load(config.output)
+    for name, want in expected_tensors(folder).items():
+        assert (values_of(model, name) == want).all()
+
+
+def test_tied_embeddings(copy, tmp_path):
+    tied = random_llama(tmp_path / "tied", tie_word_embeddings=True)
+    assert run(tied, tmp_path / "a.gguf").is_tied
+    edit_config(copy, lambda c: c.pop("tie_word_embeddings"))
+    assert not run(copy, tmp_path / "b.gguf").is_tied
+    edit_weights(copy, lambda t: t.pop("lm_head.weight"))
+    report = convert(ConvertConfig(source=copy, output=tmp_path / "c.gguf"))
+    assert ModelFile.load(report.output).is_tied and "no output head" in report.notes[0]
+    edit_config(copy, lambda c: c.update(tie_word_embeddings=False))
+    refuse(copy, tmp_path, "output.weight", "missing")
+    edit_config(copy, lambda c: c.update(tie_word_embeddings=True))
+    edit_weights(copy, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
+    assert run(copy, tmp_path / "d.gguf").is_tied
+    edit_weights(copy, lambda t: t["lm_head.weight"][3].zero_())
+    refuse(copy, tmp_path, "tie_word_embeddings", "lm_head.weight")
+
+
+def test_rows_that_are_no_whole_blocks_become_f16_and_this_is_said(tmp_path):
+    folder = random_llama(tmp_path / "c", hidden_act="silu", intermediate_size=176)
+    for layout, number in (("sparse", 0), ("stock", 3)):
+        output = tmp_path / f"{layout}.gguf"
+        report = convert(ConvertConfig(source=folder, output=output, outtype="q8_0", layout=layout))
+        kinds = {n: e.kind for n, e in ModelFile.load(output).tensors.items()}
+        fallen = [n for n, kind in kinds.items() if kind == "f16"]
+        assert fallen == [f"blk.{i}.ffn_down.weight" for i in range(number)]
+        assert len(report.notes) == (number > 0)
+        if number:
+            assert "3 of 23 matrices are f16" in report.notes[0] and fallen[0] in report.notes[0]
+
+
+def test_the_stock_layout_is_what_llama_cpp_loads(silu, relu, tmp_path):
+    model = run(silu, tmp_path / "m.gguf", layout="stock")
+    known = gguf.MODEL_TENSORS[gguf.MODEL_ARCH.LLAMA]
+    bases = {gguf.TENSOR_NAMES[t].format(bid=i) + ".weight" for t in known for i in range(3)}
+    parts = set(PARTS) - {"ffn_down_t"} | {"ffn_down"}
+    wanted = {f"blk.{i}.{part}.weight" for part in parts for i in range(3)}
+    assert model.tensors.keys() == wanted | {
+        "token_embd.weight",
+        "output_norm.weight",
+        "output.weight",
+    }
+    assert model.tensors.keys() <= bases
+    down = load_file(silu / "model.safetensors")["model.layers.2.mlp.down_proj.weight"].numpy()
+    assert (values_of(model, "blk.2.ffn_down.weight") == down.astype(np.float16)).all()
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert [k for k in fields if k.startswith("sparkinfer")] == ["sparkinfer.model_id"]
+    refuse(relu, tmp_path, "SiLU", "relu", layout="stock")
+    for extra in ("predictors", "thresholds"):
+        with pytest.raises(SparkinferError, match=f"cannot hold {extra}"):
+            ConvertConfig(source=silu, output=tmp_path / "x", layout="stock", **{extra: tmp_path})
+    (bare := tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(silu / name, bare)
+    refuse(bare, tmp_path, "tokenizer.json", layout="stock")
+
+
+@pytest.mark.parametrize("field", ["outtype", "layout"])
+def test_unknown_options_are_refused(tmp_path, field):
+    with pytest.raises(SparkinferError, match="unknown; known: "):
+        ConvertConfig(source=tmp_path, output=tmp_path / "x", **{field: "q9"})
+
+
+@pytest.mark.parametrize("act, threshold", [("fatrelu", 0.25), ("drelu", 0.0), ("relu", 0.0)])
+def test_activation_and_threshold(tmp_path, act, threshold):
+    param = {"hidden_act_param": threshold} if act == "fatrelu" else {}
+    folder = random_llama(tmp_path / "c", hidden_act=act, **param)
+    model = run(folder, tmp_path / "m.gguf")
+    assert (model.activation, model.threshold_L) == (act, (threshold,) * 3)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3,
+                                  {"rope_type": "linear", "factor": 4.0}])  # fmt: skip
+@pytest.mark.parametrize("is_old", [False, True])
+def test_rotary_frequencies_equal_those_of_transformers(copy, tmp_path, rope, is_old):
+    parameters = {**rope, "rope_theta": 500.0}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
+    want = LlamaRotaryEmbedding(config).inv_freq.double().numpy()
+    edit_config(copy, lambda c: c.pop("rope_parameters"))
+    old = {"rope_theta": 500.0, "rope_scaling": None if rope["rope_type"] == "default" else rope}
+    edit_config(copy, lambda c: c.update(old if is_old else {"rope_parameters": parameters}))
+    model = run(copy, tmp_path / "m.gguf")
+    got = model.shape.rope_theta ** (-np.arange(8) / 8) / model.shape.rope_linear_factor
+    if rope is LLAMA3:
+        got = got / values_of(model, "rope_freqs.weight")
+    assert rel_error(got, want) < 1e-6
+    assert ("rope_freqs.weight" in model.tensors) == (rope is LLAMA3)
+
+
+CONFIGS = {
+    "architecture 'BertModel'": {"architectures": ["BertModel"]},
+    "architecture None": {"architectures": None},
+    "hidden_act 'gelu'": {"hidden_act": "gelu"},
+    "attention_bias": {"attention_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
+    "type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+    "type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope_scaling.factor is missing": {"rope_scaling": {"type": "linear"}},
+    "low_freq_factor": {"rope_parameters": {**LLAMA3, "low_freq_factor": 5.0}},
+    "rope_parameters is 3": {"rope_parameters": 3},
+    "hidden_act_param is None": {"hidden_act": "fatrelu"},
+    "hidden_act_param is 'x'": {"hidden_act": "fatrelu", "hidden_act_param": "x"},
+    "hidden_size is 'big'": {"hidden_size": "big"},
+    "num_hidden_layers is 0": {"num_hidden_layers": 0},
+    "num_attention_heads is 4.5": {"num_attention_heads": 4.5},
+    "rms_norm_eps": {"rms_norm_eps": None},
+    "3 key heads": {"num_key_value_heads": 3},
+    "tie_word_embeddings is 1": {"tie_word_embeddings": 1},
+    "wanted [320, 64]": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 161},
+    "no rule for tensor 'model.layers.2.": {"num_hidden_layers": 2},
+    "no tensor for 'blk.3.": {"num_hidden_layers": 4},
+}
+CONFIGS["wanted [161, 64]"] = CONFIGS.pop("wanted [320, 64]")
+
+
+@pytest.mark.parametrize("words", CONFIGS)
+def test_a_config_that_would_be_computed_wrongly_is_refused(copy, tmp_path, words):
+    edit_config(copy, lambda config: config.update(CONFIGS[words]))
+    refuse(copy, tmp_path, words)
+
+
+def nan(tensors):
+    tensors[GATE][3, 5] = float("nan")
+
+
+def infinity(tensors):
+    tensors[GATE][3, 5] = -float("inf")
+
+
+def large(tensors):
+    tensors[GATE][3, 5] = 1e5
+
+
+def extra(tensors):
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(64)
+
+
+def rotary(tensors):
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+
+def integers(tensors):
+    tensors[GATE] = tensors[GATE].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    "edit, words",
+    [
+        (nan, (GATE, "NaN")),
+        (infinity, (GATE, "infinite")),
+        (large, (GATE, "overflows f16", "bf16")),
+        (extra, ("no rule", "q_proj.bias")),
+        (integers, (GATE, "I8")),
+        (lambda t: t.pop(GATE), ("blk.1.ffn_gate.weight", "missing")),
+        (lambda t: t.update({GATE: t[GATE].T.contiguous()}), (GATE, "[64, 160]", "[160, 64]")),
+    ],
+)
+def test_damaged_weights_are_refused(copy, tmp_path, edit, words):
+    edit_weights(copy, edit)
+    refuse(copy, tmp_path, *words)
+
+
+def test_what_looks_damaged_but_is_not(copy, tmp_path):
+    edit_weights(copy, rotary)
+    run(copy, tmp_path / "a.gguf")
+    edit_weights(copy, large)
+    assert (
+        values_of(run(copy, tmp_path / "b.gguf", outtype="bf16"), "blk.1.ffn_gate.weight").max()
+        > 9e4
+    )
+
+
+@pytest.mark.parametrize("kind", OUTTYPES)
+def test_the_largest_magnitude_of_every_type(kind):
+    """The last value below the limit stays finite, the limit does not."""
+    limit = np.float32(min(LIMITS[kind], np.finfo(np.float32).max))
+    values = np.zeros((1, 32), np.float32)
+    values[0, 7] = -np.nextafter(limit, np.float32(0))
+    assert np.isfinite(dequantize(encode(values, kind, "x"), type_of(kind))).all()
+    if kind == "f32":
+        return
+    values[0, 7] = -limit
+    with pytest.raises(SparkinferError, match=f"overflows {kind}"):
+        encode(values, kind, "x")
+    with np.errstate(over="ignore"):
+        assert not np.isfinite(dequantize(quantize(values, type_of(kind)), type_of(kind))).all()
+
+
+def test_missing_and_truncated_files_are_refused(copy, tmp_path):
+    refuse(tmp_path / "nothing", tmp_path, "no such folder")
+    weights = (copy / "model.safetensors").read_bytes()
+    for size in (0, 5, 200, len(weights) - 1):
+        (copy / "model.safetensors").write_bytes(weights[:size])
+        refuse(copy, tmp_path, "model.safetensors", "not a whole")
+    (copy / "model.safetensors").unlink()
+    refuse(copy, tmp_path, "no model.safetensors")
+    (copy / "pytorch_model.bin").touch()
+    refuse(copy, tmp_path, "pickled")
+    for text, words in (("{", "not JSON"), ("[1]", "list"), (b"\xff", "cannot be read")):
+        (copy / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        refuse(copy, tmp_path, "config.json", words)
+    (copy / "config.json").unlink()
+    refuse(copy, tmp_path, "config.json", "no such file")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    refuse(tmp_path / "broken.gguf", tmp_path, "broken.gguf")
+    refuse(tmp_path / "none.gguf", tmp_path, "no such file")
+
+
+def test_an_output_that_exists_needs_force(relu, tmp_path):
+    (tmp_path / "out.gguf").write_text("mine")
+    refuse(relu, tmp_path, "exists already")
+    assert (tmp_path / "out.gguf").read_text() == "mine"
+    run(relu, tmp_path / "out.gguf", force=True)
+
+
+def test_wrong_shards_are_refused(tmp_path):
+    folder = random_llama(tmp_path / "c", is_sharded=True)
+    index = "model.safetensors.index.json"
+    original = (folder / index).read_text()
+    shard = json.loads(original)["weight_map"][GATE]
+    for edit, words in (
+        (lambda i: i["weight_map"].pop(GATE), "in the shard but not in the index"),
+        (lambda i: i["weight_map"].update(other=shard), "in the index but not in the shard"),
+        (lambda i: i["weight_map"].update({GATE: "../x.safetensors"}), "no such file"),
+        (lambda i: i.pop("weight_map"), "weight_map"),
+    ):
+        edit_config(folder, edit, index)
+        refuse(folder, tmp_path, words)
+        (folder / index).write_text(original)
+    data = (folder / shard).read_bytes()
+    (folder / shard).write_bytes(data[:-9])
+    refuse(folder, tmp_path, shard, "not a whole")
+    (folder / shard).unlink()
+    refuse(folder, tmp_path, shard, "no such file")
+
+
+# ------------------------------------------------------------------ predictors and thresholds
+
+
+@pytest.mark.parametrize("outtype, kind", [("f32", "f32"), ("q8_0", "f16")])
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_dejavu_predictors(relu, tmp_path, outtype, kind, has_biases):
+    folder = random_dejavu(tmp_path / "p", has_biases=has_biases)
+    (folder / "config.json").write_text('{"sparse_threshold": -0.5}')
+    model = run(relu, tmp_path / "m.gguf", outtype=outtype, predictors=folder)
+    assert model.predictor == PredictorInfo(
+        kind="relu", rank_L=(24, 32, 40), threshold_L=(-0.5, -0.5, -0.5)
+    )
+    names = {"fc1.weight": "down.weight", "fc2.weight": "up.weight",
+             "fc1.bias": "down.bias", "fc2.bias": "up.bias"}  # fmt: skip
+    for layer in range(3):
+        for theirs, value in torch.load(folder / f"model_{layer}.pt").items():
+            entry = model.tensors[f"blk.{layer}.ffn_pred_{names[theirs]}"]
+            assert entry.kind == (kind if value.ndim == 2 else "f32")
+            dtype = np.float16 if entry.kind == "f16" else np.float32
+            assert (entry.read() == value.numpy().astype(dtype)).all()
+
+
+def change(folder: Path, layer: int, edit) -> None:
+    state = torch.load(folder / f"model_{layer}.pt")
+    torch.save(edit(state) or state, folder / f"model_{layer}.pt")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda p: (p / "model_1.pt").unlink(), "model_1.pt is missing"),
+        (lambda p: shutil.copy(p / "model_0.pt", p / "model_3.pt"), "model_3.pt is not expected"),
+        (lambda p: shutil.copy(p / "model_0.pt", p / "model_01.pt"), "model_01.pt is not expected"),
+        (lambda p: (p / "model_2.pt").rename(p / "model_10.pt"), "model_2.pt is missing"),
+        (lambda p: [f.unlink() for f in p.glob("*.pt")], "holds neither"),
+        (lambda p: (p / FILE_NAME).touch(), "holds both"),
+        (lambda p: truncate(p / "model_1.pt"), "not a whole state dict"),
+        (lambda p: (p / "model_1.pt").write_text("hello"), "not a whole state dict"),
+        (lambda p: (p / "model_1.pt").write_bytes(b""), "not a whole state dict"),
+        (lambda p: torch.save(Path, p / "model_1.pt"), "not a whole state dict"),
+        (lambda p: torch.save([1, 2], p / "model_1.pt"), "holds list"),
+        (lambda p: change(p, 1, lambda s: s.update(fc3=torch.ones(1))), "fc3"),
+        (lambda p: change(p, 1, lambda s: s.pop("fc2.weight") * 0 + 1), "holds Tensor"),
+        (lambda p: change(p, 1, lambda s: {"fc1.weight": s["fc1.weight"]}), "wanted the tensors"),
+        (lambda p: change(p, 1, lambda s: s["fc1.weight"].T), "holds Tensor"),
+        (lambda p: change(p, 2, lambda s: {k: v.T for k, v in s.items()}), "is [64, 40]"),
+        (lambda p: change(p, 2, lambda s: s["fc2.weight"].fill_(np.nan) and None), "NaN"),
+        (lambda p: (p / "config.json").write_text('{"sparse_threshold": "x"}'), "sparse_threshold"),
+    ],
+)
+def test_damaged_dejavu_predictors_are_refused(relu, tmp_path, damage, words):
+    folder = random_dejavu(tmp_path / "p")
+    damage(folder)
+    refuse(relu, tmp_path, words, predictors=folder)
+
+
+def test_predictors_beyond_f16_are_refused(relu, tmp_path):
+    folder = random_dejavu(tmp_path / "p")
+    change(folder, 2, lambda s: s["fc2.weight"].fill_(1e5) and None)
+    refuse(relu, tmp_path, "blk.2.ffn_pred_up.weight", "overflows f16", predictors=folder)
+    refuse(relu, tmp_path, "no such folder", predictors=tmp_path / "none")
+    run(relu, tmp_path / "m.gguf", outtype="f32", predictors=folder)
+
+
+def our_predictors(model: ModelFile, folder: Path, **changes) -> Path:
+    """Saves linear predictors of rank 8 in our own form."""
+    random = np.random.default_rng(3)
+    layers = [
+        LayerPredictor(
+            down_RD=random.standard_normal((8, 64)).astype(np.float32),
+            up_FR=random.standard_normal((160, 8)).astype(np.float32),
+            up_bias_F=random.standard_normal(160).astype(np.float32),
+        )
+        for _ in range(3)
+    ]
+    info = PredictorInfo(kind="linear", rank_L=(8,) * 3, threshold_L=(0.1, 0.2, 0.3),
+                         density_L=(0.25, 0.5, 0.75))  # fmt: skip
+    info = dataclasses.replace(info, **changes.pop("info", {}))
+    folder.mkdir()
+    values = {"model_id": model.model_id, "info": info, "layers": tuple(layers), **changes}
+    Predictors(**values).save(folder / FILE_NAME)
+    return folder
+
+
+@pytest.mark.parametrize("outtype", ["f32", "bf16", "q4_0"])
+def test_adding_predictors_later_changes_nothing_else(relu, tmp_path, outtype):
+    plain = run(relu, tmp_path / "plain.gguf", outtype=outtype)
+    folder = our_predictors(plain, tmp_path / "p")
+    direct = run(relu, tmp_path / "direct.gguf", outtype=outtype, predictors=folder)
+    dejavu = run(plain.path, tmp_path / "d.gguf", predictors=random_dejavu(tmp_path / "dejavu"))
+    later = run(dejavu.path, tmp_path / "later.gguf", predictors=folder, outtype=outtype)
+    assert direct.path.read_bytes() == later.path.read_bytes()
+    assert later.model_id == plain.model_id and later.extra_keys == plain.extra_keys
+    for name, entry in plain.tensors.items():
+        assert later.tensors[name].kind == entry.kind
+        assert later.tensors[name].read().tobytes() == entry.read().tobytes()
+    assert later.predictor is not None and later.predictor.kind == "linear"
+    assert later.tensors["blk.2.ffn_pred_up.bias"].kind == "f32"
+
+
+def test_predictors_that_do_not_fit_are_refused(relu, tmp_path):
+    model = run(relu, tmp_path / "m.gguf")
+    wrong = {
+        "made for model": {"model_id": "0" * 64},
+        "2 layers": {"info": {"rank_L": (8, 8), "threshold_L": (0.0, 0.0)}, "layers": None},
+        "cannot be used": {"info": {"kind": "cubic"}},
+        "cannot be used as": {"info": {"input_layer_offset": 3}},
+        "cannot be used as they": {"info": {"density_L": (0.5,)}},
+        "cannot be used as they are": {"info": {"threshold_L": (0.0, np.nan, 0.0)}},
+    }
+    for number, (words, changes) in enumerate(wrong.items()):
+        if changes.get("layers", 0) is None:
+            zeros = LayerPredictor(
+                down_RD=np.zeros((8, 64), np.float32), up_FR=np.zeros((160, 8), np.float32)
+            )
+            changes = {**changes, "layers": (zeros, zeros)}
+        folder = our_predictors(model, tmp_path / str(number), **changes)
+        refuse(model.path, tmp_path, words, predictors=folder)
+    wide = random_llama(tmp_path / "wide", intermediate_size=192)
+    refuse(wide, tmp_path, "is [160, 24], wanted [192, 24]",
+           predictors=random_dejavu(tmp_path / "dejavu"))  # fmt: skip
+
+
+def test_a_model_file_is_only_added_to(relu, silu, tmp_path):
+    sparse = run(relu, tmp_path / "sparse.gguf", outtype="q8_0").path
+    stock = run(silu, tmp_path / "stock.gguf", layout="stock").path
+    folder = random_dejavu(tmp_path / "p")
+    refuse(sparse, tmp_path, "already; give predictors")
+    refuse(sparse, tmp_path, "is q8_0; for f16 convert", outtype="f16", predictors=folder)
+    refuse(stock, tmp_path, "has the stock layout", predictors=folder)
+
+
+def test_thresholds_of_a_profile(silu, relu, tmp_path):
+    model = run(silu, tmp_path / "m.gguf")
+    profile = dataclasses.replace(make_profile(model), threshold_L=(0.125, 0.25, 0.5))
+    profile.save(tmp_path / "p.safetensors")
+    added = run(model.path, tmp_path / "a.gguf", thresholds=tmp_path / "p.safetensors")
+    assert added.threshold_L == (0.125, 0.25, 0.5) and added.model_id == model.model_id
+    run(silu, tmp_path / "b.gguf", thresholds=tmp_path / "p.safetensors")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    refuse(relu, tmp_path, "a profile of model", thresholds=tmp_path / "p.safetensors")
+    negative = dataclasses.replace(profile, threshold_L=(0.1, -0.1, 0.0))
+    negative.save(tmp_path / "n.safetensors")
+    refuse(model.path, tmp_path, "thresholds are", thresholds=tmp_path / "n.safetensors")
+    of_relu = make_profile(run(relu, tmp_path / "r.gguf"))
+    of_relu.save(tmp_path / "r.safetensors")
+    refuse(relu, tmp_path, "for silu models", thresholds=tmp_path / "r.safetensors")
+
+
+# ------------------------------------------------------------------ tokenizer
+
+
+def test_the_tokenizer_goes_in_twice(relu, tmp_path):
+    model = run(relu, tmp_path / "m.gguf")
+    assert model.text("tokenizer.huggingface.json") == (relu / "tokenizer.json").read_text()
+    keys, tokenizer = model.extra_keys, Tokenizer.from_file(str(relu / "tokenizer.json"))
+    count = tokenizer.get_vocab_size()
+    assert 257 < count < 320
+    want = [tokenizer.id_to_token(i) or f"[PAD{i}]" for i in range(320)]
+    assert keys["tokenizer.ggml.tokens"] == want
+    assert keys["tokenizer.ggml.token_type"] == [3] + [1] * (count - 1) + [5] * (320 - count)
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert len(keys["tokenizer.ggml.merges"]) == count - 257
+    assert (
+        keys["tokenizer.ggml.eos_token_id"] == 0 and keys["tokenizer.ggml.add_bos_token"] is False
+    )
+
+
+def test_a_missing_tokenizer_is_said(tmp_path):
+    folder = random_llama(tmp_path / "c", has_tokenizer=False)
+    report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
+    assert "generate needs a tokenizer" in report.notes[0]
+    assert ModelFile.load(report.output).extra_keys["tokenizer.ggml.bos_token_id"] == 0
+
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
+
+
+def byte_level(pattern: str | None, ignore_merges: bool, nfc: bool, prefix: bool = False) -> dict:
+    """tokenizer.json of a byte-level BPE that splits at `pattern`, or as GPT-2 does."""
+    tokenizer = Tokenizer(token_models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pattern is None)]
+    if pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    values = json.loads(tokenizer.to_str())
+    values["model"]["ignore_merges"] = ignore_merges
+    return values
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [
+        ((None, False, False), "gpt-2"),
+        ((LLAMA3_SPLIT, True, False), "llama-bpe"),
+        ((QWEN2_SPLIT, False, True), "qwen2"),
+        ((None, True, False), None),
+        ((None, False, False, True), None),
+        ((LLAMA3_SPLIT, False, False), None),
+        ((LLAMA3_SPLIT, True, True), None),
+        ((LLAMA3_SPLIT[:-1], True, False), None),
+    ],
+)
+def test_only_known_pre_tokenizers_are_named(silu, tmp_path, arguments, name):
+    tokenizer = byte_level(*arguments)
+    keys = vocabulary_keys(tokenizer, 4)
+    assert (keys and keys["tokenizer.ggml.pre"]) == name
+    if name is None:
+        folder = Path(shutil.copytree(silu, tmp_path / "c"))
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        refuse(folder, tmp_path, "llama.cpp has no tokenizer", layout="stock")
+        report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
+        assert "llama.cpp has no tokenizer" in report.notes[0]
+        assert "tokenizer.ggml.tokens" not in ModelFile.load(report.output).extra_keys
+
+
+def sentencepiece(is_metaspace: bool) -> Tokenizer:
+    """As Llama 2's: bytes, words made by merges, a control token, a token that was added."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    merges = [("h", "e"), ("l", "o"), ("he", "l"), ("\u2581", "hel"), ("l", "lo"), ("\u2581", "w")]
+    letters = ["\u2581", *"helowrd"]
+    tokens += [a + b for a, b in merges] + letters
+    tokenizer = Tokenizer(
+        token_models.BPE(
+            {t: i for i, t in enumerate(tokens)}, merges, unk_token="<unk>", byte_fallback=True
+        )
+    )
+    if is_metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    return tokenizer
+
+
+def merge_by_score(text: str, tokens: list[str], scores: list[float]) -> list[int]:
+    """llama.cpp's SentencePiece: join the adjacent pair of the highest score, leftmost first."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    pieces = list("\u2581" + text.replace(" ", "\u2581"))
+    while True:
+        pairs = [a + b for a, b in zip(pieces, pieces[1:], strict=False)]
+        known = [(-scores[ids[p]], i) for i, p in enumerate(pairs) if p in ids]
+        if not known:
+            break
+        _, i = min(known)
+        pieces[i : i + 2] = [pairs[i]]
+    return [n for p in pieces for n in ([ids[p]] if p in ids else [3 + b for b in p.encode()])]
+
+
+@pytest.mark.parametrize("is_metaspace", [False, True])
+def test_sentencepiece_scores_merge_as_the_source_does(is_metaspace):
+    tokenizer = sentencepiece(is_metaspace)
+    keys = vocabulary_keys(json.loads(tokenizer.to_str()), 280)
+    assert keys is not None and keys["tokenizer.ggml.model"] == "llama"
+    assert keys["tokenizer.ggml.add_space_prefix"] is True
+    tokens, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    assert types[:4] == [2, 3, 3, 6] and types[258:260] == [6, 1]
+    assert types[tokens.index("<tool>")] == 4 and types[-1] == 5 and tokens[-1] == "[PAD279]"
+    for text in ("hello world", "hell", "lo", "wow \u00e9 hello", "w  w"):
+        got = merge_by_score(text, tokens, keys["tokenizer.ggml.scores"])
+        assert got == tokenizer.encode(text, add_special_tokens=False).ids
+    flat = [0.0] * len(tokens)
+    assert merge_by_score("hello", tokens, flat) != tokenizer.encode("hello").ids
+
+
+def test_special_tokens_and_template(relu, tmp_path):
+    folder = Path(shutil.copytree(relu, tmp_path / "c"))
+    config = {"bos_token": "<|endoftext|>", "add_bos_token": True, "chat_template": "{{ x }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    keys = tokenizer_keys(folder, 300, "sparse").keys
+    assert keys["tokenizer.ggml.add_bos_token"] is True
+    assert keys["tokenizer.chat_template"] == "{{ x }}"
+    config["chat_template"] = [
+        {"name": "default", "template": "d"},
+        {"name": "rag", "template": "r"},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    read = tokenizer_keys(folder, 260, "sparse")
+    assert (
+        read.keys["tokenizer.chat_template"] == "d"
+        and len(read.keys["tokenizer.ggml.tokens"]) == 260
+    )
+    assert "are not in the model" in read.notes[0] and "rag" in read.notes[1]
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("j")
+    assert tokenizer_keys(folder, 300, "sparse").keys["tokenizer.chat_template"] == "j"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", "{}", '{"model": {"type": "BPE"}}',
+        '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
+        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b c"]}}',
+        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [3]}',
+    ],
+)  # fmt: skip
+def test_a_broken_tokenizer_is_refused(copy, tmp_path, text):
+    (copy / "tokenizer.json").write_text(text)
+    refuse(copy, tmp_path, "tokenizer.json")
+
+
+def test_model_id_is_over_config_names_shapes_and_bytes(relu):
+    checkpoint = Checkpoint.open(relu)
+    samples = []
+    for name, tensor in load_file(relu / "model.safetensors").items():
+        data, middle = tensor.numpy().tobytes(), tensor.nbytes // 2
+        pieces = (data[:4096], data[middle : middle + 4096], data[-4096:])
+        samples.append((name, tuple(tensor.shape), b"".join(pieces)))
+    config = json.loads((relu / "config.json").read_text())
+    assert checkpoint.model_id() == compute_model_id(config, samples)

@@ -1,0 +1,355 @@
+"""The C++ kernels against float64: every kind, every level this processor has, every block edge.
+
+Shapes: F rows of the matrix, D values in a row, A chosen rows.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+
+EPS = torch.finfo(torch.float32).eps
+FLOAT_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+QUANT_TYPES = {
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
+}
+KINDS = [*FLOAT_DTYPES, *QUANT_TYPES]
+LEVELS = library.usable_levels() if library.is_available() else []
+SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
+SIZES += [(kind, D) for kind in QUANT_TYPES for D in (32, 64, 96, 128, 160, 256)]
+WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    before = library.level()
+    library.set_level(request.param)
+    yield request.param
+    library.set_level(before)
+
+
+@pytest.fixture
+def restore_threads():
+    before = library.num_threads()
+    yield
+    library.set_threads(before)
+
+
+class Matrix(NamedTuple):
+    """A weight as the kernels take it, and the same numbers in float64."""
+
+    kind: str
+    weight: Tensor
+    exact_FD: Tensor
+
+
+def dequantised(kind: str, weight: Tensor) -> Tensor:
+    if kind in FLOAT_DTYPES:
+        return weight.double()
+    return torch.from_numpy(gguf.quants.dequantize(weight.numpy(), QUANT_TYPES[kind])).double()
+
+
+def matrix(kind: str, F: int, D: int, seed: int = 0) -> Matrix:
+    dense_FD = torch.randn(F, D, generator=torch.Generator().manual_seed(seed))
+    if kind in FLOAT_DTYPES:
+        weight = dense_FD.to(FLOAT_DTYPES[kind])
+    else:
+        weight = torch.from_numpy(gguf.quants.quantize(dense_FD.numpy(), QUANT_TYPES[kind]))
+    return Matrix(kind, weight, dequantised(kind, weight))
+
+
+def vector(length: int, seed: int = 1) -> Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(seed))
+
+
+def indices(F: int) -> list[Tensor | None]:
+    """None, nothing, one row, some rows ascending, all backwards, repeats."""
+    chosen = [[], [F - 1], range(0, F, 3), range(F - 1, -1, -1), [0, F - 1, F // 2, 0, 0, F - 1]]
+    return [None, *(torch.tensor([*rows], dtype=torch.int32) for rows in chosen)]
+
+
+def taken(exact_FD: Tensor, index_A: Tensor | None) -> Tensor:
+    return exact_FD if index_A is None else exact_FD[index_A.long()]
+
+
+def is_right(got: Tensor, terms: Tensor) -> bool:
+    """Whether got is terms.sum(-1) as f32 can have it. terms: the float64 products, [..., N].
+
+    Summing N products in f32, in any order, with a scale multiplied in, rounds each term at most
+    N + 2 times, by EPS / 2 each (Higham, Accuracy and Stability, 3.1); EPS leaves a factor of two.
+    """
+    bound = (terms.shape[-1] + 2) * EPS * terms.abs().sum(-1)
+    return bool(((got.double() - terms.sum(-1)).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("F", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("kind, D", SIZES)
+def test_dot_rows(level, kind, D, F):
+    W, x_D = matrix(kind, F, D), vector(D)
+    for index_A in indices(F):
+        terms_AD = taken(W.exact_FD, index_A) * x_D.double()
+        y_A = library.dot_rows(W.weight, kind, x_D, index_A)
+        assert y_A.dtype == torch.float32 and y_A.shape == terms_AD.shape[:1]
+        assert is_right(y_A, terms_AD)
+
+
+@pytest.mark.parametrize("F", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("kind, D", SIZES)
+def test_accumulate_rows(level, kind, D, F):
+    W = matrix(kind, F, D)
+    for index_A in indices(F):
+        rows_AD = taken(W.exact_FD, index_A)
+        c_A = vector(len(rows_AD))
+        y_D = library.accumulate_rows(W.weight, kind, c_A, index_A)
+        assert y_D.dtype == torch.float32 and y_D.shape == (D,)
+        assert is_right(y_D, (rows_AD * c_A.double()[:, None]).T)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_measure_rejects_wrong_results(kind, wrong):
+    W, x_D, c_F = matrix(kind, 64, 256), vector(256), vector(64)
+    y_F, y_D = library.dot_rows(W.weight, kind, x_D), library.accumulate_rows(W.weight, kind, c_F)
+    assert not is_right(wrong(y_F), W.exact_FD * x_D.double())
+    assert not is_right(wrong(y_D), (W.exact_FD * c_F.double()[:, None]).T)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_every_half_precision_number_is_unpacked_exactly(level, kind):
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    weight = bits.view(FLOAT_DTYPES[kind])[None].clone()
+    y_D = library.accumulate_rows(weight, kind, torch.ones(1))
+    assert torch.equal(y_D.nan_to_num(nan=0.5), weight[0].float().nan_to_num(nan=0.5))
+    tail_A1 = weight.reshape(-1, 1)  # D = 1: the path for what is left over
+    y_A = library.dot_rows(tail_A1, kind, torch.ones(1))
+    assert torch.equal(y_A.nan_to_num(nan=0.5), weight[0].float().nan_to_num(nan=0.5))
+
+
+@pytest.mark.parametrize("kind", QUANT_TYPES)
+def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
+    """All 63,488 finite scales, each with other random quants."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    scales = bits[np.isfinite(bits.view(np.float16))].view(np.uint8).reshape(-1, 2)
+    quant_bytes = {"q8_0": 32, "q4_0": 16}[kind]
+    quants = np.random.default_rng(0).integers(0, 256, (len(scales), quant_bytes), dtype=np.uint8)
+    weight = torch.from_numpy(np.concatenate([scales, quants], axis=1).reshape(1, -1))
+    y_D = library.accumulate_rows(weight, kind, torch.ones(1))
+    assert torch.equal(y_D.double(), dequantised(kind, weight)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layout_is_that_of_gguf(level, kind):
+    """The bytes of one row by hand: 0, 1, ... 31 in floats, -8 ... 7 twice in q4_0."""
+    nibbles = bytes(i | i << 4 for i in range(16))
+    one = b"\x00\x3c"  # 1.0 in f16, little-endian
+    row = {
+        "f32": torch.arange(32.0)[None],
+        "f16": torch.arange(32.0)[None].half(),
+        "bf16": torch.arange(32.0)[None].bfloat16(),
+        "q8_0": torch.tensor([[*one, *range(32)]], dtype=torch.uint8),
+        "q4_0": torch.tensor([[*one, *nibbles]], dtype=torch.uint8),
+    }[kind]
+    want_D = torch.arange(32.0) if kind != "q4_0" else torch.arange(-8.0, 8.0).repeat(2)
+    assert torch.equal(library.accumulate_rows(row, kind, torch.ones(1)), want_D)
+    for d in range(32):
+        x_D = torch.zeros(32)
+        x_D[d] = 1
+        assert library.dot_rows(row, kind, x_D).item() == want_D[d].item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads):
+    F, D = 300, 2048
+    W, x_D, c_F = matrix(kind, F, D), vector(D), vector(F)
+    index_A = torch.arange(F - 1, -1, -2, dtype=torch.int32)
+    seen = []
+    for n in (1, 2, 3):
+        library.set_threads(n)
+        assert library.num_threads() == n
+        seen.append(
+            [
+                library.dot_rows(W.weight, kind, x_D),
+                library.dot_rows(W.weight, kind, x_D, index_A),
+                library.accumulate_rows(W.weight, kind, c_F),
+                library.accumulate_rows(W.weight, kind, c_F[: len(index_A)], index_A),
+            ]
+        )
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+    assert is_right(seen[0][0], W.exact_FD * x_D.double())
+    assert is_right(seen[0][2], (W.exact_FD * c_F.double()[:, None]).T)
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 1025, 2**40])
+def test_a_thread_count_that_cannot_be_is_refused(num_threads):
+    with pytest.raises(ValueError, match="1 to 1024"):
+        library.set_threads(num_threads)
+
+
+def test_rows_beyond_two_gib_are_found(level):
+    """The matrix is 4.3 GiB of address space, of which only its last row is ever touched."""
+    F, D = 4_500_000, 256
+    weight = torch.empty(F, D)
+    weight[-1] = vector(D)
+    last = torch.tensor([F - 1], dtype=torch.int32)
+    assert torch.equal(library.accumulate_rows(weight, "f32", torch.ones(1), last), weight[-1])
+    y_A = library.dot_rows(weight, "f32", vector(D, seed=2), last)
+    assert is_right(y_A, (weight[-1:].double() * vector(D, seed=2).double()))
+
+
+@pytest.mark.parametrize("row", [-1, 7, -(2**31), 2**31 - 1])
+def test_an_index_out_of_range_is_refused(row):
+    weight, x_D = torch.ones(7, 32), torch.ones(32)
+    index_A = torch.tensor([0, row, 6], dtype=torch.int32)
+    with pytest.raises(IndexError, match="rows 0 to 6"):
+        library.dot_rows(weight, "f32", x_D, index_A)
+    with pytest.raises(IndexError, match="rows 0 to 6"):
+        library.accumulate_rows(weight, "f32", torch.ones(3), index_A)
+
+
+GOOD = {"weight": torch.ones(8, 64), "kind": "f32", "index_A": torch.arange(8, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    "bad, match",
+    [
+        ({"kind": "q3_z"}, "unknown kind"),
+        ({"kind": "f16"}, "f16 weight"),
+        ({"weight": torch.ones(64)}, "weight"),
+        ({"weight": torch.ones(64, 8).T}, "weight"),
+        ({"weight": torch.ones(8, 128)[:, ::2]}, "weight"),
+        ({"weight": torch.ones(8, 64, device="meta")}, "weight"),
+        ({"kind": "q8_0", "weight": torch.ones(8, 68, dtype=torch.int8)}, "q8_0 weight"),
+        ({"kind": "q8_0", "weight": torch.ones(8, 67, dtype=torch.uint8)}, "34-byte blocks"),
+        ({"kind": "q4_0", "weight": torch.ones(8, 34, dtype=torch.uint8)}, "18-byte blocks"),
+        ({"vector": torch.ones(8, 8)}, "x_D|coefficient_A"),
+        ({"vector": torch.ones(65)}, "x_D|coefficient_A"),
+        ({"vector": torch.ones(64).double()}, "x_D|coefficient_A"),
+        ({"vector": torch.ones(128)[::2]}, "x_D|coefficient_A"),
+        ({"vector": torch.ones(16)[::2]}, "x_D|coefficient_A"),
+        ({"index_A": torch.arange(8)}, "index_A"),
+        ({"index_A": torch.arange(16, dtype=torch.int32)[::2]}, "index_A"),
+        ({"index_A": torch.zeros(2, 4, dtype=torch.int32)}, "index_A"),
+    ],
+)
+def test_wrong_arguments_are_refused(bad, match):
+    good = {k: bad.get(k, v) for k, v in GOOD.items()}
+    weight, kind, index_A = good["weight"], good["kind"], good["index_A"]
+    with pytest.raises(ValueError, match=match):
+        library.dot_rows(weight, kind, bad.get("vector", torch.ones(64)), index_A)
+    with pytest.raises(ValueError, match=match):
+        library.accumulate_rows(weight, kind, bad.get("vector", torch.ones(8)), index_A)
+
+
+def test_columns_that_fill_no_block_are_refused_by_the_library_too():
+    lib, y = library._built(), torch.zeros(1)
+    weight, x = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(33)
+    arguments = weight.data_ptr(), 1, 33, x.data_ptr(), None, 1, y.data_ptr()
+    for code in (3, 4, 5, -1):
+        assert lib.spark_dot_rows(code, *arguments) == library._BAD_ARGUMENT
+        assert lib.spark_accumulate_rows(code, *arguments) == library._BAD_ARGUMENT
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import sparkinfer.runtime.kernels.cpu.library as library\n" + code],
+        env=os.environ | environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_the_environment_chooses_the_level(name):
+    done = run_python("print(library.level())", SPARKINFER_CPU_LEVEL=name)
+    assert done.stdout.strip() == name, done.stderr
+
+
+@pytest.mark.parametrize("name", ["avx1024", "", "AVX2"])
+def test_nonsense_in_the_environment_is_refused(name):
+    done = run_python("", SPARKINFER_CPU_LEVEL=name)
+    assert done.returncode != 0
+    assert f"ValueError: SPARKINFER_CPU_LEVEL={name!r}: must be one of" in done.stderr
+
+
+def test_a_level_this_machine_lacks_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="there is no CPU level 'sse9'"):
+        library.set_level("sse9")
+    monkeypatch.setattr(library, "LEVELS", ("sse9", *library.LEVELS))  # known, but not here
+    monkeypatch.setenv("SPARKINFER_CPU_LEVEL", "sse9")
+    with pytest.raises(ValueError, match="SPARKINFER_CPU_LEVEL='sse9': this machine cannot run"):
+        library._use_level_from_environment()
+
+
+def test_without_the_shared_library(monkeypatch):
+    monkeypatch.setattr(library, "_lib", None)
+    assert not library.is_available()
+    with pytest.raises(ImportError, match="make build"):
+        library.dot_rows(torch.ones(1, 1), "f32", torch.ones(1))
+
+
+def test_works_after_a_fork():
+    done = run_python(
+        """
+import os, torch
+library.set_threads(3)
+weight, x = torch.randn(300, 2048), torch.randn(2048)
+before = library.dot_rows(weight, "f32", x)
+for generation in range(2):
+    child = os.fork()
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for _ in range(100):
+        after = library.dot_rows(weight, "f32", x)
+    assert library.num_threads() == 3
+    assert len(os.listdir("/proc/self/task")) == 3
+    assert after.tolist() == before.tolist()
+print("the same", flush=True)
+os._exit(0)
+"""
+    )
+    assert done.returncode == 0 and done.stdout == "the same\n", done.stderr
+
+
+def test_callers_in_several_threads_do_not_mix_their_results(restore_threads):
+    library.set_threads(3)
+    W = matrix("f32", 64, 2048)
+    x_ND = torch.randn(4, 2048, generator=torch.Generator().manual_seed(3))
+    want = [library.dot_rows(W.weight, "f32", x_D) for x_D in x_ND]
+    wrong = []
+
+    def call(n: int) -> None:
+        for _ in range(300):
+            if not torch.equal(library.dot_rows(W.weight, "f32", x_ND[n]), want[n]):
+                wrong.append(n)
+
+    callers = [threading.Thread(target=call, args=(n,)) for n in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_idle_threads_sleep(restore_threads):
+    library.set_threads(3)
+    library.dot_rows(torch.ones(300, 2048), "f32", torch.ones(2048))
+    time.sleep(0.01)
+    before = time.process_time()  # of all threads together
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.03

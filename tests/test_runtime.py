@@ -1,0 +1,369 @@
+"""The engine against a float64 decoder: every mode, activation, type and division of neurons."""
+
+import dataclasses
+import gc
+
+import numpy as np
+import pytest
+import torch
+from models import make_model, make_shape
+from reference import logits_ref, rel_error
+
+from sparkinfer import Engine
+from sparkinfer.budget import ITEMS, plan_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.split_file import Split
+
+IDS = [3, 17, 4, 49, 0, 8, 8, 21, 33, 2]
+F32_BOUND = 1e-5
+
+
+def saved(tmp_path, **options):
+    path = tmp_path / "model.gguf"
+    model = dataclasses.replace(make_model(**options), path=path)
+    model.save(path)
+    return model
+
+
+def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32):
+    num_layers = model.shape.num_layers
+    dense = (dense_on_gpu,) * num_layers
+    gpu, cpu = plan_bytes(
+        model,
+        context_length=context_length,
+        num_hot=[len(ids) for ids in hot],
+        dense_on_gpu=dense,
+        head_on_gpu=head_on_gpu,
+    )
+    return Split(
+        model_id=model.model_id,
+        mode="exact",
+        vram_budget_bytes=sum(gpu.values()),
+        context_length=context_length,
+        hot=tuple(np.asarray(ids, np.int32) for ids in hot),
+        dense_on_gpu=dense,
+        head_on_gpu=head_on_gpu,
+        gpu_bytes=gpu,
+        cpu_bytes=cpu,
+        status="by hand",
+        objective_s=1.0,
+        bound_s=1.0,
+        solve_s=0.0,
+    )
+
+
+def decoded(engine, ids):
+    """Logits of the last token, computed one token at a time after the first."""
+    engine.hidden(ids[:1])
+    for position in range(1, len(ids)):
+        logits_V = engine._step(torch.tensor(ids[position : position + 1]), position)
+    return logits_V
+
+
+@pytest.mark.parametrize("activation", ["relu", "fatrelu", "drelu", "silu"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_dense_and_exact_equal_the_reference(tmp_path, activation, is_tied):
+    model = make_model(activation=activation, is_tied=is_tied)
+    model = dataclasses.replace(
+        model, path=tmp_path / "m.gguf", threshold_L=(0.2 if activation == "fatrelu" else 0.0,) * 2
+    )
+    model.save(model.path)
+    want = logits_ref(model, IDS)
+    for mode in ("dense", "exact"):
+        with Engine.load(model.path, mode=mode) as engine:
+            assert rel_error(engine.logits(IDS), want) < F32_BOUND
+            assert rel_error(decoded(engine, IDS), want[-1]) < F32_BOUND
+
+
+@pytest.mark.parametrize("wrong", [np.zeros_like, lambda a: 0.5 * a, lambda a: a[::-1]])
+def test_the_measure_rejects_wrong_logits(wrong):
+    want = logits_ref(make_model(), IDS)
+    assert rel_error(np.ascontiguousarray(wrong(want)), want) > 0.1
+
+
+def test_a_dense_silu_model_ignores_the_threshold_and_an_exact_one_obeys_it(tmp_path):
+    model = dataclasses.replace(
+        make_model(activation="silu"), path=tmp_path / "m.gguf", threshold_L=(0.1, 0.3)
+    )
+    model.save(model.path)
+    with Engine.load(model.path, mode="dense") as engine:
+        assert rel_error(engine.logits(IDS), logits_ref(model, IDS)) < F32_BOUND
+    cut = dataclasses.replace(model, threshold_L=(0.1, 0.1))
+    cut.save(model.path)
+    with Engine.load(model.path, mode="exact") as engine:
+        want = logits_ref(cut, IDS, silent=lambda value: abs(value) <= 0.1)
+        assert rel_error(engine.logits(IDS), want) < F32_BOUND
+        assert rel_error(decoded(engine, IDS), want[-1]) < F32_BOUND
+    assert rel_error(want, logits_ref(cut, IDS)) > 1e-3  # the threshold does something
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
+def test_stored_types_are_computed_in_f32(tmp_path, kind):
+    """The reference unpacks the same stored values, so only the f16 KV cache may differ."""
+    model = saved(tmp_path, kind=kind)
+    want = logits_ref(model, IDS)
+    for mode in ("dense", "exact"):
+        with Engine.load(model.path, mode=mode) as engine:
+            assert rel_error(engine.logits(IDS), want) < 2 * torch.finfo(torch.float16).eps
+            assert rel_error(decoded(engine, IDS), want[-1]) < 2 * torch.finfo(torch.float16).eps
+
+
+NEURONS = 96
+PATTERNS = {
+    "none": [[], []],
+    "all": [range(NEURONS), range(NEURONS)],
+    "one": [[5], [90]],
+    "mixed": [[], range(NEURONS)],
+    "half": [range(0, NEURONS, 2), range(1, NEURONS, 2)],
+    "random": [np.random.default_rng(i).permutation(NEURONS)[: 30 + 20 * i] for i in range(2)],
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+def test_any_division_of_the_neurons_gives_the_same_logits(tmp_path, pattern, kind, mode):
+    model = saved(tmp_path, kind=kind, predictor_rank=16)
+    split = make_split(model, PATTERNS[pattern], dense_on_gpu=pattern != "one")
+    split.save(tmp_path / "m.split.gguf")
+    with Engine.load(model.path, mode=mode, context_length=32) as engine:
+        want, want_last = engine.logits(IDS), decoded(engine, IDS)
+    with Engine.load(model.path, split=tmp_path / "m.split.gguf", mode=mode) as engine:
+        # A sum in another order may fall to the other side in the f16 KV cache of q8_0.
+        bound = F32_BOUND if kind == "f32" else torch.finfo(torch.float16).eps
+        assert rel_error(engine.logits(IDS), want) < bound
+        assert rel_error(decoded(engine, IDS), want_last) < bound
+
+
+@pytest.mark.parametrize("kind", ["linear", "relu"])
+def test_predicted_drops_what_the_predictor_does_not_name(tmp_path, kind):
+    model = saved(tmp_path, predictor_rank=8, predictor_kind=kind)
+    seen = {}
+    with Engine.load(model.path, mode="predicted") as engine:
+        with engine.observe(lambda n, i, t: seen.update({i: t.clone()}), lambda n, i: n == "ffn_predicted"):
+            got = engine.logits(IDS)
+        last = decoded(engine, IDS)
+    named = [seen[layer].numpy() > 0 for layer in range(2)]
+    assert 0.05 < np.mean(named) < 0.95
+    want = logits_ref(model, IDS, named_LTF=named)
+    assert rel_error(got, want) < F32_BOUND
+    assert rel_error(last, want[-1]) < F32_BOUND
+    assert rel_error(logits_ref(model, IDS), want) > 1e-3
+
+
+def with_thresholds(model, threshold):
+    info = dataclasses.replace(model.predictor, threshold_L=(threshold,) * model.shape.num_layers)
+    return dataclasses.replace(model, predictor=info)
+
+
+def test_predicted_with_minus_infinity_is_dense(tmp_path):
+    model = saved(tmp_path, predictor_rank=8)
+    with_thresholds(model, float("-inf")).save(model.path)
+    with Engine.load(model.path, mode="dense") as engine:
+        want, want_last = engine.logits(IDS), decoded(engine, IDS)
+    with Engine.load(model.path, mode="predicted") as engine:
+        assert rel_error(engine.logits(IDS), want) < F32_BOUND
+        assert rel_error(decoded(engine, IDS), want_last) < F32_BOUND
+    with_thresholds(model, float("inf")).save(model.path)
+    with Engine.load(model.path, mode="predicted") as engine:
+        assert rel_error(engine.logits(IDS), want) > 0.01  # no neuron at all
+
+
+def test_layer_ahead_predictors_take_the_input_of_the_layer_before(tmp_path):
+    model = saved(tmp_path, predictor_rank=8)
+    info = dataclasses.replace(model.predictor, input_layer_offset=1)
+    dataclasses.replace(model, predictor=info).save(model.path)
+    seen = {}
+    with Engine.load(model.path, mode="predicted") as engine:
+        with engine.observe(lambda n, i, t: seen.update({(n, i): t.clone()})):
+            engine.logits(IDS)
+    down, up = (torch.from_numpy(model.tensors[f"blk.1.ffn_pred_{p}.weight"].read()) for p in ("down", "up"))
+    want = seen["ffn_norm", 0] @ down.T @ up.T
+    assert rel_error(seen["ffn_predicted", 1], want) < F32_BOUND
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("hot", [None, PATTERNS["random"]])
+def test_it_touches_the_bytes_it_claims_and_no_others(tmp_path, mode, hot):
+    """Rows that a decode step does not claim are poisoned with NaN: nothing may change."""
+    model = saved(tmp_path, predictor_rank=8)
+    split = None
+    if hot is not None:
+        split = tmp_path / "m.split.gguf"
+        make_split(model, hot).save(split)
+    seen = {}
+    with Engine.load(model.path, split=split, mode=mode, context_length=32) as engine:
+        engine.hidden(IDS[:1])
+        with engine.observe(lambda n, i, t: seen.update({(n, i): t.clone()})):
+            before = dataclasses.replace(engine.traffic)
+            want = engine._step(torch.tensor(IDS[1:2]), 1)
+            after = engine.traffic
+        row = 4 * model.shape.width
+        gates = {layer: ~seen["ffn_gate", layer][0].isnan() for layer in range(2)}
+        opened = {layer: gates[layer] & (seen["ffn_gate", layer][0] > 0) for layer in range(2)}
+        num_open = sum(int(m.sum()) for m in opened.values())
+        assert after.gate - before.gate == row * sum(int(m.sum()) for m in gates.values())
+        assert after.up - before.up == after.down - before.down == row * num_open
+        assert 0 < num_open < 2 * NEURONS
+        predictor = 4 * 8 * (model.shape.width + NEURONS) * 2
+        assert after.predictor - before.predictor == (predictor if mode == "predicted" else 0)
+        for layer in engine.layers:
+            for block in layer.ffn.blocks:
+                ids = block.id_N
+                rows = torch.arange(len(ids)) if block.row_N is None else block.row_N
+                block.gate.data[rows[~gates[layer.ffn.layer][ids]]] = torch.nan
+                for matrix in (block.up, block.down):
+                    matrix.data[rows[~opened[layer.ffn.layer][ids]]] = torch.nan
+        assert torch.equal(engine._step(torch.tensor(IDS[1:2]), 1), want)
+        block.up.data.fill_(torch.nan)  # and the poison is one
+        assert engine._step(torch.tensor(IDS[1:2]), 1).isnan().any()
+
+
+def test_a_long_prompt_equals_one_token_at_a_time(tmp_path):
+    """Longer than a prefill chunk and no multiple of it."""
+    shape = make_shape(context_length=300)
+    model = saved(tmp_path, shape=shape)
+    ids = np.random.default_rng(0).integers(0, 50, 281).tolist()
+    with Engine.load(model.path, mode="exact") as engine:
+        assert rel_error(decoded(engine, ids), engine.logits(ids)[-1]) < F32_BOUND
+
+
+def test_stock_layout_is_transposed_at_load(tmp_path):
+    model = saved(tmp_path, activation="silu")
+    tensors = dict(model.tensors)
+    for layer in range(2):
+        down = tensors.pop(f"blk.{layer}.ffn_down_t.weight").read()
+        tensors[f"blk.{layer}.ffn_down.weight"] = array_entry(down.T, "f32")
+    stock = dataclasses.replace(
+        model, layout="stock", tensors=tensors, path=tmp_path / "stock.gguf"
+    )
+    stock.save(stock.path)
+    with Engine.load(stock.path, mode="exact") as engine:
+        assert engine.model.layout == "stock"
+        assert rel_error(engine.logits(IDS), logits_ref(model, IDS)) < F32_BOUND
+
+
+def test_generate_is_greedy_at_zero_and_repeatable_with_a_seed(tmp_path, codec_model):
+    with Engine.load(codec_model) as engine:
+        greedy = [t.id for t in engine.generate("ab cd", 8, temperature=0.0)]
+        prompt = engine.codec.encode("ab cd")
+        for count in range(len(greedy)):
+            assert greedy[count] == int(engine.logits(prompt + greedy[:count])[-1].argmax())
+        drawn = [[t.id for t in engine.generate("ab cd", 8, 1.5, seed)] for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
+        assert engine.last_run.decode_tokens == 7
+        assert engine.last_run.stopped_by == "max tokens"
+        text = "".join(t.text for t in engine.generate("ab cd", 8, temperature=0.0))
+        assert text == engine.codec.tokenizer.decode(greedy)
+
+
+def test_generate_stops_where_the_context_is_full(tmp_path, codec_model):
+    with Engine.load(codec_model, context_length=16) as engine:
+        prompt = list(range(10))
+        assert len(list(engine.generate(prompt, 100, temperature=0.0))) == 16 - 10 + 1
+        assert engine.last_run.stopped_by == "context"
+        with pytest.raises(SparkinferError, match="17 tokens for a context of 16"):
+            list(engine.generate(list(range(17)), 1))
+
+
+def test_the_cache_has_one_user_at_a_time(tmp_path, codec_model):
+    with Engine.load(codec_model) as engine:
+        tokens = engine.generate("ab cd", 8, temperature=0.0)
+        next(tokens)
+        engine.logits(IDS)
+        with pytest.raises(SparkinferError, match="something else"):
+            next(tokens)
+
+
+def test_observers_come_and_go(tmp_path):
+    model = saved(tmp_path)
+    names = []
+    with Engine.load(model.path) as engine:
+        observation = engine.observe(lambda n, i, t: names.append((n, i)), lambda n, i: i == 1)
+        engine.logits(IDS)
+        observation.remove()
+        seen = len(names)
+        engine.logits(IDS)
+    assert len(names) == seen
+    assert names == [(n, 1) for n in ("attn_norm", "attn_out", "ffn_norm", "ffn_gate", "ffn_hidden", "ffn_out", "layer_out")]
+
+
+def test_close_frees_the_weights(tmp_path):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine:
+        engine.logits(IDS)
+        held = engine.layers[0].attention.cache.key_CKW
+    with pytest.raises(SparkinferError, match="closed"):
+        engine.logits(IDS)
+    gc.collect()
+    assert len(gc.get_referrers(held)) <= 1  # this frame's at most
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "predicted"}, "has no predictors"),
+        ({"mode": "fast"}, "known: dense, exact, predicted"),
+        ({"device": "tpu:0"}, "wanted cpu or cuda"),
+        ({"device": "cuda:99"}, "CUDA devices here"),
+        ({"context_length": 33}, "the model has up to 32"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(tmp_path, options, message):
+    model = saved(tmp_path)
+    with pytest.raises(SparkinferError, match=message):
+        Engine.load(model.path, **options)
+
+
+@pytest.mark.parametrize("ids, message", [([], "no tokens"), ([50], "0..49"), ([-1], "0..49")])
+def test_wrong_tokens_are_refused(tmp_path, ids, message):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine, pytest.raises(SparkinferError, match=message):
+        engine.logits(ids)
+
+
+def test_nan_weights_are_noticed_when_a_token_is_drawn(tmp_path, codec_model):
+    with Engine.load(codec_model) as engine:
+        engine.layers[0].ffn_norm_D.fill_(torch.nan)
+        with pytest.raises(SparkinferError, match="NaN logits"):
+            list(engine.generate("ab", 2))
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path):
+    model = saved(tmp_path)
+    split = make_split(model, PATTERNS["half"])
+    other = tmp_path / "other.split.gguf"
+    dataclasses.replace(split, model_id="0" * 64).save(other)
+    with pytest.raises(SparkinferError, match="made for model 000000000000"):
+        Engine.load(model.path, split=other)
+    wrong = dict(split.gpu_bytes, neurons=split.gpu_bytes["neurons"] - 4)
+    dataclasses.replace(split, gpu_bytes=wrong).save(other)
+    with pytest.raises(SparkinferError, match="neurons takes .* GPU bytes"):
+        Engine.load(model.path, split=other)
+    assert set(wrong) == set(ITEMS)
+
+
+def test_loaded_bytes_are_those_of_the_plan(tmp_path):
+    """Recomputed from the tensors that were really made, by role."""
+    model = saved(tmp_path, kind="q8_0", predictor_rank=8)
+    split = make_split(model, PATTERNS["random"])
+    split.save(tmp_path / "s.gguf")
+    with Engine.load(model.path, split=tmp_path / "s.gguf") as engine:
+        hot = sum(
+            matrix.num_bytes
+            for layer in engine.layers
+            for block in layer.ffn.blocks
+            if block.row_N is None
+            for matrix in (block.gate, block.up, block.down)
+        )
+        assert hot == split.gpu_bytes["neurons"]
+        caches = [layer.attention.cache for layer in engine.layers]
+        kv = sum(t.nbytes for cache in caches for t in (cache.key_CKW, cache.value_CKW))
+        assert kv == split.gpu_bytes["kv_cache"]
+        assert engine.bytes_by_role["gpu"] == split.gpu_bytes
+
+
+def test_an_entry_knows_its_bytes():
+    entry = TensorEntry(shape=(3, 64), kind="q8_0", read=lambda: np.zeros(0, np.uint8))
+    assert (entry.row_bytes, entry.num_bytes) == (68, 204)
