@@ -54,13 +54,14 @@ def _read(
     checkpoint: Checkpoint, source: str, target: str, kind: str, shape: ModelShape
 ) -> np.ndarray:
     """The bytes of one tensor; nothing of it stays in memory afterwards."""
-    values = checkpoint.read(source).to(torch.float32).numpy()
+    tensor = checkpoint.read(source)
+    if target.endswith("ffn_down_t.weight"):
+        tensor = tensor.T.contiguous()
+    values = tensor.to(torch.float32).numpy()
     if target.endswith("attn_q.weight"):
         values = pair_adjacent(values, shape.num_heads)
     elif target.endswith("attn_k.weight"):
         values = pair_adjacent(values, shape.num_kv_heads)
-    elif target.endswith("ffn_down_t.weight"):
-        values = values.T
     return encode(values, kind, f"{checkpoint.tensors[source].file}: tensor {source!r}")
 
 

@@ -61,7 +61,8 @@ def add_predictors(model: ModelFile, folder: Path, kind: str) -> ModelFile:
 
 
 def _read_array(source: PredictorSource, layer: int, name: str, kind: str) -> np.ndarray:
-    return encode(source.read(layer).arrays(layer)[name], kind, f"{source.path}: {name}")
+    array = source.read(layer).arrays(layer)[name]
+    return encode(array, kind, f"{source.path}: {name}", wider="f32")
 
 
 def _open(folder: Path, model: ModelFile) -> PredictorSource:

@@ -137,6 +137,11 @@ def _gates(
     model = engine.model
     gates = tuple(Gate(activation=model.activation, threshold=t) for t in model.threshold_L)
     if config.target_sparsity is None:
+        if config.train_predictors and model.activation == "silu" and not any(model.threshold_L):
+            raise SparkinferError(
+                f"{model.path}: every neuron of a SiLU model without thresholds fires, which leaves"
+                " nothing to predict; give --target-sparsity, e.g. 0.5"
+            )
         return gates, windows
     if model.activation != "silu":
         raise SparkinferError(

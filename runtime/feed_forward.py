@@ -98,6 +98,7 @@ class NeuronBlock:
     down: Matrix  # neuron-major: row j is what neuron j adds
     id_N: Tensor  # int64, on the device of the block
     row_N: Tensor | None
+    is_whole: bool = False  # all neurons of the layer, in order
 
     @property
     def device(self) -> torch.device:
@@ -193,13 +194,18 @@ class FeedForward:
         self.traffic.up += num_open * block.up.row_bytes
         self.traffic.down += num_open * block.down.row_bytes
 
-    def _show(self, blocks: list[NeuronBlock], results: list[BlockResult]) -> None:
+    def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
         """Puts the values of all blocks into the order of the layer, if anyone wants them."""
         for name, unknown in (("ffn_gate", torch.nan), ("ffn_hidden", 0.0)):
             if not self.observers.want(name, self.layer):
                 continue
+            if ordered[0].is_whole and results[0].position_A is None:
+                result = results[0]
+                part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+                self.observers.show(name, self.layer, part)
+                continue
             whole = results[0].y_TD.new_full((len(results[0].y_TD), self.num_neurons), unknown)
-            for block, result in zip(blocks, results, strict=True):
+            for block, result in zip(ordered, results, strict=True):
                 ids = block.id_N if result.position_A is None else block.id_N[result.position_A]
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 whole[:, ids.to(whole.device)] = part.to(whole.device)

@@ -217,7 +217,12 @@ def _block(
     gate, up, down = (matrix_of(e, device, ids if rows == "own" else None) for e in entries)
     id_N = torch.from_numpy(ids).to(device)
     return NeuronBlock(
-        gate=gate, up=up, down=down, id_N=id_N, row_N=id_N if rows == "shared" else None
+        gate=gate,
+        up=up,
+        down=down,
+        id_N=id_N,
+        row_N=id_N if rows == "shared" else None,
+        is_whole=rows == "all",
     )
 
 

@@ -38,6 +38,10 @@ class TextCodec:
         ids = list(self.tokenizer.encode(text).ids)
         return ids or ([] if self.begin_id is None else [self.begin_id])
 
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of many texts, tokenised in parallel."""
+        return [list(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
+
     def stream(self) -> "TextStream":
         return TextStream(self.tokenizer)
 

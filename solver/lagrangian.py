@@ -84,8 +84,14 @@ class _Branch:
     def of(cls, num_dense: int, head: bool, price_K: np.ndarray, value_Kmq: np.ndarray) -> Self:
         value_K = value_Kmq[:, num_dense, int(head)]
         best, last = int(value_K.argmax()), len(value_K) - 1
-        around = (price_K[best], price_K[max(0, best - 1)], price_K[min(last, best + 1)])
-        return cls(float(value_K[best]), num_dense, head, *map(float, around))
+        return cls(
+            value_s=float(value_K[best]),
+            num_dense=num_dense,
+            head=head,
+            price=float(price_K[best]),
+            low=float(price_K[max(0, best - 1)]),
+            high=float(price_K[min(last, best + 1)]),
+        )
 
 
 def search(problem: Problem) -> LagrangianResult:
@@ -120,25 +126,17 @@ def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np
     cost_2KL, count_2KL = np.empty(shape), np.empty(shape, np.int64)
     for layer in range(problem.num_layers):
         bytes_K = price_K * problem.neuron_bytes_L[layer]
-        total = problem.touched_L[layer]
         split_K, split_count_K = _split_layer(problem, layer, bytes_K)
-        gpu_s = total * problem.gpu_s_per_byte + problem.launch_s
+        gpu_s = problem.touched_L[layer] * problem.gpu_s_per_byte + problem.launch_s
+        cpu_s = problem.touched_L[layer] * problem.cpu_s_per_byte
         for dense in (0, 1):
-            none_s = total * problem.cpu_s_per_byte + problem.round_trip_s * dense
-            all_s = max(gpu_s, problem.round_trip_s * (1 - dense))
-            costs = np.stack(
-                [np.full_like(bytes_K, none_s), split_K, all_s + problem.num_neurons * bytes_K]
+            none_s = cpu_s + problem.round_trip_s * dense
+            all_K = max(gpu_s, problem.round_trip_s * (1 - dense)) + problem.num_neurons * bytes_K
+            least_K = np.minimum(np.minimum(none_s, split_K), all_K)
+            cost_2KL[dense, :, layer] = least_K
+            count_2KL[dense, :, layer] = np.select(
+                [least_K == none_s, least_K == split_K], [0, split_count_K], problem.num_neurons
             )
-            counts = np.stack(
-                [
-                    np.zeros_like(split_count_K),
-                    split_count_K,
-                    0 * split_count_K + problem.num_neurons,
-                ]
-            )
-            choice_K = costs.argmin(axis=0)
-            cost_2KL[dense, :, layer] = np.take_along_axis(costs, choice_K[None], 0)[0]
-            count_2KL[dense, :, layer] = np.take_along_axis(counts, choice_K[None], 0)[0]
     return cost_2KL, count_2KL
 
 
@@ -149,25 +147,25 @@ def _split_layer(
     gpu_s, cpu_s = problem.gpu_s_per_byte, problem.cpu_s_per_byte
     prefix_N, total = problem.prefix_LN[layer], problem.touched_L[layer]
     least, most = int(problem.min_hot_L[layer]), problem.num_neurons - 1
+    if least > most:
+        return np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
+    balanced = (total * cpu_s + problem.round_trip_s - problem.launch_s) / (gpu_s + cpu_s)
 
     def cost_s(count_K: np.ndarray) -> np.ndarray:
         smallest_K = total - prefix_N[problem.num_neurons - count_K]
-        touched_K = np.clip(balance_touched, smallest_K, prefix_N[count_K])
+        touched_K = np.clip(balanced, smallest_K, prefix_N[count_K])
         hot_K = touched_K * gpu_s + problem.launch_s
         cold_K = (total - touched_K) * cpu_s + problem.round_trip_s
         return np.maximum(hot_K, cold_K) + count_K * bytes_K
 
-    if least > most:
-        return np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
-    balance_touched = (total * cpu_s + problem.round_trip_s - problem.launch_s) / (gpu_s + cpu_s)
-    balance = int(np.searchsorted(prefix_N, balance_touched))
+    most = min(most, max(least, int(np.searchsorted(prefix_N, balanced))))
     worth_K = np.searchsorted(-problem.touched_LF[layer] * cpu_s, -bytes_K)
-    count_K = np.clip(worth_K, least, min(most, max(least, balance)))
+    count_K = np.clip(worth_K, least, most)
     # The step to balance saves less than the steps before it, so it may not pay its price.
-    fewer_K = np.where(count_K == balance, np.maximum(least, count_K - 1), count_K)
-    both = [(cost_s(count), count) for count in (fewer_K, count_K)]
-    is_fewer_K = both[0][0] <= both[1][0]
-    return tuple(np.where(is_fewer_K, fewer, more) for fewer, more in zip(*both, strict=True))
+    fewer_K = np.where(count_K == most, np.maximum(least, count_K - 1), count_K)
+    fewer_s_K, count_s_K = cost_s(fewer_K), cost_s(count_K)
+    is_fewer_K = fewer_s_K <= count_s_K
+    return np.where(is_fewer_K, fewer_s_K, count_s_K), np.where(is_fewer_K, fewer_K, count_K)
 
 
 def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:

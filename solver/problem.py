@@ -141,34 +141,28 @@ def build_problem(
     """The numbers of a problem, every byte count of them from `sparkinfer.budget`.
 
     The profile must be of this model and `machine.gpus[0]` must exist."""
-    gpu = machine.gpus[0]
-    gpu_s, cpu_s = (
-        1e-9 / rate for rate in (gpu.bandwidth_gb_per_s, machine.best_cpu_bandwidth_gb_per_s)
-    )
-    layers = range(model.shape.num_layers)
-    sizes = [layer_bytes(model, layer) for layer in layers]
+    gpu, shape = machine.gpus[0], model.shape
+    gpu_s = 1e-9 / gpu.bandwidth_gb_per_s
+    cpu_s = 1e-9 / machine.best_cpu_bandwidth_gb_per_s
+    sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
     kv = kv_bytes_per_layer(model, context_length)
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
-    overfetch_L = overfetch(model, profile) if mode == "predicted" else np.full(len(sizes), np.inf)
-    gate_L, rest_L = (
-        np.array(rows, np.float64)[:, None]
-        for rows in ([s.gate_row for s in sizes], [s.up_row + s.down_row for s in sizes])
-    )
+    read_L = np.array([s.attention + kv / 2 for s in sizes])
     named_LF = np.ones_like(frequency_LF)
     if mode == "predicted":
-        named_LF = np.minimum(1.0, frequency_LF * overfetch_L[:, None])
-    touched_LF = named_LF * gate_L + frequency_LF * rest_L
-    read_L = np.array([s.attention + kv / 2 for s in sizes])
-    if mode == "predicted":
         read_L += np.array([s.predictor for s in sizes])
-    fixed_s = gpu.launch_s + gpu.round_trip_s
-    gain_LF = np.cumsum(touched_LF, axis=1) * cpu_s
+        named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
+    gate_L = np.array([s.gate_row for s in sizes])
+    rest_L = np.array([s.up_row + s.down_row for s in sizes])
+    touched_LF = named_LF * gate_L[:, None] + frequency_LF * rest_L[:, None]
+    saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s
+    num_too_few_L = (saved_LF <= gpu.launch_s + gpu.round_trip_s).sum(axis=1)
     return Problem(
         order_LF=order_LF,
         touched_LF=touched_LF,
         neuron_bytes_L=np.array([s.neuron for s in sizes]),
-        min_hot_L=np.minimum((gain_LF <= fixed_s).sum(axis=1) + 1, model.shape.num_neurons),
+        min_hot_L=np.minimum(num_too_few_L + 1, shape.num_neurons),
         dense_bytes_L=np.array([s.attention + s.predictor + kv for s in sizes]),
         dense_gpu_s_L=read_L * gpu_s,
         dense_cpu_s_L=read_L * cpu_s,

@@ -28,6 +28,7 @@ def make_shape(
     num_neurons: int = 96,
     num_heads: int = 4,
     num_kv_heads: int = 2,
+    head_width: int | None = None,
     vocab_size: int = 50,
     context_length: int = 32,
 ) -> ModelShape:
@@ -38,7 +39,7 @@ def make_shape(
         num_neurons=num_neurons,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_width=width // num_heads,
+        head_width=head_width or width // num_heads,
         vocab_size=vocab_size,
         context_length=context_length,
         norm_epsilon=1e-5,

@@ -141,7 +141,9 @@ def test_predicted_drops_what_the_predictor_does_not_name(tmp_path, kind):
     model = saved(tmp_path, predictor_rank=8, predictor_kind=kind)
     seen = {}
     with Engine.load(model.path, mode="predicted") as engine:
-        with engine.observe(lambda n, i, t: seen.update({i: t.clone()}), lambda n, i: n == "ffn_predicted"):
+        with engine.observe(
+            lambda n, i, t: seen.update({i: t.clone()}), lambda n, i: n == "ffn_predicted"
+        ):
             got = engine.logits(IDS)
         last = decoded(engine, IDS)
     named = [seen[layer].numpy() > 0 for layer in range(2)]
@@ -178,7 +180,9 @@ def test_layer_ahead_predictors_take_the_input_of_the_layer_before(tmp_path):
     with Engine.load(model.path, mode="predicted") as engine:
         with engine.observe(lambda n, i, t: seen.update({(n, i): t.clone()})):
             engine.logits(IDS)
-    down, up = (torch.from_numpy(model.tensors[f"blk.1.ffn_pred_{p}.weight"].read()) for p in ("down", "up"))
+    down, up = (
+        torch.from_numpy(model.tensors[f"blk.1.ffn_pred_{p}.weight"].read()) for p in ("down", "up")
+    )
     want = seen["ffn_norm", 0] @ down.T @ up.T
     assert rel_error(seen["ffn_predicted", 1], want) < F32_BOUND
 
@@ -286,7 +290,18 @@ def test_observers_come_and_go(tmp_path):
         seen = len(names)
         engine.logits(IDS)
     assert len(names) == seen
-    assert names == [(n, 1) for n in ("attn_norm", "attn_out", "ffn_norm", "ffn_gate", "ffn_hidden", "ffn_out", "layer_out")]
+    assert names == [
+        (n, 1)
+        for n in (
+            "attn_norm",
+            "attn_out",
+            "ffn_norm",
+            "ffn_gate",
+            "ffn_hidden",
+            "ffn_out",
+            "layer_out",
+        )
+    ]
 
 
 def test_close_frees_the_weights(tmp_path):

@@ -7,8 +7,10 @@ The commands that made the bundled checkpoint stand in its model card, README.md
 
 Real weights matter here because random ones have no hot neurons. Sparsity comes from the L1 term
 on the gate activations (as in ProSparse, arXiv 2402.13516, stage 2), which ramps up after the
-model has learned something. Hidden matrices are trained by Muon (Jordan et al. 2024) and the
-rest by AdamW. Training windows are 512 tokens, and 1,024 for the last part of the run, so that every
+model has learned something, and skew from weighing that term by a neuron's rank: the busiest of
+a layer pays nothing, the quietest twice the mean (in the spirit of reweighted L1, Candes et al.
+2008). Hidden matrices are trained by Muon (Jordan et al. 2024), the gates and the rest by AdamW:
+Muon's orthogonal updates make all neurons equally busy. Training windows are 512 tokens, and 1,024 for the last part of the run, so that every
 position of the context has been seen.
 
 A run is a function of its settings, the seed and the step: batches are drawn from the last two,
@@ -43,7 +45,9 @@ class TrainConfig:
     weight_decay: float = 0.1
     warmup_steps: int = 50
     long_context_share: float = 0.15
-    l1_weight: float = 0.6
+    l1_weight: float = 0.45
+    l1_by_rank: bool = True
+    muon_gates: bool = False
     l1_start: float = 0.10  # shares of the run between which the L1 term grows from nothing
     l1_full: float = 0.60
     seed: int = 0
@@ -93,7 +97,9 @@ def batch(ids: Tensor, config: TrainConfig, step: int) -> Tensor:
     is_long = step >= (1 - config.long_context_share) * config.steps
     length = 1024 if is_long else 512
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-    starts = torch.randint(len(ids) - length - 1, (config.tokens_per_batch // length,), generator=generator)
+    starts = torch.randint(
+        len(ids) - length - 1, (config.tokens_per_batch // length,), generator=generator
+    )
     return torch.stack([ids[s : s + length + 1] for s in starts.tolist()])
 
 
@@ -141,9 +147,15 @@ class GateWatch:
         return gates
 
 
-def schedule(config: TrainConfig, step: int) -> tuple[float, float]:
-    """(learning rate, L1 weight) of a step."""
-    warm = min(1.0, (step + 1) / config.warmup_steps)
+def rank_weights(mean_F: Tensor) -> Tensor:
+    """L1 weight of each neuron, 0 for the busiest to 2 for the quietest; mean 1."""
+    rank = mean_F.argsort(descending=True).argsort()
+    return rank * (2 / (len(rank) - 1))
+
+
+def schedule(config: TrainConfig, step: int, fresh_from: int) -> tuple[float, float]:
+    """(learning rate, L1 weight) of a step; `fresh_from` is where the optimizers began."""
+    warm = min(1.0, (step - fresh_from + 1) / config.warmup_steps)
     left = 1 - step / config.steps
     ramp = (step / config.steps - config.l1_start) / (config.l1_full - config.l1_start)
     rate = config.learning_rate * warm * left
@@ -193,8 +205,12 @@ def prepare(out: Path, config: TrainConfig) -> tuple[Tokenizer, Tensor, Tensor, 
 
 
 def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    def is_muon(name: str, parameter: nn.Parameter) -> bool:
+        is_gate = "gate_proj" in name
+        return parameter.dim() == 2 and "embed" not in name and (config.muon_gates or not is_gate)
+
+    matrices = [p for n, p in model.named_parameters() if is_muon(n, p)]
+    others = [p for n, p in model.named_parameters() if not is_muon(n, p)]
     return [
         Muon(matrices, config.learning_rate, config.weight_decay),
         torch.optim.AdamW(others, config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -208,13 +224,16 @@ def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None
     print(f"{len(ids):,} training tokens, {len(held_out):,} for the measure", file=sys.stderr)
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
     watch, opts, step = GateWatch(model), optimizers(model, config), 0
-    resume, history = out / "resume.pt", []
+    resume, history, fresh_from = out / "resume.pt", [], 0
     if resume.exists():
         saved = torch.load(resume, weights_only=True)
         model.load_state_dict(saved["model"])
-        for opt, state in zip(opts, saved["optimizers"], strict=True):
-            opt.load_state_dict(state)
-        step, history = saved["step"], saved["history"]
+        step, history, fresh_from = saved["step"], saved["history"], saved["fresh_from"]
+        if history[-1]["settings"]["muon_gates"] == config.muon_gates:
+            for opt, state in zip(opts, saved["optimizers"], strict=True):
+                opt.load_state_dict(state)
+        else:
+            fresh_from = step
     if not history or history[-1]["settings"] != asdict(config):
         history.append({"from_step": step, "settings": asdict(config)})
 
@@ -224,13 +243,16 @@ def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None
         logits = model(window[:, :-1]).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
         gates = watch.take()
-        activation = torch.stack([g.float().mean() for g in gates]).mean()
+        mean_LF = torch.stack([g.float().mean((0, 1)) for g in gates])
+        if config.l1_by_rank:
+            mean_LF = mean_LF * torch.stack([rank_weights(m.detach()) for m in mean_LF])
+        activation = mean_LF.mean()
         return loss, activation, torch.stack([(g > 0).float().mean() for g in gates]).mean()
 
     began, first = time.perf_counter(), step
     end = min(config.steps, stop_at or config.steps)
     while step < end:
-        rate, l1_weight = schedule(config, step)
+        rate, l1_weight = schedule(config, step, fresh_from)
         window = batch(ids, config, step)
         with torch.autocast("cpu", torch.bfloat16, enabled=use_bf16):
             loss, activation, density = forward(window)
@@ -254,27 +276,44 @@ def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None
             seen = evaluate(model, watch, held_out, 48)
             mean = sum(seen["density"]) / len(seen["density"])
             skew = sum(seen["hottest_fifth"]) / len(seen["hottest_fifth"])
-            print(f"  held out: perplexity {seen['perplexity']:.2f}, density {mean:.3f}, hottest fifth {skew:.3f}",
-                  file=sys.stderr, flush=True)
-            save_resume(resume, model, opts, step, history)
+            print(
+                f"  held out: perplexity {seen['perplexity']:.2f}, density {mean:.3f}, hottest fifth {skew:.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
+            save_resume(resume, model, opts, step, history, fresh_from)
     if step < config.steps:
         return
     report = evaluate(model, watch, held_out, 1 << 30)
     report["bits_per_byte"] = report["loss"] * len(held_out) / held_out_bytes / math.log(2)
-    report |= {"history": history, "training_tokens": len(ids), "held_out_modules": sorted(HELD_OUT),
-               "python": sys.version.split()[0]}
+    report |= {
+        "history": history,
+        "training_tokens": len(ids),
+        "held_out_modules": sorted(HELD_OUT),
+        "python": sys.version.split()[0],
+    }
     model.to(torch.bfloat16).save_pretrained(out)
     (out / "metrics.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
 
 
 def save_resume(
-    path: Path, model: nn.Module, opts: list[torch.optim.Optimizer], step: int, history: list
+    path: Path,
+    model: nn.Module,
+    opts: list[torch.optim.Optimizer],
+    step: int,
+    history: list,
+    fresh_from: int,
 ) -> None:
     partial = path.with_suffix(".partial")
     torch.save(
-        {"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts], "step": step,
-         "history": history},
+        {
+            "model": model.state_dict(),
+            "optimizers": [o.state_dict() for o in opts],
+            "step": step,
+            "history": history,
+            "fresh_from": fresh_from,
+        },
         partial,
     )
     partial.replace(path)
@@ -285,13 +324,22 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=TrainConfig.steps)
     parser.add_argument("--l1-weight", type=float, default=TrainConfig.l1_weight)
+    parser.add_argument("--l1-by-rank", type=int, choices=[0, 1], default=1)
+    parser.add_argument("--muon-gates", type=int, choices=[0, 1], default=0)
     parser.add_argument("--l1-full", type=float, default=TrainConfig.l1_full)
     parser.add_argument("--stop-at", type=int, help="stop after this step; resume later")
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
-    parser.add_argument("--bf16", action="store_true", help="autocast; fast where the processor has AMX")
+    parser.add_argument(
+        "--bf16", action="store_true", help="autocast; fast where the processor has AMX"
+    )
     args = parser.parse_args()
     config = TrainConfig(
-        steps=args.steps, seed=args.seed, l1_weight=args.l1_weight, l1_full=args.l1_full
+        steps=args.steps,
+        seed=args.seed,
+        l1_weight=args.l1_weight,
+        l1_full=args.l1_full,
+        l1_by_rank=bool(args.l1_by_rank),
+        muon_gates=bool(args.muon_gates),
     )
     train(args.output, config, use_bf16=args.bf16, stop_at=args.stop_at)
 

@@ -7,7 +7,7 @@ read stdout: the text of `generate`, or one JSON object with --json."""
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def say(line: str) -> None:
 def finish(report: Any, as_json: bool, lines: list[str]) -> None:
     """The report on stdout as JSON, or its short form on stderr."""
     if as_json:
-        content = asdict(report) if is_dataclass(report) else report
+        content = report if isinstance(report, dict) else asdict(report)
         click.echo(json.dumps(content, default=str))
     else:
         for line in lines:
@@ -93,8 +93,8 @@ def finish(report: Any, as_json: bool, lines: list[str]) -> None:
 @json_option
 def convert(source: Path, as_json: bool, **options: Any) -> None:
     """Turn a Hugging Face checkpoint (or a model file, to add predictors) into a model file."""
-    from sparkinfer.convert.convert import ConvertConfig
     from sparkinfer.convert.convert import convert as run
+    from sparkinfer.convert.options import ConvertConfig
 
     report = run(ConvertConfig(source=source, **options))
     lines = [f"note: {note}" for note in report.notes]

@@ -116,6 +116,8 @@ class ModelFile:
                 f"{self.path}: {what} for a {self.layout} llama of {self.shape.num_layers} layers;"
                 " convert the checkpoint again"
             )
+        if "rope_freqs.weight" in self.tensors:
+            wanted["rope_freqs.weight"] = (self.shape.head_width // 2,)
         for name, shape in wanted.items():
             entry = self.tensors[name]
             if entry.shape != shape or entry.kind not in KINDS:

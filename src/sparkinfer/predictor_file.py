@@ -5,11 +5,12 @@ writes them, `convert` puts them into a model file. What this module does not kn
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import PredictorInfo
+from sparkinfer.model_file import PredictorInfo, PredictorKind
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 FORMAT = "sparkinfer.predictors"
@@ -48,8 +49,7 @@ class Predictors:
         """Raises SparkinferError for anything but a whole, valid file."""
         metadata, arrays = load_arrays(path, FORMAT, VERSION, {"model_id", "info"})
         try:
-            lists = {k: tuple(v) if isinstance(v, list) else v for k, v in metadata["info"].items()}
-            info = PredictorInfo(**lists)
+            info = _info(**metadata["info"])
             layers = []
             for layer in range(len(info.rank_L)):
                 prefix = f"blk.{layer}.ffn_pred_"
@@ -84,6 +84,16 @@ class Predictors:
                 f"{len(self.layers)} predictors, {len(self.info.rank_L)} ranks,"
                 f" {len(self.info.threshold_L)} thresholds; wanted one of each a layer"
             )
+        if self.info.kind not in get_args(PredictorKind) or self.info.input_layer_offset not in (
+            0,
+            1,
+        ):
+            raise SparkinferError(
+                f"kind {self.info.kind!r} and input layer offset {self.info.input_layer_offset},"
+                f" wanted one of {get_args(PredictorKind)} and 0 or 1"
+            )
+        if np.isnan(self.info.threshold_L).any():
+            raise SparkinferError("a threshold is NaN")
         for layer, (p, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
             width, neurons = p.down_RD.shape[-1], p.up_FR.shape[0]
             wanted = {
@@ -100,3 +110,20 @@ class Predictors:
                     )
                 if not np.isfinite(array).all():
                     raise SparkinferError(f"{name} has NaN or infinite values")
+
+
+def _info(
+    *,
+    kind: PredictorKind,
+    rank_L: list[int],
+    threshold_L: list[float],
+    input_layer_offset: int,
+    density_L: list[float],
+) -> PredictorInfo:
+    return PredictorInfo(
+        kind=kind,
+        rank_L=tuple(rank_L),
+        threshold_L=tuple(threshold_L),
+        input_layer_offset=input_layer_offset,
+        density_L=tuple(density_L),
+    )

@@ -5,7 +5,6 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int GROUP = 16;
 typedef __m512 Floats;
 
 inline Floats zero() { return _mm512_setzero_ps(); }
@@ -43,18 +42,18 @@ inline void unpack_q4(const uint8_t* p, Floats* w) {
     w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
 }
 
+// Four f16 are converted and one is used. In assembly because gcc 12 loads into a register first,
+// which takes a second shuffle: q4_0 in cache 7.9 GB/s against 7.2, one core of a 2.5 GHz Xeon.
+inline Floats scale_f16(const uint8_t* p) {
+    __m128 four;
+    asm("vcvtph2ps %1, %0" : "=x"(four) : "m"(*reinterpret_cast<const uint64_t*>(p)));
+    return _mm512_broadcastss_ps(four);
+}
+
 inline float f16_to_float(const uint8_t* p) {
     uint16_t bits;
     __builtin_memcpy(&bits, p, 2);
     return _cvtsh_ss(bits);
-}
-
-template <int STRIDE>
-inline void gather_f16(const uint8_t* p, float* f) {
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512i offsets = _mm512_mullo_epi32(lane, _mm512_set1_epi32(STRIDE));
-    __m256i halves = _mm512_cvtepi32_epi16(_mm512_i32gather_epi32(offsets, p, 1));
-    _mm512_storeu_ps(f, _mm512_cvtph_ps(halves));
 }
 
 #include "rows_template.h"

@@ -4,7 +4,6 @@
 namespace {
 
 constexpr int LANES = 4;
-constexpr int GROUP = 16;
 typedef float Floats __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
 
@@ -62,10 +61,7 @@ inline float f16_to_float(const uint8_t* p) {
     return f16_bits_to_floats(Ints{bits, 0, 0, 0})[0];
 }
 
-template <int STRIDE>
-inline void gather_f16(const uint8_t* p, float* f) {
-    for (int i = 0; i < GROUP; ++i) f[i] = f16_to_float(p + i * STRIDE);
-}
+inline Floats scale_f16(const uint8_t* p) { return broadcast(f16_to_float(p)); }
 
 #include "rows_template.h"
 

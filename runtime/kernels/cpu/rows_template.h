@@ -8,15 +8,14 @@
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
 //   store_f32(p, v)
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
+//   scale_f16(p)                   one f16, broadcast; may read 8 bytes
 //   f16_to_float(p)                one f16
-//   gather_f16<STRIDE>(p, f)       GROUP f16, STRIDE bytes apart -> f[GROUP]; may read 4 bytes at each
 
 constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
 constexpr int VECTORS = BLOCK / LANES;
 
-// A format unpacks BLOCK values into w; if it is SCALED they are still to be multiplied by the f16
-// at the start of the block. VALUE_BYTES is for what is left over when D % 32 != 0, which only the
-// float kinds allow.
+// A format unpacks BLOCK values into w; if it is SCALED they are still to be multiplied by scale().
+// VALUE_BYTES is for what is left over when D % 32 != 0, which only the float kinds allow.
 
 struct F32 {
     static constexpr int64_t BLOCK_BYTES = 128, VALUE_BYTES = 4;
@@ -59,6 +58,7 @@ struct BF16 {
 struct Q8_0 {
     static constexpr int64_t BLOCK_BYTES = 34, VALUE_BYTES = 0;
     static constexpr bool SCALED = true;
+    static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_i8(block + 2 + v * LANES);
     }
@@ -67,6 +67,7 @@ struct Q8_0 {
 struct Q4_0 {
     static constexpr int64_t BLOCK_BYTES = 18, VALUE_BYTES = 0;
     static constexpr bool SCALED = true;
+    static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
     static inline void unpack(const uint8_t* block, Floats* w) { unpack_q4(block + 2, w); }
 };
 
@@ -75,18 +76,9 @@ inline const uint8_t* row_of(const uint8_t* weight, int64_t row_bytes, const int
     return weight + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
 }
 
-// scales[b] = the scale of block b. Sixteen are converted together and then read from memory, where
-// a multiplication can broadcast them for nothing.
-template <class Format>
-inline void unpack_scales(const uint8_t* block, int64_t num_blocks, float* scales) {
-    if (num_blocks == GROUP) return gather_f16<Format::BLOCK_BYTES>(block, scales);
-    for (int64_t b = 0; b < num_blocks; ++b)
-        scales[b] = f16_to_float(block + b * Format::BLOCK_BYTES);
-}
-
 // sum + x . w over one block
 template <class Format>
-inline Floats add_block(Floats sum, const uint8_t* block, const float* x, const float* scale) {
+inline Floats add_block(Floats sum, const uint8_t* block, const float* x) {
     const uint8_t* x_bytes = reinterpret_cast<const uint8_t*>(x);
     Floats w[VECTORS];
     Format::unpack(block, w);
@@ -94,7 +86,7 @@ inline Floats add_block(Floats sum, const uint8_t* block, const float* x, const 
         Floats part = mul(w[0], load_f32(x_bytes));
         for (int v = 1; v < VECTORS; ++v)
             part = multiply_add(w[v], load_f32(x_bytes + v * LANES * 4), part);
-        return multiply_add(part, broadcast(*scale), sum);
+        return multiply_add(part, Format::scale(block), sum);
     } else {
         for (int v = 0; v < VECTORS; ++v)
             sum = multiply_add(w[v], load_f32(x_bytes + v * LANES * 4), sum);
@@ -103,68 +95,52 @@ inline Floats add_block(Floats sum, const uint8_t* block, const float* x, const 
 }
 
 template <class Format>
-inline float dot_row(const uint8_t* row, const float* x, int64_t D) {
-    constexpr int64_t BYTES = Format::BLOCK_BYTES;
-    const int64_t num_blocks = D / BLOCK;
-    float scales[GROUP] = {};
-    // Four sums, or each addition would wait for the one before it.
-    Floats sum0 = zero(), sum1 = zero(), sum2 = zero(), sum3 = zero();
-    for (int64_t g = 0; g < num_blocks; g += GROUP) {
-        const uint8_t* block = row + g * BYTES;
-        const float* x_block = x + g * BLOCK;
-        const int64_t count = num_blocks - g < GROUP ? num_blocks - g : GROUP;
-        if constexpr (Format::SCALED) unpack_scales<Format>(block, count, scales);
-        int64_t b = 0;
-        for (; b + 4 <= count; b += 4, block += 4 * BYTES, x_block += 4 * BLOCK) {
-            sum0 = add_block<Format>(sum0, block, x_block, scales + b);
-            sum1 = add_block<Format>(sum1, block + BYTES, x_block + BLOCK, scales + b + 1);
-            sum2 = add_block<Format>(sum2, block + 2 * BYTES, x_block + 2 * BLOCK, scales + b + 2);
-            sum3 = add_block<Format>(sum3, block + 3 * BYTES, x_block + 3 * BLOCK, scales + b + 3);
-        }
-        for (; b < count; ++b, block += BYTES, x_block += BLOCK)
-            sum0 = add_block<Format>(sum0, block, x_block, scales + b);
-    }
-    float total = (sum(sum0) + sum(sum1)) + (sum(sum2) + sum(sum3));
-    if constexpr (!Format::SCALED)
-        for (int64_t d = num_blocks * BLOCK; d < D; ++d)
-            total += x[d] * Format::value(row + d * Format::VALUE_BYTES);
-    return total;
-}
-
-template <class Format>
 void dot_rows(const uint8_t* weight, int64_t row_bytes, int64_t D, const float* x,
               const int32_t* index, float* y, int64_t a0, int64_t a1) {
-    for (int64_t a = a0; a < a1; ++a)
-        y[a] = dot_row<Format>(row_of(weight, row_bytes, index, a), x, D);
+    constexpr int64_t BYTES = Format::BLOCK_BYTES;
+    const int64_t num_blocks = D / BLOCK;
+    for (int64_t a = a0; a < a1; ++a) {
+        const uint8_t* row = row_of(weight, row_bytes, index, a);
+        // Four sums, or each addition would wait for the one before it.
+        Floats sum0 = zero(), sum1 = zero(), sum2 = zero(), sum3 = zero();
+        int64_t b = 0;
+        for (; b + 4 <= num_blocks; b += 4) {
+            const uint8_t* block = row + b * BYTES;
+            const float* x_block = x + b * BLOCK;
+            sum0 = add_block<Format>(sum0, block, x_block);
+            sum1 = add_block<Format>(sum1, block + BYTES, x_block + BLOCK);
+            sum2 = add_block<Format>(sum2, block + 2 * BYTES, x_block + 2 * BLOCK);
+            sum3 = add_block<Format>(sum3, block + 3 * BYTES, x_block + 3 * BLOCK);
+        }
+        for (; b < num_blocks; ++b) sum0 = add_block<Format>(sum0, row + b * BYTES, x + b * BLOCK);
+        float total = (sum(sum0) + sum(sum1)) + (sum(sum2) + sum(sum3));
+        if constexpr (!Format::SCALED)
+            for (int64_t d = num_blocks * BLOCK; d < D; ++d)
+                total += x[d] * Format::value(row + d * Format::VALUE_BYTES);
+        y[a] = total;
+    }
 }
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
 inline void add_rows(const uint8_t* const* rows, const float* c, float* y, int64_t d0, int64_t d1) {
-    const int64_t end = d1 / BLOCK;
-    float factors[ROWS][GROUP];  // c times scale
-    for (int64_t g = d0 / BLOCK; g < end; g += GROUP) {
-        const int64_t count = end - g < GROUP ? end - g : GROUP;
+    int64_t d = d0;
+    for (; d + BLOCK <= d1; d += BLOCK) {
+        uint8_t* y_bytes = reinterpret_cast<uint8_t*>(y + d);
+        Floats out[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) out[v] = load_f32(y_bytes + v * LANES * 4);
         for (int r = 0; r < ROWS; ++r) {
-            if constexpr (Format::SCALED) {
-                unpack_scales<Format>(rows[r] + g * Format::BLOCK_BYTES, count, factors[r]);
-                for (int64_t b = 0; b < count; ++b) factors[r][b] *= c[r];
-            }
+            const uint8_t* block = rows[r] + d / BLOCK * Format::BLOCK_BYTES;
+            Floats factor = broadcast(c[r]);
+            if constexpr (Format::SCALED) factor = mul(factor, Format::scale(block));
+            Floats w[VECTORS];
+            Format::unpack(block, w);
+            for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
         }
-        for (int64_t b = 0; b < count; ++b) {
-            uint8_t* y_bytes = reinterpret_cast<uint8_t*>(y + (g + b) * BLOCK);
-            Floats out[VECTORS], w[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) out[v] = load_f32(y_bytes + v * LANES * 4);
-            for (int r = 0; r < ROWS; ++r) {
-                const Floats factor = broadcast(Format::SCALED ? factors[r][b] : c[r]);
-                Format::unpack(rows[r] + (g + b) * Format::BLOCK_BYTES, w);
-                for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
-            }
-            for (int v = 0; v < VECTORS; ++v) store_f32(y_bytes + v * LANES * 4, out[v]);
-        }
+        for (int v = 0; v < VECTORS; ++v) store_f32(y_bytes + v * LANES * 4, out[v]);
     }
     if constexpr (!Format::SCALED)
-        for (int64_t d = end * BLOCK; d < d1; ++d)
+        for (; d < d1; ++d)
             for (int r = 0; r < ROWS; ++r)
                 y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
 }

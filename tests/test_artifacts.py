@@ -1,0 +1,312 @@
+"""Each artifact round-trips, has the bytes its page promises, and is refused where it is wrong."""
+
+import dataclasses
+import hashlib
+import json
+import struct
+
+import numpy as np
+import pytest
+from models import make_machine, make_model, make_profile, make_shape
+from test_runtime import make_split
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import check_output, partial_file
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import ModelFile, PredictorInfo, compute_model_id
+from sparkinfer.predictor_file import LayerPredictor, Predictors
+from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
+from sparkinfer.sizes import format_bytes, parse_bytes
+from sparkinfer.split_file import Split
+
+
+def make_predictors(**changes):
+    random = np.random.default_rng(0)
+    layers = tuple(
+        LayerPredictor(
+            down_RD=random.standard_normal((3, 8)).astype(np.float32),
+            up_FR=random.standard_normal((10, 3)).astype(np.float32),
+            up_bias_F=np.zeros(10, np.float32),
+        )
+        for _ in range(2)
+    )
+    info = PredictorInfo(kind="linear", rank_L=(3, 3), threshold_L=(0.5, float("-inf")))
+    return dataclasses.replace(Predictors(model_id="ab", info=info, layers=layers), **changes)
+
+
+def one_of_each(folder):
+    """(path, class) of a valid file of every kind."""
+    model = dataclasses.replace(make_model(predictor_rank=4), path=folder / "model.gguf")
+    made = {
+        "model.gguf": model,
+        "model.profile.safetensors": make_profile(model),
+        "machine.json": make_machine(),
+        "model.split.gguf": make_split(model, [[4, 2], []]),
+        "predictors.safetensors": make_predictors(),
+    }
+    for name, artifact in made.items():
+        artifact.save(folder / name)
+    return [(folder / name, artifact) for name, artifact in made.items()]
+
+
+def plain(value):
+    """Something that `==` compares by content."""
+    if isinstance(value, float):
+        return float(np.float32(value))  # what a GGUF key holds
+    if isinstance(value, np.ndarray):
+        return (value.dtype, value.shape, value.tobytes())
+    if dataclasses.is_dataclass(value):
+        read = {"read": plain(value.read())} if hasattr(value, "read") else {}
+        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {**fields, **read, **({"path": None} if "path" in fields else {})}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_round_trip(tmp_path, index):
+    path, artifact = one_of_each(tmp_path)[index]
+    again = type(artifact).load(path)
+    assert plain(again) == plain(artifact)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [
+            "model.gguf",
+            "model.profile.safetensors",
+            "machine.json",
+            "model.split.gguf",
+            "predictors.safetensors",
+        ]
+    )
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused_in_one_line(tmp_path, index, share):
+    path, artifact = one_of_each(tmp_path)[index]
+    content = path.read_bytes()
+    # At least what is more than padding: a GGUF ends with up to 31 bytes of it.
+    path.write_bytes(content[: min(int(share * len(content)), len(content) - 40)])
+    with pytest.raises(SparkinferError) as error:
+        type(artifact).load(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_file_of_another_kind_and_a_missing_one_are_refused(tmp_path, index):
+    files = one_of_each(tmp_path)
+    kind = type(files[index][1])
+    for other in range(5):
+        if other != index:
+            with pytest.raises(SparkinferError):
+                kind.load(files[other][0])
+    with pytest.raises(SparkinferError, match="no such file"):
+        kind.load(tmp_path / "nowhere")
+    with pytest.raises(SparkinferError, match="is a folder"):
+        kind.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.split.gguf", "predictors.safetensors",
+                                  "model.profile.safetensors", "machine.json"])  # fmt: skip
+def test_another_version_is_refused(tmp_path, name):
+    (path, artifact) = next(f for f in one_of_each(tmp_path) if f[0].name == name)
+    content = path.read_bytes()
+    new = {
+        ".gguf": lambda c: c.replace(
+            b"version" + struct.pack("<II", 4, 1), b"version" + struct.pack("<II", 4, 2)
+        ),
+        ".json": lambda c: c.replace(b'"version": 1', b'"version": 2'),
+    }.get(path.suffix, lambda c: c.replace(b'"version":"1"', b'"version":"2"'))(content)
+    assert new != content
+    path.write_bytes(new)
+    with pytest.raises(SparkinferError, match="version"):
+        type(artifact).load(path)
+
+
+def test_the_exact_bytes_of_a_tiny_split(tmp_path):
+    """The whole file, so that a change of the format cannot go unnoticed."""
+    model = make_model(shape=make_shape(num_neurons=32))
+    split = make_split(model, [[7, 3], []])
+    split.save(tmp_path / "a")
+    content = (tmp_path / "a").read_bytes()
+    assert content[:24] == b"GGUF" + struct.pack("<IQQ", 3, 1, 27)
+    name = b"blk.0.ffn_hot"
+    tensor = struct.pack("<Q", 13) + name + struct.pack("<IQIQ", 1, 2, 26, 0)
+    assert tensor in content
+    assert content[-32:] == struct.pack("<ii", 7, 3) + bytes(24)
+    key = b"sparkinfer.split.hot_count"
+    assert struct.pack("<Q", len(key)) + key + struct.pack("<IIQii", 9, 5, 2, 2, 0) in content
+
+
+def test_the_exact_bytes_of_a_tiny_profile(tmp_path):
+    histogram = np.zeros((1, NUM_BINS), np.int64)
+    histogram[0, 5] = 4
+    profile = Profile(
+        model_id="m", num_tokens=2, threshold_L=(0.0,), corpora=(),
+        active_count_LF=np.array([[2, 0]], np.int64), gate_histogram_LB=histogram,
+    )  # fmt: skip
+    profile.save(tmp_path / "p")
+    content = (tmp_path / "p").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    assert header["__metadata__"] == {
+        "format": "sparkinfer.profile", "version": "1", "model_id": '"m"', "num_tokens": "2",
+        "threshold_L": "[0.0]", "corpora": "[]",
+    }  # fmt: skip
+    start, end = header["active_count_LF"]["data_offsets"]
+    assert content[8 + length + start : 8 + length + end] == struct.pack("<qq", 2, 0)
+    assert (NUM_BINS, EDGES[1], EDGES[-1]) == (194, 2.0**-16, 2.0**8)
+
+
+def test_profiles_of_one_model_add_up(tmp_path):
+    model = make_model()
+    a, b = make_profile(model), make_profile(model, np.full((2, 96), 0.5), num_tokens=100)
+    both = a.merge(b)
+    both.validate()
+    assert both.num_tokens == 10_100
+    assert (both.active_count_LF == a.active_count_LF + 50).all()
+    with pytest.raises(SparkinferError, match="two models"):
+        a.merge(make_profile(make_model(seed=1)))
+
+
+def test_the_hottest_share_of_a_known_profile():
+    profile = make_profile(make_model(shape=make_shape(num_layers=1, num_neurons=10)),
+                           np.array([[1.0, 1.0] + [0.25] * 8]), num_tokens=100)  # fmt: skip
+    assert profile.hottest_share_L()[0] == pytest.approx(0.5)
+    assert profile.density_L[0] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_tokens": 1}, "counts from"),
+        ({"threshold_L": (0.0,)}, "thresholds 1"),
+        ({"active_count_LF": np.zeros((2, 96), np.float32)}, "int64"),
+        ({"gate_histogram_LB": np.zeros((2, NUM_BINS), np.int64)}, "every neuron"),
+    ],
+)
+def test_a_contradictory_profile_is_not_written(tmp_path, change, message):
+    profile = dataclasses.replace(make_profile(make_model()), **change)
+    with pytest.raises(SparkinferError, match=message):
+        profile.save(tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_predictors_are_not_written(tmp_path):
+    bad = make_predictors()
+    bad.layers[1].up_FR[3, 1] = np.nan
+    with pytest.raises(SparkinferError, match="blk.1.ffn_pred_up.weight has NaN"):
+        bad.save(tmp_path / "p")
+    with pytest.raises(SparkinferError, match="1 predictors, 2 ranks"):
+        make_predictors(layers=bad.layers[:1]).save(tmp_path / "p")
+
+
+def test_a_machine_with_a_figure_that_is_not_positive_is_refused(tmp_path):
+    machine = make_machine()
+    machine.save(tmp_path / "m")
+    content = json.loads((tmp_path / "m").read_text())
+    content["gpus"][0]["bandwidth_gb_per_s"] = float("nan")
+    (tmp_path / "m").write_text(json.dumps(content))
+    with pytest.raises(SparkinferError, match="bandwidth_gb_per_s is nan"):
+        Machine.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop("blk.1.ffn_up.weight"), "no tensor 'blk.1.ffn_up.weight'"),
+        (
+            lambda t: t.update({"blk.0.extra": t["output_norm.weight"]}),
+            "unknown tensor 'blk.0.extra'",
+        ),
+        (lambda t: t.update({"output_norm.weight": t["blk.0.attn_q.weight"]}), "wanted"),
+    ],
+)
+def test_a_model_with_other_tensors_is_refused(tmp_path, change, message):
+    model = make_model()
+    tensors = dict(model.tensors)
+    change(tensors)
+    with pytest.raises(SparkinferError, match=message):
+        dataclasses.replace(model, tensors=tensors).save(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    make_model().save(tmp_path / "m")
+    content = (
+        (tmp_path / "m")
+        .read_bytes()
+        .replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lemma", 1)
+    )
+    (tmp_path / "m").write_bytes(content)
+    with pytest.raises(SparkinferError, match="architecture 'lemma'; known: llama"):
+        ModelFile.load(tmp_path / "m")
+
+
+def test_a_split_that_passes_its_budget_is_not_written(tmp_path):
+    split = make_split(make_model(), [[1], [2]])
+    with pytest.raises(SparkinferError, match="for a budget of"):
+        dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes - 1).save(
+            tmp_path / "s"
+        )
+    twice = (np.array([1, 1], np.int32), split.hot[1])
+    with pytest.raises(SparkinferError, match="distinct"):
+        dataclasses.replace(split, hot=twice).save(tmp_path / "s")
+    assert not list(tmp_path.iterdir())
+    assert Split  # the class under test
+
+
+def test_model_id_names_weights():
+    samples = [("a", (2, 2), b"1234"), ("b", (1,), b"5")]
+    base = compute_model_id({"x": 1, "transformers_version": "4"}, samples)
+    assert base == compute_model_id({"transformers_version": "5", "x": 1}, samples[::-1])
+    assert base != compute_model_id({"x": 2}, samples)
+    assert base != compute_model_id({"x": 1}, [("a", (4,), b"1234"), samples[1]])
+    assert base != compute_model_id({"x": 1}, [("a", (2, 2), b"1235"), samples[1]])
+    digest = hashlib.sha256(b'{"x": 1}' + b"a[2, 2]1234" + b"b[1]5").hexdigest()
+    assert base == digest
+
+
+def test_nothing_half_written_stays(tmp_path):
+    with pytest.raises(KeyboardInterrupt), partial_file(tmp_path / "x") as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_outputs_are_checked_before_the_work(tmp_path):
+    (tmp_path / "there").write_text("")
+    with pytest.raises(SparkinferError, match="--force"):
+        check_output(tmp_path / "there", force=False)
+    check_output(tmp_path / "there", force=True)
+    with pytest.raises(SparkinferError, match="is a folder"):
+        check_output(tmp_path, force=True)
+    with pytest.raises(SparkinferError, match="cannot be written"):
+        check_output(tmp_path / "there" / "below", force=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [("8", 8 << 30), ("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("0", 0)],
+)
+def test_sizes_are_read(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "8 apples", "1e3"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(SparkinferError, match="not a size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_written():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "3.00 GiB",
+    ]

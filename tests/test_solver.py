@@ -1,0 +1,587 @@
+"""The solver against brute force, hand-solved cases and its own refusals."""
+
+import json
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import (
+    make_machine,
+    make_model,
+    make_profile,
+    make_shape,
+    power_law_frequencies,
+    shape_only,
+)
+
+from sparkinfer import budget
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.solver.formulation import solve_grouped
+from sparkinfer.solver.lagrangian import search
+from sparkinfer.solver.optimise import find_placement
+from sparkinfer.solver.problem import (
+    Problem,
+    build_problem,
+    is_feasible,
+    of_counts,
+    on_one_device,
+    placement_bytes,
+    placement_seconds,
+)
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.solver.verify import verify
+from sparkinfer.split_file import Split
+
+CLOSE = 1e-9  # f64 sums in another order
+HIGHS = 1e-6  # HiGHS's own tolerance
+
+
+# --- brute force ---------------------------------------------------------------------------------
+
+
+def tiny(seed: int, num_neurons: int | None = None):
+    """A random model, profile, machine and budget, with two or three layers of a few neurons.
+
+    Rates are such that a neuron, a launch and a round trip all take about a microsecond."""
+    random = np.random.default_rng(seed)
+    num_layers = int(random.integers(2, 4))
+    num_neurons = num_neurons or int(random.integers(2, 7 if num_layers == 2 else 5))
+    shape = make_shape(
+        num_layers=num_layers,
+        width=32,
+        num_neurons=num_neurons,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=16 if seed % 3 == 2 else 2,  # q8_0 needs rows of 32
+        vocab_size=int(random.integers(4, 30)),
+        context_length=8,
+    )
+    has_predictor = seed % 3 == 0
+    model = make_model(
+        shape=shape,
+        kind=["f32", "f16", "q8_0"][seed % 3],
+        predictor_rank=2 * has_predictor,
+        predictor_density=0.4 if seed % 2 else None,
+    )
+    cpu = 4e-4 * random.uniform(0.5, 2)
+    machine = make_machine(
+        cpu_gb_per_s=cpu,
+        gpu_gb_per_s=cpu * random.choice([0.7, 1.5, 3, 20]),
+        launch_s=random.choice([1e-9, 5e-7, 2e-6]),
+        round_trip_s=random.choice([1e-9, 1e-6, 4e-6]),
+    )
+    profile = make_profile(model, random.beta(0.5, 1.0, (num_layers, num_neurons)))
+    whole = budget.plan_bytes(
+        model,
+        context_length=8,
+        num_hot=[num_neurons] * num_layers,
+        dense_on_gpu=[True] * num_layers,
+        head_on_gpu=True,
+    )[0]
+    workspace = whole["workspace"]
+    limit = workspace + int(random.uniform(0.05, 0.999) * (sum(whole.values()) - workspace))
+    return model, profile, machine, limit, "predicted" if has_predictor else "exact"
+
+
+def layer_options(model, profile, machine, mode, layer, subsets):
+    """(GPU bytes, seconds) of every way to place one layer, from the definition, in plain loops."""
+    sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[0]
+    gpu_rate, cpu_rate = (
+        gpu.bandwidth_gb_per_s * 1e9,
+        max(machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
+    )
+    kv = budget.kv_bytes_per_layer(model, 8)
+    fired = [count / profile.num_tokens for count in profile.active_count_LF[layer]]
+    gate = [1.0] * len(fired)
+    if mode == "predicted":
+        known = model.predictor.density_L
+        factor = known[layer] / (sum(fired) / len(fired)) if known else 1.0
+        gate = [min(1.0, a * factor) for a in fired]
+    touched = [
+        g * sizes.gate_row + a * (sizes.up_row + sizes.down_row)
+        for g, a in zip(gate, fired, strict=True)
+    ]
+    least, saved = len(fired), 0.0
+    for number, neuron in enumerate(sorted(touched, reverse=True), 1):
+        saved += neuron / cpu_rate
+        if saved > gpu.launch_s + gpu.round_trip_s:
+            least = number
+            break
+    read = sizes.attention + kv / 2 + (sizes.predictor if mode == "predicted" else 0)
+    options = []
+    for on_gpu, hot in product((False, True), subsets):
+        if 0 < len(hot) < least:
+            continue
+        cold = set(range(len(fired))) - set(hot)
+        devices = {on_gpu} | ({True} if hot else set()) | ({False} if cold else set())
+        hot_s = sum(touched[j] for j in hot) / gpu_rate + (gpu.launch_s if hot else 0)
+        cold_s = sum(touched[j] for j in cold) / cpu_rate
+        cold_s += gpu.round_trip_s if len(devices) == 2 else 0
+        dense = sizes.attention + sizes.predictor + kv
+        options.append(
+            (
+                dense * on_gpu + len(hot) * sizes.neuron,
+                read / (gpu_rate if on_gpu else cpu_rate) + max(hot_s, cold_s),
+            )
+        )
+    return np.array(options)
+
+
+def all_subsets(units):
+    """Every union of `units`, which are tuples of neurons."""
+    for chosen in product((False, True), repeat=len(units)):
+        yield tuple(j for unit, is_in in zip(units, chosen, strict=True) if is_in for j in unit)
+
+
+def brute_force(model, profile, machine, limit, mode, units_of_layer):
+    """Least seconds a token over all placements that keep to the budget."""
+    gpu = machine.gpus[0]
+    head = budget.head_bytes(model)
+    rates = (max(machine.cpu_bandwidth_gb_per_s.values()) * 1e9, gpu.bandwidth_gb_per_s * 1e9)
+    num_bytes = np.array([0, head])
+    seconds = np.array([head / rates[0], head / rates[1]])
+    for layer in range(model.shape.num_layers):
+        subsets = list(all_subsets(units_of_layer(layer)))
+        options = layer_options(model, profile, machine, mode, layer, subsets)
+        num_bytes = np.add.outer(num_bytes, options[:, 0]).ravel()
+        seconds = np.add.outer(seconds, options[:, 1]).ravel()
+    num_bytes = num_bytes + budget.workspace_bytes(model, 8) * (num_bytes > 0)
+    return seconds[num_bytes <= limit].min()
+
+
+def problem_of(model, profile, machine, limit, mode, context_length=8) -> Problem:
+    return build_problem(
+        model=model,
+        profile=profile,
+        machine=machine,
+        vram_budget_bytes=limit,
+        context_length=context_length,
+        mode=mode,
+    )
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_agrees_with_brute_force_over_all_subsets(seed):
+    case = tiny(seed)
+    problem = problem_of(*case)
+    best = brute_force(*case, lambda layer: [(j,) for j in range(problem.num_neurons)])
+    coarse = search(problem)
+    assert coarse.bound_s <= best * (1 + CLOSE) and coarse.objective_s >= best * (1 - CLOSE)
+    assert coarse.objective_s == placement_seconds(problem, coarse.placement)
+    assert is_feasible(problem, coarse.placement)
+    answer = find_placement(problem, time_limit_s=20)
+    assert answer.objective_s == pytest.approx(best, rel=HIGHS)
+    assert answer.bound_s <= best * (1 + CLOSE)
+    assert is_feasible(problem, answer.placement)
+    assert not any("disagree" in note for note in answer.notes)
+    if answer.status == "optimal":
+        assert answer.bound_s >= best * (1 - 3 * HIGHS), "neurons one by one: the bound is tight"
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_groups_agree_with_brute_force_over_groups(seed):
+    case = tiny(seed, num_neurons=5)
+    problem = problem_of(*case)
+    start = on_one_device(problem, gpu=False)
+    grouped = solve_grouped(
+        problem=problem, start=start, time_limit_s=20, max_groups=2 * problem.num_layers
+    )
+    assert not grouped.is_neuron_granular and grouped.num_groups == 2 * problem.num_layers
+
+    def units_of_layer(layer):
+        ids = problem.order_LF[layer].tolist()
+        return [tuple(ids[:3]), tuple(ids[3:])]  # the last group is ragged
+
+    best = brute_force(*case, units_of_layer)
+    assert best * (1 - HIGHS) <= grouped.objective_s <= best * (1 + 1e-3)
+    assert grouped.bound_s <= best * (1 + HIGHS)
+    assert problem.budget_bytes >= placement_bytes(problem, grouped.placement)
+
+
+# --- hand-solved cases ---------------------------------------------------------------------------
+
+
+def by_hand(touched, **changes) -> Problem:
+    """One layer. A byte takes 1 s on the CPU and 1/4 s on the GPU; a neuron holds 10 bytes.
+
+    Launch 1/2 s, round trip 1/4 s. Dense block: 100 bytes, 20 s or 5 s. Head: 100 bytes, 10 s or
+    2 s. No workspace."""
+    touched_LF = np.array([touched], np.float64)
+    fields = {
+        "order_LF": np.arange(len(touched), dtype=np.int32)[None],
+        "touched_LF": touched_LF,
+        "neuron_bytes_L": np.array([10]),
+        "min_hot_L": np.array([1]),
+        "dense_bytes_L": np.array([100]),
+        "dense_gpu_s_L": np.array([5.0]),
+        "dense_cpu_s_L": np.array([20.0]),
+        "head_bytes": 100,
+        "head_gpu_s": 2.0,
+        "head_cpu_s": 10.0,
+        "workspace_bytes": 0,
+        "budget_bytes": 0,
+        "gpu_s_per_byte": 0.25,
+        "cpu_s_per_byte": 1.0,
+        "launch_s": 0.5,
+        "round_trip_s": 0.25,
+    }
+    return Problem(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds", "hot", "dense", "head"),
+    [
+        # All on the CPU: 20 + 10 + 15.
+        ({"budget_bytes": 0}, 45.0, [], False, False),
+        # One neuron fits. The hottest: max(8/4 + 1/2, 7 + 1/4) = 7.25, and 20 + 10.
+        ({"budget_bytes": 10}, 37.25, [0], False, False),
+        # The neurons alone would be 33.5 (see below), the head 2 + 20 + 15, the dense block
+        # 5 + 10 + 15 and the round trip that its cold neurons now cost.
+        ({"budget_bytes": 100}, 30.25, [], True, False),
+        # Block and neurons, for which there is room for all: with all of them 4.25 and no round
+        # trip, with three max(4, 1.25), with two max(12/4 + 1/2, 3 + 1/4) = 3.5: two, so 18.5.
+        ({"budget_bytes": 140}, 18.5, [0, 1], True, False),
+        # A slow round trip of 6 s: now two would be max(3.5, 9), all 4.25 without any.
+        ({"budget_bytes": 140, "round_trip_s": 6.0}, 19.25, [0, 1, 2, 3], True, False),
+        # Workspace takes 40 of 139: no block fits, all neurons do. Two: 20 + 10 + 3.5.
+        ({"budget_bytes": 139, "workspace_bytes": 40}, 33.5, [0, 1], False, False),
+        # At least three neurons or none, room for two: none, and the CPU does it all.
+        ({"budget_bytes": 20, "min_hot_L": np.array([3])}, 45.0, [], False, False),
+    ],
+)
+def test_hand_solved(changes, seconds, hot, dense, head):
+    answer = find_placement(by_hand([8, 4, 2, 1], **changes), time_limit_s=5)
+    assert answer.objective_s == pytest.approx(seconds, rel=CLOSE)
+    assert np.flatnonzero(answer.placement.hot_LF[0]).tolist() == hot
+    assert (answer.placement.dense_L[0], answer.placement.head) == (dense, head)
+    assert answer.bound_s <= answer.objective_s
+
+
+def test_the_hottest_are_not_always_the_best():
+    # Two equal devices and no fixed costs: halves of 5 + 2 and 4 + 3 take 7 s; the hottest one,
+    # or the hottest two, leave 9 s on one side. Dense block and head do not fit.
+    problem = by_hand(
+        [5, 4, 3, 2], budget_bytes=20, gpu_s_per_byte=1.0, launch_s=1e-9, round_trip_s=1e-9
+    )
+    assert search(problem).objective_s == pytest.approx(39)
+    assert search(problem).bound_s <= 37 * (1 + CLOSE)
+    answer = find_placement(problem, time_limit_s=5)
+    assert answer.objective_s == pytest.approx(37)
+    assert sorted(problem.touched_LF[0][answer.placement.hot_LF[0]].tolist()) in ([2, 5], [3, 4])
+
+
+def test_least_number_of_hot_neurons():
+    # In exact mode an f32 neuron of width 32 that always fires touches 384 bytes: 1 us at 0.384
+    # MB/ms. Fixed costs of 2.5 us are passed by the third; of 1 ms by none: all or none.
+    model = make_model(shape=make_shape(width=32, num_neurons=8, vocab_size=8))
+    profile = make_profile(model, np.ones((2, 8)))
+    for round_trip_s, least in ((1.5e-6, 3), (1e-3, 8)):
+        machine = make_machine(cpu_gb_per_s=0.384, launch_s=1e-6, round_trip_s=round_trip_s)
+        problem = problem_of(model, profile, machine, 0, "exact")
+        assert problem.min_hot_L.tolist() == [least, least]
+
+
+def test_touched_bytes_of_both_modes():
+    # f32, width 64: rows of 256 bytes. Frequencies 0.5 and 0.1, mean 0.3; predictors name 0.9 of
+    # all neurons, 3 for each that fires: gates are computed for min(1, 1.5) and 0.3.
+    shape = make_shape(num_layers=1, num_neurons=2)
+    model = make_model(shape=shape, predictor_rank=4, predictor_density=0.9)
+    profile = make_profile(model, np.array([[0.1, 0.5]]))
+    touched = {
+        mode: problem_of(model, profile, make_machine(), 0, mode).touched_LF[0].tolist()
+        for mode in ("exact", "predicted")
+    }
+    assert touched["exact"] == pytest.approx([256 + 256, 256 + 51.2])
+    assert touched["predicted"] == pytest.approx([256 + 256, 0.3 * 256 + 51.2])
+    problem = problem_of(model, profile, make_machine(), 0, "exact")
+    assert problem.order_LF.tolist() == [[1, 0]]
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """model.gguf, profile.safetensors and machine.json of a small model with predictors."""
+    folder = tmp_path_factory.mktemp("solver")
+    shape = make_shape(num_layers=3)
+    model = make_model(shape=shape, kind="f16", predictor_rank=8, predictor_density=0.3)
+    model.save(folder / "model.gguf")
+    make_profile(model).save(folder / "profile.safetensors")
+    # So slow a CPU that every block is worth its place, and a layer's round trip too.
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5).save(folder / "machine.json")
+    return folder
+
+
+def config_of(folder: Path, output: Path, budget_bytes: int, **changes) -> SolveConfig:
+    files = {
+        "model": folder / "model.gguf",
+        "profile": folder / "profile.safetensors",
+        "machine": folder / "machine.json",
+    }
+    return SolveConfig(**(files | changes), output=output, vram_budget_bytes=budget_bytes)
+
+
+def everything_bytes(model: ModelFile, context_length: int) -> int:
+    num_layers = model.shape.num_layers
+    gpu, _ = budget.plan_bytes(
+        model,
+        context_length=context_length,
+        num_hot=[model.shape.num_neurons] * num_layers,
+        dense_on_gpu=[True] * num_layers,
+        head_on_gpu=True,
+    )
+    return sum(gpu.values())
+
+
+def test_every_budget_from_nothing_to_everything(folder, tmp_path):
+    model = ModelFile.load(folder / "model.gguf")
+    context = model.shape.context_length
+    most = everything_bytes(model, context)
+    workspace = budget.workspace_bytes(model, context)
+    limits = [0, *np.linspace(workspace + 40_000, most, 12).astype(int).tolist(), 2 * most]
+    before = np.inf
+    for number, limit in enumerate(limits):
+        output = tmp_path / f"{number}.split.gguf"
+        report = solve(config_of(folder, output, limit))
+        split = Split.load(output)
+        split.check_against(model, output)
+        gpu, cpu = budget.plan_bytes(
+            model,
+            context_length=context,
+            num_hot=[len(ids) for ids in split.hot],
+            dense_on_gpu=split.dense_on_gpu,
+            head_on_gpu=split.head_on_gpu,
+        )
+        assert (
+            (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes) == (report.gpu_bytes, report.cpu_bytes)
+        )
+        assert sum(gpu.values()) <= limit
+        assert split.bound_s <= split.objective_s <= before * (1 + HIGHS)
+        before = split.objective_s
+        assert report.objective_s == split.objective_s and report.num_hot == sum(
+            map(len, split.hot)
+        )
+        assert report.fits_entirely == (limit >= most)
+        assert json.loads(json.dumps(asdict(report)))["output"] == str(output)
+    assert report.hot_traffic_share == pytest.approx(1) and any(
+        "fits entirely" in note for note in report.notes
+    )
+    assert report.num_hot == report.num_neurons and all(split.dense_on_gpu) and split.head_on_gpu
+    nothing = Split.load(tmp_path / "0.split.gguf")
+    assert (
+        nothing.status == "cpu_only" and not nothing.head_on_gpu and not any(nothing.dense_on_gpu)
+    )
+    assert sum(nothing.gpu_bytes.values()) == 0 and nothing.gap < 1e-9
+
+
+def middle_budget(folder: Path) -> int:
+    model = ModelFile.load(folder / "model.gguf")
+    context = model.shape.context_length
+    workspace = budget.workspace_bytes(model, context)
+    return workspace + 3 * (everything_bytes(model, context) - workspace) // 4
+
+
+def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
+    plans = []
+    for name in "ab":
+        solve(config_of(folder, tmp_path / name, middle_budget(folder)))
+        plans.append(Split.load(tmp_path / name))
+    profile = make_profile(ModelFile.load(folder / "model.gguf"))
+    assert any(0 < len(ids) < 96 for ids in plans[0].hot)
+    for layer, (ids, again) in enumerate(zip(plans[0].hot, plans[1].hot, strict=True)):
+        np.testing.assert_array_equal(ids, again)
+        counts = profile.active_count_LF[layer]
+        assert ids.tolist() == sorted(ids.tolist(), key=lambda j: (-counts[j], j))
+
+
+def corruptions(split: Split):
+    """Wrong plans, by what is wrong with them."""
+    layer = next(i for i, ids in enumerate(split.hot) if 1 < len(ids) < 90)
+    ids = split.hot[layer]
+
+    def with_ids(new):
+        return replace(split, hot=(*split.hot[:layer], new, *split.hot[layer + 1 :]))
+
+    coldest = np.setdiff1d(np.arange(96, dtype=np.int32), ids)[-1:]
+    yield "another neuron", with_ids(np.concatenate([coldest, ids[1:]]))
+    yield "one neuron less", with_ids(ids[:-1])
+    yield "order", with_ids(ids[::-1].copy())
+    yield "an unknown neuron", with_ids(np.concatenate([ids[:-1], np.array([96], np.int32)]))
+    yield (
+        "bytes",
+        replace(split, gpu_bytes=split.gpu_bytes | {"neurons": split.gpu_bytes["neurons"] - 1}),
+    )
+    yield "cpu bytes", replace(split, cpu_bytes=split.cpu_bytes | {"head": 1})
+    yield (
+        "half the time",
+        replace(split, objective_s=split.objective_s / 2, bound_s=split.bound_s / 2),
+    )
+    yield "a millionth of the time", replace(split, objective_s=split.objective_s * (1 + 1e-6))
+    yield "bound", replace(split, bound_s=split.objective_s * 1.01)
+    yield "budget", replace(split, vram_budget_bytes=sum(split.gpu_bytes.values()) - 1)
+    yield "dense block", replace(split, dense_on_gpu=tuple(not d for d in split.dense_on_gpu))
+    yield "head", replace(split, head_on_gpu=not split.head_on_gpu)
+    yield "mode", replace(split, mode="exact")
+    yield "context", replace(split, context_length=split.context_length - 1)
+    yield "model", replace(split, model_id="0" * 64)
+
+
+def test_verify_refuses_every_wrong_plan(folder, tmp_path):
+    solve(config_of(folder, tmp_path / "plan", middle_budget(folder)))
+    split = Split.load(tmp_path / "plan")
+    model = ModelFile.load(folder / "model.gguf")
+    machine = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5)
+    files = {"model": model, "profile": make_profile(model), "machine": machine}
+    verify(split, **files)
+    for what, wrong in corruptions(split):
+        with pytest.raises(SparkinferError):
+            verify(wrong, **files)
+            pytest.fail(f"accepted a wrong {what}")
+    with pytest.raises(SparkinferError, match="s a token"):
+        verify(split, **(files | {"machine": make_machine(cpu_gb_per_s=0.006, gpu_gb_per_s=0.5)}))
+    slow_launch = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, round_trip_s=10.0)
+    with pytest.raises(SparkinferError, match="hot neurons, which save"):
+        verify(split, **(files | {"machine": slow_launch}))
+
+
+def refusals(folder: Path, tmp_path: Path):
+    """Changes to a good request, a budget, and words of the answer."""
+    model = ModelFile.load(folder / "model.gguf")
+    other = make_model(shape=model.shape, seed=1)
+    make_profile(other).save(tmp_path / "other.safetensors")
+    smaller = replace(make_profile(make_model(shape=make_shape())), model_id=model.model_id)
+    smaller.save(tmp_path / "smaller.safetensors")
+    make_machine(num_gpus=0).save(tmp_path / "no-gpu.json")
+    other.save(tmp_path / "no-predictors.gguf")
+    no_predictors = {
+        "model": tmp_path / "no-predictors.gguf",
+        "profile": tmp_path / "other.safetensors",
+    }
+    budget_bytes = middle_budget(folder)
+    yield {"profile": tmp_path / "other.safetensors"}, budget_bytes, "made from model"
+    yield {"profile": tmp_path / "smaller.safetensors"}, budget_bytes, "layers and neurons"
+    yield {"profile": tmp_path / "none"}, budget_bytes, "no such file"
+    yield {"machine": tmp_path / "no-gpu.json"}, budget_bytes, "--gpu-from FILE"
+    yield no_predictors | {"mode": "predicted"}, budget_bytes, "no predictors"
+    yield {"context_length": 1_000_000}, budget_bytes, "was made for 32"
+    yield {}, 1, r"smallest that works is [\d,]+ bytes \([\d,]+ MiB\)"
+
+
+def test_refusals_leave_no_file(folder, tmp_path):
+    output = tmp_path / "out" / "plan.split.gguf"
+    for changes, budget_bytes, words in refusals(folder, tmp_path):
+        with pytest.raises(SparkinferError, match=words):
+            solve(config_of(folder, output, budget_bytes, **changes))
+        assert not list(output.parent.glob("*"))
+    output.write_text("mine")
+    with pytest.raises(SparkinferError, match="exists already"):
+        solve(config_of(folder, output, 0))
+    assert output.read_text() == "mine"
+    solve(config_of(folder, output, 0, force=True))
+    assert [path.name for path in output.parent.glob("*")] == [output.name]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vram_budget_bytes": -1},
+        {"context_length": 0},
+        {"mode": "dense"},
+        {"time_limit_s": 0.0},
+        {"output": Path("m")},
+    ],
+)
+def test_config_is_checked(changes):
+    good = {
+        "model": Path("m"),
+        "profile": Path("p"),
+        "machine": Path("c"),
+        "output": Path("o"),
+        "vram_budget_bytes": 0,
+    }
+    SolveConfig(**good)
+    with pytest.raises(SparkinferError):
+        SolveConfig(**(good | changes))
+
+
+def test_the_smallest_budget_that_is_named_works(folder, tmp_path):
+    with pytest.raises(SparkinferError) as error:
+        solve(config_of(folder, tmp_path / "plan", 1))
+    smallest = int(str(error.value).split("works is ")[1].split(" bytes")[0].replace(",", ""))
+    with pytest.raises(SparkinferError):
+        solve(config_of(folder, tmp_path / "plan", smallest - 1))
+    report = solve(config_of(folder, tmp_path / "plan", smallest))
+    assert report.gpu_bytes["workspace"] > 0 and sum(report.gpu_bytes.values()) == smallest
+
+
+def test_notes_say_what_the_figures_leave_open(folder, tmp_path):
+    model = make_model(predictor_rank=8)
+    model.save(tmp_path / "m.gguf")
+    profile = make_profile(model)
+    replace(profile, threshold_L=(0.5, 0.5)).save(tmp_path / "p")
+    make_machine(num_gpus=2, memory_bytes=1 << 20).save(tmp_path / "c")
+    files = {"model": tmp_path / "m.gguf", "profile": tmp_path / "p", "machine": tmp_path / "c"}
+    report = solve(config_of(folder, tmp_path / "plan", 1 << 30, **files))
+    for words in ("2 GPUs", "not measured here", "above the", "unknown", "other activation"):
+        assert any(words in note for note in report.notes), words
+    assert report.mode == "predicted"
+    files = {"profile": folder / "profile.safetensors", "mode": "exact"}
+    report = solve(config_of(folder, tmp_path / "exact", 0, **files))
+    assert report.mode == "exact" and report.notes[:-1] == ()
+
+
+def test_synthetic_models_load_again(tmp_path):
+    for kind, is_tied in (("f32", False), ("f16", True), ("q8_0", False)):
+        model = make_model(kind=kind, is_tied=is_tied, predictor_rank=4, predictor_kind="relu")
+        model.save(tmp_path / kind)
+        again = ModelFile.load(tmp_path / kind)
+        assert again.shape.width == 64 and again.model_id == model.model_id
+        assert again.predictor == model.predictor and again.is_tied == is_tied
+        for name, entry in model.tensors.items():
+            np.testing.assert_array_equal(
+                np.array(entry.read()).reshape(-1).view(np.uint8),
+                np.array(again.tensors[name].read()).reshape(-1).view(np.uint8),
+            )
+
+
+# --- the shape of a real model -------------------------------------------------------------------
+
+
+def seven_billion(gib: float) -> Problem:
+    shape = make_shape(
+        num_layers=32,
+        width=4096,
+        num_neurons=11008,
+        num_heads=32,
+        num_kv_heads=32,
+        vocab_size=32000,
+        context_length=4096,
+    )
+    model = shape_only(shape)
+    profile = make_profile(model, power_law_frequencies(32, 11008))
+    return problem_of(model, profile, make_machine(), int(gib * 2**30), "exact", 4096)
+
+
+def test_seven_billion_parameters():
+    problem = seven_billion(8)
+    answer = find_placement(problem, time_limit_s=30)
+    assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
+    assert placement_bytes(problem, answer.placement) <= problem.budget_bytes
+    # The plan that fills the budget with the hottest neurons of all layers alike is no better.
+    dense_L = np.ones(32, bool)
+    left = problem.room_bytes - int(problem.dense_bytes_L.sum()) - problem.head_bytes
+    each = left // int(problem.neuron_bytes_L.sum())
+    alike = of_counts(problem, np.full(32, each), dense_L, True)
+    assert is_feasible(problem, alike)
+    assert answer.objective_s <= placement_seconds(problem, alike)
+
+
+def test_a_time_limit_still_gives_a_plan_and_says_so():
+    problem = seven_billion(4)
+    answer = find_placement(problem, time_limit_s=1e-3)
+    assert answer.status == "time_limit" and any("time limit" in note for note in answer.notes)
+    assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
