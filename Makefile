@@ -59,7 +59,7 @@ SPLIT := $(DIR)/model.split.gguf
 demo:
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory evaluate generate MODEL=examples/tiny-relu DIR=build/demo \
-	  VRAM=14MiB RANK=48 TEMPERATURE=0.5 SEED=7
+	  VRAM=14MiB RANK=96 TEMPERATURE=0.5 SEED=7
 
 convert: build $(BASE)
 profile: build $(FULL)

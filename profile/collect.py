@@ -34,7 +34,7 @@ class ProfileConfig:
     max_tokens: int = 131_072
     train_predictors: Path | None = None  # a folder for predictors.safetensors
     predictor_rank: int | None = None  # None: an eighth of the model width
-    target_contribution: float = 0.99  # share of sum |h_j| |down_j| that predictors must name
+    target_contribution: float = 0.985  # share of sum |h_j| |down_j| that predictors must name
     input_layer_offset: int = 0
     target_sparsity: float | None = None  # SiLU: choose thresholds for this share of silent neurons
     device: str | None = None

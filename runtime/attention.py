@@ -2,6 +2,7 @@
 
 Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width, D model width."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +63,10 @@ class LayerCache:
 def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
     """Causal attention of the last T of C positions, heads in groups: f32 [T, H * W]."""
     num_tokens, num_cached = len(query_THW), len(key_CKW)
+    if num_tokens == 1:
+        return _attend_one(query_THW[0], key_CKW, value_CKW)
     mask = None
-    if 1 < num_tokens < num_cached:
+    if num_tokens < num_cached:
         mask = torch.ones(num_tokens, num_cached, dtype=torch.bool, device=query_THW.device)
         mask = mask.tril(num_cached - num_tokens)
     out_HTW = F.scaled_dot_product_attention(
@@ -71,10 +74,17 @@ def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
         key_CKW.transpose(0, 1)[None],
         value_CKW.transpose(0, 1)[None],
         attn_mask=mask,
-        is_causal=num_tokens > 1 and mask is None,
+        is_causal=mask is None,
         enable_gqa=query_THW.shape[1] != key_CKW.shape[1],
     )[0]
     return out_HTW.transpose(0, 1).flatten(1)
+
+
+def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+    """Attention of the last position, f32 [1, H * W]: three small products, no kernel's set-up."""
+    grouped_KGW = query_HW.view(key_CKW.shape[1], -1, query_HW.shape[-1])
+    scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / math.sqrt(query_HW.shape[-1])
+    return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import ITEMS, PREFILL_CHUNK, Items, plan_bytes
+from sparkinfer.budget import PREFILL_CHUNK, Items, plan_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
@@ -105,9 +105,8 @@ class Engine:
             plan = Split.load(Path(split))
             plan.check_against(file, Path(split))
         context_length = _context(file, plan, context_length)
-        num_layers = file.shape.num_layers
         if plan is None:
-            placement = Placement.on_one_device(num_layers, gpu)
+            placement = Placement.on_one_device(file.shape.num_layers, gpu)
         else:
             placement = Placement.of_split(plan, gpu)
         observers, traffic = Observers(), Traffic()
@@ -121,22 +120,12 @@ class Engine:
             input_layer_offset=file.predictor.input_layer_offset if file.predictor else 0,
             observers=observers,
         )
-        gpu_bytes, cpu_bytes = plan_bytes(
-            file,
-            context_length=context_length,
-            num_hot=[0 if plan is None else len(ids) for ids in placement.hot or [()] * num_layers],
-            dense_on_gpu=placement.dense_on_gpu,
-            head_on_gpu=placement.head_on_gpu,
-        )
-        if plan is None:
-            gpu_bytes = {item: gpu_bytes[item] + cpu_bytes[item] for item in ITEMS}
-            cpu_bytes = dict.fromkeys(ITEMS, 0)
         return cls(
             file,
             decoder,
             mode=mode,
             context_length=context_length,
-            bytes_by_role={"gpu": gpu_bytes, "cpu": cpu_bytes},
+            bytes_by_role=_bytes_by_role(file, plan, context_length, gpu),
             device=gpu,
             traffic=traffic,
         )
@@ -283,6 +272,23 @@ def _mode(model: ModelFile, mode: Mode | None) -> Mode:
             " --train-predictors and add them with sparkinfer convert --predictors"
         )
     return mode
+
+
+def _bytes_by_role(
+    model: ModelFile, plan: Split | None, context_length: int, device: torch.device
+) -> dict[str, Items]:
+    """Itemised bytes of each side; without a plan there is one side, that of the device."""
+    num_layers = model.shape.num_layers
+    gpu_bytes, cpu_bytes = plan_bytes(
+        model,
+        context_length=context_length,
+        num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
+        dense_on_gpu=plan.dense_on_gpu if plan else [False] * num_layers,
+        head_on_gpu=plan.head_on_gpu if plan else False,
+    )
+    if plan is not None:
+        return {"gpu": gpu_bytes, "cpu": cpu_bytes}
+    return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
 
 
 def _device(device: str | None) -> torch.device:

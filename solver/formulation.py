@@ -6,7 +6,6 @@ Binary   hot_l_g      the neurons of group g are on the GPU, all of them or none
          dense_l      the layer's dense block is on the GPU
          split_l      the layer's parts are not all on one device
          head         the output head is on the GPU
-         uses_gpu     anything is
 Real     seconds_l    T_l >= 0
          head_seconds
 
@@ -20,13 +19,11 @@ D_l = dense_l * dense_gpu_s_l + (1 - dense_l) * dense_cpu_s_l:
     cold_is_split_l_g       dense_l - hot_l_g <= split_l    (dense block there, cold group here)
     hot_is_split_l          has_hot_l - dense_l <= split_l  (dense block here, hot group there)
     least_hot_l             sum_g n_lg hot_l_g >= C_l * has_hot_l
-    dense_uses_gpu_l        dense_l <= uses_gpu
-    hot_uses_gpu_l          has_hot_l <= uses_gpu
-    head_uses_gpu           head <= uses_gpu
     head_time               head_seconds = head * head_gpu_s + (1 - head) * head_cpu_s
     budget                  sum_l (dense_bytes_l dense_l + sum_g n_lg b_l hot_l_g)
-                            + head_bytes head + workspace uses_gpu <= budget
+                            + head_bytes head <= budget - workspace
 
+The workspace needs no variable: what takes none, the CPU-only placement, keeps to that as well.
 Hot and cold neurons of one layer need no rule of their own: with the dense block on the GPU the
 cold ones split the layer, with it on the CPU the hot ones do. Nothing forces hot groups to be
 the hottest: where the GPU is the longer side, another choice can balance the layer better.
@@ -106,7 +103,6 @@ class _Program:
     layers: list[_Layer]
     head: pulp.LpVariable
     head_seconds: pulp.LpVariable
-    uses_gpu: pulp.LpVariable
     second: float  # how many of the objective's units a second is
 
 
@@ -117,6 +113,7 @@ def solve_grouped(
 
     `start` must be feasible, its hot neurons the hottest of each layer."""
     began = time.perf_counter()
+    assert problem.room_bytes >= 0, "the budget does not hold the workspace"
     assert is_feasible(problem, start), "the start breaks the budget or a layer's minimum"
     program = _build(problem, start=start, max_groups=max_groups)
     _set_start(problem, program, start)
@@ -164,22 +161,17 @@ def _build(problem: Problem, *, start: Placement, max_groups: int) -> _Program:
     second = THOUSANDTHS / cpu_only_s
     edges = _group_edges(problem, start=start, max_groups=max_groups)
     layers = [_add_layer(lp, problem, layer, edges[layer], second) for layer in range(len(edges))]
-    head, uses_gpu = _binary(lp, "head"), _binary(lp, "uses_gpu")
+    head = _binary(lp, "head")
     head_seconds = lp.add_variable("head_seconds", lowBound=0)
     head_gpu, head_cpu = problem.head_gpu_s * second, problem.head_cpu_s * second
     lp += head_seconds + (head_cpu - head_gpu) * head == head_cpu, "head_time"
-    for index, layer in enumerate(layers):
-        lp += layer.dense <= uses_gpu, f"dense_uses_gpu_{index}"
-        lp += layer.has_hot <= uses_gpu, f"hot_uses_gpu_{index}"
-    lp += head <= uses_gpu, "head_uses_gpu"
-    lp += _gpu_bytes(problem, layers, head, uses_gpu), "budget"
+    lp += _gpu_bytes(problem, layers, head), "budget"
     lp.setObjective(pulp.lpSum([layer.seconds for layer in layers] + [head_seconds]))
     return _Program(
         lp=lp,
         layers=layers,
         head=head,
         head_seconds=head_seconds,
-        uses_gpu=uses_gpu,
         second=second,
     )
 
@@ -239,18 +231,16 @@ def _add_layer(
     return layer
 
 
-def _gpu_bytes(
-    problem: Problem, layers: list[_Layer], head: pulp.LpVariable, uses_gpu: pulp.LpVariable
-) -> pulp.LpConstraint:
+def _gpu_bytes(problem: Problem, layers: list[_Layer], head: pulp.LpVariable) -> pulp.LpConstraint:
     """The budget, in units of the largest neuron."""
     unit = float(problem.neuron_bytes_L.max())
-    terms = [(head, problem.head_bytes / unit), (uses_gpu, problem.workspace_bytes / unit)]
+    terms = [(head, problem.head_bytes / unit)]
     for index, layer in enumerate(layers):
         neuron_bytes = int(problem.neuron_bytes_L[index])
         terms.append((layer.dense, int(problem.dense_bytes_L[index]) / unit))
         sizes = (layer.sizes_G * neuron_bytes / unit).tolist()
         terms.extend(zip(layer.hot_G, sizes, strict=True))
-    return pulp.LpAffineExpression(terms) <= problem.budget_bytes / unit
+    return pulp.LpAffineExpression(terms) <= problem.room_bytes / unit
 
 
 def _set_start(problem: Problem, program: _Program, start: Placement) -> None:
@@ -272,7 +262,6 @@ def _set_start(problem: Problem, program: _Program, start: Placement) -> None:
     head_s = problem.head_gpu_s if start.head else problem.head_cpu_s
     program.head.varValue = int(start.head)
     program.head_seconds.varValue = head_s * program.second
-    program.uses_gpu.varValue = int(start.uses_gpu)
 
 
 def _read(problem: Problem, program: _Program) -> Placement:

@@ -144,28 +144,37 @@ def _split_layer(
     problem: Problem, layer: int, bytes_K: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The same for one layer with both hot and cold neurons; infinite where C_l forbids it."""
-    gpu_s, cpu_s = problem.gpu_s_per_byte, problem.cpu_s_per_byte
-    prefix_N, total = problem.prefix_LN[layer], problem.touched_L[layer]
     least, most = int(problem.min_hot_L[layer]), problem.num_neurons - 1
     if least > most:
         return np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
-    balanced = (total * cpu_s + problem.round_trip_s - problem.launch_s) / (gpu_s + cpu_s)
-
-    def cost_s(count_K: np.ndarray) -> np.ndarray:
-        smallest_K = total - prefix_N[problem.num_neurons - count_K]
-        touched_K = np.clip(balanced, smallest_K, prefix_N[count_K])
-        hot_K = touched_K * gpu_s + problem.launch_s
-        cold_K = (total - touched_K) * cpu_s + problem.round_trip_s
-        return np.maximum(hot_K, cold_K) + count_K * bytes_K
-
-    most = min(most, max(least, int(np.searchsorted(prefix_N, balanced))))
-    worth_K = np.searchsorted(-problem.touched_LF[layer] * cpu_s, -bytes_K)
+    balance = int(np.searchsorted(problem.prefix_LN[layer], balanced_touched(problem, layer)))
+    most = min(most, max(least, balance))
+    worth_K = np.searchsorted(-problem.touched_LF[layer] * problem.cpu_s_per_byte, -bytes_K)
     count_K = np.clip(worth_K, least, most)
     # The step to balance saves less than the steps before it, so it may not pay its price.
     fewer_K = np.where(count_K == most, np.maximum(least, count_K - 1), count_K)
-    fewer_s_K, count_s_K = cost_s(fewer_K), cost_s(count_K)
+    fewer_s_K, count_s_K = (
+        least_split_seconds(problem, layer, n_K) + n_K * bytes_K for n_K in (fewer_K, count_K)
+    )
     is_fewer_K = fewer_s_K <= count_s_K
     return np.where(is_fewer_K, fewer_s_K, count_s_K), np.where(is_fewer_K, fewer_K, count_K)
+
+
+def balanced_touched(problem: Problem, layer: int) -> float:
+    """The touched bytes of hot neurons with which both sides of a split layer take as long."""
+    gpu_s, cpu_s = problem.gpu_s_per_byte, problem.cpu_s_per_byte
+    all_cold_s = problem.touched_L[layer] * cpu_s + problem.round_trip_s
+    return float((all_cold_s - problem.launch_s) / (gpu_s + cpu_s))
+
+
+def least_split_seconds(problem: Problem, layer: int, count_K: np.ndarray) -> np.ndarray:
+    """M_l with any sets of that many hot neurons, 1..F-1: exact or too low."""
+    prefix_N, total = problem.prefix_LN[layer], problem.touched_L[layer]
+    smallest_K = total - prefix_N[problem.num_neurons - count_K]
+    touched_K = np.clip(balanced_touched(problem, layer), smallest_K, prefix_N[count_K])
+    hot_K = touched_K * problem.gpu_s_per_byte + problem.launch_s
+    cold_K = (total - touched_K) * problem.cpu_s_per_byte + problem.round_trip_s
+    return np.maximum(hot_K, cold_K)
 
 
 def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from sparkinfer.solver.verify import verify
 from sparkinfer.split_file import PlanMode, Split
 
 MIB = 1 << 20
+DEFAULT_CONTEXT_LENGTH = 4096  # where the model was made for more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class SolveConfig:
     machine: Path
     output: Path
     vram_budget_bytes: int
-    context_length: int | None = None  # None is the model's
+    context_length: int | None = None  # None is the model's, up to DEFAULT_CONTEXT_LENGTH
     mode: PlanMode | None = None  # None is predicted where the file has predictors, else exact
     time_limit_s: float = 30.0  # of the integer program
     force: bool = False
@@ -87,7 +88,9 @@ def solve(config: SolveConfig) -> SolveReport:
     machine = Machine.load(config.machine)
     _check_inputs(config, model, profile, machine)
     began = time.perf_counter()
-    context_length = config.context_length or model.shape.context_length
+    context_length = config.context_length or min(
+        model.shape.context_length, DEFAULT_CONTEXT_LENGTH
+    )
     mode = config.mode or ("exact" if model.predictor is None else "predicted")
     problem = build_problem(
         model=model,

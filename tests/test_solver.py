@@ -20,6 +20,7 @@ from sparkinfer import budget
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.solver.formulation import solve_grouped
+from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
 from sparkinfer.solver.lagrangian import search
 from sparkinfer.solver.optimise import find_placement
 from sparkinfer.solver.problem import (
@@ -37,6 +38,7 @@ from sparkinfer.split_file import Split
 
 CLOSE = 1e-9  # f64 sums in another order
 HIGHS = 1e-6  # HiGHS's own tolerance
+NUM_NEURONS = 40  # of a layer of the small model on disk
 
 
 # --- brute force ---------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def problem_of(model, profile, machine, limit, mode, context_length=8) -> Proble
     )
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(60))
 def test_agrees_with_brute_force_over_all_subsets(seed):
     case = tiny(seed)
     problem = problem_of(*case)
@@ -177,6 +179,10 @@ def test_agrees_with_brute_force_over_all_subsets(seed):
     assert answer.bound_s <= best * (1 + CLOSE)
     assert is_feasible(problem, answer.placement)
     assert not any("disagree" in note for note in answer.notes)
+    assert knapsack_bound(problem) <= best * (1 + CLOSE)
+    coarse = knapsack_placement(problem)
+    assert is_feasible(problem, coarse)
+    assert best * (1 - CLOSE) <= placement_seconds(problem, coarse)
     if answer.status == "optimal":
         assert answer.bound_s >= best * (1 - 3 * HIGHS), "neurons one by one: the bound is tight"
 
@@ -307,7 +313,7 @@ def test_touched_bytes_of_both_modes():
 def folder(tmp_path_factory):
     """model.gguf, profile.safetensors and machine.json of a small model with predictors."""
     folder = tmp_path_factory.mktemp("solver")
-    shape = make_shape(num_layers=3)
+    shape = make_shape(num_layers=3, num_neurons=NUM_NEURONS)
     model = make_model(shape=shape, kind="f16", predictor_rank=8, predictor_density=0.3)
     model.save(folder / "model.gguf")
     make_profile(model).save(folder / "profile.safetensors")
@@ -391,7 +397,7 @@ def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
         solve(config_of(folder, tmp_path / name, middle_budget(folder)))
         plans.append(Split.load(tmp_path / name))
     profile = make_profile(ModelFile.load(folder / "model.gguf"))
-    assert any(0 < len(ids) < 96 for ids in plans[0].hot)
+    assert any(0 < len(ids) < NUM_NEURONS for ids in plans[0].hot)
     for layer, (ids, again) in enumerate(zip(plans[0].hot, plans[1].hot, strict=True)):
         np.testing.assert_array_equal(ids, again)
         counts = profile.active_count_LF[layer]
@@ -400,17 +406,20 @@ def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
 
 def corruptions(split: Split):
     """Wrong plans, by what is wrong with them."""
-    layer = next(i for i, ids in enumerate(split.hot) if 1 < len(ids) < 90)
+    layer = next(i for i, ids in enumerate(split.hot) if 1 < len(ids) < NUM_NEURONS)
     ids = split.hot[layer]
 
     def with_ids(new):
         return replace(split, hot=(*split.hot[:layer], new, *split.hot[layer + 1 :]))
 
-    coldest = np.setdiff1d(np.arange(96, dtype=np.int32), ids)[-1:]
+    coldest = np.setdiff1d(np.arange(NUM_NEURONS, dtype=np.int32), ids)[-1:]
     yield "another neuron", with_ids(np.concatenate([coldest, ids[1:]]))
     yield "one neuron less", with_ids(ids[:-1])
     yield "order", with_ids(ids[::-1].copy())
-    yield "an unknown neuron", with_ids(np.concatenate([ids[:-1], np.array([96], np.int32)]))
+    yield (
+        "an unknown neuron",
+        with_ids(np.concatenate([ids[:-1], np.array([NUM_NEURONS], np.int32)])),
+    )
     yield (
         "bytes",
         replace(split, gpu_bytes=split.gpu_bytes | {"neurons": split.gpu_bytes["neurons"] - 1}),
@@ -583,5 +592,33 @@ def test_seven_billion_parameters():
 def test_a_time_limit_still_gives_a_plan_and_says_so():
     problem = seven_billion(4)
     answer = find_placement(problem, time_limit_s=1e-3)
-    assert answer.status == "time_limit" and any("time limit" in note for note in answer.notes)
+    assert answer.status == "optimal", "proven by the Lagrangian bound"
+    assert any("was stopped after" in note for note in answer.notes)
     assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
+    start = on_one_device(problem, gpu=False)
+    grouped = solve_grouped(problem=problem, start=start, time_limit_s=1e-3)
+    assert grouped.status == "time_limit" and grouped.gap > 0.1
+    assert is_feasible(problem, grouped.placement)
+
+
+def test_few_layers_with_large_fixed_costs():
+    # A launch and a round trip weigh as much as a layer of 1,024 neurons here: the Lagrangian
+    # bound alone leaves 0.3 % and more, HiGHS takes minutes.
+    shape = make_shape(num_layers=8, width=256, num_neurons=1024, vocab_size=500)
+    model = shape_only(shape)
+    profile = make_profile(model, power_law_frequencies(8, 1024))
+    machine = make_machine(round_trip_s=5e-6)
+    whole = placement_bytes_of_everything(model, profile, machine)
+    for share in (0.3, 0.6):
+        problem = problem_of(model, profile, machine, int(share * whole), "exact", 32)
+        coarse = search(problem)
+        bound_s = max(coarse.bound_s, knapsack_bound(problem))
+        placement = knapsack_placement(problem)
+        best_s = min(coarse.objective_s, placement_seconds(problem, placement))
+        assert is_feasible(problem, placement)
+        assert bound_s <= best_s <= bound_s * (1 + 1e-3)
+
+
+def placement_bytes_of_everything(model, profile, machine) -> int:
+    problem = problem_of(model, profile, machine, 0, "exact", 32)
+    return placement_bytes(problem, on_one_device(problem, gpu=True))

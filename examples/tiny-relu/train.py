@@ -163,18 +163,20 @@ def schedule(config: TrainConfig, step: int, fresh_from: int) -> tuple[float, fl
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, watch: GateWatch, ids: Tensor, windows: int) -> dict:
-    """Loss in nats a token, and how often each neuron fires, over windows of 512 tokens."""
+def evaluate(
+    model: LlamaForCausalLM, watch: GateWatch, ids: Tensor, windows: int, length: int
+) -> dict:
+    """Loss in nats a token, and how often each neuron fires, over windows of `length` tokens."""
     model.eval()
-    usable = (len(ids) - 1) // 512
+    usable = (len(ids) - 1) // length
     loss_sum, num_tokens, counts = 0.0, 0, None
     for w in np.unique(np.linspace(0, usable - 1, min(windows, usable)).astype(int)).tolist():
-        window = ids[w * 512 : w * 512 + 513][None]
+        window = ids[w * length : (w + 1) * length + 1][None]
         logits = model(window[:, :-1]).logits
         loss_sum += F.cross_entropy(logits[0].float(), window[0, 1:], reduction="sum").item()
         fired = torch.stack([(g > 0).sum((0, 1)) for g in watch.take()])
         counts = fired if counts is None else counts + fired
-        num_tokens += 512
+        num_tokens += length
     model.train()
     assert counts is not None
     hottest = counts.sort(dim=1, descending=True).values[:, : counts.shape[1] // 5].sum(1)
@@ -184,11 +186,12 @@ def evaluate(model: LlamaForCausalLM, watch: GateWatch, ids: Tensor, windows: in
         "density": (counts / num_tokens).mean(1).tolist(),
         "hottest_fifth": (hottest / counts.sum(1)).tolist(),
         "tokens": num_tokens,
+        "window": length,
     }
 
 
-def prepare(out: Path, config: TrainConfig) -> tuple[Tokenizer, Tensor, Tensor, int]:
-    """Tokenizer, training ids, held-out ids, held-out bytes; the tokenizer is kept in `out`."""
+def prepare(out: Path, config: TrainConfig) -> tuple[Tensor, Tensor, int]:
+    """Training ids, held-out ids, held-out bytes; the tokenizer is kept in `out`."""
     texts, held_out = library_texts("train"), library_texts("held-out")
     path = out / "tokenizer.json"
     if path.exists():
@@ -201,7 +204,7 @@ def prepare(out: Path, config: TrainConfig) -> tuple[Tokenizer, Tensor, Tensor, 
         wrapped.save_pretrained(out)
     order = np.random.default_rng(config.seed).permutation(len(texts))
     ids = encode(tokenizer, [texts[i] for i in order])
-    return tokenizer, ids, encode(tokenizer, held_out), sum(len(t.encode()) for t in held_out)
+    return ids, encode(tokenizer, held_out), sum(len(t.encode()) for t in held_out)
 
 
 def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -217,106 +220,120 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
     ]
 
 
+class Run:
+    """A training run: what `resume.pt` holds, and the step that changes it."""
+
+    def __init__(self, out: Path, config: TrainConfig) -> None:
+        torch.manual_seed(config.seed)
+        self.path, self.config = out / "resume.pt", config
+        self.model = LlamaForCausalLM(LlamaConfig(**MODEL))
+        self.watch, self.optimizers = GateWatch(self.model), optimizers(self.model, config)
+        self.step, self.fresh_from = 0, 0  # `fresh_from`: the step at which the optimizers began
+        self.history: list[dict] = []
+        if self.path.exists():
+            self.load()
+        if not self.history or self.history[-1]["settings"] != asdict(config):
+            self.history.append({"from_step": self.step, "settings": asdict(config)})
+        self.forward = torch.compile(self.losses, dynamic=False)
+
+    def load(self) -> None:
+        saved = torch.load(self.path, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.step, self.history = saved["step"], saved["history"]
+        self.fresh_from = saved["fresh_from"]
+        if self.history[-1]["settings"]["muon_gates"] == self.config.muon_gates:
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+        else:
+            self.fresh_from = self.step
+
+    def save(self) -> None:
+        partial = self.path.with_suffix(".partial")
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "history": self.history,
+            "fresh_from": self.fresh_from,
+        }
+        torch.save(state, partial)
+        partial.replace(self.path)
+
+    def losses(self, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, (weighted) mean gate activation and density of windows [windows, length + 1]."""
+        logits = self.model(window[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+        gates = self.watch.take()
+        mean_LF = torch.stack([g.float().mean((0, 1)) for g in gates])
+        if self.config.l1_by_rank:
+            mean_LF = mean_LF * torch.stack([rank_weights(m.detach()) for m in mean_LF])
+        density = torch.stack([(g > 0).float().mean() for g in gates]).mean()
+        return loss, mean_LF.mean(), density
+
+    def advance(self, ids: Tensor, use_bf16: bool) -> tuple[float, float]:
+        """One step; returns loss and density of its batch."""
+        rate, l1_weight = schedule(self.config, self.step, self.fresh_from)
+        window = batch(ids, self.config, self.step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=use_bf16):
+            loss, activation, density = self.forward(window)
+        (loss + l1_weight * activation).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss.item(), density.item()
+
+
 def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(config.seed)
-    tokenizer, ids, held_out, held_out_bytes = prepare(out, config)
-    print(f"{len(ids):,} training tokens, {len(held_out):,} for the measure", file=sys.stderr)
-    model = LlamaForCausalLM(LlamaConfig(**MODEL))
-    watch, opts, step = GateWatch(model), optimizers(model, config), 0
-    resume, history, fresh_from = out / "resume.pt", [], 0
-    if resume.exists():
-        saved = torch.load(resume, weights_only=True)
-        model.load_state_dict(saved["model"])
-        step, history, fresh_from = saved["step"], saved["history"], saved["fresh_from"]
-        if history[-1]["settings"]["muon_gates"] == config.muon_gates:
-            for opt, state in zip(opts, saved["optimizers"], strict=True):
-                opt.load_state_dict(state)
-        else:
-            fresh_from = step
-    if not history or history[-1]["settings"] != asdict(config):
-        history.append({"from_step": step, "settings": asdict(config)})
-
-    @torch.compile(dynamic=False)
-    def forward(window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, mean gate activation and density of windows [windows, length + 1]."""
-        logits = model(window[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
-        gates = watch.take()
-        mean_LF = torch.stack([g.float().mean((0, 1)) for g in gates])
-        if config.l1_by_rank:
-            mean_LF = mean_LF * torch.stack([rank_weights(m.detach()) for m in mean_LF])
-        activation = mean_LF.mean()
-        return loss, activation, torch.stack([(g > 0).float().mean() for g in gates]).mean()
-
-    began, first = time.perf_counter(), step
-    end = min(config.steps, stop_at or config.steps)
-    while step < end:
-        rate, l1_weight = schedule(config, step, fresh_from)
-        window = batch(ids, config, step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=use_bf16):
-            loss, activation, density = forward(window)
-        (loss + l1_weight * activation).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = rate
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        step += 1
-        if step % 10 == 0:
-            pace = (time.perf_counter() - began) / (step - first)
-            print(
-                f"step {step}/{config.steps}  loss {loss.item():.3f}  density {density.item():.3f}  "
-                f"{pace:.2f} s/step  {pace * (config.steps - step) / 60:.0f} min left",
-                file=sys.stderr,
-                flush=True,
+    ids, held_out, held_out_bytes = prepare(out, config)
+    say(f"{len(ids):,} training tokens, {len(held_out):,} for the measure")
+    run = Run(out, config)
+    began, first, end = time.perf_counter(), run.step, min(config.steps, stop_at or config.steps)
+    while run.step < end:
+        loss, density = run.advance(ids, use_bf16)
+        if run.step % 10 == 0:
+            pace = (time.perf_counter() - began) / (run.step - first)
+            say(
+                f"step {run.step}/{config.steps}  loss {loss:.3f}  density {density:.3f}"
+                f"  {pace:.2f} s/step  {pace * (end - run.step) / 60:.0f} min left"
             )
-        if step % 100 == 0 or step == end:
-            seen = evaluate(model, watch, held_out, 48)
-            mean = sum(seen["density"]) / len(seen["density"])
-            skew = sum(seen["hottest_fifth"]) / len(seen["hottest_fifth"])
-            print(
-                f"  held out: perplexity {seen['perplexity']:.2f}, density {mean:.3f}, hottest fifth {skew:.3f}",
-                file=sys.stderr,
-                flush=True,
+        if run.step % 100 == 0 or run.step == end:
+            seen = evaluate(run.model, run.watch, held_out, 48, 512)
+            say(
+                f"  held out: perplexity {seen['perplexity']:.2f},"
+                f" density {np.mean(seen['density']):.3f},"
+                f" hottest fifth {np.mean(seen['hottest_fifth']):.3f}"
             )
-            save_resume(resume, model, opts, step, history, fresh_from)
-    if step < config.steps:
-        return
-    report = evaluate(model, watch, held_out, 1 << 30)
+            run.save()
+    if run.step == config.steps:
+        finish(out, run, held_out, held_out_bytes, len(ids))
+
+
+def finish(
+    out: Path, run: Run, held_out: Tensor, held_out_bytes: int, training_tokens: int
+) -> None:
+    """Writes the checkpoint in bf16, and what it measures as it is written."""
+    run.model.to(torch.bfloat16).save_pretrained(out)
+    length = run.model.config.max_position_embeddings
+    report = evaluate(run.model.float(), run.watch, held_out, len(held_out), length)
     report["bits_per_byte"] = report["loss"] * len(held_out) / held_out_bytes / math.log(2)
     report |= {
-        "history": history,
-        "training_tokens": len(ids),
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "training_tokens": training_tokens,
         "held_out_modules": sorted(HELD_OUT),
         "python": sys.version.split()[0],
+        "history": run.history,
     }
-    model.to(torch.bfloat16).save_pretrained(out)
     (out / "metrics.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
 
 
-def save_resume(
-    path: Path,
-    model: nn.Module,
-    opts: list[torch.optim.Optimizer],
-    step: int,
-    history: list,
-    fresh_from: int,
-) -> None:
-    partial = path.with_suffix(".partial")
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizers": [o.state_dict() for o in opts],
-            "step": step,
-            "history": history,
-            "fresh_from": fresh_from,
-        },
-        partial,
-    )
-    partial.replace(path)
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:

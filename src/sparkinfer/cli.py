@@ -113,7 +113,7 @@ def convert(source: Path, as_json: bool, **options: Any) -> None:
 @click.option("--tokens", "max_tokens", default=131_072, show_default=True)
 @click.option("--train-predictors", type=FILE, help="Folder for predictors.safetensors.")
 @click.option("--predictor-rank", type=int, help="An eighth of the model width by default.")
-@click.option("--target-contribution", default=0.99, show_default=True,
+@click.option("--target-contribution", default=0.985, show_default=True,
               help="Share of the neurons' contribution that predictors must name.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1: predict from the layer before.")  # fmt: skip

@@ -1,0 +1,154 @@
+"""A bound and a placement by dynamic programming over bytes, for models of few layers.
+
+The Lagrangian bound is loose by up to one layer's fixed costs, which is nothing among 32 layers
+and several percent among 8 small ones. Here every layer and the head is an item of which exactly
+one option is taken, (dense block here or there, n hot neurons), and bytes are counted in units:
+
+    best[item, r] = min over options with u <= r units [seconds + best[item - 1, r - u]]
+
+With the bytes of every option rounded down to units, and M_l of n neurons taken as in
+`lagrangian` (no more than that of any n neurons), the result is no more than T of any placement:
+a bound, at most (L + 1) units of memory better than what can be had. With bytes rounded up and
+the n hottest neurons, it is a placement that fits.
+
+Measured (8 layers of 1,024 neurons, width 256, launch 4 us, round trip 15 us, one busy core of
+two): gaps of 0.8 to 9.6 % become under 0.1 %; 0.2-0.6 s.
+
+What this module does not know: how to fill what the rounding up leaves (see `refine`).
+
+Letters: L layers, F neurons, O options of an item, R units of memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkinfer.solver.lagrangian import least_split_seconds
+from sparkinfer.solver.problem import (
+    Placement,
+    Problem,
+    of_counts,
+    on_one_device,
+    placement_seconds,
+)
+
+BOUND_UNITS = 16384  # memory is divided into at most this many units for the bound
+PLACEMENT_UNITS = 4096  # and for a placement, where every choice is kept
+# The sums behind a bound are of up to some thousand terms in f64.
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """The options of one layer, or of the head (which has no neurons), by rising bytes."""
+
+    bytes_O: np.ndarray
+    seconds_O: np.ndarray
+    num_hot_O: np.ndarray
+    on_gpu_O: np.ndarray  # bool: the dense block, or the head
+
+
+def knapsack_bound(problem: Problem) -> float:
+    """No placement of single neurons takes less than this."""
+    cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
+    if problem.room_bytes < 0:
+        return cpu_only_s * (1 - ROUNDING)
+    unit = -(-max(1, problem.room_bytes) // BOUND_UNITS)
+    best_R = np.zeros(problem.room_bytes // unit + 1)
+    for item in _items(problem, is_relaxed=True):
+        best_R, _ = _add_item(best_R, item.bytes_O // unit, item.seconds_O, keep_choices=False)
+    return min(cpu_only_s, float(best_R[-1])) * (1 - ROUNDING)
+
+
+def knapsack_placement(problem: Problem) -> Placement:
+    """A placement that fits; nothing on the GPU where the workspace leaves no room."""
+    if problem.room_bytes < 0:
+        return on_one_device(problem, gpu=False)
+    unit = -(-max(1, problem.room_bytes) // PLACEMENT_UNITS)
+    best_R = np.zeros(problem.room_bytes // unit + 1)
+    items, choices = _items(problem, is_relaxed=False), []
+    for item in items:
+        best_R, choice_R = _add_item(
+            best_R, -(-item.bytes_O // unit), item.seconds_O, keep_choices=True
+        )
+        choices.append(choice_R)
+    left, chosen = len(best_R) - 1, []
+    for item, choice_R in zip(reversed(items), reversed(choices), strict=True):
+        option = int(choice_R[left])
+        left -= int(-(-item.bytes_O[option] // unit))
+        chosen.append((int(item.num_hot_O[option]), bool(item.on_gpu_O[option])))
+    (_, head), *layers = chosen
+    num_hot_L, dense_L = (np.array(values) for values in zip(*reversed(layers), strict=True))
+    return of_counts(problem, num_hot_L, dense_L, head)
+
+
+def _items(problem: Problem, *, is_relaxed: bool) -> list[_Item]:
+    """The layers, then the head; seconds of any sets of neurons, or of the hottest ones."""
+    items = [_layer_item(problem, layer, is_relaxed) for layer in range(problem.num_layers)]
+    head = _Item(
+        bytes_O=np.array([0, problem.head_bytes]),
+        seconds_O=np.array([problem.head_cpu_s, problem.head_gpu_s]),
+        num_hot_O=np.zeros(2, np.int64),
+        on_gpu_O=np.array([False, True]),
+    )
+    return [*items, head]
+
+
+def _layer_item(problem: Problem, layer: int, is_relaxed: bool) -> _Item:
+    count_C = np.unique(
+        np.append(
+            [0, problem.num_neurons], np.arange(problem.min_hot_L[layer], problem.num_neurons)
+        )
+    )
+    seconds, num_bytes = [], []
+    for dense in (False, True):
+        seconds_C = _hottest_seconds(problem, layer, count_C, dense)
+        if is_relaxed:
+            seconds_C[1:-1] = least_split_seconds(problem, layer, count_C[1:-1])
+        dense_s = (problem.dense_gpu_s_L if dense else problem.dense_cpu_s_L)[layer]
+        seconds.append(seconds_C + dense_s)
+        num_bytes.append(
+            count_C * problem.neuron_bytes_L[layer] + problem.dense_bytes_L[layer] * dense
+        )
+    bytes_O = np.concatenate(num_bytes)
+    order = np.argsort(bytes_O, kind="stable")
+    return _Item(
+        bytes_O=bytes_O[order],
+        seconds_O=np.concatenate(seconds)[order],
+        num_hot_O=np.tile(count_C, 2)[order],
+        on_gpu_O=np.repeat([False, True], len(count_C))[order],
+    )
+
+
+def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: bool) -> np.ndarray:
+    """M_l with the n hottest neurons on the GPU, for every n of `count_C`."""
+    prefix_N = problem.prefix_LN[layer]
+    hot_C, cold_C = prefix_N[count_C], prefix_N[-1] - prefix_N[count_C]
+    has_hot_C, has_cold_C = count_C > 0, count_C < problem.num_neurons
+    gpu_C = hot_C * problem.gpu_s_per_byte + problem.launch_s * has_hot_C
+    is_split_C = has_cold_C if dense else has_hot_C
+    cpu_C = cold_C * problem.cpu_s_per_byte + problem.round_trip_s * is_split_C
+    return np.maximum(gpu_C, cpu_C)
+
+
+def _add_item(
+    best_R: np.ndarray, units_O: np.ndarray, seconds_O: np.ndarray, *, keep_choices: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """best[item] from best[item - 1]; and the option taken for every r, where they are kept."""
+    new_R = np.full_like(best_R, np.inf)
+    choice_R = np.zeros(len(best_R) if keep_choices else 0, np.int64)
+    for option in _useful(units_O, seconds_O, len(best_R) - 1):
+        units = int(units_O[option])
+        with_R = best_R[: len(best_R) - units] + seconds_O[option]
+        if keep_choices:
+            choice_R[units:][with_R < new_R[units:]] = option
+        np.minimum(new_R[units:], with_R, out=new_R[units:])
+    return new_R, choice_R
+
+
+def _useful(units_O: np.ndarray, seconds_O: np.ndarray, most: int) -> list[int]:
+    """Options that fit and are faster than every option of as few units or fewer."""
+    order = np.lexsort((seconds_O, units_O))
+    order = order[units_O[order] <= most]
+    sorted_s = seconds_O[order]
+    before = np.concatenate([[np.inf], np.minimum.accumulate(sorted_s)[:-1]])
+    return order[sorted_s < before].tolist()

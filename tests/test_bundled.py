@@ -1,0 +1,178 @@
+"""The bundled trained model: what the README says of it, shown on text it was not trained on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import rel_error
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparkinfer import Engine
+from sparkinfer.budget import plan_bytes
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.calibrate import CalibrateConfig, calibrate
+from sparkinfer.profile.collect import ProfileConfig, profile
+from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.profile_file import Profile
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.split_file import Split
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "examples" / "tiny-relu"
+RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
+RANK = 96  # as `make demo`
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with the texts, f32.gguf, the profile, and model.gguf with predictors (f16)."""
+    folder = tmp_path_factory.mktemp("bundled")
+    for part in ("train", "held-out"):
+        corpus = [TINY / "corpus.py", "--part", part, "-o", folder / f"{part}.txt"]
+        subprocess.run([sys.executable, *map(str, corpus)], check=True)
+    convert(ConvertConfig(source=TINY, output=folder / "f32.gguf", outtype="f32"))
+    convert(ConvertConfig(source=TINY, output=folder / "base.gguf"))
+    profile(
+        ProfileConfig(
+            model=folder / "base.gguf", corpora=(folder / "train.txt",), output=folder / "profile",
+            train_predictors=folder, predictor_rank=RANK, max_tokens=81_920,
+        )
+    )  # fmt: skip
+    convert(
+        ConvertConfig(source=folder / "base.gguf", output=folder / "model.gguf", predictors=folder)
+    )
+    calibrate(CalibrateConfig(output=folder / "machine.json", gpu_from=RTX))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def held_out_ids(made):
+    """513 tokens from the middle of the held-out text."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    text = (made / "held-out.txt").read_text()
+    ids = torch.tensor(tokenizer(text[len(text) // 2 : len(text) // 2 + 8000]).input_ids)
+    assert len(ids) > 513
+    return ids[:513]
+
+
+@pytest.fixture(scope="module")
+def want(held_out_ids):
+    """transformers' logits, f32 [512, V]."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(held_out_ids[None, :-1]).logits[0]
+
+
+def perplexity(logits_TV, ids):
+    return F.cross_entropy(logits_TV.double(), ids[1:]).exp().item()
+
+
+def test_it_is_what_its_card_says(made):
+    metrics = json.loads((TINY / "metrics.json").read_text())
+    assert metrics["perplexity"] <= 25
+    assert np.mean(metrics["density"]) <= 0.12
+    assert np.mean(metrics["hottest_fifth"]) >= 0.45
+    assert sum(f.stat().st_size for f in TINY.iterdir() if f.is_file()) < 20e6
+    report = evaluate(EvalConfig(model=made / "f32.gguf", corpora=(made / "held-out.txt",),
+                                 mode="exact", max_tokens=8192))  # fmt: skip
+    # The library of another Python is another text; windows of 512 cost a little against 1,024.
+    assert report.perplexity < 1.25 * metrics["perplexity"]
+    assert np.allclose(report.hidden_share_L, metrics["density"], rtol=0.2)
+    counted = Profile.load(made / "profile")
+    assert counted.density_L.mean() <= 0.12
+    assert counted.hottest_share_L().mean() >= 0.45
+
+
+def test_dense_logits_equal_those_of_transformers(made, held_out_ids, want):
+    with Engine.load(made / "f32.gguf", mode="dense") as engine:
+        assert rel_error(engine.logits(held_out_ids[:-1]), want) <= 1e-5
+
+
+@pytest.mark.parametrize("outtype, bound", [("f16", 2e-3), ("bf16", 1e-3)])
+def test_half_precision_stays_within_its_rounding(
+    made, tmp_path, held_out_ids, want, outtype, bound
+):
+    """The checkpoint is bf16: that file loses nothing but the f16 KV cache."""
+    convert(ConvertConfig(source=TINY, output=tmp_path / "m.gguf", outtype=outtype))
+    with Engine.load(tmp_path / "m.gguf", mode="dense") as engine:
+        assert rel_error(engine.logits(held_out_ids[:-1]), want) < bound
+
+
+def test_q8_0_costs_less_than_half_a_percent_of_perplexity(made, tmp_path):
+    convert(ConvertConfig(source=TINY, output=tmp_path / "q8.gguf", outtype="q8_0"))
+    reports = [
+        evaluate(
+            EvalConfig(model=path, corpora=(made / "held-out.txt",), mode="exact", max_tokens=8192)
+        )
+        for path in (tmp_path / "q8.gguf", made / "f32.gguf")
+    ]
+    change = reports[0].perplexity / reports[1].perplexity - 1
+    assert reports[0].perplexity != reports[1].perplexity
+    assert abs(change) < 0.005
+
+
+def test_exact_equals_dense(made, held_out_ids):
+    ids = held_out_ids[:200]
+    with Engine.load(made / "f32.gguf", mode="dense") as dense:
+        want = dense.logits(ids)
+    with Engine.load(made / "f32.gguf", mode="exact") as exact:
+        assert rel_error(exact.logits(ids), want) <= 1e-5
+        exact.hidden(ids[:1])
+        before = exact.traffic.total
+        for position in range(1, 64):
+            last = exact._step(ids[position : position + 1], position)
+        assert rel_error(last, want[63]) <= 1e-5
+        whole = 3 * 4 * 256 * 1024 * 6 * 63
+        assert 1 / 3 < (exact.traffic.total - before) / whole < 0.5  # all gates and a few rows
+
+
+def test_predicted_is_sparse_and_costs_next_to_nothing(made):
+    report = evaluate(EvalConfig(model=made / "model.gguf", corpora=(made / "held-out.txt",),
+                                 mode="predicted", max_tokens=12_288))  # fmt: skip
+    assert 1 - np.mean(report.named_share_L) >= 0.75
+    assert report.perplexity_increase < 0.005
+    assert report.top1_agreement > 0.9
+
+
+def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out_ids):
+    model = ModelFile.load(made / "model.gguf")
+    whole, _ = plan_bytes(model, context_length=1024, num_hot=[1024] * 6,
+                          dense_on_gpu=[True] * 6, head_on_gpu=True)  # fmt: skip
+    budget = sum(whole.values()) - whole["neurons"] // 2
+    report = solve(
+        SolveConfig(
+            model=made / "model.gguf", profile=made / "profile", machine=made / "machine.json",
+            output=tmp_path / "split.gguf", vram_budget_bytes=budget,
+        )
+    )  # fmt: skip
+    split = Split.load(tmp_path / "split.gguf")
+    assert sum(split.gpu_bytes.values()) <= budget
+    gpu, cpu = plan_bytes(
+        model, context_length=split.context_length, num_hot=[len(ids) for ids in split.hot],
+        dense_on_gpu=split.dense_on_gpu, head_on_gpu=split.head_on_gpu,
+    )  # fmt: skip
+    assert (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes)
+    assert 0.4 < report.num_hot / report.num_neurons < 0.6
+    # Hot neurons are worth more than cold ones.
+    assert report.hot_traffic_share > report.num_hot / report.num_neurons + 0.05
+    ids = held_out_ids[:100]
+    with Engine.load(made / "model.gguf", mode="dense", context_length=1024) as engine:
+        want = engine.logits(ids)
+    for mode in ("dense", "exact"):
+        with Engine.load(made / "model.gguf", split=tmp_path / "split.gguf", mode=mode) as engine:
+            assert rel_error(engine.logits(ids), want) < torch.finfo(torch.float16).eps
+
+
+def test_it_writes_python(made):
+    with Engine.load(made / "model.gguf") as engine:
+        text = "".join(t.text for t in engine.generate("class Parser:\n    def __init__(", 60, 0.0))
+    assert "self" in text
+    assert ":" in text
+    assert "\n" in text
