@@ -15,7 +15,7 @@ MODEL ?= examples/tiny-relu
 DIR ?= build/$(notdir $(patsubst %/,%,$(MODEL)))
 CORPUS ?= build/corpus/train.txt
 VRAM ?= 8GiB
-PROMPT ?= def main(argv=None):
+PROMPT ?= def parse_args(argv=None):
 TOKENS ?= 131072
 NUM_TOKENS ?= 96
 TEMPERATURE ?= 0.8
@@ -23,6 +23,7 @@ OUTTYPE ?= f16
 SPARSITY ?=
 CONTEXT ?=
 RANK ?=
+export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
 .PHONY: setup build demo convert profile solve generate evaluate test test-gpu check clean FORCE
@@ -59,7 +60,7 @@ SPLIT := $(DIR)/model.split.gguf
 demo:
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory evaluate generate MODEL=examples/tiny-relu DIR=build/demo \
-	  VRAM=14MiB RANK=96 TEMPERATURE=0.5 SEED=7
+	  VRAM=14MiB RANK=96 TEMPERATURE=0.7 SEED=4
 
 convert: build $(BASE)
 profile: build $(FULL)
@@ -104,7 +105,7 @@ evaluate: build $(SPLIT) build/corpus/held-out.txt
 
 generate: build $(SPLIT)
 	@echo "== generate: $(FULL) by $(SPLIT)"
-	@$(SPARKINFER) generate $(FULL) --split $(SPLIT) -p '$(PROMPT)' -n $(NUM_TOKENS) \
+	@$(SPARKINFER) generate $(FULL) --split $(SPLIT) -p "$$PROMPT" -n $(NUM_TOKENS) \
 	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED))
 
 build/corpus/%.txt: examples/tiny-relu/corpus.py

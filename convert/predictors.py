@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from sparkinfer.convert.encode import encode
 from sparkinfer.convert.json_file import read_object
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.model_file import ModelFile, ModelShape, PredictorInfo, PredictorKind
+from sparkinfer.model_file import ModelFile, ModelShape, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
@@ -75,9 +74,7 @@ def _open(folder: Path, model: ModelFile) -> PredictorSource:
         raise SparkinferError(
             f"{folder}: holds {found} of {FILE_NAME} and model_0.pt, ...; wanted one of the two"
         )
-    source = _open_ours(folder / FILE_NAME, model) if is_ours else _open_dejavu(folder, model.shape)
-    _check_info(source, model.shape)
-    return source
+    return _open_ours(folder / FILE_NAME, model) if is_ours else _open_dejavu(folder, model.shape)
 
 
 def _open_ours(path: Path, model: ModelFile) -> PredictorSource:
@@ -170,17 +167,3 @@ def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: Model
             )
         if not np.isfinite(array).all():
             raise SparkinferError(f"{path}: {name} has NaN or infinite values; get it again")
-
-
-def _check_info(source: PredictorSource, shape: ModelShape) -> None:
-    """Raises SparkinferError for settings that the model file could not hold."""
-    info = source.info
-    if (
-        info.kind not in get_args(PredictorKind)
-        or len(info.density_L) not in (0, shape.num_layers)
-        or any(math.isnan(value) for value in (*info.threshold_L, *info.density_L))
-        or not 0 <= info.input_layer_offset < shape.num_layers
-    ):
-        raise SparkinferError(
-            f"{source.path}: cannot be used as they are: {info}; train them again"
-        )

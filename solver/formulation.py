@@ -33,13 +33,16 @@ CPU-only token and bytes in the largest neuron. The groups' edges include the nu
 neurons of the start in each layer, so that the start is a point of the program and the answer
 is never slower than it.
 
-Measured (7B shape, f16, 2 busy cores; all-subsets power-law frequencies; budgets 2 to 14 GiB):
-binary groups with one row a group for the two indicator rules needed 0.9-7.6 s for a gap of
-0.1 % with 1,000 groups and 2-31 s with 2,000. One summed row instead of a row a group: 1-16 s
-and 2-31 s. Counts per group as integers, or groups as continuous variables, are 2-10 times
-faster at some budgets but at 12 GiB were left after 30 s with a gap of 15 % and 3 %. Hence
-binary groups, a row a group, 1,000 groups; what the grouping loses (under 0.1 %) `refine` and
-the Lagrangian search win back.
+Measured (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores busy with other
+work). To a gap of 0.1 %, without the start's edges: 0.9-7.9 s with 1,000 groups and 1.7-31 s with
+2,000; one summed row instead of a row a group for the two indicator rules 1.1-16 s and 1.8-31 s.
+To a gap of 0.01 % with 2,000 groups no variant finished everywhere in 30 s: counts per group as
+integers, or continuous groups, were faster at some budgets, but at 12 GiB stood at 15 % and 3 %,
+binary groups never above 0.3 %. Hence binary groups, a row a group, 1,000 groups. With the start's
+edges 0.4-1.3 s, and 0.7-1.0 s for a 70B shape (80 layers of 28,672 neurons).
+
+With a binary for "anything is on the GPU" and the workspace as its coefficient in the budget,
+HiGHS 1.15.1 called a placement of a tiny model optimal that was 0.07 % slower than the best.
 
 What this module does not know: files, or any bound for single neurons."""
 
@@ -72,7 +75,7 @@ class GroupedResult:
 
     status: Literal["optimal", "time_limit"]
     objective_s: float  # of the placement, recomputed in numpy
-    bound_s: float  # for placements of whole groups; of any where `is_neuron_granular`
+    bound_s: float  # HiGHS's own, for placements of whole groups: not a certificate
     is_neuron_granular: bool
     num_groups: int
     solve_s: float

@@ -2,7 +2,9 @@
 
 The Lagrangian search goes first, and a dynamic program where it leaves a gap. The grouped integer
 program starts from what they found, and its answer is refined to single neurons. The fastest
-placement wins. What this module does not know: files."""
+placement wins. The bound is that of the first two, which anyone can recompute by adding up; the
+integer program's own is only compared with it, as HiGHS's tolerances are part of that one.
+What this module does not know: files."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,8 +24,8 @@ from sparkinfer.solver.problem import (
 from sparkinfer.solver.refine import fill
 
 Status = Literal["optimal", "time_limit", "fits", "cpu_only"]
-# Shares of the objective. HiGHS meets its constraints to 1e-6 of what they are scaled to.
-HIGHS_SLACK = 1e-6
+# Shares of the objective.
+HIGHS_SLACK = 1e-6  # what HiGHS's tolerances may add or take
 NOTED_GAP = 5e-3
 KNAPSACK_GAP = 1e-4  # with 32 layers and more the Lagrangian search leaves less
 # A plan that is proven to the integer program's own gap before it starts gets it as a second
@@ -67,14 +69,11 @@ def find_placement(problem: Problem, *, time_limit_s: float) -> Answer:
         time_limit_s=min(time_limit_s, SECOND_OPINION_S) if is_proven else time_limit_s,
     )
     placement = _fastest(problem, [start.placement, *_refined(problem, grouped.placement)])
-    bound_s = start.bound_s
-    if grouped.is_neuron_granular:
-        bound_s = max(bound_s, grouped.bound_s * (1 - HIGHS_SLACK))
     notes = _disagreements(start, grouped)
     if not placement.uses_gpu:
         notes = (*notes, "nothing on the GPU pays with these figures: everything is on the CPU")
     status: Status = "optimal" if is_proven else grouped.status
-    return _answer(problem, status, placement, bound_s, notes)
+    return _answer(problem, status, placement, start.bound_s, notes)
 
 
 def _start(problem: Problem) -> Answer:

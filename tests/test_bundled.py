@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models import make_machine
 from reference import rel_error
+from test_runtime import make_split
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +19,6 @@ from sparkinfer.budget import plan_bytes
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.calibrate import CalibrateConfig, calibrate
 from sparkinfer.profile.collect import ProfileConfig, profile
 from sparkinfer.profile.quality import EvalConfig, evaluate
 from sparkinfer.profile_file import Profile
@@ -26,7 +27,6 @@ from sparkinfer.split_file import Split
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny-relu"
-RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
 RANK = 96  # as `make demo`
 
 
@@ -42,13 +42,16 @@ def made(tmp_path_factory):
     profile(
         ProfileConfig(
             model=folder / "base.gguf", corpora=(folder / "train.txt",), output=folder / "profile",
-            train_predictors=folder, predictor_rank=RANK, max_tokens=81_920,
+            train_predictors=folder, predictor_rank=RANK, max_tokens=65_536,
         )
     )  # fmt: skip
     convert(
         ConvertConfig(source=folder / "base.gguf", output=folder / "model.gguf", predictors=folder)
     )
-    calibrate(CalibrateConfig(output=folder / "machine.json", gpu_from=RTX))
+    # Fixed figures, so that the plan does not depend on how busy this machine is.
+    make_machine(gpu_gb_per_s=272, cpu_gb_per_s=20, round_trip_s=2.5e-5).save(
+        folder / "machine.json"
+    )
     return folder
 
 
@@ -159,15 +162,18 @@ def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out
         dense_on_gpu=split.dense_on_gpu, head_on_gpu=split.head_on_gpu,
     )  # fmt: skip
     assert (gpu, cpu) == (split.gpu_bytes, split.cpu_bytes)
-    assert 0.4 < report.num_hot / report.num_neurons < 0.6
+    assert 0 < report.num_hot < report.num_neurons
     # Hot neurons are worth more than cold ones.
-    assert report.hot_traffic_share > report.num_hot / report.num_neurons + 0.05
+    assert report.hot_traffic_share > report.num_hot / report.num_neurons
+    hottest_LF = np.argsort(-Profile.load(made / "profile").active_count_LF, axis=1)
+    make_split(model, hottest_LF[:, :512], context_length=1024).save(tmp_path / "half.gguf")
     ids = held_out_ids[:100]
     with Engine.load(made / "model.gguf", mode="dense", context_length=1024) as engine:
         want = engine.logits(ids)
-    for mode in ("dense", "exact"):
-        with Engine.load(made / "model.gguf", split=tmp_path / "split.gguf", mode=mode) as engine:
-            assert rel_error(engine.logits(ids), want) < torch.finfo(torch.float16).eps
+    for plan in ("split.gguf", "half.gguf"):
+        for mode in ("dense", "exact"):
+            with Engine.load(made / "model.gguf", split=tmp_path / plan, mode=mode) as engine:
+                assert rel_error(engine.logits(ids), want) < torch.finfo(torch.float16).eps
 
 
 def test_it_writes_python(made):

@@ -183,8 +183,6 @@ def test_agrees_with_brute_force_over_all_subsets(seed):
     coarse = knapsack_placement(problem)
     assert is_feasible(problem, coarse)
     assert best * (1 - CLOSE) <= placement_seconds(problem, coarse)
-    if answer.status == "optimal":
-        assert answer.bound_s >= best * (1 - 3 * HIGHS), "neurons one by one: the bound is tight"
 
 
 @pytest.mark.parametrize("seed", range(15))

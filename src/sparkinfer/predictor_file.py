@@ -94,6 +94,8 @@ class Predictors:
             )
         if np.isnan(self.info.threshold_L).any():
             raise SparkinferError("a threshold is NaN")
+        if len(self.info.density_L) not in (0, len(self.layers)):
+            raise SparkinferError(f"{len(self.info.density_L)} densities, wanted none or all")
         for layer, (p, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
             width, neurons = p.down_RD.shape[-1], p.up_FR.shape[0]
             wanted = {
