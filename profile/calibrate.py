@@ -33,7 +33,8 @@ def calibrate(config: CalibrateConfig, say: Callable[[str], None] = lambda line:
     """Measures and writes machine.json; `say` hears what is measured.
 
     Where there is no GPU, and only then, `gpu_from` gives the figures of another machine's."""
-    check_output(config.output, force=config.force)
+    inputs = () if config.gpu_from is None else (config.gpu_from,)
+    check_output(config.output, force=config.force, inputs=inputs)
     borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
     if borrowed is not None and not borrowed.gpus:
         raise SparkinferError(

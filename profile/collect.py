@@ -75,7 +75,7 @@ def profile(
 ) -> ProfileReport:
     """Writes the profile and, if asked, the predictors; `on_tokens` hears of progress."""
     began = time.perf_counter()
-    check_output(config.output, force=config.force)
+    check_output(config.output, force=config.force, inputs=(config.model, *config.corpora))
     predictor_path = config.train_predictors and config.train_predictors / FILE_NAME
     if predictor_path:
         check_output(predictor_path, force=config.force)

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import PREFILL_CHUNK, Items, plan_bytes
+from sparkinfer.budget import DEFAULT_CONTEXT, PREFILL_CHUNK, Items, plan_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
@@ -28,8 +28,6 @@ from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
 from sparkinfer.split_file import Split
-
-DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True)

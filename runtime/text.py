@@ -34,7 +34,13 @@ class TextCodec:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids as the checkpoint's own tokenizer gives them; for no text, the begin token."""
+        """Token ids as the checkpoint's own tokenizer gives them; for no text, the begin token.
+
+        Raises SparkinferError for what is not Unicode (bytes of another encoding)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise SparkinferError(f"the text is not UTF-8 at character {error.start}") from error
         ids = list(self.tokenizer.encode(text).ids)
         return ids or ([] if self.begin_id is None else [self.begin_id])
 

@@ -42,7 +42,8 @@ binary groups never above 0.3 %. Hence binary groups, a row a group, 1,000 group
 edges 0.4-1.3 s, and 0.7-1.0 s for a 70B shape (80 layers of 28,672 neurons).
 
 With a binary for "anything is on the GPU" and the workspace as its coefficient in the budget,
-HiGHS 1.15.1 called a placement of a tiny model optimal that was 0.07 % slower than the best.
+HiGHS 1.15.1 once in 1,200 solves of tiny random models called a placement optimal that was 0.07 %
+slower than the best; as above, never in the same 1,200. Its bound is no certificate.
 
 What this module does not know: files, or any bound for single neurons."""
 

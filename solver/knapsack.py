@@ -12,7 +12,8 @@ a bound, at most (L + 1) units of memory better than what can be had. With bytes
 the n hottest neurons, it is a placement that fits.
 
 Measured (8 layers of 1,024 neurons, width 256, launch 4 us, round trip 15 us, one busy core of
-two): gaps of 0.8 to 9.6 % become under 0.1 %; 0.2-0.6 s.
+two): gaps of 0.8 to 9.6 % become 0.04 % or less in 0.3 s or less. With 22 layers of 5,632 neurons
+it takes 1-8 s and proves less than the Lagrangian search, whose gap there is 0.004 % or less.
 
 What this module does not know: how to fill what the rounding up leaves (see `refine`).
 

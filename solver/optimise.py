@@ -151,7 +151,7 @@ def _disagreements(start: Answer, grouped: GroupedResult) -> tuple[str, ...]:
         )
     if grouped.status == "time_limit":
         notes.append(
-            f"the integer program was stopped after {grouped.solve_s:.1f} s, with a gap of"
-            f" {grouped.gap:.2%} of its own"
+            f"the integer program was stopped after {grouped.solve_s:.1f} s, at a gap of"
+            f" {grouped.gap:.2%} by its own bound; the methods before it prove {start.gap:.2%}"
         )
     return tuple(notes)

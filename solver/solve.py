@@ -10,7 +10,7 @@ from typing import get_args
 
 import numpy as np
 
-from sparkinfer.budget import Items, plan_bytes
+from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
 from sparkinfer.machine_file import Machine
@@ -22,7 +22,6 @@ from sparkinfer.solver.verify import verify
 from sparkinfer.split_file import PlanMode, Split
 
 MIB = 1 << 20
-DEFAULT_CONTEXT_LENGTH = 4096  # where the model was made for more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class SolveConfig:
     machine: Path
     output: Path
     vram_budget_bytes: int
-    context_length: int | None = None  # None is the model's, up to DEFAULT_CONTEXT_LENGTH
+    context_length: int | None = None  # None is the model's, up to DEFAULT_CONTEXT
     mode: PlanMode | None = None  # None is predicted where the file has predictors, else exact
     time_limit_s: float = 30.0  # of the integer program
     force: bool = False
@@ -82,15 +81,17 @@ def solve(config: SolveConfig) -> SolveReport:
 
     Raises SparkinferError for files that do not belong together, a machine without a GPU, and a
     budget too small for anything; then nothing is written."""
-    check_output(config.output, force=config.force)
+    check_output(
+        config.output,
+        force=config.force,
+        inputs=(config.model, config.profile, config.machine),
+    )
     model = ModelFile.load(config.model)
     profile = Profile.load(config.profile)
     machine = Machine.load(config.machine)
     _check_inputs(config, model, profile, machine)
     began = time.perf_counter()
-    context_length = config.context_length or min(
-        model.shape.context_length, DEFAULT_CONTEXT_LENGTH
-    )
+    context_length = config.context_length or min(model.shape.context_length, DEFAULT_CONTEXT)
     mode = config.mode or ("exact" if model.predictor is None else "predicted")
     problem = build_problem(
         model=model,

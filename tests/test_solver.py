@@ -252,16 +252,24 @@ def by_hand(touched, **changes) -> Problem:
         ({"budget_bytes": 140, "round_trip_s": 6.0}, 19.25, [0, 1, 2, 3], True, False),
         # Workspace takes 40 of 139: no block fits, all neurons do. Two: 20 + 10 + 3.5.
         ({"budget_bytes": 139, "workspace_bytes": 40}, 33.5, [0, 1], False, False),
+        # At least three neurons or none, where two would be best. With the hottest three max(4,
+        # 1.25), with the coldest for the third max(13/4 + 1/2, 2 + 1/4) = 3.75: 18.75.
+        ({"budget_bytes": 140, "min_hot_L": np.array([3])}, 18.75, [0, 1, 3], True, False),
         # At least three neurons or none, room for two: none, and the CPU does it all.
         ({"budget_bytes": 20, "min_hot_L": np.array([3])}, 45.0, [], False, False),
     ],
 )
 def test_hand_solved(changes, seconds, hot, dense, head):
-    answer = find_placement(by_hand([8, 4, 2, 1], **changes), time_limit_s=5)
+    problem = by_hand([8, 4, 2, 1], **changes)
+    answer = find_placement(problem, time_limit_s=5)
     assert answer.objective_s == pytest.approx(seconds, rel=CLOSE)
     assert np.flatnonzero(answer.placement.hot_LF[0]).tolist() == hot
     assert (answer.placement.dense_L[0], answer.placement.head) == (dense, head)
     assert answer.bound_s <= answer.objective_s
+    # The integer program finds the same from the worst start there is.
+    start = on_one_device(problem, gpu=False)
+    grouped = solve_grouped(problem=problem, start=start, time_limit_s=5)
+    assert grouped.objective_s == pytest.approx(seconds, rel=CLOSE)
 
 
 def test_the_hottest_are_not_always_the_best():

@@ -13,6 +13,7 @@ from sparkinfer.model_file import ModelFile
 ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "workspace")
 Items = dict[str, int]
 
+DEFAULT_CONTEXT = 4096  # tokens of KV cache where nobody asks; less for a model made for less
 PREFILL_CHUNK = 128  # tokens a forward pass takes at most
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 # A dense product unpacks its weights to f32 a tile of rows at a time.

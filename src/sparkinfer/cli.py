@@ -223,9 +223,10 @@ def generate(
         show: Callable[[str], None] = (
             (lambda text: None) if as_json else (lambda text: click.echo(text, nl=False))
         )
+        tokens = engine.generate(prompt, max_tokens, temperature, seed)  # refuses what is wrong
         show(prompt)
         ids, text = [], ""
-        for token in engine.generate(prompt, max_tokens, temperature, seed):
+        for token in tokens:
             show(token.text)
             ids.append(token.id)
             text += token.text

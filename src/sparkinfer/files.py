@@ -1,7 +1,7 @@
 """Writing files so that nothing half-written is ever seen under its own name."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,12 +28,14 @@ def partial_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def check_output(path: Path, *, force: bool) -> None:
-    """Refuses an output that exists already (unless `force`) or cannot be written.
+def check_output(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuses an output that is an input, exists already (unless `force`), or cannot be written.
 
     Called before the work starts, so that nobody waits an hour for this answer."""
     if path.is_dir():
         raise SparkinferError(f"{path}: is a folder; give the name of a file")
+    if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
+        raise SparkinferError(f"{path}: is read by this command; give the output another name")
     if path.exists() and not force:
         raise SparkinferError(f"{path}: exists already; give another name or --force")
     with partial_file(path.with_name(path.name + ".probe")) as probe:
