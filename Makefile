@@ -47,6 +47,7 @@ build/installed: $(SOURCES) | .venv/ready
 	@touch $@
 
 build: .venv/ready build/installed  ## compile the C++ again and take in new files
+	@:
 
 # ---- the pipeline --------------------------------------------------------------------------
 
