@@ -34,34 +34,36 @@ def llama_entries(
         target = name.replace("ffn_down.", "ffn_down_t.") if is_transposed else name
         target_shape = shape[::-1] if is_transposed else shape
         kind = kind_for(target_shape, outtype)
-        read = partial(_read, checkpoint, sources[name], target, kind, config.shape)
-        entries[target] = TensorEntry(shape=target_shape, kind=kind, read=read)
+        read = partial(_read_rows, checkpoint, sources[name], target, kind, config.shape)
+        entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
     if config.rope_factors is not None:
         entries["rope_freqs.weight"] = array_entry(config.rope_factors, "f32")
     return entries
 
 
-def pair_adjacent(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a query or key projection [H * 2P, D] so that a rotary pair is two adjacent rows.
+def adjacent_pairs(num_rows: int, num_heads: int) -> np.ndarray:
+    """The order of the rows of a query or key projection [H * 2P, D] in which a rotary pair is
+    two adjacent rows: row r of the model file is row order[r] of the checkpoint.
 
     transformers pairs row p of a head with row p + P, llama.cpp row 2p with row 2p + 1."""
-    rows, width = weight.shape
-    halves = weight.reshape(num_heads, 2, rows // num_heads // 2, width)
-    return halves.swapaxes(1, 2).reshape(rows, width)
+    return np.arange(num_rows).reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def _read(
-    checkpoint: Checkpoint, source: str, target: str, kind: str, shape: ModelShape
-) -> np.ndarray:
-    """The bytes of one tensor; nothing of it stays in memory afterwards."""
+def _read_rows(
+    checkpoint: Checkpoint, source: str, target: str, kind: str, shape: ModelShape,
+    start: int, stop: int,
+) -> np.ndarray:  # fmt: skip
+    """The bytes of some rows of a tensor; nothing of it stays in memory afterwards."""
     tensor = checkpoint.read(source)
     if target.endswith("ffn_down_t.weight"):
-        tensor = tensor.T.contiguous()
-    values = tensor.to(torch.float32).numpy()
-    if target.endswith("attn_q.weight"):
-        values = pair_adjacent(values, shape.num_heads)
-    elif target.endswith("attn_k.weight"):
-        values = pair_adjacent(values, shape.num_kv_heads)
+        tensor = tensor[:, start:stop].T
+    elif target.endswith(("attn_q.weight", "attn_k.weight")):
+        heads = shape.num_heads if target.endswith("attn_q.weight") else shape.num_kv_heads
+        order = adjacent_pairs(len(tensor), heads)
+        tensor = tensor[torch.from_numpy(order[start:stop])]
+    else:
+        tensor = tensor[start:stop]
+    values = tensor.to(torch.float32).contiguous().numpy()
     return encode(values, kind, f"{checkpoint.tensors[source].file}: tensor {source!r}")
 
 

@@ -54,13 +54,15 @@ def add_predictors(model: ModelFile, folder: Path, kind: str) -> ModelFile:
     for layer in range(model.shape.num_layers):
         for name, array in source.read(layer).arrays(layer).items():
             array_kind = kind if array.ndim == 2 else "f32"
-            read = partial(_read_array, source, layer, name, array_kind)
-            entries[name] = TensorEntry(shape=array.shape, kind=array_kind, read=read)
+            read = partial(_read_rows, source, layer, name, array_kind)
+            entries[name] = TensorEntry(shape=array.shape, kind=array_kind, read_rows=read)
     return dataclasses.replace(model, predictor=source.info, tensors=entries)
 
 
-def _read_array(source: PredictorSource, layer: int, name: str, kind: str) -> np.ndarray:
-    array = source.read(layer).arrays(layer)[name]
+def _read_rows(
+    source: PredictorSource, layer: int, name: str, kind: str, start: int, stop: int
+) -> np.ndarray:
+    array = source.read(layer).arrays(layer)[name][start:stop]
     return encode(array, kind, f"{source.path}: {name}", wider="f32")
 
 

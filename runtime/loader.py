@@ -233,4 +233,4 @@ def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:
     new = old.T.to(dtype).contiguous()
     error = ((new.T.float() - old).norm() / old.norm().clamp(min=1e-30)).item()
     data = (new.view(torch.uint8) if kind == "bf16" else new).numpy()
-    return TensorEntry(shape=tuple(new.shape), kind=kind, read=lambda: data), error
+    return TensorEntry(shape=tuple(new.shape), kind=kind, read_rows=lambda a, b: data[a:b]), error

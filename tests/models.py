@@ -101,13 +101,13 @@ def _random_entry(
     if kind in ("f32", "f16") or "ffn_pred" in name:
         return array_entry(values, "f32" if "ffn_pred" in name else kind)
     data = quants.quantize(values, type_of(kind))
-    return TensorEntry(shape=shape, kind=kind, read=lambda: data)
+    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 
 def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0) -> ModelFile:
     """A model of any size that has a tensor table and no weights: reading one raises."""
 
-    def read() -> np.ndarray:
+    def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")
 
     predictor = None
@@ -116,7 +116,7 @@ def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0)
         predictor = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=(0.0,) * len(ranks))
     wanted = expected_shapes(shape, "sparse", predictor)
     tensors = {
-        name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read=read)
+        name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
         for name, dims in wanted.items()
     }
     return ModelFile(

@@ -57,7 +57,8 @@ def plain(value):
         return (value.dtype, value.shape, value.tobytes())
     if dataclasses.is_dataclass(value):
         read = {"read": plain(value.read())} if hasattr(value, "read") else {}
-        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        names = [f.name for f in dataclasses.fields(value) if f.name != "read_rows"]
+        fields = {name: plain(getattr(value, name)) for name in names}
         return {**fields, **read, **({"path": None} if "path" in fields else {})}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.encode import LIMITS, encode
-from sparkinfer.convert.llama_tensors import pair_adjacent
+from sparkinfer.convert.llama_tensors import adjacent_pairs
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.convert.vocabulary import vocabulary_keys
@@ -193,7 +193,7 @@ def test_pairs_give_the_same_attention_scores():
                                b * np.cos(angles) + a * np.sin(angles)])  # fmt: skip
 
     want = turned(weight_q @ x, False) @ turned(weight_k @ y, False)
-    ours = [pair_adjacent(w, 1) for w in (weight_q, weight_k)]
+    ours = [w[adjacent_pairs(8, 1)] for w in (weight_q, weight_k)]
     assert np.isclose(turned(ours[0] @ x, True) @ turned(ours[1] @ y, True), want)
     assert not np.isclose(turned(weight_q @ x, True) @ turned(ours[1] @ y, True), want)
 

@@ -380,5 +380,5 @@ def test_loaded_bytes_are_those_of_the_plan(tmp_path):
 
 
 def test_an_entry_knows_its_bytes():
-    entry = TensorEntry(shape=(3, 64), kind="q8_0", read=lambda: np.zeros(0, np.uint8))
+    entry = TensorEntry(shape=(3, 64), kind="q8_0", read_rows=lambda a, b: np.zeros(0, np.uint8))
     assert (entry.row_bytes, entry.num_bytes) == (68, 204)

@@ -21,13 +21,17 @@ Value = str | bool | np.number | list[str] | list[int] | list[float] | list[bool
 class TensorEntry:
     """One tensor: its shape (outermost dimension first), its type, and how to get its bytes.
 
-    `kind` is the type's name in lower case ("f32", "q8_0", "i32"); `read` gives the bytes as an
-    array whose rows are the rows of the tensor: a view of the mapped file for a file that was
-    read, computed on demand for one that is being written."""
+    `kind` is the type's name in lower case ("f32", "q8_0", "i32"); `read_rows(start, stop)` gives
+    the bytes of some rows (of a vector: values) as an array: a view of the mapped file for a file
+    that was read, computed on demand for one that is being written."""
 
     shape: tuple[int, ...]
     kind: str
-    read: Callable[[], np.ndarray]
+    read_rows: Callable[[int, int], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """All bytes, in an array whose rows are the rows of the tensor."""
+        return self.read_rows(0, self.shape[0])
 
     @property
     def row_bytes(self) -> int:
@@ -53,7 +57,7 @@ def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
     """An entry for values in memory, for f32, f16 and i32."""
     dtype = {"f32": np.float32, "f16": np.float16, "i32": np.int32}[kind]
     values = np.ascontiguousarray(array, dtype=dtype)
-    return TensorEntry(shape=values.shape, kind=kind, read=lambda: values)
+    return TensorEntry(shape=values.shape, kind=kind, read_rows=lambda a, b: values[a:b])
 
 
 def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
@@ -75,7 +79,8 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
 def _entry(tensor) -> TensorEntry:  # type: ignore[no-untyped-def]  # gguf's ReaderTensor
     shape = tuple(int(n) for n in reversed(tensor.shape))
     data = tensor.data
-    return TensorEntry(shape=shape, kind=tensor.tensor_type.name.lower(), read=lambda: data)
+    kind = tensor.tensor_type.name.lower()
+    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 
 def write_gguf(
