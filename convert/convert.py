@@ -16,11 +16,12 @@ import gguf
 import numpy as np
 from gguf import LlamaFileType
 
+from sparkinfer.convert.blueprint import Blueprint
 from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.llama_config import LlamaConfig, parse_config
-from sparkinfer.convert.llama_tensors import llama_entries
+from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.convert.options import ConvertConfig, ConvertReport, Outtype
 from sparkinfer.convert.predictors import add_predictors
+from sparkinfer.convert.tensors import tensor_entries
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
@@ -88,28 +89,47 @@ def convert(
 
 def _from_checkpoint(config: ConvertConfig) -> Draft:
     checkpoint = Checkpoint.open(config.source)
-    llama = parse_config(config.source / "config.json", checkpoint.config)
-    if config.layout == "stock" and llama.activation != "silu":
-        raise SparkinferError(
-            f"{config.source}: llama.cpp's llama graph computes SiLU, this model is"
-            f" {llama.activation}: it would run and answer wrongly; use the sparse layout"
-        )
+    plan = read_blueprint(config.source / "config.json", checkpoint.config)
+    if config.layout == "stock":
+        _refuse_stock(config.source, plan)
     outtype: Outtype = config.outtype or "f16"
-    tokenizer = tokenizer_keys(config.source, llama.shape.vocab_size, config.layout)
+    tokenizer = tokenizer_keys(config.source, plan.shape.vocab_size, config.layout)
     model = ModelFile(
         path=config.output,
+        architecture=plan.architecture,
         layout=config.layout,
         model_id="",
-        shape=llama.shape,
-        activation=llama.activation,
-        threshold_L=llama.threshold_L,
+        shape=plan.shape,
+        activation=plan.activation,
+        threshold_L=(plan.threshold,) * plan.shape.num_layers,
         predictor=None,
-        tensors=llama_entries(checkpoint, llama, config.layout, outtype),
+        tensors=tensor_entries(checkpoint, plan, config.layout, outtype),
         extra_keys={**_general_keys(config.source, outtype), **tokenizer.keys},
     )
-    notes = (*_notes(model, llama, outtype), *tokenizer.notes)
+    notes = (*plan.notes, *_notes(model, plan, outtype), *tokenizer.notes)
     model = dataclasses.replace(model, model_id=checkpoint.model_id())
     return Draft(model=model, outtype=outtype, notes=notes)
+
+
+def _refuse_stock(source: Path, plan: Blueprint) -> None:
+    """Raises SparkinferError for a model that llama.cpp would refuse, or run wrongly."""
+    graph = plan.graph
+    if not graph.stock_activations:
+        raise SparkinferError(
+            f"{source}: llama.cpp has no {graph.name} graph; use the sparse layout"
+        )
+    if plan.activation not in graph.stock_activations:
+        raise SparkinferError(
+            f"{source}: llama.cpp's {graph.name} graph computes"
+            f" {'SiLU' if graph.is_gated else 'GELU'}, this model is"
+            f" {plan.activation}: it would run and answer wrongly; use the sparse layout"
+        )
+    unknown = sorted(set(plan.options) - graph.stock_options)
+    if unknown:
+        raise SparkinferError(
+            f"{source}: llama.cpp's {graph.name} graph has no {unknown[0]}, this model has;"
+            " use the sparse layout"
+        )
 
 
 def _general_keys(folder: Path, outtype: Outtype) -> dict[str, Value]:
@@ -121,7 +141,7 @@ def _general_keys(folder: Path, outtype: Outtype) -> dict[str, Value]:
     }
 
 
-def _notes(model: ModelFile, llama: LlamaConfig, outtype: Outtype) -> list[str]:
+def _notes(model: ModelFile, plan: Blueprint, outtype: Outtype) -> list[str]:
     """What was done otherwise than asked for, or guessed."""
     notes = []
     matrices = [(n, e) for n, e in model.tensors.items() if len(e.shape) == 2]
@@ -131,7 +151,7 @@ def _notes(model: ModelFile, llama: LlamaConfig, outtype: Outtype) -> list[str]:
             f"{len(fallen)} of {len(matrices)} matrices are f16, because their rows are no whole"
             f" {outtype} blocks of 32: {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
         )
-    if model.is_tied and llama.is_tied is None:
+    if model.is_tied and plan.is_tied is None:
         notes.append("no output head in the checkpoint: the embedding matrix is used for it")
     return notes
 
@@ -160,7 +180,7 @@ def _outtype_of(model: ModelFile) -> Outtype:
     """By the file's own word; for files that others made, the type of the first projection."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
-    first = model.tensors["blk.0.attn_q.weight"].kind
+    first = model.tensors["blk.0.ffn_up.weight"].kind
     name = names.get(int(number), first) if isinstance(number, np.integer) else first
     assert name in get_args(Outtype), name
     return cast(Outtype, name)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from sparkinfer.architecture import Activation, Layout
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import Activation, Layout
 
 Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 

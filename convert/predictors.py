@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sparkinfer.architecture import ModelShape
 from sparkinfer.convert.encode import encode
 from sparkinfer.convert.json_file import read_object
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.model_file import ModelFile, ModelShape, PredictorInfo
+from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")

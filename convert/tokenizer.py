@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 from gguf import Keys, SpecialVocab
 
+from sparkinfer.architecture import Layout
 from sparkinfer.convert.json_file import read_object, read_text
 from sparkinfer.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value
-from sparkinfer.model_file import TEMPLATE_KEY, TOKENIZER_KEY, Layout
+from sparkinfer.model_file import TEMPLATE_KEY, TOKENIZER_KEY
 
 ID_KEYS = {
     "bos": Keys.Tokenizer.BOS_ID,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from sparkinfer.architecture import SMOOTH
 from sparkinfer.budget import PREFILL_CHUNK
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
@@ -137,18 +138,18 @@ def _gates(
     model = engine.model
     gates = tuple(Gate(activation=model.activation, threshold=t) for t in model.threshold_L)
     if config.target_sparsity is None:
-        if config.train_predictors and model.activation == "silu" and not any(model.threshold_L):
+        if config.train_predictors and model.activation in SMOOTH and not any(model.threshold_L):
             raise SparkinferError(
-                f"{model.path}: every neuron of a SiLU model without thresholds fires, which leaves"
-                " nothing to predict; give --target-sparsity, e.g. 0.5"
+                f"{model.path}: every neuron of a {model.activation} model without thresholds"
+                " fires, which leaves nothing to predict; give --target-sparsity, e.g. 0.5"
             )
         return gates, windows
-    if model.activation != "silu":
+    if model.activation not in SMOOTH:
         raise SparkinferError(
-            f"{model.path}: a target sparsity is for SiLU models; the activation here is"
+            f"{model.path}: a target sparsity is for SiLU and GELU models; the activation here is"
             f" {model.activation}, whose neurons are silent by themselves"
         )
-    zero = tuple(Gate(activation="silu", threshold=0.0) for _ in gates)
+    zero = tuple(Gate(activation=model.activation, threshold=0.0) for _ in gates)
     counter = Counter(zero, model.shape.num_neurons)
     first = max(1, len(windows.ids) // 4)
     if len(windows.ids) < 2:
@@ -157,7 +158,7 @@ def _gates(
         _run(engine, windows.ids[:first], on_tokens)
     thresholds = thresholds_for(counter.arrays()[1], config.target_sparsity)
     rest = Windows(ids=windows.ids[first:], corpora=windows.corpora)
-    return tuple(Gate(activation="silu", threshold=t) for t in thresholds), rest
+    return tuple(Gate(activation=model.activation, threshold=t) for t in thresholds), rest
 
 
 def _train(
@@ -180,8 +181,9 @@ def _train(
     layers = []
     for loaded, gate in zip(engine.layers, gates, strict=True):
         (block,) = loaded.ffn.blocks  # an engine without a plan has one block a layer
-        gate_FD = block.gate.rows(block.id_N)
-        layers.append(LayerTrainer(gate, gate_FD, row_norms(block.down), rank))
+        gate_FD = block.gate.weight.rows(block.id_N)
+        down_norm_F = row_norms(block.down)
+        layers.append(LayerTrainer(gate, gate_FD, down_norm_F, rank, block.gate.bias_N))
     trainer = PredictorTrainer(layers, config.input_layer_offset)
     first, last = max(1, round(MOMENT_SHARE * count)), count - max(1, round(HELD_OUT_SHARE * count))
     with engine.observe(trainer.observe, trainer.wants):

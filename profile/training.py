@@ -41,8 +41,16 @@ class LayerQuality:
 class LayerTrainer:
     """Phase by phase: `add_moment` often, `start`, `train` often, `measure` often, `finish`."""
 
-    def __init__(self, gate: Gate, gate_FD: Tensor, down_norm_F: Tensor, rank: int) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        gate_FD: Tensor,
+        down_norm_F: Tensor,
+        rank: int,
+        gate_bias_F: Tensor | None = None,
+    ) -> None:
         self.gate, self.gate_FD, self.down_norm_F, self.rank = gate, gate_FD, down_norm_F, rank
+        self.gate_bias_F = gate_FD.new_zeros(len(gate_FD)) if gate_bias_F is None else gate_bias_F
         width, device = gate_FD.shape[1], gate_FD.device
         self.moment_DD = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.num_moment = 0
@@ -68,7 +76,7 @@ class LayerTrainer:
         self.inner_RD = nn.Parameter(v_RD[:rank].float().contiguous())
         self.up_FR = nn.Parameter((u_FR[:, :rank] * s_R[:rank] * scale).float())
         threshold = self.gate.threshold if self.gate.activation == "fatrelu" else 0.0
-        self.bias_F = nn.Parameter(torch.full_like(self.up_FR[:, 0], -threshold * scale.item()))
+        self.bias_F = nn.Parameter(((self.gate_bias_F - threshold) * scale).float())
         parameters = [self.inner_RD, self.up_FR, self.bias_F]
         self.optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LinearLR(

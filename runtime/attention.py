@@ -9,40 +9,70 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.model_file import ModelShape
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.architecture import ModelShape
+from sparkinfer.runtime.matrix import Linear
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019)."""
-    return F.rms_norm(x_TD, weight_D.shape, weight_D, epsilon)
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """With a bias a layer norm (Ba et al. 2016): (x - mean) / sqrt(variance + epsilon) * weight
+    + bias; without, an RMS norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) * weight.
+    """
+
+    weight_D: Tensor
+    bias_D: Tensor | None
+    epsilon: float
+
+    def apply(self, x_TD: Tensor) -> Tensor:
+        if self.bias_D is None:
+            return F.rms_norm(x_TD, self.weight_D.shape, self.weight_D, self.epsilon)
+        return F.layer_norm(x_TD, self.weight_D.shape, self.weight_D, self.bias_D, self.epsilon)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Turns adjacent pairs of a head by position times frequency (Su et al. 2021).
+    """Turns pairs of a head's values by position times frequency (Su et al. 2021).
 
-    llama.cpp's order of a head's values; `convert` permutes the rows of q and k to it."""
+    A pair is two neighbours, or a value and the one half a head further. For the first, llama's
+    in llama.cpp, `convert` permutes the rows of q and k."""
 
     frequency_W: Tensor  # f64 [W / 2]
+    is_adjacent: bool
 
     @classmethod
-    def of(cls, shape: ModelShape, factors: Tensor | None, device: torch.device) -> "Rotary":
+    def of(
+        cls, shape: ModelShape, is_adjacent: bool, factors: Tensor | None, device: torch.device
+    ) -> "Rotary":
         """`factors` divide the frequencies one by one (Llama 3's long-context scaling)."""
         pairs = torch.arange(0, shape.head_width, 2, dtype=torch.float64, device=device)
         frequency = shape.rope_theta ** (-pairs / shape.head_width) / shape.rope_linear_factor
-        return cls(frequency if factors is None else frequency / factors)
+        frequency = frequency if factors is None else frequency / factors
+        return cls(frequency_W=frequency, is_adjacent=is_adjacent)
 
-    def angles(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, f32 [T, 1, W / 2], of positions start .. start + count - 1."""
+    def turn(self, start: int, count: int) -> "Turn":
+        """For the positions start .. start + count - 1."""
         positions = torch.arange(start, start + count, device=self.frequency_W.device)
         angle = positions[:, None, None] * self.frequency_W
-        return angle.cos().float(), angle.sin().float()
+        return Turn(cos=angle.cos().float(), sin=angle.sin().float(), is_adjacent=self.is_adjacent)
 
 
-def rotate(x_THW: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x_THW[..., 0::2], x_THW[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The rotation of T positions; `cos` and `sin` are f32 [T, 1, W / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+    is_adjacent: bool
+
+    def apply(self, x_THW: Tensor) -> Tensor:
+        if self.is_adjacent:
+            first, second = x_THW[..., 0::2], x_THW[..., 1::2]
+        else:
+            first, second = x_THW.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        if self.is_adjacent:
+            return torch.stack(turned, dim=-1).flatten(-2)
+        return torch.cat(turned, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -82,31 +112,32 @@ def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
 
 def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
     """Attention of the last position, f32 [1, H * W]: three small products, no kernel's set-up."""
-    grouped_KGW = query_HW.view(key_CKW.shape[1], -1, query_HW.shape[-1])
+    grouped_KGW = query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1])
     scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / math.sqrt(query_HW.shape[-1])
     return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    norm_D: Tensor
-    query: Matrix
-    key: Matrix
-    value: Matrix
-    output: Matrix
+    """`inputs` are query, key and value, or one matrix with the rows of all three."""
+
+    inputs: tuple[Linear, ...]
+    output: Linear
+    query_norm: Norm | None  # of each head
+    key_norm: Norm | None
     cache: LayerCache
-    head_width: int
+    num_heads: int
 
-    def forward(self, x_TD: Tensor, start: int, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_TD: Tensor, start: int, turn: Turn | None) -> Tensor:
         """Attention of T normed tokens at positions from `start`, [T, D]; appends to the cache."""
-        width = self.head_width
-        query = multiply(self.query, x_TD).unflatten(-1, (-1, width))
-        key = multiply(self.key, x_TD).unflatten(-1, (-1, width))
-        value = multiply(self.value, x_TD).unflatten(-1, (-1, width))
-        keys, values = self.cache.append(start, rotate(key, *angles), value)
-        return multiply(self.output, attend(rotate(query, *angles), keys, values))
-
-
-def multiply(matrix: Matrix, x_TD: Tensor) -> Tensor:
-    """f32 [T, N]: the single-token product where T is 1."""
-    return matrix.dot(x_TD[0].contiguous())[None] if len(x_TD) == 1 else matrix.product(x_TD)
+        _, num_kv, width = self.cache.key_CKW.shape
+        joined = torch.cat([linear.apply(x_TD) for linear in self.inputs], dim=-1)
+        query, key, value = joined.unflatten(-1, (-1, width)).split(
+            [self.num_heads, num_kv, num_kv], dim=1
+        )
+        if self.query_norm and self.key_norm:
+            query, key = self.query_norm.apply(query), self.key_norm.apply(key)
+        if turn:
+            query, key = turn.apply(query), turn.apply(key)
+        keys, values = self.cache.append(start, key, value)
+        return self.output.apply(attend(query, keys, values))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparkinfer.budget import LOGITS_CHUNK, PREFILL_CHUNK
-from sparkinfer.runtime.attention import multiply, rms_norm
+from sparkinfer.runtime.attention import Turn
 from sparkinfer.runtime.loader import Layer, Weights
 from sparkinfer.runtime.observers import Observers
 
@@ -18,7 +18,6 @@ from sparkinfer.runtime.observers import Observers
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     weights: Weights
-    norm_epsilon: float
     input_layer_offset: int  # whose FFN input a predictor takes: this layer's, or one before
     observers: Observers
 
@@ -29,11 +28,16 @@ class Decoder:
         assert 1 <= len(ids_T) <= PREFILL_CHUNK, len(ids_T)
         weights = self.weights
         x_TD = weights.embedding.rows(ids_T.to(weights.embedding.data.device))
+        if weights.positions:
+            positions_T = torch.arange(start, start + len(ids_T))
+            x_TD = x_TD + weights.positions.rows(positions_T).to(x_TD.device)
         self.observers.show("embedding", None, x_TD)
-        angles = {d: r.angles(start, len(ids_T)) for d, r in weights.rotary.items()}
+        turns = {d: r.turn(start, len(ids_T)) for d, r in weights.rotary.items()}
         ffn_inputs: list[Tensor] = []
         for index, layer in enumerate(weights.layers):
-            x_TD = self._layer(index, layer, x_TD.to(layer.device), start, angles, ffn_inputs)
+            x_TD = x_TD.to(layer.device)
+            x_TD = self._layer(index, layer, x_TD, start, turns.get(layer.device), ffn_inputs)
+            self.observers.show("layer_out", index, x_TD)
         return x_TD.to(weights.head_device)
 
     def _layer(
@@ -42,32 +46,46 @@ class Decoder:
         layer: Layer,
         x_TD: Tensor,
         start: int,
-        angles: dict[torch.device, tuple[Tensor, Tensor]],
+        turn: Turn | None,
         ffn_inputs: list[Tensor],
     ) -> Tensor:
+        """The three orders of blocks: norm before each, norm after each sum, both blocks at once.
+
+        Falcon's layers are of the last kind; of two norms the second is then attention's."""
         show = self.observers.show
-        normed_TD = rms_norm(x_TD, layer.attention.norm_D, self.norm_epsilon)
-        show("attn_norm", index, normed_TD)
-        attended_TD = layer.attention.forward(normed_TD, start, angles[layer.device])
-        show("attn_out", index, attended_TD)
-        x_TD = x_TD + attended_TD
-        normed_TD = rms_norm(x_TD, layer.ffn_norm_D, self.norm_epsilon)
-        show("ffn_norm", index, normed_TD)
-        ffn_inputs.append(normed_TD)
-        named_by_TD = ffn_inputs[max(0, index - self.input_layer_offset)].to(layer.device)
-        out_TD = layer.ffn.forward(normed_TD, named_by_TD)
-        show("ffn_out", index, out_TD)
-        x_TD = x_TD + out_TD
-        show("layer_out", index, x_TD)
-        return x_TD
+
+        def attention(input_TD: Tensor) -> Tensor:
+            show("attn_norm", index, input_TD)
+            out_TD = layer.attention.forward(input_TD, start, turn)
+            show("attn_out", index, out_TD)
+            return out_TD
+
+        def feed_forward(input_TD: Tensor) -> Tensor:
+            show("ffn_norm", index, input_TD)
+            ffn_inputs.append(input_TD)
+            named_by_TD = ffn_inputs[max(0, index - self.input_layer_offset)].to(layer.device)
+            out_TD = layer.ffn.forward(input_TD, named_by_TD)
+            show("ffn_out", index, out_TD)
+            return out_TD
+
+        if layer.ffn_norm is None:
+            normed_TD = layer.attn_norm.apply(x_TD)
+            own_TD = layer.attn_norm_2.apply(x_TD) if layer.attn_norm_2 else normed_TD
+            return x_TD + attention(own_TD) + feed_forward(normed_TD)
+        if layer.is_post_norm:
+            x_TD = layer.attn_norm.apply(x_TD + attention(x_TD))
+            return layer.ffn_norm.apply(x_TD + feed_forward(x_TD))
+        x_TD = x_TD + attention(layer.attn_norm.apply(x_TD))
+        return x_TD + feed_forward(layer.ffn_norm.apply(x_TD))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """f32 [T, V] on the CPU."""
         pieces = []
         for piece_TD in hidden_TD.split(LOGITS_CHUNK):
-            normed_TD = rms_norm(piece_TD, self.weights.output_norm_D, self.norm_epsilon)
-            self.observers.show("output_norm", None, normed_TD)
-            logits_TV = multiply(self.weights.head, normed_TD).cpu()
+            if self.weights.output_norm:
+                piece_TD = self.weights.output_norm.apply(piece_TD)
+            self.observers.show("output_norm", None, piece_TD)
+            logits_TV = self.weights.head.apply(piece_TD).cpu()
             self.observers.show("logits", None, logits_TV)
             pieces.append(logits_TV)
         return torch.cat(pieces)

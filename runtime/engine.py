@@ -114,7 +114,6 @@ class Engine:
         )  # fmt: skip
         decoder = Decoder(
             weights=weights,
-            norm_epsilon=file.shape.norm_epsilon,
             input_layer_offset=file.predictor.input_layer_offset if file.predictor else 0,
             observers=observers,
         )

@@ -2,6 +2,9 @@
 
     h_j = act(gate_j . x) * (up_j . x),   y = sum_j h_j * down_j
 
+(plus biases, where a model has them). Without gates (OPT, Falcon) h_j = act(up_j . x), and what
+is called gate here is that up projection.
+
 `exact` computes every gate and the rest only where the gate is open; `predicted` computes the
 gates that the predictor names and the rest where such a gate is open. Both give what `dense`
 gives up to the neurons that the predictor misses. For one token only the rows that are needed
@@ -16,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.model_file import Activation, PredictorKind
-from sparkinfer.runtime.attention import multiply
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
+from sparkinfer.runtime.matrix import Linear, Matrix
 from sparkinfer.runtime.observers import Observers
 
 Mode = Literal["dense", "exact", "predicted"]
@@ -48,17 +50,24 @@ class Gate:
     def act(self, gate: Tensor, *, is_dense: bool) -> tuple[Tensor, Tensor]:
         """(activation, whether the neuron fires). A neuron that does not fire gives zero.
 
-        The threshold of SiLU is an approximation, so `dense` does without it; that of FATReLU
-        is a part of the model (ProSparse, arXiv 2402.13516)."""
-        if self.activation == "silu":
-            value = F.silu(gate)
+        The threshold of SiLU and GELU is an approximation, so `dense` does without it; that of
+        FATReLU is a part of the model (ProSparse, arXiv 2402.13516)."""
+        if self.activation in SMOOTH:
+            value = self._smooth(gate)
             fires = value.abs() > self.threshold
             return (value, torch.ones_like(fires)) if is_dense else (value * fires, fires)
         fires = gate > (self.threshold if self.activation == "fatrelu" else 0.0)
         return gate * fires, fires
 
-    def hidden(self, activated: Tensor, up: Tensor) -> Tensor:
+    def _smooth(self, gate: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return F.silu(gate)
+        return F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+    def hidden(self, activated: Tensor, up: Tensor | None) -> Tensor:
         """act(gate) * up, where dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955)."""
+        if up is None:
+            return activated
         return activated * (F.relu(up) if self.activation == "drelu" else up)
 
 
@@ -67,23 +76,17 @@ class Predictor:
     """See model_file.PredictorInfo for the arithmetic."""
 
     kind: PredictorKind
-    down: Matrix  # [R, D]
-    up: Matrix  # [F, R]
-    down_bias_R: Tensor | None
-    up_bias_F: Tensor | None
+    down: Linear  # [R, D]
+    up: Linear  # [F, R]
     threshold: float
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        inner_TR = multiply(self.down, x_TD)
-        if self.down_bias_R is not None:
-            inner_TR = inner_TR + self.down_bias_R
-        logits_TF = multiply(self.up, F.relu(inner_TR) if self.kind == "relu" else inner_TR)
-        return logits_TF if self.up_bias_F is None else logits_TF + self.up_bias_F
+        inner_TR = self.down.apply(x_TD)
+        return self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
 
     @property
     def num_bytes(self) -> int:
-        biases = [b for b in (self.down_bias_R, self.up_bias_F) if b is not None]
-        return self.down.num_bytes + self.up.num_bytes + sum(4 * len(b) for b in biases)
+        return self.down.num_bytes + self.up.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +96,8 @@ class NeuronBlock:
     `row_N` are their rows in the matrices: None where the block has matrices of its own, the
     neuron ids where the matrices are those of the whole layer."""
 
-    gate: Matrix
-    up: Matrix
+    gate: Linear
+    up: Linear | None  # None: the model has no gates, and `gate` is its up projection
     down: Matrix  # neuron-major: row j is what neuron j adds
     id_N: Tensor  # int64, on the device of the block
     row_N: Tensor | None
@@ -102,7 +105,7 @@ class NeuronBlock:
 
     @property
     def device(self) -> torch.device:
-        return self.gate.data.device
+        return self.gate.weight.data.device
 
     def rows(self, position_A: Tensor) -> Tensor:
         """int32 rows of the neurons at these positions of the block."""
@@ -126,6 +129,7 @@ class FeedForward:
     num_neurons: int  # F
     gate: Gate
     blocks: tuple[NeuronBlock, ...]  # together, every neuron once
+    down_bias_D: Tensor | None
     predictor: Predictor | None
     mode: Mode
     observers: Observers = field(repr=False)
@@ -146,7 +150,7 @@ class FeedForward:
         total = results[0].y_TD.to(x_TD.device)
         for result in results[1:]:
             total = total + result.y_TD.to(x_TD.device)
-        return total
+        return total if self.down_bias_D is None else total + self.down_bias_D
 
     def _named(self, x_TD: Tensor) -> Tensor:
         """bool [T, F]: the neurons that the predictor names."""
@@ -165,11 +169,12 @@ class FeedForward:
         else:
             position = named_TN[0].nonzero().flatten()
             rows = block.rows(position)
-        gate_A = block.gate.dot(x_D, rows)
+        gate_A = _dot(block.gate, x_D, rows)
         activated_A, fires_A = self.gate.act(gate_A, is_dense=False)
         open_A = fires_A.nonzero().flatten()
         open_rows = block.rows(open_A if position is None else position[open_A])
-        hidden = self.gate.hidden(activated_A[open_A], block.up.dot(x_D, open_rows))
+        up = None if block.up is None else _dot(block.up, x_D, open_rows)
+        hidden = self.gate.hidden(activated_A[open_A], up)
         y_D = block.down.combine(hidden, open_rows)
         self._count(block, len(gate_A), len(open_A))
         hidden_A = torch.zeros_like(gate_A).index_put_((open_A,), hidden)
@@ -179,9 +184,10 @@ class FeedForward:
 
     def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens: reads every row of the block once."""
-        gate_TN = block.gate.product(x_TD, block.row_N)
+        gate_TN = _product(block.gate, x_TD, block.row_N)
         activated_TN, _ = self.gate.act(gate_TN, is_dense=self.mode == "dense")
-        hidden_TN = self.gate.hidden(activated_TN, block.up.product(x_TD, block.row_N))
+        up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
+        hidden_TN = self.gate.hidden(activated_TN, up_TN)
         if named_TN is not None:
             hidden_TN = hidden_TN * named_TN
             gate_TN = gate_TN.masked_fill(~named_TN, torch.nan)
@@ -190,8 +196,9 @@ class FeedForward:
         return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
 
     def _count(self, block: NeuronBlock, num_gates: int, num_open: int) -> None:
-        self.traffic.gate += num_gates * block.gate.row_bytes
-        self.traffic.up += num_open * block.up.row_bytes
+        self.traffic.gate += num_gates * block.gate.weight.row_bytes
+        if block.up is not None:
+            self.traffic.up += num_open * block.up.weight.row_bytes
         self.traffic.down += num_open * block.down.row_bytes
 
     def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
@@ -210,3 +217,19 @@ class FeedForward:
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 whole[:, ids.to(whole.device)] = part.to(whole.device)
             self.observers.show(name, self.layer, whole)
+
+
+def _dot(linear: Linear, x_D: Tensor, rows_A: Tensor | None) -> Tensor:
+    """f32 [A]: some rows (None: all) for one token."""
+    y_A = linear.weight.dot(x_D, rows_A)
+    if linear.bias_N is None:
+        return y_A
+    return y_A + (linear.bias_N if rows_A is None else linear.bias_N[rows_A])
+
+
+def _product(linear: Linear, x_TD: Tensor, rows_A: Tensor | None) -> Tensor:
+    """f32 [T, A]: some rows (None: all) for several tokens."""
+    y_TA = linear.weight.product(x_TD, rows_A)
+    if linear.bias_N is None:
+        return y_TA
+    return y_TA + (linear.bias_N if rows_A is None else linear.bias_N[rows_A])

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparkinfer.budget import kv_kind, transposed_kind
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.attention import Attention, LayerCache, Rotary
+from sparkinfer.runtime.attention import Attention, LayerCache, Norm, Rotary
 from sparkinfer.runtime.feed_forward import (
     FeedForward,
     Gate,
@@ -24,27 +24,33 @@ from sparkinfer.runtime.feed_forward import (
     Predictor,
     Traffic,
 )
-from sparkinfer.runtime.matrix import Matrix, matrix_of, vector_of
+from sparkinfer.runtime.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.observers import Observers
 from sparkinfer.split_file import Split
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
+    """`ffn_norm` is None where attention and feed-forward take the same input."""
+
     device: torch.device  # of attention, norms, predictor and cache
+    attn_norm: Norm
+    attn_norm_2: Norm | None  # attention's own, where it does not share that input
     attention: Attention
-    ffn_norm_D: Tensor
+    ffn_norm: Norm | None
     ffn: FeedForward
+    is_post_norm: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Everything a forward pass needs; `num_bytes` counts what each role holds, as a plan does."""
+    """Everything a forward pass needs."""
 
     embedding: Matrix
+    positions: Matrix | None  # learned ones, on the CPU; else `rotary` has the layers' devices
     layers: tuple[Layer, ...]
-    output_norm_D: Tensor
-    head: Matrix
+    output_norm: Norm | None
+    head: Linear
     head_device: torch.device
     rotary: dict[torch.device, Rotary]
 
@@ -89,26 +95,26 @@ def load_weights(
     head_device = placement.device(placement.head_on_gpu)
     embedding_device = head_device if model.is_tied else torch.device("cpu")
     embedding = matrix_of(model.tensors["token_embd.weight"], embedding_device)
+    positions = model.tensors.get("position_embd.weight")
     layers = tuple(builder.layer(index) for index in range(model.shape.num_layers))
-    factors = model.tensors.get("rope_freqs.weight")
-    devices = {layer.device for layer in layers}
+    head = embedding if model.is_tied else matrix_of(model.tensors["output.weight"], head_device)
     return Weights(
         embedding=embedding,
+        positions=matrix_of(positions, torch.device("cpu")) if positions else None,
         layers=layers,
-        output_norm_D=vector_of(model.tensors["output_norm.weight"], head_device),
-        head=embedding if model.is_tied else matrix_of(model.tensors["output.weight"], head_device),
+        output_norm=builder.norm("output_norm", head_device),
+        head=Linear(weight=head),
         head_device=head_device,
-        rotary={
-            device: Rotary.of(
-                model.shape, None if factors is None else vector_of(factors, device), device
-            )
-            for device in devices
-        },
+        rotary={device: builder.rotary(device) for device in {layer.device for layer in layers}}
+        if model.graph.rotary
+        else {},
     )
 
 
 @dataclass(frozen=True)
 class _Builder:
+    """Reads the parts of a model by their names in the file."""
+
     model: ModelFile
     placement: Placement
     mode: Mode
@@ -119,10 +125,15 @@ class _Builder:
 
     def layer(self, index: int) -> Layer:
         device = self.placement.device(self.placement.dense_on_gpu[index])
+        attn_norm = self.norm(f"blk.{index}.attn_norm", device)
+        assert attn_norm is not None
         return Layer(
             device=device,
+            attn_norm=attn_norm,
+            attn_norm_2=self.norm(f"blk.{index}.attn_norm_2", device),
             attention=self.attention(index, device),
-            ffn_norm_D=vector_of(self.entry(index, "ffn_norm.weight"), device),
+            ffn_norm=self.norm(f"blk.{index}.ffn_norm", device),
+            is_post_norm=self.model.shape.is_post_norm,
             ffn=FeedForward(
                 layer=index,
                 num_neurons=self.model.shape.num_neurons,
@@ -130,6 +141,7 @@ class _Builder:
                     activation=self.model.activation, threshold=self.model.threshold_L[index]
                 ),
                 blocks=self.blocks(index),
+                down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
                 predictor=self.predictor(index, device) if self.mode == "predicted" else None,
                 mode=self.mode,
                 observers=self.observers,
@@ -140,58 +152,93 @@ class _Builder:
     def entry(self, index: int, name: str) -> TensorEntry:
         return self.model.tensors[f"blk.{index}.{name}"]
 
+    def vector(self, name: str, device: torch.device) -> Tensor | None:
+        entry = self.model.tensors.get(name)
+        return None if entry is None else vector_of(entry, device)
+
+    def norm(self, name: str, device: torch.device) -> Norm | None:
+        weight_D = self.vector(f"{name}.weight", device)
+        if weight_D is None:
+            return None
+        bias_D = self.vector(f"{name}.bias", device)
+        return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=self.model.shape.norm_epsilon)
+
+    def linear(self, index: int, name: str, device: torch.device) -> Linear:
+        return Linear(
+            weight=matrix_of(self.entry(index, f"{name}.weight"), device),
+            bias_N=self.vector(f"blk.{index}.{name}.bias", device),
+        )
+
+    def rotary(self, device: torch.device) -> Rotary:
+        is_adjacent = self.model.graph.rotary == "adjacent"
+        factors = self.vector("rope_freqs.weight", device)
+        return Rotary.of(self.model.shape, is_adjacent, factors, device)
+
     def attention(self, index: int, device: torch.device) -> Attention:
         shape = self.model.shape
         size = (self.context_length, shape.num_kv_heads, shape.head_width)
         dtype = {"f32": torch.float32, "f16": torch.float16}[kv_kind(self.model)]
+        is_fused = self.model.graph.has_fused_qkv
+        names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         return Attention(
-            norm_D=vector_of(self.entry(index, "attn_norm.weight"), device),
-            query=matrix_of(self.entry(index, "attn_q.weight"), device),
-            key=matrix_of(self.entry(index, "attn_k.weight"), device),
-            value=matrix_of(self.entry(index, "attn_v.weight"), device),
-            output=matrix_of(self.entry(index, "attn_output.weight"), device),
+            inputs=tuple(self.linear(index, name, device) for name in names),
+            output=self.linear(index, "attn_output", device),
+            query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
+            key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
             cache=LayerCache(
                 torch.zeros(size, dtype=dtype, device=device),
                 torch.zeros(size, dtype=dtype, device=device),
             ),
-            head_width=shape.head_width,
+            num_heads=shape.num_heads,
         )
 
     def predictor(self, index: int, device: torch.device) -> Predictor:
         info = self.model.predictor
         assert info is not None
-
-        def bias(name: str) -> Tensor | None:
-            entry = self.model.tensors.get(f"blk.{index}.{name}")
-            return None if entry is None else vector_of(entry, device)
-
         return Predictor(
             kind=info.kind,
-            down=matrix_of(self.entry(index, "ffn_pred_down.weight"), device),
-            up=matrix_of(self.entry(index, "ffn_pred_up.weight"), device),
-            down_bias_R=bias("ffn_pred_down.bias"),
-            up_bias_F=bias("ffn_pred_up.bias"),
+            down=self.linear(index, "ffn_pred_down", device),
+            up=self.linear(index, "ffn_pred_up", device),
             threshold=info.threshold_L[index],
         )
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
         """The hot neurons with matrices of their own, the cold ones as rows of the file's."""
-        entries = (
-            self.entry(index, "ffn_gate.weight"),
-            self.entry(index, "ffn_up.weight"),
-            self.down(index),
-        )
         num_neurons, cpu = self.model.shape.num_neurons, torch.device("cpu")
+        down = self.down(index)
         if self.placement.hot is None:
-            return (_block(entries, self.placement.gpu, np.arange(num_neurons), "all"),)
+            return (self.block(index, down, self.placement.gpu, np.arange(num_neurons), "all"),)
         hot = self.placement.hot[index].astype(np.int64)
         cold = np.setdiff1d(np.arange(num_neurons), hot)
         blocks = []
         if len(hot):
-            blocks.append(_block(entries, self.placement.gpu, hot, "own"))
+            blocks.append(self.block(index, down, self.placement.gpu, hot, "own"))
         if len(cold):
-            blocks.append(_block(entries, cpu, cold, "shared" if len(hot) else "all"))
+            blocks.append(self.block(index, down, cpu, cold, "shared" if len(hot) else "all"))
         return tuple(blocks)
+
+    def block(
+        self, index: int, down: TensorEntry, device: torch.device, ids: np.ndarray, rows: str
+    ) -> NeuronBlock:
+        """`rows`: "own" copies these neurons' rows, "shared" points at them, "all" takes all."""
+        chosen = ids if rows == "own" else None
+
+        def linear(name: str) -> Linear:
+            bias = self.vector(f"blk.{index}.{name}.bias", device)
+            return Linear(
+                weight=matrix_of(self.entry(index, f"{name}.weight"), device, chosen),
+                bias_N=bias if bias is None or chosen is None else bias[torch.from_numpy(ids)],
+            )
+
+        id_N = torch.from_numpy(ids).to(device)
+        return NeuronBlock(
+            gate=linear(self.model.gate_name),
+            up=linear("ffn_up") if self.model.graph.is_gated else None,
+            down=matrix_of(down, device, chosen),
+            id_N=id_N,
+            row_N=id_N if rows == "shared" else None,
+            is_whole=rows == "all",
+        )
 
     def down(self, index: int) -> TensorEntry:
         """The neuron-major down projection; that of a stock file is transposed here."""
@@ -205,25 +252,6 @@ class _Builder:
                 f" relative error {error:.1e}"
             )
         return entry
-
-
-def _block(
-    entries: tuple[TensorEntry, TensorEntry, TensorEntry],
-    device: torch.device,
-    ids: np.ndarray,
-    rows: str,
-) -> NeuronBlock:
-    """`rows`: "own" copies these neurons' rows, "shared" points at them, "all" takes all rows."""
-    gate, up, down = (matrix_of(e, device, ids if rows == "own" else None) for e in entries)
-    id_N = torch.from_numpy(ids).to(device)
-    return NeuronBlock(
-        gate=gate,
-        up=up,
-        down=down,
-        id_N=id_N,
-        row_N=id_N if rows == "shared" else None,
-        is_whole=rows == "all",
-    )
 
 
 def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:

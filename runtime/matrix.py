@@ -98,6 +98,27 @@ class Matrix:
             yield start, unpack(chosen, self.kind)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """x W^T + b, with or without b."""
+
+    weight: Matrix
+    bias_N: Tensor | None = None
+
+    def apply(self, x_TD: Tensor) -> Tensor:
+        """f32 [T, N]: the single-token product where T is 1."""
+        y_TN = (
+            self.weight.dot(x_TD[0].contiguous())[None]
+            if len(x_TD) == 1
+            else self.weight.product(x_TD)
+        )
+        return y_TN if self.bias_N is None else y_TN + self.bias_N
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + (0 if self.bias_N is None else self.bias_N.nbytes)
+
+
 def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None = None) -> Matrix:
     """A matrix of a model file, or of some of its rows, on a device.
 

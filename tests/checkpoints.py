@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
 
 TINY = {
     "num_hidden_layers": 3,
@@ -57,6 +62,19 @@ def random_llama(
         edit_config(folder, lambda values: values.update(hidden_act_param=param))
     if has_tokenizer:
         save_tokenizer(folder, int(config.vocab_size))
+    return folder
+
+
+def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Path:
+    """Saves a model of any family with random weights, norms and biases too; the folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, weight in model.named_parameters():
+            is_norm = weight.ndim == 1 and name.endswith("weight")
+            if weight.ndim == 1:
+                torch.nn.init.normal_(weight, mean=1.0 if is_norm else 0.0, std=0.2)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 from gguf import quants
 
+from sparkinfer.architecture import (
+    ARCHITECTURES,
+    Activation,
+    ModelShape,
+    PredictorKind,
+    layer_shapes,
+    outer_shapes,
+)
 from sparkinfer.gguf_file import TensorEntry, Value, array_entry, type_of
 from sparkinfer.machine_file import Gpu, Machine
-from sparkinfer.model_file import (
-    Activation,
-    ModelFile,
-    ModelShape,
-    PredictorInfo,
-    PredictorKind,
-    expected_shapes,
-)
+from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 
 
@@ -75,7 +76,7 @@ def make_model(
             threshold_L=(0.0,) * num_layers,
             density_L=() if predictor_density is None else (predictor_density,) * num_layers,
         )
-    wanted = expected_shapes(shape, "sparse", predictor)
+    wanted = required_shapes("llama", shape, predictor)
     if is_tied:
         del wanted["output.weight"]
     random = np.random.default_rng(seed)
@@ -90,6 +91,19 @@ def make_model(
         tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
         extra_keys=extra_keys or {},
     )
+
+
+def required_shapes(
+    architecture: str, shape: ModelShape, predictor: PredictorInfo | None
+) -> dict[str, tuple[int, ...]]:
+    """Of a sparse model file with an untied head."""
+    graph = ARCHITECTURES[architecture]
+    shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
+    for layer in range(shape.num_layers):
+        rank = None if predictor is None else predictor.rank_L[layer]
+        in_layer = layer_shapes(graph, shape, "sparse", rank)
+        shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+    return shapes
 
 
 def _random_entry(
@@ -114,7 +128,7 @@ def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0)
     if predictor_rank:
         ranks = (predictor_rank,) * shape.num_layers
         predictor = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=(0.0,) * len(ranks))
-    wanted = expected_shapes(shape, "sparse", predictor)
+    wanted = required_shapes("llama", shape, predictor)
     tensors = {
         name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
         for name, dims in wanted.items()

@@ -23,10 +23,10 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from sparkinfer.convert.blueprint import adjacent_pairs
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.encode import LIMITS, encode
-from sparkinfer.convert.llama_tensors import adjacent_pairs
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.convert.vocabulary import vocabulary_keys
@@ -323,9 +323,9 @@ def test_rotary_frequencies_equal_those_of_transformers(copy, tmp_path, rope, is
 CONFIGS = {
     "architecture 'BertModel'": {"architectures": ["BertModel"]},
     "architecture None": {"architectures": None},
-    "hidden_act 'gelu'": {"hidden_act": "gelu"},
-    "attention_bias": {"attention_bias": True},
-    "mlp_bias": {"mlp_bias": True},
+    "hidden_act 'tanh'": {"hidden_act": "tanh"},
+    "attn_k.bias": {"attention_bias": True},
+    "ffn_down.bias": {"mlp_bias": True},
     "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
     "type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
     "type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

@@ -216,11 +216,11 @@ def test_it_touches_the_bytes_it_claims_and_no_others(tmp_path, mode, hot):
             for block in layer.ffn.blocks:
                 ids = block.id_N
                 rows = torch.arange(len(ids)) if block.row_N is None else block.row_N
-                block.gate.data[rows[~gates[layer.ffn.layer][ids]]] = torch.nan
-                for matrix in (block.up, block.down):
+                block.gate.weight.data[rows[~gates[layer.ffn.layer][ids]]] = torch.nan
+                for matrix in (block.up.weight, block.down):
                     matrix.data[rows[~opened[layer.ffn.layer][ids]]] = torch.nan
         assert torch.equal(engine._step(torch.tensor(IDS[1:2]), 1), want)
-        block.up.data.fill_(torch.nan)  # and the poison is one
+        block.up.weight.data.fill_(torch.nan)  # and the poison is one
         assert engine._step(torch.tensor(IDS[1:2]), 1).isnan().any()
 
 
@@ -340,7 +340,7 @@ def test_wrong_tokens_are_refused(tmp_path, ids, message):
 
 def test_nan_weights_are_noticed_when_a_token_is_drawn(tmp_path, codec_model):
     with Engine.load(codec_model) as engine:
-        engine.layers[0].ffn_norm_D.fill_(torch.nan)
+        engine.layers[0].ffn_norm.weight_D.fill_(torch.nan)
         with pytest.raises(SparkinferError, match="NaN logits"):
             list(engine.generate("ab", 2))
 

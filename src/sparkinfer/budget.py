@@ -16,13 +16,17 @@ Items = dict[str, int]
 DEFAULT_CONTEXT = 4096  # tokens of KV cache where nobody asks; less for a model made for less
 PREFILL_CHUNK = 128  # tokens a forward pass takes at most
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
+FLOAT_BYTES = 4
 # A dense product unpacks its weights to f32 a tile of rows at a time.
 UNPACK_TILE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes of one layer: all attention matrices and both norms, the predictor, one neuron."""
+    """Bytes of one layer: all attention matrices and norms, the predictor, one neuron.
+
+    `gate_row` is what decides whether the neuron fires: without gates (OPT, Falcon) the row of
+    the up projection, and `up_row` is then zero. A neuron's biases belong to their rows."""
 
     attention: int
     predictor: int
@@ -39,13 +43,18 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
     """From the tensor table of a model file, to the byte."""
     prefix = f"blk.{layer}."
     entries = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
-    dense = [e.num_bytes for n, e in entries.items() if n.startswith(("attn_", "ffn_norm"))]
+    dense = ("attn_", "ffn_norm", "ffn_down.bias")
     down = entries.get("ffn_down_t.weight")
+
+    def row(name: str) -> int:
+        bias = FLOAT_BYTES if f"{name}.bias" in entries else 0
+        return entries[f"{name}.weight"].row_bytes + bias
+
     return LayerBytes(
-        attention=sum(dense),
+        attention=sum(e.num_bytes for n, e in entries.items() if n.startswith(dense)),
         predictor=sum(e.num_bytes for n, e in entries.items() if n.startswith("ffn_pred_")),
-        gate_row=entries["ffn_gate.weight"].row_bytes,
-        up_row=entries["ffn_up.weight"].row_bytes,
+        gate_row=row(model.gate_name),
+        up_row=row("ffn_up") if model.graph.is_gated else 0,
         down_row=down.row_bytes if down else row_bytes(model.shape.width, transposed_kind(model)),
     )
 
@@ -60,7 +69,8 @@ def transposed_kind(model: ModelFile) -> str:
 
 def kv_kind(model: ModelFile) -> str:
     """Type of the KV cache: f32 for a model file in f32, f16 otherwise (as llama.cpp)."""
-    return "f32" if model.tensors["blk.0.attn_k.weight"].kind == "f32" else "f16"
+    projection = "attn_qkv" if model.graph.has_fused_qkv else "attn_k"
+    return "f32" if model.tensors[f"blk.0.{projection}.weight"].kind == "f32" else "f16"
 
 
 def kv_bytes_per_layer(model: ModelFile, context_length: int) -> int:
@@ -72,13 +82,15 @@ def kv_bytes_per_layer(model: ModelFile, context_length: int) -> int:
 
 def head_bytes(model: ModelFile) -> int:
     """Output norm and output matrix; with tied weights this is the embedding matrix."""
-    norm = model.tensors["output_norm.weight"].num_bytes
-    return norm + model.tensors[model.head_name].num_bytes
+    norm = [e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm.")]
+    return sum(norm) + model.tensors[model.head_name].num_bytes
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """The embedding matrix where it is a matrix of its own; nothing where it is the head."""
-    return 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
+    """The embedding matrix where it is not the head too, and learned positions."""
+    positions = model.tensors.get("position_embd.weight")
+    tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
+    return tokens + (positions.num_bytes if positions else 0)
 
 
 def workspace_bytes(model: ModelFile, context_length: int) -> int:

@@ -9,8 +9,9 @@ from typing import get_args
 
 import numpy as np
 
+from sparkinfer.architecture import PredictorKind
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import PredictorInfo, PredictorKind
+from sparkinfer.model_file import PredictorInfo
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 FORMAT = "sparkinfer.predictors"

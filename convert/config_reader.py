@@ -1,0 +1,162 @@
+"""Typed reads of a checkpoint's config.json, each with its own refusal.
+
+Keys are in the spelling of transformers 4 or 5. What this module does not know: any family."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from sparkinfer.architecture import Activation, ModelShape
+from sparkinfer.errors import SparkinferError
+
+ROPE_TYPES = ("default", "linear", "llama3")
+# What transformers calls them, and what a model file does.
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+GATED = {name: name for name in ("relu", "fatrelu", "drelu", "silu")} | GELUS
+UNGATED = {"relu": "relu", "fatrelu": "fatrelu", "silu": "silu"} | GELUS
+
+
+class ConfigReader:
+    """`prefix` stands before a key's name in a refusal."""
+
+    def __init__(self, path: Path, values: Mapping[str, object], prefix: str = "") -> None:
+        self.path, self.values, self.prefix = path, values, prefix
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        number = _number(default if value is None else value)
+        if number is None or number <= 0:
+            found = f"is {value!r}" if key in self.values else "is missing"
+            raise SparkinferError(
+                f"{self.path}: {self.prefix}{key} {found}, wanted a positive number"
+            )
+        return number
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.positive(key, default)
+        if value != int(value):
+            raise SparkinferError(f"{self.path}: {self.prefix}{key} is {value}, wanted a count")
+        return int(value)
+
+    def flag(self, key: str) -> bool | None:
+        """None where the config does not say."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise SparkinferError(f"{self.path}: {key} is {value!r}, wanted true or false")
+        return value
+
+    def refuse(
+        self, key: str, *plain: object, why: str = "the graph does not compute that"
+    ) -> None:
+        """Raises SparkinferError unless the key is absent, null or one of `plain`."""
+        if self.values.get(key) not in (*plain, None):
+            raise SparkinferError(
+                f"{self.path}: {key} is {self.values[key]!r}, wanted {' or '.join(map(repr, plain))}:"
+                f" {why}; this checkpoint is not supported"
+            )
+
+    def activation(self, key: str, known: Mapping[str, str]) -> Activation:
+        """`known` maps the checkpoint's names to a model file's."""
+        found = self.values.get(key)
+        if not isinstance(found, str) or found not in known:
+            raise SparkinferError(
+                f"{self.path}: {key} {found!r} is unknown; known: {', '.join(known)}"
+            )
+        return cast(Activation, known[found])
+
+    def threshold(self, activation: Activation) -> float:
+        """FATReLU passes what is above its threshold (ProSparse, arXiv 2402.13516)."""
+        if activation != "fatrelu":
+            return 0.0
+        number = _number(self.values.get("hidden_act_param"))
+        if number is None or number < 0:
+            raise SparkinferError(
+                f"{self.path}: hidden_act is fatrelu and hidden_act_param is"
+                f" {self.values.get('hidden_act_param')!r}; wanted its threshold, a number; ask the"
+                " model's authors for it and add it"
+            )
+        return number
+
+    def heads(self, heads_key: str, kv_heads: int | None = None) -> tuple[int, int, int]:
+        """(heads, key-value heads, width of a head); `kv_heads` where the key is not the usual."""
+        heads, width = self.count(heads_key), self.count("hidden_size")
+        kv_heads = kv_heads or self.count("num_key_value_heads", heads)
+        head_width = self.count("head_dim", max(1, width // heads))
+        is_even = self.values.get("head_dim") is not None or width % heads == 0
+        if not is_even or heads % kv_heads or head_width % 2:
+            raise SparkinferError(
+                f"{self.path}: {heads} heads and {kv_heads} key heads of width {head_width} do not"
+                f" fit a model of width {width}; wanted whole groups of heads of even width"
+            )
+        return heads, kv_heads, head_width
+
+    def with_rope(self, shape: ModelShape) -> tuple[ModelShape, np.ndarray | None]:
+        """The shape with its rotary constants, and what divides the frequencies (f32 [W / 2]).
+
+        From `rope_scaling` (transformers 4) or `rope_parameters` (5); where both are given
+        transformers takes the first, and so does this."""
+        key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
+        values = self.values.get(key) or {}
+        if not isinstance(values, dict):
+            raise SparkinferError(f"{self.path}: {key} is {values!r}, wanted an object or null")
+        rope = ConfigReader(self.path, values, key + ".")
+        kind = values.get("rope_type", values.get("type", "default"))  # old ones spell it `type`
+        if kind not in ROPE_TYPES:
+            raise SparkinferError(
+                f"{self.path}: {key} is of type {kind!r}; known: {', '.join(ROPE_TYPES)}"
+            )
+        for reader in (self, rope):
+            reader.refuse("partial_rotary_factor", 1.0, 1)
+        shape = replace(
+            shape,
+            rope_theta=rope.positive("rope_theta", self.positive("rope_theta", 10000.0)),
+            rope_linear_factor=rope.positive("factor") if kind == "linear" else 1.0,
+        )
+        return shape, _llama3_factors(rope, shape) if kind == "llama3" else None
+
+    def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
+        """The context without a sliding window, and what to tell of it.
+
+        Within one window attention is the same with and without it, so a model that has one is
+        given that much context."""
+        window = self.values.get("sliding_window")
+        if not is_used or window is None:
+            return context_length, ()
+        length = self.count("sliding_window")
+        if length >= context_length:
+            return context_length, ()
+        return length, (
+            f"context {context_length:,} cut to {length:,}: attention slides over so many tokens,"
+            " and that is computed for the first window only",
+        )
+
+
+def _number(value: object) -> float | None:
+    """A finite number of JSON, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # JSON's integers have any length
+        return None
+
+
+def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
+    """f32 [W / 2]: long waves are slowed by `factor`, short ones not, and between both the inverse
+    is interpolated (transformers, modeling_rope_utils.py; llama.cpp stores the factors by which
+    the frequencies are divided as rope_freqs.weight)."""
+    factor = rope.positive("factor")
+    low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+    context = rope.positive("original_max_position_embeddings")
+    if not low < high:
+        raise SparkinferError(
+            f"{rope.path}: {rope.prefix}low_freq_factor {low} is not below high_freq_factor {high}"
+        )
+    exponents = np.arange(0, shape.head_width, 2, dtype=np.float64) / shape.head_width
+    wavelengths = 2 * np.pi * shape.rope_theta**exponents
+    share = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)

@@ -1,0 +1,105 @@
+"""Falcon (arXiv 2311.16867): layer norms, one key head or few, attention and feed-forward side by
+side from one norm (7B) or from two (40B), or one after the other."""
+
+import gguf
+import numpy as np
+
+from sparkinfer.architecture import ModelShape
+from sparkinfer.convert.blueprint import Blueprint, NameOf, Rows, gguf_names
+from sparkinfer.convert.config_reader import UNGATED, ConfigReader
+from sparkinfer.errors import SparkinferError
+
+OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
+NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
+BIASES = ("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias")
+OLD_KEYS = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+            "n_head_kv": "num_kv_heads"}  # fmt: skip
+
+
+def falcon(read: ConfigReader) -> Blueprint:
+    """FalconForCausalLM, and RWForCausalLM, which is its name in older files."""
+    renamed = {OLD_KEYS.get(key, key): value for key, value in read.values.items()}
+    read = ConfigReader(read.path, renamed)
+    read.refuse("alibi", False, why="attention biased by distance (ALiBi) is not computed")
+    shape = _shape(read)
+    shape, factors = read.with_rope(shape)
+    activation = read.activation("activation", UNGATED) if "activation" in renamed else "gelu"
+    options = (*_norms(read), *(BIASES if read.flag("bias") else ()))
+    order = qkv_order(shape)
+    rows = {
+        name: Rows(source=name, order=order, num_rows=len(order))
+        for name in ("attn_qkv.weight", "attn_qkv.bias")
+    }
+    return Blueprint(
+        architecture="falcon",
+        shape=shape,
+        activation=activation,
+        threshold=read.threshold(activation),
+        is_tied=read.flag("tie_word_embeddings"),
+        name_of=_names(shape.num_layers),
+        rope_factors=factors,
+        options=options,
+        rows=rows,
+    )
+
+
+def qkv_order(shape: ModelShape) -> np.ndarray:
+    """The checkpoint has, for each key head, its queries, the key and the value; a model file has
+    all queries, all keys, all values (llama.cpp, conversion/falcon.py)."""
+    per_group = shape.num_heads // shape.num_kv_heads + 2
+    count = shape.num_kv_heads * per_group * shape.head_width
+    groups = np.arange(count).reshape(shape.num_kv_heads, per_group, shape.head_width)
+    parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+    return np.concatenate([part.reshape(-1) for part in parts])
+
+
+def _shape(read: ConfigReader) -> ModelShape:
+    is_new, has_one_key = read.flag("new_decoder_architecture"), read.flag("multi_query")
+    kv_heads = read.count("num_kv_heads", read.count("num_attention_heads"))
+    if not is_new and has_one_key is not False:
+        kv_heads = 1
+    heads, kv_heads, head_width = read.heads("num_attention_heads", kv_heads)
+    width = read.count("hidden_size")
+    return ModelShape(
+        num_layers=read.count("num_hidden_layers"),
+        width=width,
+        num_neurons=read.count("ffn_hidden_size", 4 * width),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_width=head_width,
+        vocab_size=read.count("vocab_size"),
+        context_length=read.count("max_position_embeddings", 2048),
+        norm_epsilon=read.positive("layer_norm_epsilon", 1e-5),
+    )
+
+
+def _norms(read: ConfigReader) -> tuple[str, ...]:
+    """Which norms a layer has besides its first (transformers, FalconDecoderLayer)."""
+    is_new, is_parallel = read.flag("new_decoder_architecture"), read.flag("parallel_attn")
+    num_norms = read.values.get("num_ln_in_parallel_attn")
+    if num_norms not in (None, 1, 2) or (num_norms == 2 and not is_new):
+        raise SparkinferError(
+            f"{read.path}: num_ln_in_parallel_attn is {num_norms!r} and new_decoder_architecture"
+            f" {is_new!r}; transformers has no such layer; this checkpoint is not supported"
+        )
+    if not is_new and is_parallel is False:
+        return NEXT_NORM
+    if is_new and is_parallel is False:
+        raise SparkinferError(
+            f"{read.path}: new_decoder_architecture with parallel_attn false; transformers has no"
+            " such layer; this checkpoint is not supported"
+        )
+    return OWN_NORM if is_new and num_norms != 1 else ()
+
+
+def _names(num_layers: int) -> NameOf:
+    """gguf's map, and the norm of the blocks that come one after the other, which it has not."""
+    known = gguf_names(gguf.MODEL_ARCH.FALCON, num_layers)
+
+    def name_of(source: str) -> str | None:
+        prefix, found, part = source.partition(".post_attention_layernorm.")
+        if found and prefix.startswith("transformer.h."):
+            return f"blk.{prefix.removeprefix('transformer.h.')}.ffn_norm.{part}"
+        return known(source)
+
+    return name_of

@@ -1,0 +1,78 @@
+"""Llama, and what is a Llama but for its name: ReLULLaMA, ProSparse, Mistral, Bamboo.
+
+Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the threshold from
+the config (ProSparse, arXiv 2402.13516), `drelu` (TurboSparse, arXiv 2406.05955)."""
+
+from collections.abc import Mapping
+
+import gguf
+
+from sparkinfer.architecture import GATED_BIASES, PROJECTION_BIASES, ModelShape
+from sparkinfer.convert.blueprint import IGNORED, Blueprint, gguf_names, rotary_rows
+from sparkinfer.convert.config_reader import GATED, ConfigReader
+
+# Predictors inside a TurboSparse checkpoint; what they are trained for is not documented.
+INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
+
+
+def llama(read: ConfigReader) -> Blueprint:
+    """LlamaForCausalLM."""
+    return _llama(read, GATED)
+
+
+def prosparse(read: ConfigReader) -> Blueprint:
+    """SparseLlamaForCausalLM of ProSparse. Others use the name for graphs of their own, with
+    another activation."""
+    return _llama(read, {"fatrelu": "fatrelu"})
+
+
+def mistral(read: ConfigReader) -> Blueprint:
+    """MistralForCausalLM."""
+    return _llama(read, GATED)
+
+
+def bamboo(read: ConfigReader) -> Blueprint:
+    """BambooForCausalLM (also TurboSparse-Mistral): a Mistral whose `hidden_act`, ReLU, is taken
+    of gate and up projection both."""
+    return _llama(read, {"relu": "drelu", "drelu": "drelu"}, ignored=INNER_PREDICTOR)
+
+
+def _llama(
+    read: ConfigReader, activations: Mapping[str, str], ignored: tuple[str, ...] = ()
+) -> Blueprint:
+    shape, notes = llama_shape(read)
+    shape, factors = read.with_rope(shape)
+    activation = read.activation("hidden_act", activations)
+    options: tuple[str, ...] = PROJECTION_BIASES if read.flag("attention_bias") else ()
+    options += GATED_BIASES if read.flag("mlp_bias") else ()
+    return Blueprint(
+        architecture="llama",
+        shape=shape,
+        activation=activation,
+        threshold=read.threshold(activation),
+        is_tied=read.flag("tie_word_embeddings"),
+        name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, shape.num_layers),
+        rope_factors=factors,
+        options=options,
+        rows=rotary_rows(shape),
+        ignored=IGNORED + ignored,
+        notes=notes,
+    )
+
+
+def llama_shape(read: ConfigReader, has_window: bool = True) -> tuple[ModelShape, tuple[str, ...]]:
+    """The keys that Llama's relatives share, and what to tell of a sliding window."""
+    heads, kv_heads, head_width = read.heads("num_attention_heads")
+    context, notes = read.window(read.count("max_position_embeddings"), has_window)
+    shape = ModelShape(
+        num_layers=read.count("num_hidden_layers"),
+        width=read.count("hidden_size"),
+        num_neurons=read.count("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_width=head_width,
+        vocab_size=read.count("vocab_size"),
+        context_length=context,
+        norm_epsilon=read.positive("rms_norm_eps"),
+    )
+    return shape, notes

@@ -1,0 +1,84 @@
+"""OPT (arXiv 2205.01068): layer norms, learned positions, no gates, tied embeddings.
+
+llama.cpp has no graph of it; names are those that PowerInfer gives."""
+
+import re
+
+import numpy as np
+
+from sparkinfer.architecture import PROJECTION_BIASES, ModelShape
+from sparkinfer.convert.blueprint import IGNORED, Blueprint, Rows
+from sparkinfer.convert.config_reader import UNGATED, ConfigReader
+
+# transformers' OPTLearnedPositionalEmbedding starts at this row; PowerInfer keeps the rows before.
+FIRST_POSITION = 2
+NAME = re.compile(r"(?:model\.)?(?:decoder\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
+OUTER = {
+    "embed_tokens": "token_embd",
+    "embed_positions": "position_embd",
+    "final_layer_norm": "output_norm",
+    "lm_head": "output",
+}
+INNER = {
+    "self_attn_layer_norm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "final_layer_norm": "ffn_norm",
+    "fc1": "ffn_up",
+    "fc2": "ffn_down",
+}
+
+
+def opt(read: ConfigReader) -> Blueprint:
+    """OPTForCausalLM."""
+    width = read.count("hidden_size")
+    read.refuse(
+        "word_embed_proj_dim", width, why="embeddings of another width need two more matrices"
+    )
+    read.refuse("_remove_final_layer_norm", False, why="it leaves a graph without its last norm")
+    heads, kv_heads, head_width = read.heads("num_attention_heads")
+    context = read.count("max_position_embeddings")
+    shape = ModelShape(
+        num_layers=read.count("num_hidden_layers"),
+        width=width,
+        num_neurons=read.count("ffn_dim"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_width=head_width,
+        vocab_size=read.count("vocab_size"),
+        context_length=context,
+        norm_epsilon=1e-5,  # of torch.nn.LayerNorm; the config has none
+        is_post_norm=read.flag("do_layer_norm_before") is False,
+    )
+    activation = read.activation("activation_function", UNGATED)
+    has_biases = read.flag("enable_bias") is not False
+    is_affine = read.flag("layer_norm_elementwise_affine") is not False
+    positions = Rows(
+        source="position_embd.weight",
+        order=np.arange(FIRST_POSITION, FIRST_POSITION + context),
+        num_rows=FIRST_POSITION + context,
+    )
+    return Blueprint(
+        architecture="opt",
+        shape=shape,
+        activation=activation,
+        threshold=read.threshold(activation),
+        is_tied=read.flag("tie_word_embeddings"),
+        name_of=_name_of,
+        options=(*PROJECTION_BIASES, "ffn_up.bias", "ffn_down.bias") if has_biases else (),
+        rows={"position_embd.weight": positions},
+        constants={} if is_affine else {"norm.weight": 1.0, "norm.bias": 0.0},
+        ignored=IGNORED,
+    )
+
+
+def _name_of(source: str) -> str | None:
+    match = NAME.fullmatch(source)
+    if not match:
+        return None
+    layer, name, part = match.groups()
+    if layer is None:
+        return f"{OUTER[name]}.{part}" if name in OUTER else None
+    return f"blk.{layer}.{INNER[name]}.{part}" if name in INNER else None

@@ -1,0 +1,38 @@
+"""Qwen2, with biases on the projections, and Qwen3, with norms on queries and keys instead."""
+
+import gguf
+
+from sparkinfer.architecture import PROJECTION_BIASES
+from sparkinfer.convert.blueprint import Blueprint, gguf_names
+from sparkinfer.convert.config_reader import GATED, ConfigReader
+from sparkinfer.convert.families.llama import llama_shape
+
+
+def qwen2(read: ConfigReader) -> Blueprint:
+    """Qwen2ForCausalLM: Qwen 2 and 2.5, and sparse ones such as SparseQwen2 with `drelu`."""
+    return _qwen(read, "qwen2", gguf.MODEL_ARCH.QWEN2, PROJECTION_BIASES[:3])
+
+
+def qwen3(read: ConfigReader) -> Blueprint:
+    """Qwen3ForCausalLM."""
+    options = PROJECTION_BIASES if read.flag("attention_bias") else ()
+    return _qwen(read, "qwen3", gguf.MODEL_ARCH.QWEN3, options)
+
+
+def _qwen(
+    read: ConfigReader, architecture: str, arch: gguf.MODEL_ARCH, options: tuple[str, ...]
+) -> Blueprint:
+    shape, notes = llama_shape(read, has_window=bool(read.flag("use_sliding_window")))
+    shape, factors = read.with_rope(shape)
+    activation = read.activation("hidden_act", GATED)
+    return Blueprint(
+        architecture=architecture,
+        shape=shape,
+        activation=activation,
+        threshold=read.threshold(activation),
+        is_tied=read.flag("tie_word_embeddings"),
+        name_of=gguf_names(arch, shape.num_layers),
+        rope_factors=factors,
+        options=options,
+        notes=notes,
+    )

@@ -1,0 +1,155 @@
+"""The tensors of a checkpoint, renamed, reordered and encoded when they are written.
+
+What this module does not know: any family; see blueprint.py."""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from sparkinfer.architecture import (
+    Layout,
+    layer_shapes,
+    optional_layer_shapes,
+    outer_shapes,
+)
+from sparkinfer.convert.blueprint import Blueprint, Rows
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.encode import encode, kind_for
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, array_entry
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tensor_entries(
+    checkpoint: Checkpoint, plan: Blueprint, layout: Layout, outtype: str
+) -> dict[str, TensorEntry]:
+    """Every tensor of the model file by its name there; each is read when it is written.
+
+    Raises SparkinferError for an unknown or missing tensor and a wrong shape."""
+    wanted = _wanted(plan)
+    sources = _sources(checkpoint, plan, wanted)
+    entries = {}
+    for name, shape in wanted.items():
+        constant = _constant(plan, name)
+        if constant is not None:
+            entries[name] = array_entry(np.full(shape, constant), "f32")
+            continue
+        rows = _rows(plan, name)
+        source = sources.get(rows.source if rows else name)
+        if source is None:
+            assert name == "output.weight", name
+            continue
+        is_transposed = layout == "sparse" and name.endswith("ffn_down.weight")
+        target = name.replace("ffn_down.", "ffn_down_t.") if is_transposed else name
+        target_shape = shape[::-1] if is_transposed else shape
+        kind = kind_for(target_shape, outtype)
+        order = rows.order if rows else None
+        read = partial(_read_rows, checkpoint, source, order, is_transposed, kind)
+        entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
+    if plan.rope_factors is not None:
+        entries["rope_freqs.weight"] = array_entry(plan.rope_factors, "f32")
+    return entries
+
+
+def _read_rows(
+    checkpoint: Checkpoint,
+    source: str,
+    order: np.ndarray | None,
+    is_transposed: bool,
+    kind: str,
+    start: int,
+    stop: int,
+) -> np.ndarray:
+    """The bytes of some rows of a tensor; nothing of it stays in memory afterwards."""
+    tensor = checkpoint.read(source)
+    if is_transposed:
+        tensor = tensor[:, start:stop].T
+    elif order is not None:
+        tensor = tensor[torch.from_numpy(order[start:stop])]
+    else:
+        tensor = tensor[start:stop]
+    values = tensor.to(torch.float32).contiguous().numpy()
+    return encode(values, kind, f"{checkpoint.tensors[source].file}: tensor {source!r}")
+
+
+def _wanted(plan: Blueprint) -> Shapes:
+    """Shapes of the stock layout, by name; with an output head."""
+    graph, shape = plan.graph, plan.shape
+    wanted = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
+    in_layer = layer_shapes(graph, shape, "stock", None)
+    optional = optional_layer_shapes(graph, shape, None)
+    in_layer |= {name: optional[name] for name in plan.options}
+    for layer in range(shape.num_layers):
+        wanted |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+    return wanted
+
+
+def _rows(plan: Blueprint, name: str) -> Rows | None:
+    """The rule for a tensor of the model file, its source's name made whole."""
+    prefix, inner = _split(name)
+    rows = plan.rows.get(inner)
+    if rows is None:
+        return None
+    return Rows(source=prefix + rows.source, order=rows.order, num_rows=rows.num_rows)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """ "blk.3.attn_q.weight" is "blk.3." and "attn_q.weight"."""
+    if not name.startswith("blk."):
+        return "", name
+    _, layer, inner = name.split(".", 2)
+    return f"blk.{layer}.", inner
+
+
+def _constant(plan: Blueprint, name: str) -> float | None:
+    found = [value for end, value in plan.constants.items() if name.endswith(end)]
+    return found[0] if found else None
+
+
+def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[str, str]:
+    """The checkpoint's name for each place that is read; exactly one for each."""
+    shapes: Shapes = {}
+    for name, shape in wanted.items():
+        rows = _rows(plan, name)
+        if _constant(plan, name) is None:
+            shapes[rows.source if rows else name] = (rows.num_rows, *shape[1:]) if rows else shape
+    sources: dict[str, str] = {}
+    for source, tensor in checkpoint.tensors.items():
+        if source.endswith(plan.ignored):
+            continue
+        place = plan.name_of(source)
+        if place not in shapes or place in sources:
+            raise SparkinferError(
+                f"{tensor.file}: no rule for tensor {source!r} in a {plan.architecture} of"
+                f" {plan.shape.num_layers} layers; is this another architecture?"
+            )
+        if tensor.shape != shapes[place]:
+            raise SparkinferError(
+                f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted"
+                f" {list(shapes[place])} by config.json; the two are not of one model"
+            )
+        sources[place] = source
+    return _tied(checkpoint, plan, sources, shapes.keys() - sources.keys())
+
+
+def _tied(
+    checkpoint: Checkpoint, plan: Blueprint, sources: dict[str, str], missing: set[str]
+) -> dict[str, str]:
+    """`sources` without an output head that is the embedding again; refuses missing tensors."""
+    may_tie = plan.is_tied is not False
+    lacking = sorted(missing - ({"output.weight"} if may_tie else set()))
+    if lacking:
+        raise SparkinferError(
+            f"{checkpoint.folder}: no tensor for {lacking[0]!r}"
+            f" ({len(lacking)} missing); download the checkpoint again"
+        )
+    if plan.is_tied and "output.weight" in sources:
+        head, embedding = sources.pop("output.weight"), sources["token_embd.weight"]
+        if not torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
+            raise SparkinferError(
+                f"{checkpoint.folder}: tie_word_embeddings is true, but {head!r} is not"
+                f" {embedding!r}; set it to false in config.json, or remove {head!r}"
+            )
+    return sources

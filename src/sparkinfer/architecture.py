@@ -1,0 +1,164 @@
+"""The architectures that can be run: what each graph computes, and which tensors it has.
+
+Names are those of llama.cpp where it has one. What a single file adds (biases, a second norm) is
+told by the tensors that are in it. What this module does not know: how to compute anything.
+
+Letters: D model width, F feed-forward neurons of a layer, R predictor rank, W head width."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Layout = Literal["sparse", "stock"]
+Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
+PredictorKind = Literal["linear", "relu"]
+# Activations whose small values are not zero: a threshold on |act(gate)| silences neurons.
+SMOOTH = ("silu", "gelu", "gelu_tanh")
+PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
+GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One graph. `rotary` says which values of a head turn together: neighbours, or a value and
+    the one half a head further; without it positions are learned (`position_embd`)."""
+
+    name: str
+    norm: Literal["rms", "layer"] = "rms"
+    rotary: Literal["adjacent", "halves"] | None
+    is_gated: bool = True
+    has_fused_qkv: bool = False
+    has_head_norms: bool = False  # queries and keys are normed head by head
+    is_parallel: bool = False  # attention and feed-forward take the same input
+    # What llama.cpp's graph of this name computes, and the optional tensors it loads.
+    stock_activations: tuple[Activation, ...] = ()
+    stock_options: frozenset[str] = field(default=frozenset())
+
+
+ARCHITECTURES = {
+    graph.name: graph
+    for graph in (
+        Architecture(
+            name="llama",
+            rotary="adjacent",
+            stock_activations=("silu",),
+            stock_options=frozenset((*PROJECTION_BIASES, *GATED_BIASES)),
+        ),
+        Architecture(
+            name="qwen2",
+            rotary="halves",
+            stock_activations=("silu",),
+            stock_options=frozenset(PROJECTION_BIASES[:3]),
+        ),
+        Architecture(
+            name="qwen3", rotary="halves", has_head_norms=True, stock_activations=("silu",)
+        ),
+        Architecture(
+            name="falcon",
+            norm="layer",
+            rotary="halves",
+            is_gated=False,
+            has_fused_qkv=True,
+            is_parallel=True,
+            # It takes the tanh form for both; transformers has the exact one.
+            stock_activations=("gelu", "gelu_tanh"),
+            stock_options=frozenset(("attn_norm_2.weight", "attn_norm_2.bias")),
+        ),
+        Architecture(name="opt", norm="layer", rotary=None, is_gated=False),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes and constants of a decoder."""
+
+    num_layers: int
+    width: int  # D
+    num_neurons: int  # F
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    vocab_size: int
+    context_length: int
+    norm_epsilon: float
+    rope_theta: float = 10000.0
+    rope_linear_factor: float = 1.0  # positions are divided by it
+    is_post_norm: bool = False  # norms come after the residual sum (OPT 350M), not before a block
+
+
+def layer_shapes(
+    graph: Architecture, shape: ModelShape, layout: Layout, rank: int | None
+) -> dict[str, tuple[int, ...]]:
+    """What every layer must have, by its name within the layer; `rank` is its predictor's."""
+    d, f = shape.width, shape.num_neurons
+    q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,)}
+    if graph.has_fused_qkv:
+        shapes["attn_qkv.weight"] = (q + 2 * kv, d)
+    else:
+        shapes |= {"attn_q.weight": (q, d), "attn_k.weight": (kv, d), "attn_v.weight": (kv, d)}
+    shapes["attn_output.weight"] = (d, q)
+    if graph.has_head_norms:
+        shapes |= {
+            name: (shape.head_width,) for name in ("attn_q_norm.weight", "attn_k_norm.weight")
+        }
+    if not graph.is_parallel:
+        shapes["ffn_norm.weight"] = (d,)
+    if graph.is_gated:
+        shapes["ffn_gate.weight"] = (f, d)
+    shapes["ffn_up.weight"] = (f, d)
+    shapes |= {"ffn_down_t.weight": (f, d)} if layout == "sparse" else {"ffn_down.weight": (d, f)}
+    if rank is not None:
+        shapes |= {"ffn_pred_down.weight": (rank, d), "ffn_pred_up.weight": (f, rank)}
+    return _with_norm_biases(graph, shapes)
+
+
+def optional_layer_shapes(
+    graph: Architecture, shape: ModelShape, rank: int | None
+) -> dict[str, tuple[int, ...]]:
+    """What all layers may have, or none of them."""
+    d, f = shape.width, shape.num_neurons
+    q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_output.bias": (d,),
+        "ffn_up.bias": (f,),
+        "ffn_down.bias": (d,),
+    }
+    if graph.has_fused_qkv:
+        shapes["attn_qkv.bias"] = (q + 2 * kv,)
+    else:
+        shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if graph.is_gated:
+        shapes["ffn_gate.bias"] = (f,)
+    if graph.is_parallel:  # the attention's own norm, or that of one block after the other
+        norms: dict[str, tuple[int, ...]] = {"attn_norm_2.weight": (d,), "ffn_norm.weight": (d,)}
+        shapes |= _with_norm_biases(graph, norms)
+    if rank is not None:
+        shapes |= {"ffn_pred_down.bias": (rank,), "ffn_pred_up.bias": (f,)}
+    return shapes
+
+
+def outer_shapes(graph: Architecture, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """What stands outside the layers."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, shape.width)}
+    if graph.rotary is None:
+        shapes["position_embd.weight"] = (shape.context_length, shape.width)
+    norm: dict[str, tuple[int, ...]] = {"output_norm.weight": (shape.width,)}
+    return shapes if shape.is_post_norm else shapes | _with_norm_biases(graph, norm)
+
+
+def optional_outer_shapes(graph: Architecture, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"output.weight": (shape.vocab_size, shape.width)}
+    if graph.rotary:
+        shapes["rope_freqs.weight"] = (shape.head_width // 2,)
+    return shapes
+
+
+def _with_norm_biases(
+    graph: Architecture, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Layer norms (Ba et al. 2016) have a bias, RMS norms have none."""
+    if graph.norm == "rms":
+        return shapes
+    norms = {n: s for n, s in shapes.items() if n.endswith(("norm.weight", "norm_2.weight"))}
+    return shapes | {name.replace(".weight", ".bias"): dims for name, dims in norms.items()}

@@ -1,0 +1,186 @@
+"""The header of a model file: typed reads of its keys, each with its own refusal, and its writing.
+
+What this module does not know: the tensors, beyond their names and shapes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast, get_args
+
+import numpy as np
+
+from sparkinfer.architecture import (
+    ARCHITECTURES,
+    Activation,
+    Architecture,
+    ModelShape,
+)
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, Value
+
+VERSION = 1
+NORM_EPSILON = {
+    "rms": "attention.layer_norm_rms_epsilon",
+    "layer": "attention.layer_norm_epsilon",
+}
+# Keys of an architecture that say nothing which the shape or the graph does not say.
+SILENT_KEYS = {
+    "tensor_data_layout",
+    "use_parallel_residual",
+    "attention.causal",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+}
+KNOWN_KEYS = SILENT_KEYS | {
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    *NORM_EPSILON.values(),
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "vocab_size",
+}
+
+
+class KeyReader:
+    def __init__(
+        self, path: Path, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
+    ) -> None:
+        """Raises SparkinferError for an unknown architecture, version, or key of either."""
+        self.path, self.keys, self.tensors = path, keys, tensors
+        found = str(keys.get("general.architecture", "none"))
+        if found not in ARCHITECTURES:
+            raise SparkinferError(
+                f"{path}: architecture {found!r}; known: {', '.join(ARCHITECTURES)}"
+            )
+        self.graph: Architecture = ARCHITECTURES[found]
+        version = keys.get("sparkinfer.version", np.uint32(VERSION))
+        if version != VERSION:
+            raise SparkinferError(
+                f"{path}: format version {version}, this program reads {VERSION};"
+                " convert the checkpoint again"
+            )
+        self._refuse_unknown()
+
+    def _refuse_unknown(self) -> None:
+        """An unknown key may change what the graph computes, unless it says zero or no."""
+        prefix = self.graph.name + "."
+        for key, value in self.keys.items():
+            name = key.removeprefix(prefix)
+            if (
+                key.startswith(prefix)
+                and name not in KNOWN_KEYS
+                and value not in (0, False, "none")
+            ):
+                raise SparkinferError(
+                    f"{self.path}: key {key!r} ({value}) is unknown: the graph may differ from"
+                    f" the {self.graph.name} that is known here; this file is not supported"
+                )
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.keys.get(key, default)
+        if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+            raise SparkinferError(f"{self.path}: key {key!r} is {value!r}, wanted a number")
+        if not np.isfinite(value):
+            raise SparkinferError(f"{self.path}: key {key!r} is {value}, wanted a finite number")
+        return float(value)
+
+    def floats(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
+        values = self.keys.get(key, None if default is None else [default] * count)
+        if not isinstance(values, list) or len(values) != count:
+            found = f"{len(values)} values" if isinstance(values, list) else repr(values)
+            raise SparkinferError(f"{self.path}: key {key!r} has {found}, wanted {count} numbers")
+        if not all(isinstance(value, int | float | np.number) for value in values):
+            raise SparkinferError(f"{self.path}: key {key!r} holds text, wanted {count} numbers")
+        numbers = tuple(float(value) for value in values)
+        if np.isnan(numbers).any():
+            raise SparkinferError(f"{self.path}: key {key!r} has a NaN")
+        return numbers
+
+    def choice(self, key: str, kind: object, default: str) -> str:
+        value = self.keys.get(key, default)
+        if value not in get_args(kind):
+            raise SparkinferError(f"{self.path}: key {key!r} is {value!r}, wanted {get_args(kind)}")
+        return cast(str, value)
+
+    def activation(self) -> Activation:
+        """That of llama.cpp's graph where the file does not say."""
+        default = (*self.graph.stock_activations, "")[0]
+        return cast(Activation, self.choice("sparkinfer.ffn.activation", Activation, default))
+
+    def count(self, key: str, default: float | None = None) -> int:
+        key = f"{self.graph.name}.{key}"
+        value = self.number(key, default)
+        if not 1 <= value <= 1 << 40 or value != int(value):
+            raise SparkinferError(f"{self.path}: {key} is {value}, wanted a count")
+        return int(value)
+
+    def shape(self) -> ModelShape:
+        name, count = self.graph.name, self.count
+        heads, width = count("attention.head_count"), count("embedding_length")
+        head_width = count("attention.key_length", width // heads)
+        scaling = self.keys.get(f"{name}.rope.scaling.type", "none")
+        is_whole = count("rope.dimension_count", head_width) == head_width
+        same_value_width = count("attention.value_length", head_width) == head_width
+        if scaling not in ("none", "linear") or not is_whole or not same_value_width:
+            raise SparkinferError(
+                f"{self.path}: this kind of rotary embedding is not supported"
+                f" (scaling {scaling!r}, wanted none or linear, over whole heads)"
+            )
+        if heads % count("attention.head_count_kv", heads) or head_width % 2:
+            raise SparkinferError(
+                f"{self.path}: {heads} heads do not divide into"
+                f" {count('attention.head_count_kv', heads)} groups of even width"
+            )
+        if count("block_count") > len(self.tensors):
+            raise SparkinferError(
+                f"{self.path}: {count('block_count')} layers, but {len(self.tensors)} tensors;"
+                " convert the checkpoint again"
+            )
+        embedding = self.tensors.get("token_embd.weight")
+        return ModelShape(
+            num_layers=count("block_count"),
+            width=width,
+            num_neurons=count("feed_forward_length"),
+            num_heads=heads,
+            num_kv_heads=count("attention.head_count_kv", heads),
+            head_width=head_width,
+            vocab_size=embedding.shape[0] if embedding else count("vocab_size"),
+            context_length=count("context_length"),
+            norm_epsilon=self.number(f"{name}.{NORM_EPSILON[self.graph.norm]}"),
+            rope_theta=self.number(f"{name}.rope.freq_base", 10000.0),
+            rope_linear_factor=(
+                self.number(f"{name}.rope.scaling.factor") if scaling == "linear" else 1.0
+            ),
+            is_post_norm=self.keys.get("sparkinfer.is_post_norm", False) is True,
+        )
+
+
+def shape_keys(graph: Architecture, s: ModelShape) -> dict[str, Value]:
+    """The keys that `KeyReader.shape` reads."""
+    keys: dict[str, Value] = {
+        "block_count": np.uint32(s.num_layers),
+        "context_length": np.uint32(s.context_length),
+        "embedding_length": np.uint32(s.width),
+        "feed_forward_length": np.uint32(s.num_neurons),
+        "attention.head_count": np.uint32(s.num_heads),
+        "attention.head_count_kv": np.uint32(s.num_kv_heads),
+        "attention.key_length": np.uint32(s.head_width),
+        "attention.value_length": np.uint32(s.head_width),
+        NORM_EPSILON[graph.norm]: np.float32(s.norm_epsilon),
+        "vocab_size": np.uint32(s.vocab_size),
+    }
+    if graph.rotary:
+        keys["rope.dimension_count"] = np.uint32(s.head_width)
+        keys["rope.freq_base"] = np.float32(s.rope_theta)
+    if s.rope_linear_factor != 1.0:
+        keys["rope.scaling.type"] = "linear"
+        keys["rope.scaling.factor"] = np.float32(s.rope_linear_factor)
+    own: dict[str, Value] = {"sparkinfer.is_post_norm": True} if s.is_post_norm else {}
+    return {f"{graph.name}.{key}": value for key, value in keys.items()} | own

@@ -1,0 +1,288 @@
+"""Every family that `convert` takes: logits of a random checkpoint against transformers'.
+
+Bamboo is unknown to transformers: its oracle is a Mistral whose MLP the test replaces."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import edit_config, random_model, save_tokenizer
+from reference import rel_error
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from sparkinfer import Engine
+from sparkinfer.budget import plan_bytes
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+
+IDS = [5, 17, 300, 4, 99, 5, 5, 210, 33, 0, 250, 7]
+SIZES = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GATED = SIZES | {"intermediate_size": 160, "num_key_value_heads": 2, "initializer_range": 0.1}
+OPT = SIZES | {"ffn_dim": 192, "init_std": 0.1, "word_embed_proj_dim": 64}
+FALCON = SIZES | {"ffn_hidden_size": 192, "initializer_range": 0.1}
+ODD = {"vocab_size": 331}
+MQA = {"num_key_value_heads": 1}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+
+CASES = {
+    "llama": LlamaConfig(**GATED | ODD, hidden_act="relu"),
+    "llama-mqa-tied": LlamaConfig(**GATED | MQA | TIED, hidden_act="silu"),
+    "llama-biases": LlamaConfig(**GATED, hidden_act="relu", attention_bias=True, mlp_bias=True),
+    "llama-gelu": LlamaConfig(**GATED, hidden_act="gelu_pytorch_tanh", head_dim=32),
+    "mistral": MistralConfig(**GATED | ODD, sliding_window=None, head_dim=16),
+    "mistral-window": MistralConfig(**GATED, sliding_window=16, head_dim=32),
+    "qwen2": Qwen2Config(**GATED | ODD),
+    "qwen2-mqa-tied-relu": Qwen2Config(**GATED | MQA | TIED, hidden_act="relu"),
+    "qwen2-window": Qwen2Config(
+        **GATED, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**GATED | ODD, head_dim=32),
+    "qwen3-biases-tied": Qwen3Config(**GATED | TIED, head_dim=16, attention_bias=True),
+    "opt": OPTConfig(**OPT | ODD),
+    "opt-norm-after": OPTConfig(**OPT, do_layer_norm_before=False),
+    "opt-untied-plain": OPTConfig(
+        **OPT | UNTIED, enable_bias=False, layer_norm_elementwise_affine=False
+    ),
+    "opt-gelu": OPTConfig(**OPT, activation_function="gelu"),
+    "falcon-7b": FalconConfig(**FALCON | ODD, activation="relu"),
+    "falcon-40b": FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, activation="relu"
+    ),
+    "falcon-11b": FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+    "falcon-one-after-the-other": FalconConfig(**FALCON | UNTIED, parallel_attn=False, bias=True),
+    "falcon-many-keys": FalconConfig(**FALCON, multi_query=False, bias=True, activation="relu"),
+    "phi3": Phi3Config(**GATED | ODD, sliding_window=None),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folder of a case's checkpoint, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in made:
+            made[case] = random_model(tmp_path_factory.mktemp(case) / "hf", CASES[case])
+            save_tokenizer(made[case], 320)
+        return made[case]
+
+    return get
+
+
+def transformers_logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([IDS])).logits[0]
+
+
+def converted(folder: Path, output: Path, **options) -> Path:
+    convert(ConvertConfig(source=folder, output=output, **options))
+    return output
+
+
+def decoded(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """Logits after the last of `ids`, which are taken one at a time after a prefill of two."""
+    with torch.inference_mode():
+        engine._live.forward(torch.tensor(ids[:2]), 0)
+        for position, token in enumerate(ids[2:], start=2):
+            hidden = engine._live.forward(torch.tensor([token]), position)
+        return engine._live.logits(hidden)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(checkpoints, tmp_path, case):
+    """In every mode, for a prompt and token by token; f16 and bf16 to their rounding."""
+    folder = checkpoints(case)
+    want = transformers_logits(folder)
+    path = converted(folder, tmp_path / "f32.gguf", outtype="f32")
+    for mode in ("dense", "exact"):
+        with Engine.load(path, mode=mode) as engine:
+            assert rel_error(engine.logits(IDS), want) < 1e-5
+            assert rel_error(decoded(engine, IDS), want[-1]) < 1e-5
+            assert rel_error(engine.logits(IDS[::-1]), want) > 0.1  # the measure sees a difference
+    for outtype, eps in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+        path = converted(folder, tmp_path / f"{outtype}.gguf", outtype=outtype)
+        with Engine.load(path, mode="dense") as engine:
+            assert 1e-6 < rel_error(engine.logits(IDS), want) < 8 * torch.finfo(eps).eps
+
+
+STOCK = ["llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b"]
+
+
+@pytest.mark.parametrize("case", STOCK)
+def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
+    folder = checkpoints(case)
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32", layout="stock")
+    assert not any("ffn_down_t" in name for name in ModelFile.load(path).tensors)
+    with Engine.load(path, mode="dense") as engine:
+        assert rel_error(engine.logits(IDS), transformers_logits(folder)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("llama", "computes SiLU, this model is relu"),
+        ("qwen2-mqa-tied-relu", "computes SiLU, this model is relu"),
+        ("qwen3-biases-tied", "has no attn_k.bias"),
+        ("falcon-7b", "computes GELU, this model is relu"),
+        ("falcon-one-after-the-other", "graph has no"),
+        ("opt", "llama.cpp has no opt graph"),
+    ],
+)
+def test_what_llama_cpp_would_run_wrongly_is_refused_in_the_stock_layout(
+    checkpoints, tmp_path, case, words
+):
+    with pytest.raises(SparkinferError, match=words):
+        converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
+    folder = random_model(tmp_path / "hf", MistralConfig(**GATED, sliding_window=None, head_dim=16))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        layer.mlp.forward = lambda x, m=mlp: m.down_proj(
+            m.gate_proj(x).relu() * m.up_proj(x).relu()
+        )
+    with torch.no_grad():
+        want = model(torch.tensor([IDS])).logits[0]
+    edit_config(
+        folder, lambda c: c.update(architectures=["BambooForCausalLM"], hidden_act="relu",
+                                   auto_map={"AutoConfig": "configuration_bamboo.BambooConfig"})
+    )  # fmt: skip
+    (folder / "configuration_bamboo.py").write_text("raise SystemExit('this must never run')")
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
+    assert ModelFile.load(path).activation == "drelu"
+    with Engine.load(path, mode="exact") as engine:
+        assert rel_error(engine.logits(IDS), want) < 1e-5
+    edit_config(folder, lambda c: c.update(hidden_act="silu"))
+    with pytest.raises(SparkinferError, match="hidden_act 'silu' is unknown"):
+        converted(folder, tmp_path / "n.gguf")
+
+
+def test_prosparse_is_a_llama_with_its_threshold(tmp_path):
+    folder = random_model(tmp_path / "hf", LlamaConfig(**GATED, hidden_act="relu"))
+    edit_config(
+        folder, lambda c: c.update(architectures=["SparseLlamaForCausalLM"], hidden_act="fatrelu",
+                                   hidden_act_param=0.01)
+    )  # fmt: skip
+    model = ModelFile.load(converted(folder, tmp_path / "m.gguf"))
+    assert (model.activation, set(model.threshold_L)) == ("fatrelu", {float(np.float32(0.01))})
+    edit_config(folder, lambda c: c.update(hidden_act="silu"))
+    with pytest.raises(SparkinferError, match="hidden_act 'silu' is unknown; known: fatrelu"):
+        converted(folder, tmp_path / "n.gguf")
+
+
+REFUSED = {
+    "word_embed_proj_dim is 32": ("opt", {"word_embed_proj_dim": 32}),
+    "_remove_final_layer_norm": ("opt", {"_remove_final_layer_norm": True}),
+    "ALiBi": ("falcon-7b", {"alibi": True}),
+    "num_ln_in_parallel_attn is 2": ("falcon-7b", {"num_ln_in_parallel_attn": 2}),
+    "parallel_attn false": ("falcon-40b", {"parallel_attn": False}),
+    "known: relu, fatrelu, silu, gelu": ("falcon-7b", {"activation": "drelu"}),
+    "type 'longrope'": ("phi3", {"rope_parameters": {"rope_type": "longrope"}}),
+    "partial_rotary_factor": ("phi3", {"partial_rotary_factor": 0.75}),
+    "no tensor for 'blk.0.attn_k.bias'": ("llama", {"architectures": ["Qwen2ForCausalLM"]}),
+    "no tensor for 'blk.0.attn_k_norm.weight'": ("llama", {"architectures": ["Qwen3ForCausalLM"]}),
+    "no rule for tensor": ("qwen2", {"architectures": ["LlamaForCausalLM"]}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path, words):
+    case, change = REFUSED[words]
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file in checkpoints(case).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    edit_config(folder, lambda c: c.update(change))
+    with pytest.raises(SparkinferError, match=words) as caught:
+        converted(folder, tmp_path / "m.gguf")
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):
+    """RWForCausalLM spelt heads and layers differently."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file in checkpoints("falcon-40b").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    renames = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+               "num_kv_heads": "n_head_kv"}  # fmt: skip
+
+    def rename(config):
+        for new, old in renames.items():
+            config[old] = config.pop(new)
+        config["architectures"] = ["RWForCausalLM"]
+
+    edit_config(folder, rename)
+    old = converted(folder, tmp_path / "old.gguf", outtype="f32")
+    with Engine.load(old, mode="dense") as engine:
+        assert rel_error(engine.logits(IDS), transformers_logits(checkpoints("falcon-40b"))) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "opt", "falcon-40b", "qwen3-biases-tied"])
+@pytest.mark.parametrize("outtype", ["f32", "q8_0"])
+def test_a_plan_gives_the_logits_of_the_whole(checkpoints, tmp_path, case, outtype):
+    """Half of the neurons hot, biases divided with them, and the bytes as the plan says."""
+    from test_runtime import make_split
+
+    path = converted(checkpoints(case), tmp_path / "m.gguf", outtype=outtype)
+    model = ModelFile.load(path)
+    num = model.shape.num_neurons
+    hot = [np.random.default_rng(i).permutation(num)[: num // 2] for i in range(3)]
+    split = make_split(model, hot, dense_on_gpu=True)
+    split.save(tmp_path / "s.gguf")
+    length = split.context_length
+    with Engine.load(path, mode="exact", context_length=length) as engine:
+        want, want_last = engine.logits(IDS), decoded(engine, IDS)
+    with Engine.load(path, split=tmp_path / "s.gguf", mode="exact") as engine:
+        bound = 1e-5 if outtype == "f32" else torch.finfo(torch.float16).eps
+        assert rel_error(engine.logits(IDS), want) < bound
+        assert rel_error(decoded(engine, IDS), want_last) < bound
+        parts = [
+            part
+            for layer in engine.layers
+            for block in layer.ffn.blocks
+            if block.row_N is None
+            for part in (block.gate, block.up, block.down)
+            if part is not None
+        ]
+        assert sum(part.num_bytes for part in parts) == split.gpu_bytes["neurons"]
+    whole, _ = plan_bytes(model, context_length=length, num_hot=[num] * 3,
+                          dense_on_gpu=[True] * 3, head_on_gpu=True)  # fmt: skip
+    in_layers = sum(e.num_bytes for n, e in model.tensors.items() if n.startswith("blk."))
+    assert whole["attention"] + whole["neurons"] == in_layers
+
+
+def test_a_file_with_a_part_of_its_biases_is_refused(checkpoints, tmp_path):
+    model = ModelFile.load(converted(checkpoints("opt"), tmp_path / "m.gguf"))
+    tensors = {name: e for name, e in model.tensors.items() if name != "blk.1.ffn_up.bias"}
+    with pytest.raises(SparkinferError, match="ffn_up.bias is in layer 0 or in layer 1"):
+        dataclasses.replace(model, tensors=tensors).validate()
