@@ -54,17 +54,16 @@ def _read_rows(
     start: int, stop: int,
 ) -> np.ndarray:  # fmt: skip
     """The bytes of some rows of a tensor; nothing of it stays in memory afterwards."""
-    tensor = checkpoint.read(source)
+    tensor, rows = checkpoint.read(source), None
     if target.endswith("ffn_down_t.weight"):
         tensor = tensor[:, start:stop].T
     elif target.endswith(("attn_q.weight", "attn_k.weight")):
         heads = shape.num_heads if target.endswith("attn_q.weight") else shape.num_kv_heads
-        order = adjacent_pairs(len(tensor), heads)
-        tensor = tensor[torch.from_numpy(order[start:stop])]
+        rows = adjacent_pairs(len(tensor), heads)[start:stop]
     else:
         tensor = tensor[start:stop]
-    values = tensor.to(torch.float32).contiguous().numpy()
-    return encode(values, kind, f"{checkpoint.tensors[source].file}: tensor {source!r}")
+    what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
+    return encode(tensor, kind, what, rows=rows)
 
 
 def _matched(checkpoint: Checkpoint, config: LlamaConfig) -> dict[str, str]:
