@@ -63,15 +63,15 @@ def _read_rows(
     stop: int,
 ) -> np.ndarray:
     """The bytes of some rows of a tensor; nothing of it stays in memory afterwards."""
-    tensor = checkpoint.read(source)
+    tensor, rows = checkpoint.read(source), None
     if is_transposed:
         tensor = tensor[:, start:stop].T
     elif order is not None:
-        tensor = tensor[torch.from_numpy(order[start:stop])]
+        rows = order[start:stop]
     else:
         tensor = tensor[start:stop]
-    values = tensor.to(torch.float32).contiguous().numpy()
-    return encode(values, kind, f"{checkpoint.tensors[source].file}: tensor {source!r}")
+    what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
+    return encode(tensor, kind, what, rows=rows)
 
 
 def _wanted(plan: Blueprint) -> Shapes:

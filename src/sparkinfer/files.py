@@ -1,6 +1,7 @@
 """Writing files so that nothing half-written is ever seen under its own name."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ CHUNK_BYTES = 1 << 20
 def partial_file(path: Path) -> Iterator[Path]:
     """Gives `path`.partial to write to; renames it to `path` on success, removes it otherwise.
 
-    Raises SparkinferError where the folder cannot be written."""
+    It is on the disk before it has its name, and the name is before this returns: a power cut
+    leaves the old file or the new one. Raises SparkinferError where the folder cannot be
+    written."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,9 +26,20 @@ def partial_file(path: Path) -> Iterator[Path]:
         raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
     try:
         yield partial
+        _sync(partial)
         partial.replace(path)
+        _sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_output(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:

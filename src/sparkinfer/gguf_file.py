@@ -2,16 +2,28 @@
 
 What the keys and tensors mean is not known here: see model_file and split_file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from math import prod
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+)
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
+from sparkinfer.pipeline import in_order, num_threads
+
+PIECE_VALUES = 1 << 20
 
 # The type of a number in the file is the type of its numpy scalar.
 Value = str | bool | np.number | list[str] | list[int] | list[float] | list[bool]
@@ -91,28 +103,79 @@ def write_gguf(
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Writes a file whole or not at all; `on_bytes` hears of every tensor written.
+    """Writes a file whole or not at all; `on_bytes` hears of every piece of a tensor written.
 
-    Tensors are read one at a time, in the order of the mapping: at most one is in memory."""
-    with partial_file(path) as partial:
-        writer = GGUFWriter(partial, architecture)
-        try:
-            for name, value in keys.items():
-                _add_key(writer, name, value)
-            for name, entry in tensors.items():
-                writer.add_tensor_info(
-                    name, entry.shape, np.dtype(np.float32), entry.num_bytes, type_of(entry.kind)
-                )
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for name, entry in tensors.items():
-                data = entry.read()
-                assert data.nbytes == entry.num_bytes, (name, data.nbytes, entry.num_bytes)
-                writer.write_tensor_data(data)
+    Tensors are read in the order of the mapping, in pieces of whole rows, by several threads: so
+    `read_rows` must bear that. A few pieces are in memory at a time, never a large tensor."""
+    with partial_file(path) as unfinished:
+        _write_header(unfinished, architecture, keys, tensors)
+        pieces = [piece for entry in tensors.values() for piece in _pieces(entry)]
+        tasks = (partial(p.entry.read_rows, p.start, p.stop) for p in pieces)
+        results = in_order(tasks, num_threads())
+        with unfinished.open("ab", buffering=0) as file, closing(results):
+            for piece, data in zip(pieces, results, strict=True):
+                assert data.nbytes == piece.num_bytes, (piece, data.nbytes)
+                _write_all(file, data)
+                if piece.is_last:
+                    _pad(file)
                 on_bytes(data.nbytes)
-        finally:
-            writer.close()
+
+
+def _write_header(
+    path: Path, architecture: str, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
+) -> None:
+    """All that stands before the data of the tensors."""
+    writer = GGUFWriter(path, architecture)
+    try:
+        for name, value in keys.items():
+            _add_key(writer, name, value)
+        for name, entry in tensors.items():
+            writer.add_tensor_info(
+                name, entry.shape, np.dtype(np.float32), entry.num_bytes, type_of(entry.kind)
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
+    with path.open("ab", buffering=0) as file:
+        _pad(file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Rows `start` to `stop` of a tensor."""
+
+    entry: TensorEntry
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.start) * self.entry.num_bytes // self.entry.shape[0]
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.entry.shape[0]
+
+
+def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
+    """All rows, PIECE_VALUES values at a time, or a row where that is longer."""
+    num_rows = entry.shape[0]
+    step = max(1, PIECE_VALUES // prod(entry.shape[1:]))
+    for start in range(0, num_rows, step):
+        yield _Piece(entry=entry, start=start, stop=min(start + step, num_rows))
+
+
+def _write_all(file: FileIO, data: np.ndarray) -> None:
+    """A raw file may take less than it is given (2 GiB at most on Linux)."""
+    rest = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _pad(file: FileIO) -> None:
+    file.write(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT))
 
 
 _NUMBERS = {dtype: kind for kind, dtype in GGUFReader.gguf_scalar_to_np.items()}

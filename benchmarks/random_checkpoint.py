@@ -1,0 +1,149 @@
+"""A Llama checkpoint of a given shape with random weights, for benchmarks: it answers nonsense.
+
+Its tokenizer is one that llama.cpp's converter takes without knowing it: SentencePiece's BPE with
+byte fallback, made of letters joined in twos and threes."""
+
+import itertools
+import json
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+SPACE = "\u2581"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """1.1 B parameters unless told otherwise: TinyLlama's shape."""
+
+    num_layers: int = 22
+    width: int = 2048  # D
+    num_neurons: int = 5632  # F
+    num_heads: int = 32
+    num_kv_heads: int = 4
+    vocab_size: int = 32_000
+
+
+def make_checkpoint(folder: Path, shape: Shape, layers_a_file: int = 8) -> None:
+    """Writes bf16 weights (normal, 0.02) in shards, config.json and a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(shape.vocab_size)))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>",
+             "bos_token": "<s>", "eos_token": "</s>"}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    generator = torch.Generator().manual_seed(0)
+    shapes = list(_shapes(shape).items())
+    size = 9 * layers_a_file
+    shards = [shapes[start : start + size] for start in range(0, len(shapes), size)]
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {key: _random(dims, generator) for key, dims in shard}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _random(dims: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(dims) == 1:
+        return torch.ones(dims, dtype=torch.bfloat16)
+    return torch.empty(dims, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": shape.width,
+        "intermediate_size": shape.num_neurons,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    width, neurons = shape.width, shape.num_neurons
+    kv_width = width // shape.num_heads * shape.num_kv_heads
+    layer = {
+        "input_layernorm": (width,),
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (kv_width, width),
+        "self_attn.v_proj": (kv_width, width),
+        "self_attn.o_proj": (width, width),
+        "post_attention_layernorm": (width,),
+        "mlp.gate_proj": (neurons, width),
+        "mlp.up_proj": (neurons, width),
+        "mlp.down_proj": (width, neurons),
+    }
+    layers = {
+        f"model.layers.{number}.{name}.weight": dims
+        for number in range(shape.num_layers)
+        for name, dims in layer.items()
+    }
+    ends = {
+        "model.embed_tokens.weight": (shape.vocab_size, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (shape.vocab_size, width),
+    }
+    return layers | ends
+
+
+def _tokenizer(vocab_size: int) -> dict[str, object]:
+    special = ["<unk>", "<s>", "</s>"]
+    letters = [SPACE, *string.ascii_letters, *string.digits]
+    texts = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    pairs = [(a, b) for a in letters for b in letters]
+    triples = ((a + b, c) for a, b in pairs for c in letters)
+    merges = list(itertools.islice(itertools.chain(pairs, triples), vocab_size - len(texts)))
+    texts += [a + b for a, b in merges]
+    assert len(texts) == len(set(texts)) == vocab_size
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": text, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False, "special": True}
+            for number, text in enumerate(special)
+        ],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": SPACE},
+                {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+            ],
+        },
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {text: number for number, text in enumerate(texts)},
+            "merges": [f"{a} {b}" for a, b in merges],
+        },
+    }  # fmt: skip

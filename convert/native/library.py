@@ -1,0 +1,77 @@
+"""The C++ encoder in this folder, called on torch tensors.
+
+It reads f32, f16 or bf16 weights where they are, along rows or columns, and writes the bytes of a
+type, as gguf.quants does; it also finds the largest magnitude, since every value passes by.
+
+Knows nothing of files or refusals. Where the C++ is not built, importing this raises
+SparkinferError: gguf.quants would do the same, thirty times as slowly.
+
+Letters: N rows, M values of a row."""
+
+import ctypes
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import row_bytes
+
+LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")  # enum Kind
+SOURCE_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_OK = 0
+
+
+def _load() -> ctypes.CDLL:
+    spec = find_spec("sparkinfer.convert._encode")  # finds the file in every kind of install
+    if spec is None or spec.origin is None:
+        raise SparkinferError("the C++ encoder of convert is not built; run `make build`")
+    lib = ctypes.CDLL(spec.origin)
+    pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    lib.spark_encode_best_level.restype = int32
+    lib.spark_encode.argtypes = [
+        int32, int32, pointer, size, size, pointer, size, size, int32, ctypes.c_float, pointer,
+        pointer,
+    ]  # fmt: skip
+    lib.spark_encode.restype = int32
+    return lib
+
+
+_lib = _load()
+
+
+def usable_levels() -> tuple[str, ...]:
+    """The instruction sets that this build has and this processor can run, best last."""
+    return LEVELS[: _lib.spark_encode_best_level() + 1]
+
+
+def encode_rows(
+    weight_NM: Tensor, kind: str, limit: float, *, rows: np.ndarray | None = None,
+    level: str | None = None,
+) -> tuple[np.ndarray, float]:  # fmt: skip
+    """Bytes, uint8 [N, row bytes], and the largest magnitude: NaN if there is one.
+
+    weight_NM: f32, f16 or bf16 on the CPU, rows or columns contiguous (others are copied).
+    rows: int64, the rows to encode and their order; None means all. From a magnitude of `limit`
+    on, the bytes mean nothing. `level` is one of usable_levels(), by default the best."""
+    assert weight_NM.dim() == 2 and weight_NM.is_cpu, (weight_NM.shape, weight_NM.device)
+    num_rows, width = weight_NM.shape
+    is_by_columns = rows is None and weight_NM.stride(0) == 1 and weight_NM.stride(1) != 1
+    if not is_by_columns and weight_NM.stride(1) != 1:
+        weight_NM = weight_NM.contiguous()
+    if rows is not None:
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
+        assert rows.ndim == 1 and (rows >= 0).all() and (rows < num_rows).all(), rows
+        num_rows = len(rows)
+    encoded = np.empty((num_rows, row_bytes(width, kind)), np.uint8)
+    largest = ctypes.c_float()
+    status = _lib.spark_encode(
+        _lib.spark_encode_best_level() if level is None else LEVELS.index(level),
+        SOURCE_KINDS[weight_NM.dtype], weight_NM.data_ptr(), *weight_NM.stride(),
+        None if rows is None else rows.ctypes.data, num_rows, width,
+        KINDS.index(kind), limit, encoded.ctypes.data, ctypes.byref(largest),
+    )  # fmt: skip
+    assert status == _OK, (status, weight_NM.shape, weight_NM.stride(), kind, level)
+    return encoded, largest.value

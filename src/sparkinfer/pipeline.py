@@ -1,0 +1,36 @@
+"""Work on several threads whose results are taken in order, a bounded number of them in memory.
+
+What this module does not know: what the work is."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def num_threads() -> int:
+    """One for each core this process may use, up to 4: the disk is the limit before that."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux; a container has fewer than it sees
+    return min(4, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
+
+
+def in_order(tasks: Iterable[Callable[[], Result]], threads: int) -> Iterator[Result]:
+    """The results of `tasks` in their order, computed by `threads` threads.
+
+    At most twice `threads` tasks are begun and not yet taken. The first task that raises ends
+    it: its exception comes out in its turn. However it ends (also by close(), where the caller
+    takes no more), no task is begun after that and the threads have ended."""
+    pending: deque[Future[Result]] = deque()
+    executor = ThreadPoolExecutor(threads, thread_name_prefix="sparkinfer")
+    try:
+        for task in tasks:
+            if len(pending) == 2 * threads:
+                yield pending.popleft().result()
+            pending.append(executor.submit(task))
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
