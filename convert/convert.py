@@ -7,7 +7,7 @@ What this module does not know: any tensor's name. One tensor is in memory at a 
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
@@ -16,11 +16,14 @@ import gguf
 import numpy as np
 from gguf import LlamaFileType
 
+from sparkinfer.architecture import Activation, Architecture, optional_layer_shapes
 from sparkinfer.convert.blueprint import Blueprint
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.families.table import read_blueprint
+from sparkinfer.convert.gguf_source import model_of_gguf
 from sparkinfer.convert.options import ConvertConfig, ConvertReport, Outtype
 from sparkinfer.convert.predictors import add_predictors
+from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.convert.tensors import tensor_entries
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
@@ -51,13 +54,16 @@ def convert(
     config: ConvertConfig,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     on_total: Callable[[int], None] = lambda num_bytes: None,
+    verify: Callable[[Path, Path], Iterable[str]] | None = None,
 ) -> ConvertReport:
     """Writes `config.output` whole or not at all.
 
-    `on_total` hears once how many bytes of tensors there will be, `on_bytes` of each tensor.
+    `on_total` hears once how many bytes of tensors there will be, `on_bytes` of each piece.
+    `verify` is given the source and what was written, before that gets its name: it says how they
+    compare, and what else a user should know, or raises SparkinferError.
     Raises SparkinferError, with nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
-    check_output(config.output, force=config.force)
+    check_output(config.output, force=config.force, inputs=(config.source,))
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     draft = _from_model_file(config) if is_file else _from_checkpoint(config)
     model = draft.model
@@ -67,8 +73,13 @@ def convert(
     if config.thresholds is not None:
         model = _with_thresholds(model, config.thresholds)
     on_total(sum(entry.num_bytes for entry in model.tensors.values()))
+    said: list[str] = []
+
+    def check(written: Path) -> None:
+        said.extend(verify(config.source, written) if verify else ())
+
     try:
-        model.save(config.output, on_bytes)
+        model.save(config.output, on_bytes, check)
     except OSError as error:
         raise SparkinferError(
             f"{config.output}: cannot be written ({error.strerror or error}); make room for it"
@@ -82,7 +93,8 @@ def convert(
         layout=model.layout,
         activation=model.activation,
         has_predictors=model.predictor is not None,
-        notes=draft.notes,
+        verified=said[0] if said else None,
+        notes=(*draft.notes, *said[1:]),
         seconds=time.perf_counter() - started,
     )
 
@@ -90,9 +102,14 @@ def convert(
 def _from_checkpoint(config: ConvertConfig) -> Draft:
     checkpoint = Checkpoint.open(config.source)
     plan = read_blueprint(config.source / "config.json", checkpoint.config)
+    if config.activation is not None:
+        raise SparkinferError(
+            f"{config.source}: a checkpoint says its activation; --activation is for GGUF files"
+        )
     if config.layout == "stock":
-        _refuse_stock(config.source, plan)
+        _refuse_stock(config.source, plan.graph, plan.activation, plan.options)
     outtype: Outtype = config.outtype or "f16"
+    types = TensorTypes(outtype=outtype, overrides=config.tensor_types)
     tokenizer = tokenizer_keys(config.source, plan.shape.vocab_size, config.layout)
     model = ModelFile(
         path=config.output,
@@ -103,28 +120,29 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         activation=plan.activation,
         threshold_L=(plan.threshold,) * plan.shape.num_layers,
         predictor=None,
-        tensors=tensor_entries(checkpoint, plan, config.layout, outtype),
+        tensors=tensor_entries(checkpoint, plan, config.layout, types),
         extra_keys={**_general_keys(config.source, outtype), **tokenizer.keys},
     )
-    notes = (*plan.notes, *_notes(model, plan, outtype), *tokenizer.notes)
+    notes = (*plan.notes, *_notes(model, plan, types), *tokenizer.notes)
     model = dataclasses.replace(model, model_id=checkpoint.model_id())
     return Draft(model=model, outtype=outtype, notes=notes)
 
 
-def _refuse_stock(source: Path, plan: Blueprint) -> None:
+def _refuse_stock(
+    source: Path, graph: Architecture, activation: Activation, options: Iterable[str]
+) -> None:
     """Raises SparkinferError for a model that llama.cpp would refuse, or run wrongly."""
-    graph = plan.graph
     if not graph.stock_activations:
         raise SparkinferError(
             f"{source}: llama.cpp has no {graph.name} graph; use the sparse layout"
         )
-    if plan.activation not in graph.stock_activations:
+    if activation not in graph.stock_activations:
         raise SparkinferError(
             f"{source}: llama.cpp's {graph.name} graph computes"
             f" {'SiLU' if graph.is_gated else 'GELU'}, this model is"
-            f" {plan.activation}: it would run and answer wrongly; use the sparse layout"
+            f" {activation}: it would run and answer wrongly; use the sparse layout"
         )
-    unknown = sorted(set(plan.options) - graph.stock_options)
+    unknown = sorted(set(options) - graph.stock_options)
     if unknown:
         raise SparkinferError(
             f"{source}: llama.cpp's {graph.name} graph has no {unknown[0]}, this model has;"
@@ -141,15 +159,15 @@ def _general_keys(folder: Path, outtype: Outtype) -> dict[str, Value]:
     }
 
 
-def _notes(model: ModelFile, plan: Blueprint, outtype: Outtype) -> list[str]:
+def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
     """What was done otherwise than asked for, or guessed."""
     notes = []
     matrices = [(n, e) for n, e in model.tensors.items() if len(e.shape) == 2]
-    fallen = [name for name, entry in matrices if entry.kind != outtype]
+    fallen = [n for n, e in matrices if e.kind != types.outtype and types.override(n) is None]
     if fallen:
         notes.append(
             f"{len(fallen)} of {len(matrices)} matrices are f16, because their rows are no whole"
-            f" {outtype} blocks of 32: {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
+            f" {types.outtype} blocks of 32: {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
         )
     if model.is_tied and plan.is_tied is None:
         notes.append("no output head in the checkpoint: the embedding matrix is used for it")
@@ -157,23 +175,18 @@ def _notes(model: ModelFile, plan: Blueprint, outtype: Outtype) -> list[str]:
 
 
 def _from_model_file(config: ConvertConfig) -> Draft:
-    """A model file as it is; something must be added to it."""
-    model = ModelFile.load(config.source)
-    outtype = _outtype_of(model)
-    if config.predictors is None and config.thresholds is None:
-        raise SparkinferError(
-            f"{config.source}: is a model file already; give predictors or thresholds to add"
-        )
-    if config.outtype not in (None, outtype):
-        raise SparkinferError(
-            f"{config.source}: is {outtype}; for {config.outtype} convert the checkpoint again"
-        )
-    if model.layout != config.layout:
-        raise SparkinferError(
-            f"{config.source}: has the {model.layout} layout; for the {config.layout} layout"
-            " convert the checkpoint again"
-        )
-    return Draft(model=model, outtype=outtype)
+    """A GGUF of anyone's: as it is, or in another layout or type."""
+    model, notes = model_of_gguf(config)
+    if config.layout == "stock":
+        optional = optional_layer_shapes(model.graph, model.shape, None)
+        options = [name for name in optional if f"blk.0.{name}" in model.tensors]
+        _refuse_stock(config.source, model.graph, model.activation, options)
+        if model.predictor is not None or any(model.threshold_L):
+            raise SparkinferError(
+                f"{config.source}: has predictors or thresholds, which the stock layout cannot"
+                " hold; convert its checkpoint"
+            )
+    return Draft(model=model, outtype=config.outtype or _outtype_of(model), notes=notes)
 
 
 def _outtype_of(model: ModelFile) -> Outtype:

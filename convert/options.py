@@ -16,11 +16,15 @@ class ConvertConfig:
 
     `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt
     and so on; `thresholds` is a profile whose thresholds the model is to run with. An `outtype`
-    of None is f16 for a checkpoint and "as it is" for a model file."""
+    of None is f16 for a checkpoint and "as it is" for a model file. `tensor_types` are overrides
+    of it, see tensor_types.py. `activation` is for a GGUF that does not say it: "relu", "drelu",
+    "fatrelu=0.01" and so on."""
 
     source: Path
     output: Path
     outtype: Outtype | None = None
+    tensor_types: tuple[str, ...] = ()
+    activation: str | None = None
     layout: Layout = "sparse"
     predictors: Path | None = None
     thresholds: Path | None = None
@@ -35,12 +39,26 @@ class ConvertConfig:
             raise SparkinferError(
                 f"layout {self.layout!r} is unknown; known: {', '.join(get_args(Layout))}"
             )
+        name, _, threshold = (self.activation or "relu").partition("=")
+        is_number = _is_threshold(threshold) if name == "fatrelu" else not threshold
+        if name not in get_args(Activation) or not is_number:
+            raise SparkinferError(
+                f"activation {self.activation!r}; wanted one of {', '.join(get_args(Activation))},"
+                " fatrelu with its threshold (fatrelu=0.01)"
+            )
         extra = "predictors" if self.predictors else "thresholds" if self.thresholds else None
         if self.layout == "stock" and extra:
             raise SparkinferError(
                 f"the stock layout cannot hold {extra}: llama.cpp refuses or ignores what it does"
                 " not know; leave them out, or use the sparse layout"
             )
+
+
+def _is_threshold(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,5 +73,6 @@ class ConvertReport:
     layout: Layout
     activation: Activation
     has_predictors: bool
+    verified: str | None  # what a comparison with the source said; None: not asked for
     notes: tuple[str, ...]
     seconds: float

@@ -15,7 +15,8 @@ from sparkinfer.architecture import (
 )
 from sparkinfer.convert.blueprint import Blueprint, Rows
 from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.encode import encode, kind_for
+from sparkinfer.convert.encode import encode
+from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
 
@@ -23,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_entries(
-    checkpoint: Checkpoint, plan: Blueprint, layout: Layout, outtype: str
+    checkpoint: Checkpoint, plan: Blueprint, layout: Layout, types: TensorTypes
 ) -> dict[str, TensorEntry]:
     """Every tensor of the model file by its name there; each is read when it is written.
 
@@ -44,12 +45,13 @@ def tensor_entries(
         is_transposed = layout == "sparse" and name.endswith("ffn_down.weight")
         target = name.replace("ffn_down.", "ffn_down_t.") if is_transposed else name
         target_shape = shape[::-1] if is_transposed else shape
-        kind = kind_for(target_shape, outtype)
+        kind = types.kind(target, target_shape)
         order = rows.order if rows else None
         read = partial(_read_rows, checkpoint, source, order, is_transposed, kind)
         entries[target] = TensorEntry(shape=target_shape, kind=kind, read_rows=read)
     if plan.rope_factors is not None:
         entries["rope_freqs.weight"] = array_entry(plan.rope_factors, "f32")
+    types.check_used(entries)
     return entries
 
 
@@ -66,8 +68,10 @@ def _read_rows(
     tensor, rows = checkpoint.read(source), None
     if is_transposed:
         tensor = tensor[:, start:stop].T
-    elif order is not None:
+    elif order is not None and tensor.dim() == 2:
         rows = order[start:stop]
+    elif order is not None:
+        tensor = tensor[torch.from_numpy(order[start:stop])]
     else:
         tensor = tensor[start:stop]
     what = f"{checkpoint.tensors[source].file}: tensor {source!r}"

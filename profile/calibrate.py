@@ -126,6 +126,10 @@ def measure_gpu(index: int, say: Callable[[str], None]) -> Gpu:
     return gpu
 
 
+def free_memory_bytes() -> int:
+    return _memory()[1]
+
+
 def _memory() -> tuple[int, int]:
     """(all, available) bytes of main memory."""
     page = os.sysconf("SC_PAGE_SIZE")

@@ -111,6 +111,13 @@ def load_weights(
     )
 
 
+def load_predictors(model: ModelFile, device: torch.device) -> tuple[Predictor, ...]:
+    """Those of all layers, apart from a model that runs."""
+    placement = Placement.on_one_device(model.shape.num_layers, device)
+    builder = _Builder(model, placement, "predicted", 1, Observers(), Traffic(), lambda line: None)
+    return tuple(builder.predictor(index, device) for index in range(model.shape.num_layers))
+
+
 @dataclass(frozen=True)
 class _Builder:
     """Reads the parts of a model by their names in the file."""

@@ -617,15 +617,6 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
            predictors=random_dejavu(tmp_path / "dejavu"))  # fmt: skip
 
 
-def test_a_model_file_is_only_added_to(relu, silu, tmp_path):
-    sparse = run(relu, tmp_path / "sparse.gguf", outtype="q8_0").path
-    stock = run(silu, tmp_path / "stock.gguf", layout="stock").path
-    folder = random_dejavu(tmp_path / "p")
-    refuse(sparse, tmp_path, "already; give predictors")
-    refuse(sparse, tmp_path, "is q8_0; for f16 convert", outtype="f16", predictors=folder)
-    refuse(stock, tmp_path, "has the stock layout", predictors=folder)
-
-
 def test_thresholds_of_a_profile(silu, relu, tmp_path):
     model = run(silu, tmp_path / "m.gguf")
     profile = dataclasses.replace(make_profile(model), threshold_L=(0.125, 0.25, 0.5))

@@ -87,17 +87,42 @@ def finish(report: Any, as_json: bool, lines: list[str]) -> None:
               help="Type of the matrices; f16 for a checkpoint.")  # fmt: skip
 @click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
               show_default=True, help="stock is what llama.cpp loads.")  # fmt: skip
+@click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",
+              help="Another type where NAME is found in a tensor's name; may be repeated.")  # fmt: skip
+@click.option("--activation", metavar="NAME",
+              help="What a GGUF of others does not say: relu, drelu, fatrelu=0.01, ...")  # fmt: skip
 @click.option("--predictors", type=FILE, help="Folder with predictors.safetensors or model_N.pt.")
 @click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
+@click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
+              help="Compare logits with the source's before the file is kept.")  # fmt: skip
 @force_option
 @json_option
-def convert(source: Path, as_json: bool, **options: Any) -> None:
-    """Turn a Hugging Face checkpoint (or a model file, to add predictors) into a model file."""
+def convert(
+    source: Path, tensor_types: tuple[str, ...], is_verified: bool, as_json: bool, **options: Any
+) -> None:
+    """Turn a Hugging Face checkpoint, or a GGUF, into a model file."""
     from sparkinfer.convert.convert import convert as run
     from sparkinfer.convert.options import ConvertConfig
+    from sparkinfer.progress import progress
 
-    report = run(ConvertConfig(source=source, **options))
+    def verify(source: Path, written: Path) -> list[str]:
+        from sparkinfer.profile.predictor_check import check_predictors
+        from sparkinfer.profile.verify import verify as compare
+
+        check = check_predictors(written)
+        warnings = [check.line] if check and check.is_near_chance else []
+        return [compare(source, written).line, *warnings]
+
+    config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
+    with progress("converting", None, "MB") as advance:
+        report = run(
+            config,
+            on_bytes=lambda num_bytes: advance(num_bytes / 1e6),
+            on_total=lambda num_bytes: advance.set_total(num_bytes / 1e6),
+            verify=verify if is_verified else None,
+        )
     lines = [f"note: {note}" for note in report.notes]
+    lines += [report.verified] if report.verified else []
     lines.append(
         f"wrote {report.output}: {report.num_tensors} tensors, {format_bytes(report.num_bytes)},"
         f" {report.activation}, {'with' if report.has_predictors else 'no'} predictors,"

@@ -28,8 +28,9 @@ from sparkinfer.architecture import (
     outer_shapes,
 )
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, Value, read_gguf, write_gguf
+from sparkinfer.gguf_file import TensorEntry, Value, open_gguf, write_gguf
 from sparkinfer.model_keys import VERSION, KeyReader, shape_keys
+from sparkinfer.powerinfer_file import adopt
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
@@ -70,18 +71,18 @@ class ModelFile:
         """Reads the header; weights stay in the mapped file.
 
         Raises SparkinferError for anything but a whole, known model file."""
-        return cls.of(path, *read_gguf(path, "model file (GGUF)"))
+        return cls.of(path, *read_model_gguf(path))
 
     @classmethod
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
-        """From what a file holds; `path` names it in a refusal."""
+        """From what `read_model_gguf` gives; `path` names it in a refusal."""
         read = KeyReader(path, keys, tensors)
         shape = read.shape()
         model = cls(
             path=path,
             architecture=read.graph.name,
             layout="sparse" if "blk.0.ffn_down_t.weight" in tensors else "stock",
-            model_id=_model_id(read),
+            model_id=str(keys["sparkinfer.model_id"]),
             shape=shape,
             activation=read.activation(),
             threshold_L=read.floats("sparkinfer.ffn.threshold", shape.num_layers, 0.0),
@@ -92,11 +93,18 @@ class ModelFile:
         model.validate()
         return model
 
-    def save(self, path: Path, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Writes the file whole or not at all; `on_bytes` hears of every tensor written."""
+    def save(
+        self,
+        path: Path,
+        on_bytes: Callable[[int], None] = lambda num_bytes: None,
+        check: Callable[[Path], None] = lambda written: None,
+    ) -> None:
+        """Writes the file whole or not at all; `on_bytes` hears of every piece written.
+
+        `check` is given what was written before it gets its name, and may raise."""
         self.validate()
         write_gguf(path, self.architecture, {**self._own_keys(), **self.extra_keys}, self.tensors,
-                   on_bytes=on_bytes)  # fmt: skip
+                   on_bytes=on_bytes, check=check)  # fmt: skip
 
     def validate(self) -> None:
         """Raises SparkinferError unless exactly the expected tensors are there, well-shaped."""
@@ -189,6 +197,26 @@ class ModelFile:
         return keys
 
 
+def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
+    """Keys and tensors of a GGUF, those of PowerInfer's told in our words.
+
+    There is always a `sparkinfer.model_id`: the one that `convert` wrote, or for a file that
+    others made, one computed from the file. Raises SparkinferError for a broken file."""
+    file = open_gguf(path, "model file (GGUF)")
+    keys, tensors = file.keys, file.tensors
+    if not isinstance(keys.get("sparkinfer.model_id"), str):
+        prefix = f"{keys.get('general.architecture')}."
+        config = {key: value for key, value in keys.items() if key.startswith(prefix)}
+        samples = ((n, e.shape, sample_bytes(e.read())) for n, e in tensors.items())
+        keys = keys | {"sparkinfer.model_id": compute_model_id(config, samples)}
+    if file.magic == "GGUF":
+        return keys, tensors
+    try:
+        return adopt(keys, tensors)
+    except SparkinferError as error:
+        raise SparkinferError(f"{path}: {error}; convert its checkpoint again") from error
+
+
 def compute_model_id(
     config: Mapping[str, object], samples: Iterable[tuple[str, tuple[int, ...], bytes]]
 ) -> str:
@@ -235,13 +263,3 @@ def _predictor(read: KeyReader, num_layers: int) -> PredictorInfo | None:
         input_layer_offset=int(offset),
         density_L=read.floats(prefix + "density", num_layers) if has_density else (),
     )
-
-
-def _model_id(read: KeyReader) -> str:
-    """The key that `convert` wrote; for a file that others made, computed from the file."""
-    value = read.keys.get("sparkinfer.model_id")
-    if isinstance(value, str):
-        return value
-    samples = ((n, e.shape, sample_bytes(e.read())) for n, e in read.tensors.items())
-    config = {k: v for k, v in read.keys.items() if k.startswith(read.graph.name + ".")}
-    return compute_model_id(config, samples)

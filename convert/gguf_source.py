@@ -1,0 +1,146 @@
+"""A GGUF of anyone's as the source of a model file: another layout, another type, or as it is.
+
+What stays as it is, is copied byte by byte; what changes its type or is transposed is unpacked
+and packed again a few rows at a time.
+
+Letters: N rows, M values of a row."""
+
+from functools import partial
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from sparkinfer.architecture import SMOOTH, Layout
+from sparkinfer.convert.encode import encode
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.tensor_types import TensorTypes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, Value, row_bytes, type_of
+from sparkinfer.model_file import KINDS, ModelFile, read_model_gguf
+
+FLOATS = ("f32", "f16", "bf16")
+DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
+
+
+def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
+    """The model that `config.source` holds, in the layout and types asked for, and notes.
+
+    Raises SparkinferError for a file that cannot be run, and where nothing is asked for."""
+    keys, tensors = read_model_gguf(config.source)
+    found: Layout = "sparse" if f"blk.0.{DOWN_T}" in tensors else "stock"
+    keys = keys | _activation_keys(config, keys, found)
+    types = TensorTypes(outtype=config.outtype or "f16", overrides=config.tensor_types)
+    old, new = (DOWN, DOWN_T) if config.layout == "sparse" else (DOWN_T, DOWN)
+    names = {name.replace(old, new): name for name in tensors}
+    entries = {
+        target: _entry(config, types, target, tensors[name], is_transposed=target != name)
+        for target, name in names.items()
+    }
+    types.check_used(entries)
+    if entries == tensors and not (config.predictors or config.thresholds or config.activation):
+        raise SparkinferError(
+            f"{config.source}: is a {found} model file already; give predictors, thresholds,"
+            " another type or the other layout"
+        )
+    model = ModelFile.of(config.source, keys, entries)
+    notes = _activation_notes(keys, model)
+    return model, (*notes, *_error_notes(tensors, entries, names))
+
+
+def _activation_keys(
+    config: ConvertConfig, keys: dict[str, Value], found: Layout
+) -> dict[str, Value]:
+    """What the user says of the activation, which a stock file cannot say."""
+    if config.activation is None:
+        return {}
+    if "sparkinfer.ffn.activation" in keys:
+        raise SparkinferError(
+            f"{config.source}: says itself that it is {keys['sparkinfer.ffn.activation']}; leave"
+            " the activation out"
+        )
+    activation, _, threshold = config.activation.partition("=")
+    own: dict[str, Value] = {"sparkinfer.ffn.activation": activation}
+    if threshold:
+        count = keys.get(f"{keys.get('general.architecture')}.block_count", np.uint32(0))
+        own["sparkinfer.ffn.threshold"] = [float(threshold)] * int(count)  # type: ignore[arg-type]
+    return own
+
+
+def _entry(
+    config: ConvertConfig, types: TensorTypes, target: str, entry: TensorEntry, is_transposed: bool
+) -> TensorEntry:
+    shape = entry.shape[::-1] if is_transposed else entry.shape
+    kind = types.override(target) if len(shape) > 1 else None
+    if kind is not None or (config.outtype and "ffn_pred_" not in target):
+        kind = types.kind(target, shape)
+    elif entry.kind in KINDS and (entry.kind in FLOATS or not is_transposed):
+        kind = entry.kind
+    else:  # of block types q8_0 loses least; blocks run along the rows, so a transposed one is new
+        kind = TensorTypes(outtype="q8_0").kind(target, shape)
+    if kind == entry.kind and not is_transposed:
+        return entry
+    read = partial(_transposed_rows if is_transposed else _unpacked_rows, entry)
+    label = f"{config.source}: tensor {target!r}"
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return encode(read(start, stop), kind, label)
+
+    return TensorEntry(shape=shape, kind=kind, read_rows=read_rows)
+
+
+def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+    """f32 rows of a tensor of any type that gguf can unpack."""
+    return _unpack(entry.read_rows(start, stop), entry.kind)
+
+
+def _transposed_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+    """f32 rows of the transposed tensor: columns of [N, M], read in whole blocks."""
+    block = GGML_QUANT_SIZES[type_of(entry.kind)][0]
+    first, last = start // block, -(-stop // block)
+    data = entry.read()
+    size = data.shape[1] // (entry.shape[1] // block)  # items of the array that make a block
+    assert data.nbytes == len(data) * row_bytes(entry.shape[1], entry.kind)
+    columns = np.ascontiguousarray(data[:, first * size : last * size])
+    values = _unpack(columns, entry.kind)
+    return values[:, start - first * block : stop - first * block].T
+
+
+def _unpack(data: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "f32":
+        return data
+    try:
+        return dequantize(data, type_of(kind))
+    except NotImplementedError as error:
+        raise SparkinferError(
+            f"tensors of type {kind} cannot be unpacked; take a file of another type"
+        ) from error
+
+
+def _activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...]:
+    if "sparkinfer.ffn.activation" in keys or model.activation not in SMOOTH:
+        return ()
+    return (
+        f"activation taken as {model.activation}, llama.cpp's for {model.architecture}: a stock"
+        " file does not say; if the model was trained with another, convert with --activation",
+    )
+
+
+def _error_notes(
+    tensors: dict[str, TensorEntry], entries: dict[str, TensorEntry], names: dict[str, str]
+) -> tuple[str, ...]:
+    """Which block types were packed again, and the relative error of that in the first matrix."""
+    first: dict[tuple[str, str], str] = {}
+    for target, entry in entries.items():
+        old = tensors[names[target]]
+        if old.kind not in FLOATS and entry is not old:
+            first.setdefault((old.kind, entry.kind), target)
+    notes = []
+    for (old_kind, kind), target in first.items():
+        read = _unpacked_rows if names[target] == target else _transposed_rows
+        count = min(64, entries[target].shape[0])
+        want = read(tensors[names[target]], 0, count).astype(np.float64)
+        got = _unpacked_rows(entries[target], 0, count).astype(np.float64)
+        error = float(np.linalg.norm(got - want)) / max(1e-30, float(np.linalg.norm(want)))
+        notes.append(f"{old_kind} packed again as {kind}: relative error {error:.1e} ({target})")
+    return tuple(notes)

@@ -1,0 +1,66 @@
+"""Which type each tensor of a model file gets."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gguf import GGML_QUANT_SIZES
+
+from sparkinfer.convert.encode import kind_for
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import type_of
+from sparkinfer.model_file import KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorTypes:
+    """Vectors are f32, matrices `outtype`, unless an override says otherwise.
+
+    An override is "NAME=TYPE", NAME a regular expression that is searched for in the tensor's
+    name; the first that is found counts (as `--tensor-type` of llama.cpp's quantiser)."""
+
+    outtype: str
+    overrides: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in self.overrides:
+            name, _, kind = text.rpartition("=")
+            if not name or kind not in KINDS:
+                raise SparkinferError(
+                    f"tensor type {text!r}; wanted NAME=TYPE with a type of {', '.join(KINDS)}"
+                )
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise SparkinferError(
+                    f"tensor type {text!r}: {name!r} is no regular expression ({error})"
+                ) from error
+
+    def override(self, name: str) -> str | None:
+        """The type that is asked for by name."""
+        for text in self.overrides:
+            pattern, _, kind = text.rpartition("=")
+            if re.search(pattern, name):
+                return kind
+        return None
+
+    def kind(self, name: str, shape: tuple[int, ...]) -> str:
+        """Raises SparkinferError for an override that the tensor's rows do not fit."""
+        kind = self.override(name) if len(shape) > 1 else None
+        if kind is None:
+            return kind_for(shape, self.outtype)
+        if shape[-1] % GGML_QUANT_SIZES[type_of(kind)][0]:
+            raise SparkinferError(
+                f"tensor type {kind} for {name}: rows of {shape[-1]} values are no whole blocks"
+                " of 32; leave it out for this tensor"
+            )
+        return kind
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raises SparkinferError for an override that no tensor has: a typing error."""
+        every = list(names)
+        for text in self.overrides:
+            if not any(re.search(text.rpartition("=")[0], name) for name in every):
+                raise SparkinferError(
+                    f"tensor type {text!r}: no tensor has such a name; the first is {every[0]}"
+                )

@@ -1,0 +1,106 @@
+"""Do a model file's predictors know more than chance, and about which layer?
+
+A predictor of the layer ahead that is read as one of its own layer (or the other way round) names
+neurons at random, and nothing else shows it. What this module does not know: how predictors are
+trained, or where they came from.
+
+Letters: T tokens, D model width, F neurons."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.verify import text_token_ids
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.feed_forward import Gate, Predictor
+from sparkinfer.runtime.loader import load_predictors
+
+# (recall - named share) / (1 - named share): 1 is perfect, 0 is naming at random.
+CHANCE = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorCheck:
+    """Means over the layers, on a short text, of the offset in the file and of the other one."""
+
+    offset: int
+    recall: float
+    named: float
+    gain: float  # over chance, see CHANCE
+    other_gain: float
+
+    @property
+    def is_near_chance(self) -> bool:
+        return self.gain < CHANCE
+
+    @property
+    def line(self) -> str:
+        """What to tell a user whose predictors are near chance."""
+        line = (
+            f"predictors catch {self.recall:.0%} of the firing neurons while naming"
+            f" {self.named:.0%} of all, on a short text: little better than chance"
+        )
+        if self.other_gain > max(2 * self.gain, CHANCE):
+            return (
+                f"{line}; read with --predictor-input-layer-offset {1 - self.offset} they do"
+                " better: state that"
+            )
+        return f"{line}; are they of this model?"
+
+
+def check_predictors(path: Path) -> PredictorCheck | None:
+    """None for a model without predictors, or of which too much fires to tell."""
+    model = ModelFile.load(path)
+    if model.predictor is None:
+        return None
+    inputs, fires = _activity(model)
+    predictors = load_predictors(model, torch.device("cpu"))
+    offset = model.predictor.input_layer_offset
+    recall, named, gain = _quality(predictors, inputs, fires, offset)
+    _, _, other_gain = _quality(predictors, inputs, fires, 1 - offset)
+    if named > 0.95 or torch.stack(fires).float().mean() > 0.95:
+        return None
+    return PredictorCheck(
+        offset=offset, recall=recall, named=named, gain=gain, other_gain=other_gain
+    )
+
+
+def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each layer, on a short text: its input [T, D], and which neurons fire, bool [T, F]."""
+    gates = [Gate(activation=model.activation, threshold=t) for t in model.threshold_L]
+    inputs: list[Tensor] = []
+    fires: list[Tensor] = []
+
+    def observe(name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        if name == "ffn_norm":
+            inputs.append(tensor.clone())
+        else:
+            fires.append(gates[layer].act(tensor, is_dense=False)[1])
+
+    ids = text_token_ids(model)
+    with Engine.load(model.path, mode="dense", device="cpu", context_length=len(ids)) as engine:
+        with engine.observe(observe, lambda name, layer: name in ("ffn_norm", "ffn_gate")):
+            engine.hidden(ids)
+    return inputs, fires
+
+
+def _quality(
+    predictors: tuple[Predictor, ...], inputs: list[Tensor], fires: list[Tensor], offset: int
+) -> tuple[float, float, float]:
+    """(recall, named share, gain over chance) of all layers; layer 0 always takes its own input."""
+    first = 1 if len(predictors) > 1 else 0
+    caught = fired = named = pairs = 0
+    with torch.inference_mode():
+        for layer in range(first, len(predictors)):
+            predictor = predictors[layer]
+            named_TF = predictor.logits(inputs[layer - offset]) > predictor.threshold
+            caught += int((named_TF & fires[layer]).sum())
+            fired += int(fires[layer].sum())
+            named += int(named_TF.sum())
+            pairs += named_TF.numel()
+    recall, share = caught / max(1, fired), named / pairs
+    return recall, share, (recall - share) / max(1e-9, 1 - share)

@@ -1,0 +1,85 @@
+"""PowerInfer's model files, told in our words.
+
+The container is GGUF but for its first four bytes. Names and meanings are those of its convert.py,
+convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation is that of its graphs, since the
+file does not say."""
+
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, Value
+
+ACTIVATIONS = {"llama": "relu", "bamboo": "drelu", "falcon": "relu", "opt": "relu"}
+RENAMED = {
+    "fc1.weight": "ffn_pred_down.weight",
+    "fc2.weight": "ffn_pred_up.weight",
+    "ffn_down_t.bias": "ffn_down.bias",
+}
+FIRST_POSITION = 2  # rows of OPT's learned positions that no token has
+OPT_NORM_EPSILON = 1e-5  # of torch.nn.LayerNorm; the file does not say
+
+
+def adopt(
+    keys: dict[str, Value], tensors: dict[str, TensorEntry]
+) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
+    """Keys and tensors as a model file of the sparse layout has them.
+
+    Raises SparkinferError, without the file's name, for an architecture it has not."""
+    found = str(keys.get("general.architecture", "none"))
+    if found not in ACTIVATIONS:
+        raise SparkinferError(
+            f"architecture {found!r} of PowerInfer's; known: {', '.join(ACTIVATIONS)}"
+        )
+    name = "llama" if found == "bamboo" else found
+    own = {
+        k.replace("bamboo.", "llama.", 1) if found == "bamboo" else k: v for k, v in keys.items()
+    }
+    threshold = own.pop("powerinfer.sparse_threshold", np.float32(0.0))
+    own |= {
+        "general.architecture": name,
+        "sparkinfer.ffn.activation": ACTIVATIONS[found],
+    }
+    renamed = {_rename(name): entry for name, entry in tensors.items()}
+    if name == "opt":
+        renamed = _without_first_positions(renamed)
+        own["opt.attention.layer_norm_epsilon"] = np.float32(OPT_NORM_EPSILON)
+        own["opt.context_length"] = np.uint32(renamed["position_embd.weight"].shape[0])
+    return own | _predictor_keys(renamed, threshold), renamed
+
+
+def _rename(name: str) -> str:
+    for old, new in RENAMED.items():
+        if name.endswith("." + old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _without_first_positions(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    entry = tensors.get("position_embd.weight")
+    if entry is None or entry.shape[0] <= FIRST_POSITION:
+        raise SparkinferError("no learned positions (position_embd.weight) in an OPT")
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return entry.read_rows(start + FIRST_POSITION, stop + FIRST_POSITION)
+
+    shape = (entry.shape[0] - FIRST_POSITION, *entry.shape[1:])
+    return tensors | {
+        "position_embd.weight": TensorEntry(shape=shape, kind=entry.kind, read_rows=read_rows)
+    }
+
+
+def _predictor_keys(tensors: dict[str, TensorEntry], threshold: Value) -> dict[str, Value]:
+    """DejaVu's predictors: ReLU between two matrices, one threshold for the raw logits."""
+    ranks = []
+    while (entry := tensors.get(f"blk.{len(ranks)}.ffn_pred_down.weight")) is not None:
+        ranks.append(entry.shape[0])
+    if not ranks:
+        return {}
+    if not isinstance(threshold, np.number):
+        raise SparkinferError(f"powerinfer.sparse_threshold is {threshold!r}, wanted a number")
+    return {
+        "sparkinfer.predictor.kind": "relu",
+        "sparkinfer.predictor.rank": ranks,
+        "sparkinfer.predictor.threshold": [float(threshold)] * len(ranks),
+        "sparkinfer.predictor.input_layer_offset": np.uint32(0),
+    }

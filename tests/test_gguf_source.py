@@ -1,0 +1,351 @@
+"""A GGUF as the source: other layouts and types, foreign block types, PowerInfer's files; and the
+comparison of what was written with its source.
+
+Oracles: gguf's own writer and block formats, transformers' logits, our runtime on the checkpoint."""
+
+import dataclasses
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from checkpoints import edit_config, random_dejavu, random_llama, random_model
+from gguf.quants import dequantize, quantize
+from reference import rel_error
+from test_families import CASES, IDS, transformers_logits
+
+from sparkinfer import Engine
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig, ConvertReport
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, read_gguf, type_of, write_gguf
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.predictor_check import check_predictors
+from sparkinfer.profile.verify import verify
+
+
+def run(source: Path, output: Path, **options) -> ConvertReport:
+    return convert(ConvertConfig(source=source, output=output, **options))
+
+
+@pytest.fixture(scope="module")
+def silu(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("silu")
+    return random_llama(folder / "hf", hidden_act="silu", hidden_size=256, intermediate_size=512)
+
+
+@pytest.fixture(scope="module")
+def stock(silu, tmp_path_factory) -> Path:
+    """f32, in the stock layout."""
+    path = tmp_path_factory.mktemp("stock") / "m.gguf"
+    run(silu, path, outtype="f32", layout="stock")
+    return path
+
+
+def logits(path: Path):
+    with Engine.load(path, mode="dense") as engine:
+        return engine.logits(IDS)
+
+
+def test_layouts_turn_into_each_other(silu, stock, tmp_path):
+    sparse, back = tmp_path / "sparse.gguf", tmp_path / "back.gguf"
+    report = run(stock, sparse)
+    assert "activation taken as silu" in report.notes[0]
+    direct = tmp_path / "direct.gguf"
+    run(silu, direct, outtype="f32")
+    for name, entry in ModelFile.load(direct).tensors.items():
+        assert ModelFile.load(sparse).tensors[name].read().tobytes() == entry.read().tobytes()
+    assert ModelFile.load(sparse).model_id == ModelFile.load(stock).model_id
+    run(sparse, back, layout="stock")
+    assert back.read_bytes() == stock.read_bytes()
+    assert rel_error(logits(sparse), transformers_logits(silu)) < 1e-5
+
+
+@pytest.mark.parametrize("outtype", ["f16", "bf16", "q8_0", "q4_0"])
+def test_another_type_is_that_of_the_checkpoint_converted(silu, stock, tmp_path, outtype):
+    run(stock, tmp_path / "a.gguf", outtype=outtype)
+    run(silu, tmp_path / "b.gguf", outtype=outtype)
+    a, b = (ModelFile.load(tmp_path / name) for name in ("a.gguf", "b.gguf"))
+    for name, entry in b.tensors.items():
+        assert a.tensors[name].kind == entry.kind
+        assert a.tensors[name].read().tobytes() == entry.read().tobytes(), name
+
+
+def requantised(stock: Path, path: Path, kind: str) -> None:
+    """The stock file with its matrices in a block type, packed by gguf (q8_0, q4_0, q5_1, ...)."""
+    model = ModelFile.load(stock)
+    tensors = {}
+    for name, entry in model.tensors.items():
+        data = entry.read()
+        if data.ndim == 2:
+            packed = quantize(data, type_of(kind))
+            entry = TensorEntry(
+                shape=entry.shape, kind=kind, read_rows=lambda a, b, packed=packed: packed[a:b]
+            )
+        tensors[name] = entry
+    keys = gguf_keys(stock)
+    write_gguf(path, "llama", keys, tensors)
+
+
+def gguf_keys(path: Path) -> dict:
+
+    keys, _ = read_gguf(path, "model file")
+    return {
+        k: v for k, v in keys.items() if k not in ("general.architecture", "sparkinfer.model_id")
+    }
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q5_1", "q4_1"])
+def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, kind):
+    requantised(stock, tmp_path / "q.gguf", kind)
+    report = run(tmp_path / "q.gguf", tmp_path / "m.gguf")
+    model = ModelFile.load(tmp_path / "m.gguf")
+    own = kind in ("q8_0", "q4_0")
+    _, old = gguf_tensors(tmp_path / "q.gguf")
+    for name, entry in model.tensors.items():
+        source = old[name.replace("ffn_down_t", "ffn_down")]
+        want = dequantize(source.read(), type_of(source.kind))
+        got = dequantize(entry.read(), type_of(entry.kind))
+        if "ffn_down_t" in name:
+            assert entry.kind == "q8_0"
+            assert rel_error(got, want.T) < 0.01
+        elif len(entry.shape) == 2:
+            assert entry.kind == (kind if own else "q8_0")
+            assert (got == want).all() if own else rel_error(got, want) < 0.01
+    assert any(f"{kind} packed again as q8_0: relative error" in note for note in report.notes)
+    assert len(report.model_id) == 64
+
+
+def gguf_tensors(path: Path):
+
+    return read_gguf(path, "model file")
+
+
+def test_a_type_that_cannot_be_unpacked_is_refused(stock, tmp_path):
+    model = ModelFile.load(stock)
+    width = model.shape.width
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_K][1] * width // 256
+    zeros = np.zeros((model.shape.vocab_size, size), np.uint8)
+    entry = TensorEntry(shape=(len(zeros), width), kind="q8_k", read_rows=lambda a, b: zeros[a:b])
+    write_gguf(tmp_path / "q", "llama", gguf_keys(stock), {**model.tensors, "output.weight": entry})
+    with pytest.raises(SparkinferError, match="type q8_k cannot be unpacked"):
+        run(tmp_path / "q", tmp_path / "m.gguf")
+    assert [p.name for p in tmp_path.iterdir()] == ["q"]
+    with pytest.raises(SparkinferError, match="output.weight is q8_k"):
+        Engine.load(tmp_path / "q")
+
+
+def test_what_is_asked_for_must_be_something(stock, silu, tmp_path):
+    with pytest.raises(SparkinferError, match="stock model file already"):
+        run(stock, tmp_path / "m.gguf", layout="stock")
+    run(stock, tmp_path / "m.gguf")
+    with pytest.raises(SparkinferError, match="sparse model file already"):
+        run(tmp_path / "m.gguf", tmp_path / "n.gguf")
+    with pytest.raises(SparkinferError, match="says itself that it is silu"):
+        run(tmp_path / "m.gguf", tmp_path / "n.gguf", activation="relu")
+    with pytest.raises(SparkinferError, match="a checkpoint says its activation"):
+        run(silu, tmp_path / "n.gguf", activation="relu")
+    for wrong in ("swish", "fatrelu", "fatrelu=x", "relu=0.1", "fatrelu=-1"):
+        with pytest.raises(SparkinferError, match="wanted one of relu"):
+            ConvertConfig(source=stock, output=tmp_path / "n", activation=wrong)
+
+
+@pytest.mark.parametrize("activation", ["relu", "fatrelu=0.25"])
+def test_the_activation_of_a_stock_file_can_be_stated(tmp_path, activation):
+    """llama.cpp's converter writes a ReLU model as if it were SiLU."""
+    name, _, threshold = activation.partition("=")
+    folder = random_llama(tmp_path / "hf", hidden_act=name, **(
+        {"hidden_act_param": float(threshold)} if threshold else {}))  # fmt: skip
+    run(folder, tmp_path / "want.gguf", outtype="f32")
+    edit_config(folder, lambda c: c.update(hidden_act="silu"))
+    run(folder, tmp_path / "stock.gguf", outtype="f32", layout="stock")
+    run(tmp_path / "stock.gguf", tmp_path / "got.gguf", activation=activation)
+    assert rel_error(logits(tmp_path / "got.gguf"), logits(tmp_path / "want.gguf")) < 1e-6
+    assert rel_error(logits(tmp_path / "stock.gguf"), logits(tmp_path / "want.gguf")) > 0.1
+    with pytest.raises(SparkinferError, match="it would run and answer wrongly"):
+        run(tmp_path / "got.gguf", tmp_path / "x.gguf", layout="stock")
+
+
+def test_tensor_types(silu, stock, tmp_path):
+    types = ("attn_(q|k)=q8_0", "output=f32", "blk.1.=bf16")
+    for source in (silu, stock):
+        run(source, tmp_path / "m.gguf", outtype="q4_0", tensor_types=types, force=True)
+        kinds = {n: e.kind for n, e in ModelFile.load(tmp_path / "m.gguf").tensors.items()}
+        assert kinds["blk.1.attn_q.weight"] == kinds["blk.0.attn_k.weight"] == "q8_0"
+        assert kinds["output.weight"] == kinds["blk.0.attn_output.weight"] == "f32"
+        assert kinds["blk.1.ffn_up.weight"] == "bf16"
+        assert kinds["blk.0.ffn_up.weight"] == kinds["token_embd.weight"] == "q4_0"
+        assert kinds["blk.1.attn_norm.weight"] == "f32"
+        assert rel_error(logits(tmp_path / "m.gguf"), transformers_logits(silu)) < 0.5
+    for wrong, words in {
+        "ffn": "wanted NAME=TYPE", "ffn=q9": "wanted NAME=TYPE", "=f32": "wanted NAME=TYPE",
+        "(=f32": "no regular expression", "ffm_up=f32": "no tensor has such a name",
+    }.items():  # fmt: skip
+        with pytest.raises(SparkinferError, match=words):
+            run(silu, tmp_path / "n.gguf", tensor_types=(wrong,))
+
+
+# ---- PowerInfer's files ------------------------------------------------------------------------
+
+POWERINFER = {"llama": "llama", "opt": "opt", "falcon-40b": "falcon", "bamboo": "bamboo"}
+
+
+def powerinfer_file(path: Path, model: ModelFile, architecture: str, folder: Path) -> None:
+    """Our model, written with gguf's writer as PowerInfer's converters do, predictors too."""
+    import torch
+
+    s = model.shape
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(s.width)
+    writer.add_block_count(s.num_layers)
+    writer.add_feed_forward_length(s.num_neurons)
+    writer.add_head_count(s.num_heads)
+    if architecture != "opt":
+        writer.add_head_count_kv(s.num_kv_heads)
+        add = (
+            writer.add_layer_norm_eps if architecture == "falcon" else writer.add_layer_norm_rms_eps
+        )
+        add(s.norm_epsilon)
+    if architecture == "falcon":
+        writer.add_tensor_data_layout("jploski")
+    writer.add_float32("powerinfer.sparse_threshold", 0.25)
+    for name, entry in model.tensors.items():
+        data = entry.read()
+        if name == "position_embd.weight":
+            data = np.concatenate([np.full((2, s.width), 7, np.float32), data])
+        writer.add_tensor(name.replace("ffn_down.bias", "ffn_down_t.bias"), np.array(data))
+    for layer in range(s.num_layers):
+        state = torch.load(folder / f"model_{layer}.pt", weights_only=True)
+        for part in ("fc1", "fc2"):
+            writer.add_tensor(f"blk.{layer}.{part}.weight", state[f"{part}.weight"].numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    data = path.read_bytes()
+    path.write_bytes(b"PWRI" + data[4:])
+
+
+@pytest.mark.parametrize("case", POWERINFER)
+def test_powerinfer_files_are_read_and_converted(tmp_path, case):
+    """The runtime takes them as they are, and convert makes our layout of them."""
+    folder = random_model(tmp_path / "hf", CASES["llama" if case == "bamboo" else case])
+    if case == "bamboo":
+        edit_config(folder, lambda c: c.update(hidden_act="drelu"))
+    run(folder, tmp_path / "want.gguf", outtype="f32")
+    want = ModelFile.load(tmp_path / "want.gguf")
+    random_dejavu(tmp_path / "p", num_neurons=want.shape.num_neurons)
+    path = tmp_path / "m.powerinfer.gguf"
+    powerinfer_file(path, want, POWERINFER[case], tmp_path / "p")
+    model = ModelFile.load(path)
+    assert model.activation == want.activation and model.layout == "sparse"
+    assert model.predictor.threshold_L == (0.25,) * 3 and model.predictor.kind == "relu"
+    assert rel_error(logits(path), logits(want.path)) < 1e-6
+    run(path, tmp_path / "f16.gguf", outtype="f16")
+    converted = ModelFile.load(tmp_path / "f16.gguf")
+    assert converted.predictor == model.predictor
+    assert converted.model_id == model.model_id
+    assert rel_error(logits(converted.path), logits(want.path)) < 1e-2
+    added = tmp_path / "added.gguf"
+    (tmp_path / "p" / "config.json").write_text('{"sparse_threshold": 0.25}')
+    run(folder, added, outtype="f32", predictors=tmp_path / "p")
+    with Engine.load(path, mode="predicted") as a, Engine.load(added, mode="predicted") as b:
+        assert rel_error(a.logits(IDS), b.logits(IDS)) < 1e-3  # predictors are f32 here, f32 there
+
+
+# ---- comparing with the source -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outtype", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_verification_passes_what_is_right(silu, tmp_path, outtype):
+    report = convert(ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype),
+                     verify=lambda a, b: [verify(a, b).line])  # fmt: skip
+    assert report.verified.startswith("verified: logits equal transformers' to ")
+    again = convert(ConvertConfig(source=tmp_path / "m", output=tmp_path / "n", outtype="q8_0",
+                                  tensor_types=("token_embd=f16",)),
+                    verify=lambda a, b: [verify(a, b).line])  # fmt: skip
+    assert again.verified.startswith("verified: logits equal the source's to ")
+
+
+def swapped(model: ModelFile, one: str, other: str) -> ModelFile:
+    tensors = dict(model.tensors)
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    return dataclasses.replace(model, tensors=tensors)
+
+
+@pytest.mark.parametrize("outtype", ["f32", "q8_0", "q4_0"])
+def test_verification_refuses_what_is_wrong(silu, tmp_path, outtype):
+    """Two tensors swapped, rows of q not permuted, another activation: nothing is kept."""
+    run(silu, tmp_path / "m.gguf", outtype=outtype)
+    model = ModelFile.load(tmp_path / "m.gguf")
+    wrong = [
+        swapped(model, "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"),
+        swapped(model, "blk.0.attn_q.weight", "blk.1.attn_q.weight"),
+        swapped(model, "token_embd.weight", "output.weight"),
+        dataclasses.replace(model, activation="drelu"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for changed in wrong:
+        with pytest.raises(SparkinferError, match="its logits differ from transformers'"):
+            changed.save(tmp_path / "w.gguf", check=lambda path: verify(silu, path) and None)
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_verification_says_why_it_is_skipped(silu, stock, tmp_path, monkeypatch):
+    from sparkinfer.profile import verify as module
+
+    fatrelu = random_llama(tmp_path / "fatrelu", hidden_act="fatrelu")
+    run(fatrelu, tmp_path / "m.gguf")
+    line = verify(fatrelu, tmp_path / "m.gguf").line
+    assert line == "not verified: transformers does not know the activation 'fatrelu'"
+    edit_config(fatrelu, lambda c: c.update(model_type="bamboo"))
+    assert "does not know model_type 'bamboo'" in verify(fatrelu, tmp_path / "m.gguf").line
+    requantised(stock, tmp_path / "q.gguf", "q5_1")
+    run(tmp_path / "q.gguf", tmp_path / "n.gguf")
+    assert "only converted, not run (q5_1)" in verify(tmp_path / "q.gguf", tmp_path / "n.gguf").line
+    monkeypatch.setattr(module, "free_memory_bytes", lambda: 1000)
+    run(silu, tmp_path / "o.gguf")
+    assert "transformers needs about" in verify(silu, tmp_path / "o.gguf").line
+
+
+def whole_gate_predictors(folder: Path, checkpoint: Path, *, ahead: bool) -> Path:
+    """DejaVu's form of perfect predictors: x and -x through ReLU, then the gate rows (of the next
+    layer's gate, for those that look ahead, which is a guess that is right on average)."""
+    import torch
+    from safetensors.torch import load_file
+
+    folder.mkdir()
+    weights = load_file(checkpoint / "model.safetensors")
+    eye = torch.eye(64)
+    for layer in range(3):
+        norm = weights[f"model.layers.{layer}.post_attention_layernorm.weight"]
+        before = weights[f"model.layers.{max(0, layer - 1)}.post_attention_layernorm.weight"]
+        scale = norm / before if ahead else torch.ones(64)
+        gate = weights[f"model.layers.{layer}.mlp.gate_proj.weight"] * scale
+        torch.save({"fc1.weight": torch.cat([eye, -eye]),
+                    "fc2.weight": torch.cat([gate, -gate], dim=1).contiguous()},
+                   folder / f"model_{layer}.pt")  # fmt: skip
+    return folder
+
+
+def test_predictors_near_chance_are_noticed(tmp_path):
+    """Perfect ones are not, random ones are."""
+    checkpoint = random_llama(tmp_path / "hf", hidden_act="relu")
+    for name, make in {
+        "perfect": lambda f: whole_gate_predictors(f, checkpoint, ahead=False),
+        "random": lambda f: random_dejavu(f),
+    }.items():
+        run(checkpoint, tmp_path / f"{name}.gguf", predictors=make(tmp_path / name))
+    perfect = check_predictors(tmp_path / "perfect.gguf")
+    assert perfect.recall > 0.99 and perfect.gain > 0.98 and not perfect.is_near_chance
+    random = check_predictors(tmp_path / "random.gguf")
+    assert random.is_near_chance and "are they of this model?" in random.line
+    run(checkpoint, tmp_path / "none.gguf")
+    assert check_predictors(tmp_path / "none.gguf") is None
+
+
+def test_a_silu_layer_that_always_fires_says_nothing(silu, tmp_path):
+    random_dejavu(tmp_path / "p", width=256, num_neurons=512)
+    run(silu, tmp_path / "m.gguf", predictors=tmp_path / "p")
+    assert check_predictors(tmp_path / "m.gguf") is None
