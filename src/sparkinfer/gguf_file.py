@@ -2,19 +2,30 @@
 
 What the keys and tensors mean is not known here: see model_file and split_file."""
 
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
+from sparkinfer.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
 
-# The type of a number in the file is the type of its numpy scalar.
-Value = str | bool | np.number | list[str] | list[int] | list[float] | list[bool]
+# Types whose values are numpy's; arrays of all others hold bytes.
+_DTYPES: dict[GGMLQuantizationType, type[np.number]] = {
+    GGMLQuantizationType.F16: np.float16,
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F64: np.float64,
+    GGMLQuantizationType.I8: np.int8,
+    GGMLQuantizationType.I16: np.int16,
+    GGMLQuantizationType.I32: np.int32,
+    GGMLQuantizationType.I64: np.int64,
+}
+_VALUE_TYPES = {dtype: GGUFValueType(number) for number, dtype in NUMBERS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,27 +71,60 @@ def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
     return TensorEntry(shape=values.shape, kind=kind, read_rows=lambda a, b: values[a:b])
 
 
+@dataclass(frozen=True, kw_only=True)
+class GgufFile:
+    """What a file holds. `magic` is its first four bytes: `PWRI` is PowerInfer's container, whose
+    keys and tensors do not mean what llama.cpp's do."""
+
+    magic: Magic
+    version: int
+    keys: dict[str, Value]
+    tensors: dict[str, TensorEntry]
+
+
 def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     """Keys and tensors of a file; tensors are views of the mapped file.
 
-    Raises SparkinferError for a missing, truncated or foreign file."""
+    Raises SparkinferError for a missing, truncated or foreign file, PowerInfer's among them."""
+    file = open_gguf(path, what)
+    if file.magic != "GGUF":
+        raise SparkinferError(
+            f"{path}: is a file of PowerInfer's ({file.magic}); wanted a {what}; convert the"
+            " checkpoint it was made from"
+        )
+    return file.keys, file.tensors
+
+
+def open_gguf(path: Path, what: str) -> GgufFile:
+    """As `read_gguf`, with the magic, which may be PowerInfer's.
+
+    The mapping is copy on write, because torch takes no read-only arrays."""
     require_file(path, what)
     try:
-        reader = GGUFReader(path, "c")  # copy on write: torch takes no read-only arrays
-        keys = {name: _value(field) for name, field in reader.fields.items()}
-        entries = {tensor.name: _entry(tensor) for tensor in reader.tensors}
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError, OSError) as error:
-        raise SparkinferError(
-            f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
-        ) from error
-    return keys, entries
+        with path.open("rb") as stream:
+            mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (ValueError, OSError) as error:  # ValueError: the file is empty
+        raise SparkinferError(f"{path}: cannot be read ({error}); wanted a {what}") from error
+    header = read_header(path, what, mapping)
+    return GgufFile(
+        magic=header.magic,
+        version=header.version,
+        keys=header.keys,
+        tensors={name: _entry(mapping, info) for name, info in header.tensors.items()},
+    )
 
 
-def _entry(tensor) -> TensorEntry:  # type: ignore[no-untyped-def]  # gguf's ReaderTensor
-    shape = tuple(int(n) for n in reversed(tensor.shape))
-    data = tensor.data
-    kind = tensor.tensor_type.name.lower()
-    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+def _entry(mapping: mmap.mmap, info: TensorInfo) -> TensorEntry:
+    """Rows of numbers for types that numpy has, of bytes for all others."""
+    kind = info.type.name.lower()
+    dtype = np.dtype(_DTYPES.get(info.type, np.uint8))
+    width = row_bytes(info.shape[-1], kind) // dtype.itemsize
+    if info.num_bytes:
+        flat = np.frombuffer(mapping, dtype, info.num_bytes // dtype.itemsize, info.start)
+    else:
+        flat = np.empty(0, dtype)
+    data = flat.reshape(*info.shape[:-1], width)
+    return TensorEntry(shape=info.shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 
 def write_gguf(
@@ -115,22 +159,32 @@ def write_gguf(
             writer.close()
 
 
-_NUMBERS = {dtype: kind for kind, dtype in GGUFReader.gguf_scalar_to_np.items()}
-
-
-def _value(field) -> Value:  # type: ignore[no-untyped-def]  # gguf's ReaderField
-    value = field.contents()
-    if isinstance(value, str | bool | list):
-        return value
-    return GGUFReader.gguf_scalar_to_np[field.types[0]](value)  # type: ignore[return-value]
-
-
 def _add_key(writer: GGUFWriter, name: str, value: Value) -> None:
     if isinstance(value, list):
-        writer.add_array(name, value)
+        if value:  # the writer leaves out empty arrays
+            values, kind = _array(value)
+            writer.add_key_value(name, values, GGUFValueType.ARRAY, kind)
     elif isinstance(value, str):
         writer.add_string(name, value)
     elif isinstance(value, bool):
         writer.add_bool(name, value)
     else:
-        writer.add_key_value(name, value.item(), _NUMBERS[type(value)])
+        writer.add_key_value(name, value.item(), _VALUE_TYPES[type(value)])
+
+
+def _array(values: list) -> tuple[list, GGUFValueType]:
+    """An array as it is packed: text that came with bytes of no text gets them back, and numbers
+    have the first type that holds all of them."""
+    if isinstance(values[0], str):
+        return [v.encode("utf-8", "surrogateescape") for v in values], GGUFValueType.STRING
+    if isinstance(values[0], bool):
+        return values, GGUFValueType.BOOL
+    least, most = min(values), max(values)
+    if isinstance(values[0], float):
+        largest = max((abs(v) for v in values if isfinite(v)), default=0.0)
+        is_wide = largest > float(np.finfo(np.float32).max)
+        return values, GGUFValueType.FLOAT64 if is_wide else GGUFValueType.FLOAT32
+    for dtype in (np.int32, np.uint32, np.int64):
+        if np.iinfo(dtype).min <= least and most <= np.iinfo(dtype).max:
+            return values, _VALUE_TYPES[dtype]
+    return values, GGUFValueType.UINT64
