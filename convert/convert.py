@@ -17,6 +17,7 @@ import numpy as np
 from gguf import LlamaFileType
 
 from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.hub import find_folder
 from sparkinfer.convert.llama_config import LlamaConfig, parse_config
 from sparkinfer.convert.llama_tensors import llama_entries
 from sparkinfer.convert.options import ConvertConfig, ConvertReport, Outtype
@@ -59,10 +60,12 @@ def convert(
     check_output(config.output, force=config.force)
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     draft = _from_model_file(config) if is_file else _from_checkpoint(config)
-    model = draft.model
+    model, notes = draft.model, draft.notes
     if config.predictors is not None:
         kind = "f32" if draft.outtype == "f32" else "f16"
-        model = add_predictors(model, config.predictors, kind)
+        offset = config.predictor_input_layer_offset
+        model, more_notes = add_predictors(model, config.predictors, kind, offset)
+        notes += more_notes
     if config.thresholds is not None:
         model = _with_thresholds(model, config.thresholds)
     on_total(sum(entry.num_bytes for entry in model.tensors.values()))
@@ -81,21 +84,21 @@ def convert(
         layout=model.layout,
         activation=model.activation,
         has_predictors=model.predictor is not None,
-        notes=draft.notes,
+        notes=notes,
         seconds=time.perf_counter() - started,
     )
 
 
 def _from_checkpoint(config: ConvertConfig) -> Draft:
-    checkpoint = Checkpoint.open(config.source)
-    llama = parse_config(config.source / "config.json", checkpoint.config)
+    checkpoint = Checkpoint.open(find_folder(config.source))
+    llama = parse_config(checkpoint.folder / "config.json", checkpoint.config)
     if config.layout == "stock" and llama.activation != "silu":
         raise SparkinferError(
             f"{config.source}: llama.cpp's llama graph computes SiLU, this model is"
             f" {llama.activation}: it would run and answer wrongly; use the sparse layout"
         )
     outtype: Outtype = config.outtype or "f16"
-    tokenizer = tokenizer_keys(config.source, llama.shape.vocab_size, config.layout)
+    tokenizer = tokenizer_keys(checkpoint.folder, llama.shape.vocab_size, config.layout)
     model = ModelFile(
         path=config.output,
         layout=config.layout,

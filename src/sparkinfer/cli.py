@@ -88,11 +88,15 @@ def finish(report: Any, as_json: bool, lines: list[str]) -> None:
 @click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
               show_default=True, help="stock is what llama.cpp loads.")  # fmt: skip
 @click.option("--predictors", type=FILE, help="Folder with predictors.safetensors or model_N.pt.")
+@click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
+              help="0: they read their own layer's input; 1: that of the layer before.")  # fmt: skip
 @click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
 @force_option
 @json_option
 def convert(source: Path, as_json: bool, **options: Any) -> None:
-    """Turn a Hugging Face checkpoint (or a model file, to add predictors) into a model file."""
+    """Turn a Hugging Face checkpoint (or a model file, to add predictors) into a model file.
+
+    SOURCE is a folder, a .gguf file, or the name of a checkpoint on the hub (org/name)."""
     from sparkinfer.convert.convert import convert as run
     from sparkinfer.convert.options import ConvertConfig
 
