@@ -1,29 +1,31 @@
 """A Hugging Face checkpoint folder: its config, and its tensors one at a time.
 
-What this module does not know: what any key or tensor means."""
+The weights are safetensors, or pickled by torch (.bin) where there are none; whole or in shards
+with an index. What this module does not know: what any key or tensor means."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkinfer.convert.json_file import read_object
+from sparkinfer.convert.pickle_source import read_state_dict
+from sparkinfer.convert.safetensors_source import read_safetensors
+from sparkinfer.convert.source_tensor import SourceTensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import compute_model_id, sample_bytes
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+Reader = Callable[[Path], dict[str, SourceTensor]]
+# The first that is there is read, in transformers' order.
+WEIGHTS: dict[str, Reader] = {
+    "model.safetensors": read_safetensors,
+    "model.safetensors.index.json": read_safetensors,
+    "pytorch_model.bin": read_state_dict,
+    "pytorch_model.bin.index.json": read_state_dict,
+}
 DTYPES = ("F32", "F16", "BF16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceTensor:
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors spells it: "F32", "BF16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,11 @@ class Checkpoint:
         an unknown type."""
         if not folder.is_dir():
             raise SparkinferError(
-                f"{folder}: no such folder; wanted a checkpoint folder or a model file (.gguf)"
+                f"{folder}: no such folder; wanted a checkpoint folder, a model file (.gguf) or"
+                " the name of a model on the Hugging Face hub (org/name)"
             )
         config = read_object(folder / "config.json", "checkpoint's config.json")
-        tensors = _header(folder / SINGLE) if (folder / SINGLE).exists() else _sharded(folder)
+        tensors = _open_weights(folder)
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise SparkinferError(
@@ -54,43 +57,51 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """The weights as they are stored: a view of the mapped file."""
-        path = self.tensors[name].file
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise _broken(path, error) from error
+        return self.tensors[name].read()
 
     def model_id(self) -> str:
-        """See model_file.compute_model_id; does not depend on how the files are sharded."""
+        """See model_file.compute_model_id; does not depend on how the weights are stored."""
         return compute_model_id(self.config, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
+        """Of tied weights, which only a pickle holds under two names, the last name counts: the
+        embedding's, and not `lm_head`, which save_pretrained leaves out of safetensors."""
         for name, tensor in self.tensors.items():
-            raw = self.read(name).reshape(-1).view(torch.uint8).numpy()
-            yield name, tensor.shape, sample_bytes(raw)
+            if tensor.same_as is None:
+                raw = self.read(name).reshape(-1).view(torch.uint8).numpy()
+                yield name, tensor.shape, sample_bytes(raw)
 
 
-def _sharded(folder: Path) -> dict[str, SourceTensor]:
+def _open_weights(folder: Path) -> dict[str, SourceTensor]:
+    for name, read in WEIGHTS.items():
+        if (folder / name).is_file():
+            is_index = name.endswith(".index.json")
+            return _sharded(folder / name, read) if is_index else read(folder / name)
+    raise SparkinferError(
+        f"{folder}: none of {', '.join(WEIGHTS)}; download the checkpoint again"
+        " or save it with save_pretrained of transformers"
+    )
+
+
+def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
     """All tensors of all shards; they must be exactly those that the index lists."""
-    path = folder / INDEX
-    if not path.is_file():
-        pickled = any(folder.glob("pytorch_model*.bin"))
-        raise SparkinferError(
-            f"{folder}: no {SINGLE} and no {INDEX}"
-            + ("; pickled weights (.bin) are not read" if pickled else "")
-            + "; save the checkpoint as safetensors (save_pretrained of transformers does)"
-        )
     index = read_object(path, "list of shards").get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
         raise SparkinferError(f"{path}: no 'weight_map' of names to files; download it again")
-    shards = {name: folder / name for name in sorted(set(index.values()))}
+    shards = {name: path.parent / name for name in sorted(set(index.values()))}
     for name, shard in shards.items():
-        if Path(name).name != name or not shard.is_file():
-            raise SparkinferError(f"{shard}: no such file, but {INDEX} names it; download it again")
-    headers = {name: _header(shard) for name, shard in shards.items()}
+        if not _is_file_name(name) or not shard.is_file():
+            raise SparkinferError(
+                f"{path}: names the file {name[:100]!r}, but there is no such file; download it again"
+            )
+    headers = {name: read(shard) for name, shard in shards.items()}
     _compare(path, index, headers)
     return {name: tensor for header in headers.values() for name, tensor in header.items()}
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether it stays in the folder; \\0 and long names make the operating system's calls fail."""
+    return Path(name).name == name and "\0" not in name and len(name.encode()) < 256
 
 
 def _compare(path: Path, index: dict, headers: dict[str, dict[str, SourceTensor]]) -> None:
@@ -104,22 +115,3 @@ def _compare(path: Path, index: dict, headers: dict[str, dict[str, SourceTensor]
             f"{path}: tensor {name!r} is in the {where[0]} but not in the {where[1]} ({shard});"
             " download both again"
         )
-
-
-def _header(path: Path) -> dict[str, SourceTensor]:
-    """Names, shapes and types of the tensors of one file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: SourceTensor(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype())
-                for name, s in sorted(slices.items())
-            }
-    except (SafetensorError, OSError) as error:
-        raise _broken(path, error) from error
-
-
-def _broken(path: Path, error: Exception) -> SparkinferError:
-    return SparkinferError(
-        f"{path}: not a whole safetensors file ({error}); download or save it again"
-    )

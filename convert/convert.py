@@ -7,7 +7,7 @@ What this module does not know: any tensor's name. One tensor is in memory at a 
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
@@ -17,20 +17,21 @@ import numpy as np
 from gguf import LlamaFileType
 
 from sparkinfer.architecture import Activation, Architecture, optional_layer_shapes
+from sparkinfer.convert import gguf_source, tensors
 from sparkinfer.convert.blueprint import Blueprint
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.families.table import read_blueprint
-from sparkinfer.convert.gguf_source import model_of_gguf
+from sparkinfer.convert.hub import find_folder
 from sparkinfer.convert.options import ConvertConfig, ConvertReport, Outtype
 from sparkinfer.convert.predictors import add_predictors
 from sparkinfer.convert.tensor_types import TensorTypes
-from sparkinfer.convert.tensors import tensor_entries
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
 from sparkinfer.gguf_file import Value
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
+from sparkinfer.written import Restored, Written
 
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
@@ -47,6 +48,8 @@ class Draft:
 
     model: ModelFile
     outtype: Outtype
+    source: Path  # the folder or file that was read
+    restored: Callable[[ModelFile], Iterator[Restored]]  # see written.Written
     notes: tuple[str, ...] = ()
 
 
@@ -54,29 +57,32 @@ def convert(
     config: ConvertConfig,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     on_total: Callable[[int], None] = lambda num_bytes: None,
-    verify: Callable[[Path, Path], Iterable[str]] | None = None,
+    verify: Callable[[Written], Iterable[str]] | None = None,
 ) -> ConvertReport:
     """Writes `config.output` whole or not at all.
 
     `on_total` hears once how many bytes of tensors there will be, `on_bytes` of each piece.
-    `verify` is given the source and what was written, before that gets its name: it says how they
-    compare, and what else a user should know, or raises SparkinferError.
+    `verify` is given what was written, before that gets its name: it says how it compares with
+    the source, and what else a user should know, or raises SparkinferError.
     Raises SparkinferError, with nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
     check_output(config.output, force=config.force, inputs=(config.source,))
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     draft = _from_model_file(config) if is_file else _from_checkpoint(config)
-    model = draft.model
+    model, notes = draft.model, draft.notes
     if config.predictors is not None:
         kind = "f32" if draft.outtype == "f32" else "f16"
-        model = add_predictors(model, config.predictors, kind)
+        offset = config.predictor_input_layer_offset
+        model, more_notes = add_predictors(model, config.predictors, kind, offset)
+        notes += more_notes
     if config.thresholds is not None:
         model = _with_thresholds(model, config.thresholds)
     on_total(sum(entry.num_bytes for entry in model.tensors.values()))
     said: list[str] = []
 
     def check(written: Path) -> None:
-        said.extend(verify(config.source, written) if verify else ())
+        if verify:
+            said.extend(verify(_written(draft, written)))
 
     try:
         model.save(config.output, on_bytes, check)
@@ -94,14 +100,20 @@ def convert(
         activation=model.activation,
         has_predictors=model.predictor is not None,
         verified=said[0] if said else None,
-        notes=(*draft.notes, *said[1:]),
+        notes=(*notes, *said[1:]),
         seconds=time.perf_counter() - started,
     )
 
 
+def _written(draft: Draft, path: Path) -> Written:
+    return Written(
+        source=draft.source, path=path, restored=lambda: draft.restored(ModelFile.load(path))
+    )
+
+
 def _from_checkpoint(config: ConvertConfig) -> Draft:
-    checkpoint = Checkpoint.open(config.source)
-    plan = read_blueprint(config.source / "config.json", checkpoint.config)
+    checkpoint = Checkpoint.open(find_folder(config.source))
+    plan = read_blueprint(checkpoint.folder / "config.json", checkpoint.config)
     if config.activation is not None:
         raise SparkinferError(
             f"{config.source}: a checkpoint says its activation; --activation is for GGUF files"
@@ -110,7 +122,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         _refuse_stock(config.source, plan.graph, plan.activation, plan.options)
     outtype: Outtype = config.outtype or "f16"
     types = TensorTypes(outtype=outtype, overrides=config.tensor_types)
-    tokenizer = tokenizer_keys(config.source, plan.shape.vocab_size, config.layout)
+    tokenizer = tokenizer_keys(checkpoint.folder, plan.shape.vocab_size, config.layout)
     model = ModelFile(
         path=config.output,
         architecture=plan.architecture,
@@ -120,12 +132,18 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         activation=plan.activation,
         threshold_L=(plan.threshold,) * plan.shape.num_layers,
         predictor=None,
-        tensors=tensor_entries(checkpoint, plan, config.layout, types),
+        tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),
         extra_keys={**_general_keys(config.source, outtype), **tokenizer.keys},
     )
     notes = (*plan.notes, *_notes(model, plan, types), *tokenizer.notes)
     model = dataclasses.replace(model, model_id=checkpoint.model_id())
-    return Draft(model=model, outtype=outtype, notes=notes)
+    return Draft(
+        model=model,
+        outtype=outtype,
+        source=checkpoint.folder,
+        restored=lambda written: tensors.restored(checkpoint, plan, written),
+        notes=notes,
+    )
 
 
 def _refuse_stock(
@@ -176,7 +194,7 @@ def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
 
 def _from_model_file(config: ConvertConfig) -> Draft:
     """A GGUF of anyone's: as it is, or in another layout or type."""
-    model, notes = model_of_gguf(config)
+    model, notes = gguf_source.model_of_gguf(config)
     if config.layout == "stock":
         optional = optional_layer_shapes(model.graph, model.shape, None)
         options = [name for name in optional if f"blk.0.{name}" in model.tensors]
@@ -186,7 +204,13 @@ def _from_model_file(config: ConvertConfig) -> Draft:
                 f"{config.source}: has predictors or thresholds, which the stock layout cannot"
                 " hold; convert its checkpoint"
             )
-    return Draft(model=model, outtype=config.outtype or _outtype_of(model), notes=notes)
+    return Draft(
+        model=model,
+        outtype=config.outtype or _outtype_of(model),
+        source=config.source,
+        restored=lambda written: gguf_source.restored(config.source, written),
+        notes=notes,
+    )
 
 
 def _outtype_of(model: ModelFile) -> Outtype:

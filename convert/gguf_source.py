@@ -5,7 +5,9 @@ and packed again a few rows at a time.
 
 Letters: N rows, M values of a row."""
 
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
@@ -14,10 +16,12 @@ from gguf.quants import dequantize
 from sparkinfer.architecture import SMOOTH, Layout
 from sparkinfer.convert.encode import encode
 from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.rounding import restore
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value, row_bytes, type_of
 from sparkinfer.model_file import KINDS, ModelFile, read_model_gguf
+from sparkinfer.written import Restored
 
 FLOATS = ("f32", "f16", "bf16")
 DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
@@ -46,6 +50,21 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     model = ModelFile.of(config.source, keys, entries)
     notes = _activation_notes(keys, model)
     return model, (*notes, *_error_notes(tensors, entries, names))
+
+
+def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
+    """Every tensor of a GGUF but predictors, as the file `written` has it."""
+    _, tensors = read_model_gguf(source)
+    for name, entry in tensors.items():
+        if "ffn_pred_" in name:
+            continue
+        same = [n for n in (name, name.replace(DOWN, DOWN_T), name.replace(DOWN_T, DOWN))
+                if n in written.tensors]  # fmt: skip
+        is_transposed = same[0] != name
+        want = _unpacked_rows(entry, 0, entry.shape[0])
+        new = written.tensors[same[0]]
+        values = restore(new, want.T if is_transposed else want, f"{source}: tensor {name!r}")
+        yield Restored(source=name, rows=None, values=values.T if is_transposed else values)
 
 
 def _activation_keys(

@@ -1,17 +1,26 @@
 """JSON files that others made: read, or refused in one line."""
 
 import json
+import re
 from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import require_file
+
+# The largest tokenizer.json in use has 35 MiB. Nothing but brackets becomes 25 times as large.
+MAX_BYTES = 64 << 20
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, what: str) -> str:
     """The text of a UTF-8 file, line ends as they are. `what` names it in a refusal."""
     require_file(path, what)
     try:
-        return path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise SparkinferError(f"{path}: has over {MAX_BYTES} bytes; wanted a {what}")
+        return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SparkinferError(
             f"{path}: cannot be read as text ({error}); wanted a {what}; download it again"
@@ -19,12 +28,15 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_object(path: Path, what: str) -> dict[str, object]:
-    """Raises SparkinferError unless the file holds one JSON object."""
+    """Raises SparkinferError unless the file holds one JSON object whose texts are text."""
+    text = read_text(path, what)
     try:
-        value = json.loads(read_text(path, what))
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+        if SURROGATE.search(text):  # half a pair is no character: it cannot be written anywhere
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # JSON's error, too many digits, surrogates
         raise SparkinferError(
-            f"{path}: not JSON ({error}); wanted a {what}; download it again"
+            f"{path}: not JSON ({str(error)[:200]}); wanted a {what}; download it again"
         ) from error
     if not isinstance(value, dict):
         raise SparkinferError(

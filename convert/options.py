@@ -12,13 +12,15 @@ Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """A checkpoint folder, or a model file to add to, and where the model file goes.
+    """A checkpoint, or a model file to add to, and where the model file goes.
 
+    `source` is a folder, a .gguf file, or the name of a checkpoint on the Hugging Face hub;
     `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt
-    and so on; `thresholds` is a profile whose thresholds the model is to run with. An `outtype`
-    of None is f16 for a checkpoint and "as it is" for a model file. `tensor_types` are overrides
-    of it, see tensor_types.py. `activation` is for a GGUF that does not say it: "relu", "drelu",
-    "fatrelu=0.01" and so on."""
+    and so on, `predictor_input_layer_offset` which layer's input they read (0 their own, 1 that of
+    the layer before), where the folder does not say; `thresholds` is a profile whose thresholds
+    the model is to run with. An `outtype` of None is f16 for a checkpoint and "as it is" for a
+    model file. `tensor_types` are overrides of it, see tensor_types.py. `activation` is for a GGUF
+    that does not say it: "relu", "drelu", "fatrelu=0.01" and so on."""
 
     source: Path
     output: Path
@@ -27,6 +29,7 @@ class ConvertConfig:
     activation: str | None = None
     layout: Layout = "sparse"
     predictors: Path | None = None
+    predictor_input_layer_offset: int | None = None
     thresholds: Path | None = None
     force: bool = False
 
@@ -45,6 +48,15 @@ class ConvertConfig:
             raise SparkinferError(
                 f"activation {self.activation!r}; wanted one of {', '.join(get_args(Activation))},"
                 " fatrelu with its threshold (fatrelu=0.01)"
+            )
+        if self.predictor_input_layer_offset not in (None, 0, 1):
+            raise SparkinferError(
+                f"predictor input layer offset {self.predictor_input_layer_offset} is unknown;"
+                " known: 0 and 1"
+            )
+        if self.predictor_input_layer_offset is not None and self.predictors is None:
+            raise SparkinferError(
+                "a predictor input layer offset was given, but no predictors; give a folder of them"
             )
         extra = "predictors" if self.predictors else "thresholds" if self.thresholds else None
         if self.layout == "stock" and extra:

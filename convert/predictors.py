@@ -2,25 +2,26 @@
 
 DejaVu's form (and PowerInfer's): a folder of model_0.pt, model_1.pt and so on, each a state dict
 with fc1.weight [R, D] and fc2.weight [F, R] and ReLU between them, and a config.json that may
-hold `sparse_threshold`, which logits are compared with.
+hold `sparse_threshold`, which logits are compared with, and our `input_layer_offset`.
 
 Letters: L layers, D model width, F neurons of a layer, R predictor rank."""
 
 import dataclasses
 import math
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
-import torch
 
 from sparkinfer.architecture import ModelShape
+from sparkinfer.convert.checkpoint import DTYPES
 from sparkinfer.convert.encode import encode
 from sparkinfer.convert.json_file import read_object
+from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry
 from sparkinfer.model_file import ModelFile, PredictorInfo
@@ -35,6 +36,7 @@ PARTS = {
     "fc2.bias": "up_bias_F",
 }
 MARK = ".ffn_pred_"
+OFFSET_OPTION = "--predictor-input-layer-offset"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +46,26 @@ class PredictorSource:
     path: Path
     info: PredictorInfo
     read: Callable[[int], LayerPredictor]
+    notes: tuple[str, ...] = ()
 
 
-def add_predictors(model: ModelFile, folder: Path, kind: str) -> ModelFile:
-    """The model with the predictors of `folder` in place of any it has; biases become f32.
+def add_predictors(
+    model: ModelFile, folder: Path, kind: str, input_layer_offset: int | None = None
+) -> tuple[ModelFile, tuple[str, ...]]:
+    """The model with the predictors of `folder` in place of any it has, and what to tell the
+    user; biases become f32. `input_layer_offset` is the user's word on it, None for none.
 
-    Raises SparkinferError for predictors of another model, and for broken ones."""
-    source = _open(folder, model)
+    Raises SparkinferError for predictors of another model, for broken ones, and where the user
+    and the folder contradict each other."""
+    source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
     for layer in range(model.shape.num_layers):
         for name, array in source.read(layer).arrays(layer).items():
             array_kind = kind if array.ndim == 2 else "f32"
             read = partial(_read_rows, source, layer, name, array_kind)
             entries[name] = TensorEntry(shape=array.shape, kind=array_kind, read_rows=read)
-    return dataclasses.replace(model, predictor=source.info, tensors=entries)
+    model = dataclasses.replace(model, predictor=source.info, tensors=entries)
+    return model, source.notes
 
 
 def _read_rows(
@@ -67,7 +75,7 @@ def _read_rows(
     return encode(array, kind, f"{source.path}: {name}", wider="f32")
 
 
-def _open(folder: Path, model: ModelFile) -> PredictorSource:
+def _open(folder: Path, model: ModelFile, stated: int | None) -> PredictorSource:
     """Raises SparkinferError unless the folder holds predictors that fit the model."""
     if not folder.is_dir():
         raise SparkinferError(f"{folder}: no such folder; wanted a folder with predictors")
@@ -77,11 +85,19 @@ def _open(folder: Path, model: ModelFile) -> PredictorSource:
         raise SparkinferError(
             f"{folder}: holds {found} of {FILE_NAME} and model_0.pt, ...; wanted one of the two"
         )
-    return _open_ours(folder / FILE_NAME, model) if is_ours else _open_dejavu(folder, model.shape)
+    if is_ours:
+        return _open_ours(folder / FILE_NAME, model, stated)
+    return _open_dejavu(folder, model.shape, stated)
 
 
-def _open_ours(path: Path, model: ModelFile) -> PredictorSource:
+def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSource:
     predictors = Predictors.load(path)
+    offset = predictors.info.input_layer_offset
+    if stated not in (None, offset):
+        raise SparkinferError(
+            f"{path}: input_layer_offset is {offset}, but {stated} was asked for; leave out"
+            f" {OFFSET_OPTION}"
+        )
     if predictors.model_id not in (None, model.model_id):
         raise SparkinferError(
             f"{path}: made for model {str(predictors.model_id)[:12]}, this is"
@@ -96,7 +112,7 @@ def _open_ours(path: Path, model: ModelFile) -> PredictorSource:
     return PredictorSource(path=path, info=predictors.info, read=predictors.layers.__getitem__)
 
 
-def _open_dejavu(folder: Path, shape: ModelShape) -> PredictorSource:
+def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> PredictorSource:
     """Reads every layer once to check it; they are read again one by one when they are written."""
     found = {path.name for path in folder.glob("*.pt")}
     wanted = [f"model_{layer}.pt" for layer in range(shape.num_layers)]
@@ -107,12 +123,19 @@ def _open_dejavu(folder: Path, shape: ModelShape) -> PredictorSource:
             f"{folder}: {name} {what}; wanted {wanted[0]} to {wanted[-1]} for"
             f" {shape.num_layers} layers"
         )
+    path = folder / "config.json"
+    config = read_object(path, "predictors' config.json") if path.exists() else {}
+    threshold = _dejavu_threshold(path, config)
+    offset, notes = _dejavu_offset(path, config, stated)
     read = partial(_read_dejavu, folder, shape)
     ranks = tuple(read(layer).down_RD.shape[0] for layer in range(shape.num_layers))
     info = PredictorInfo(
-        kind="relu", rank_L=ranks, threshold_L=(_dejavu_threshold(folder),) * shape.num_layers
+        kind="relu",
+        rank_L=ranks,
+        threshold_L=(threshold,) * shape.num_layers,
+        input_layer_offset=offset,
     )
-    return PredictorSource(path=folder, info=info, read=read)
+    return PredictorSource(path=folder, info=info, read=read, notes=notes)
 
 
 def _layer_number(name: str) -> tuple[float, str]:
@@ -120,53 +143,92 @@ def _layer_number(name: str) -> tuple[float, str]:
     return (int(match[1]) if match else math.inf), name
 
 
-def _dejavu_threshold(folder: Path) -> float:
-    if not (folder / "config.json").exists():
-        return 0.0
-    value = read_object(folder / "config.json", "predictors' config.json").get(
-        "sparse_threshold", 0.0
-    )
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SparkinferError(f"{folder}: sparse_threshold is {value!r}, wanted a number")
-    return float(value)
+def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
+    value = config.get("sparse_threshold", 0.0)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(cast(float, value)) < 1e30:  # nor NaN
+        raise SparkinferError(f"{path}: sparse_threshold is {str(value)[:60]}, wanted a number")
+    return float(cast(float, value))
+
+
+def _dejavu_offset(
+    path: Path, config: dict[str, object], stated: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """The layer whose input predictors read, and a note where nobody says which.
+
+    DejaVu's and PowerInfer's read their own layer's, SparkInfer's that of the layer before, and
+    the files of the two look alike: what is not stated cannot be found out."""
+    written = config.get("input_layer_offset")
+    if written not in (None, 0, 1) or isinstance(written, bool | float):
+        raise SparkinferError(f"{path}: input_layer_offset is {str(written)[:60]}, wanted 0 or 1")
+    if stated is not None and written is not None and stated != written:
+        raise SparkinferError(
+            f"{path}: input_layer_offset is {written}, but {stated} was asked for; leave out"
+            f" {OFFSET_OPTION}, or correct the file"
+        )
+    if stated is None and written is None:
+        note = (
+            f"predictors of {path.parent}: assumed to read their own layer's input (offset 0);"
+            f" state it with {OFFSET_OPTION}"
+        )
+        return 0, (note,)
+    return int(cast(int, written if stated is None else stated)), ()
 
 
 def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
-    """f32 weights of one layer. A state dict is data: torch.load runs no code of the file."""
+    """f32 weights of one layer."""
     path = folder / f"model_{layer}.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    state = read_state_dict(path)
+    if not {"fc1.weight", "fc2.weight"} <= state.keys() <= PARTS.keys():
+        found = ", ".join(sorted(state))
         raise SparkinferError(
-            f"{path}: not a whole state dict ({type(error).__name__}); download it again"
-        ) from error
-    is_state = isinstance(state, dict) and all(torch.is_tensor(v) for v in state.values())
-    if not is_state or not {"fc1.weight", "fc2.weight"} <= state.keys() <= PARTS.keys():
-        keys = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise SparkinferError(
-            f"{path}: holds {keys}, wanted the tensors fc1.weight, fc2.weight and perhaps"
+            f"{path}: holds {found[:100]}, wanted the tensors fc1.weight, fc2.weight and perhaps"
             " fc1.bias, fc2.bias"
         )
-    arrays = {PARTS[name]: tensor.float().numpy() for name, tensor in state.items()}
+    rank = state["fc1.weight"].shape[0] if state["fc1.weight"].shape else 0
+    for name, tensor in state.items():
+        if tensor.dtype not in DTYPES:
+            raise SparkinferError(
+                f"{path}: {name} is {tensor.dtype}, wanted one of {', '.join(DTYPES)}"
+            )
+        wanted = _wanted(layer, rank, shape)[_name(layer, name)]
+        if tensor.shape != wanted:
+            raise _wrong_shape(path, _name(layer, name), tensor.shape, wanted)
+    arrays = {PARTS[name]: tensor.read().float().numpy() for name, tensor in state.items()}
     predictor = LayerPredictor(**arrays)
     _check_layer(path, layer, predictor, shape)
     return predictor
 
 
-def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: ModelShape) -> None:
-    """Raises SparkinferError unless the arrays are finite and fit the model."""
-    rank = len(predictor.down_RD)
+def _name(layer: int, part: str) -> str:
+    """What a part of a state dict is called in a model file."""
+    matrix, _, kind = part.partition(".")
+    return f"blk.{layer}{MARK}{'down' if matrix == 'fc1' else 'up'}.{kind}"
+
+
+def _wanted(layer: int, rank: int, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     prefix = f"blk.{layer}{MARK}"
-    wanted = {
+    return {
         prefix + "down.weight": (rank, shape.width),
         prefix + "up.weight": (shape.num_neurons, rank),
         prefix + "down.bias": (rank,),
         prefix + "up.bias": (shape.num_neurons,),
     }
+
+
+def _wrong_shape(
+    path: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
+) -> SparkinferError:
+    return SparkinferError(f"{path}: {name} is {list(found)}, wanted {list(wanted)} for this model")
+
+
+def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: ModelShape) -> None:
+    """Raises SparkinferError unless the arrays are finite and fit the model."""
+    if not predictor.down_RD.size:
+        raise SparkinferError(f"{path}: the predictor has rank 0; get it again")
+    wanted = _wanted(layer, len(predictor.down_RD), shape)
     for name, array in predictor.arrays(layer).items():
         if array.shape != wanted[name]:
-            raise SparkinferError(
-                f"{path}: {name} is {list(array.shape)}, wanted {list(wanted[name])} for this model"
-            )
+            raise _wrong_shape(path, name, array.shape, wanted[name])
         if not np.isfinite(array).all():
             raise SparkinferError(f"{path}: {name} has NaN or infinite values; get it again")

@@ -2,6 +2,7 @@
 
 What this module does not know: any family; see blueprint.py."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -16,9 +17,12 @@ from sparkinfer.architecture import (
 from sparkinfer.convert.blueprint import Blueprint, Rows
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.encode import encode
+from sparkinfer.convert.rounding import restore
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.model_file import ModelFile
+from sparkinfer.written import Restored
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -53,6 +57,26 @@ def tensor_entries(
         entries["rope_freqs.weight"] = array_entry(plan.rope_factors, "f32")
     types.check_used(entries)
     return entries
+
+
+def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
+    """Every tensor of the checkpoint that is used, as the file `written` has it."""
+    wanted = _wanted(plan)
+    sources = _sources(checkpoint, plan, wanted)
+    for name in wanted:
+        rows = _rows(plan, name)
+        source = sources.get(rows.source if rows else name)
+        if source is None or _constant(plan, name) is not None:
+            continue
+        order = rows.order if rows else None
+        down_t = name.replace("ffn_down.weight", "ffn_down_t.weight")
+        is_transposed = down_t != name and down_t in written.tensors
+        tensor = checkpoint.read(source)
+        tensor = tensor if order is None else tensor[torch.from_numpy(order)]
+        want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy()
+        entry = written.tensors[down_t if is_transposed else name]
+        values = restore(entry, want, f"{checkpoint.folder}: tensor {source!r}")
+        yield Restored(source=source, rows=order, values=values.T if is_transposed else values)
 
 
 def _read_rows(

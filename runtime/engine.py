@@ -96,12 +96,24 @@ class Engine:
 
         Raises SparkinferError for a wrong file, plan, mode or device."""
         file = ModelFile.load(Path(model))
-        mode = _mode(file, mode)
-        gpu = _device(device)
         plan = None
         if split is not None:
             plan = Split.load(Path(split))
             plan.check_against(file, Path(split))
+        return cls.of(file, plan, mode, device, context_length)
+
+    @classmethod
+    def of(
+        cls,
+        file: ModelFile,
+        plan: Split | None = None,
+        mode: Mode | None = None,
+        device: str | None = None,
+        context_length: int | None = None,
+    ) -> "Engine":
+        """As `load`, of a model that was read already or is not in a file at all."""
+        mode = _mode(file, mode)
+        gpu = _device(device)
         context_length = _context(file, plan, context_length)
         if plan is None:
             placement = Placement.on_one_device(file.shape.num_layers, gpu)

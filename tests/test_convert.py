@@ -440,9 +440,9 @@ def test_missing_and_truncated_files_are_refused(copy, tmp_path):
         (copy / "model.safetensors").write_bytes(weights[:size])
         refuse(copy, tmp_path, "model.safetensors", "not a whole")
     (copy / "model.safetensors").unlink()
-    refuse(copy, tmp_path, "no model.safetensors")
+    refuse(copy, tmp_path, "none of model.safetensors")
     (copy / "pytorch_model.bin").touch()
-    refuse(copy, tmp_path, "pickled")
+    refuse(copy, tmp_path, "pytorch_model.bin", "not a whole")
     for text, words in (("{", "not JSON"), ("[1]", "list"), (b"\xff", "cannot be read")):
         (copy / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         refuse(copy, tmp_path, "config.json", words)
@@ -529,11 +529,11 @@ def truncate(path: Path) -> None:
         (lambda p: (p / "model_1.pt").write_text("hello"), "not a whole state dict"),
         (lambda p: (p / "model_1.pt").write_bytes(b""), "not a whole state dict"),
         (lambda p: torch.save(Path, p / "model_1.pt"), "not a whole state dict"),
-        (lambda p: torch.save([1, 2], p / "model_1.pt"), "holds list"),
+        (lambda p: torch.save([1, 2], p / "model_1.pt"), "holds a value of type list"),
         (lambda p: change(p, 1, lambda s: {**s, "fc3": torch.ones(1)}), "fc3"),
-        (lambda p: change(p, 1, lambda s: {**s, "fc2.weight": 3}), "wanted the tensors"),
+        (lambda p: change(p, 1, lambda s: {**s, "fc2.weight": 3}), "'fc2.weight' is a value"),
         (lambda p: change(p, 1, lambda s: {"fc1.weight": s["fc1.weight"]}), "wanted the tensors"),
-        (lambda p: change(p, 1, lambda s: s["fc1.weight"].T), "holds Tensor"),
+        (lambda p: change(p, 1, lambda s: s["fc1.weight"].T), "holds a tensor"),
         (lambda p: change(p, 2, lambda s: {k: v.T for k, v in s.items()}), "is [64, 40]"),
         (lambda p: change(p, 2, filled(np.nan)), "NaN"),
         (lambda p: (p / "config.json").write_text('{"sparse_threshold": "x"}'), "sparse_threshold"),

@@ -17,11 +17,13 @@ from test_families import CASES, IDS, transformers_logits
 from sparkinfer import Engine
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig, ConvertReport
+from sparkinfer.convert.rounding import ERRORS, is_rounding
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, read_gguf, type_of, write_gguf
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.predictor_check import check_predictors
 from sparkinfer.profile.verify import verify
+from sparkinfer.written import Written
 
 
 def run(source: Path, output: Path, **options) -> ConvertReport:
@@ -257,56 +259,123 @@ def test_powerinfer_files_are_read_and_converted(tmp_path, case):
 # ---- comparing with the source -----------------------------------------------------------------
 
 
+def check(written: Written) -> list[str]:
+    return [verify(written).line]
+
+
 @pytest.mark.parametrize("outtype", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 def test_verification_passes_what_is_right(silu, tmp_path, outtype):
-    report = convert(ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype),
-                     verify=lambda a, b: [verify(a, b).line])  # fmt: skip
+    config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
+    report = convert(config, verify=check)
     assert report.verified.startswith("verified: logits equal transformers' to ")
-    again = convert(ConvertConfig(source=tmp_path / "m", output=tmp_path / "n", outtype="q8_0",
-                                  tensor_types=("token_embd=f16",)),
-                    verify=lambda a, b: [verify(a, b).line])  # fmt: skip
-    assert again.verified.startswith("verified: logits equal the source's to ")
+    config = ConvertConfig(
+        source=tmp_path / "m",
+        output=tmp_path / "n",
+        outtype="q8_0",
+        tensor_types=("token_embd=f16",),
+    )
+    assert convert(config, verify=check).verified.startswith("verified: logits equal the source's")
 
 
-def swapped(model: ModelFile, one: str, other: str) -> ModelFile:
-    tensors = dict(model.tensors)
-    tensors[one], tensors[other] = tensors[other], tensors[one]
-    return dataclasses.replace(model, tensors=tensors)
+@pytest.mark.parametrize("case", ["opt", "phi3", "falcon-40b", "qwen3", "llama-mqa-tied"])
+def test_every_family_is_verified(tmp_path, case):
+    folder = random_model(tmp_path / "hf", CASES[case])
+    config = ConvertConfig(source=folder, output=tmp_path / "m", outtype="q4_0")
+    assert convert(config, verify=check).verified.startswith("verified: logits equal transformers'")
+
+
+WRONG = {
+    "gate and up": lambda t: swap(t, "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"),
+    "two layers": lambda t: swap(t, "blk.0.attn_q.weight", "blk.1.attn_q.weight"),
+    "embedding and head": lambda t: swap(t, "token_embd.weight", "output.weight"),
+    "two norms": lambda t: swap(t, "blk.0.attn_norm.weight", "blk.2.ffn_norm.weight"),
+    "rows of q": lambda t: t | {"blk.0.attn_q.weight": flipped(t["blk.0.attn_q.weight"])},
+}
+
+
+def swap(tensors, one, other):
+    return tensors | {one: tensors[other], other: tensors[one]}
+
+
+def flipped(entry):
+    data = entry.read()[::-1]
+    return dataclasses.replace(entry, read_rows=lambda a, b: data[a:b])
 
 
 @pytest.mark.parametrize("outtype", ["f32", "q8_0", "q4_0"])
-def test_verification_refuses_what_is_wrong(silu, tmp_path, outtype):
-    """Two tensors swapped, rows of q not permuted, another activation: nothing is kept."""
-    run(silu, tmp_path / "m.gguf", outtype=outtype)
-    model = ModelFile.load(tmp_path / "m.gguf")
-    wrong = [
-        swapped(model, "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"),
-        swapped(model, "blk.0.attn_q.weight", "blk.1.attn_q.weight"),
-        swapped(model, "token_embd.weight", "output.weight"),
-        dataclasses.replace(model, activation="drelu"),
-    ]
-    before = sorted(tmp_path.iterdir())
-    for changed in wrong:
-        with pytest.raises(SparkinferError, match="its logits differ from transformers'"):
-            changed.save(tmp_path / "w.gguf", check=lambda path: verify(silu, path) and None)
-        assert sorted(tmp_path.iterdir()) == before
+@pytest.mark.parametrize("wrong", WRONG)
+def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype, wrong):
+    """What is written is not what the source has at that place."""
+    from sparkinfer.convert import tensors as module
+
+    right = module.tensor_entries
+    monkeypatch.setattr(module, "tensor_entries", lambda *args: WRONG[wrong](right(*args)))
+    config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
+    with pytest.raises(SparkinferError, match="does not read back as it was") as caught:
+        convert(config, verify=check)
+    assert not list(tmp_path.iterdir()) and "\n" not in str(caught.value)
 
 
-def test_verification_says_why_it_is_skipped(silu, stock, tmp_path, monkeypatch):
+@pytest.mark.parametrize("outtype", ["f32", "q4_0"])
+@pytest.mark.parametrize("wrong", ["order", "names", "activation", "constant"])
+def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype, wrong):
+    """A family that is wrong about its checkpoint: values read back, logits do not."""
+    from sparkinfer.convert import convert as module
+
+    def changed(path, config):
+        plan = right(path, config)
+        if wrong == "order":
+            return dataclasses.replace(plan, rows={})
+        if wrong == "activation":
+            return dataclasses.replace(plan, activation="relu")
+        if wrong == "constant":
+            return dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, rope_theta=1e6))
+        other = {"ffn_gate": "ffn_up", "ffn_up": "ffn_gate"}
+
+        def name_of(source):
+            parts = plan.name_of(source).split(".")
+            return ".".join(other.get(part, part) for part in parts)
+
+        return dataclasses.replace(plan, name_of=name_of)
+
+    right = module.read_blueprint
+    monkeypatch.setattr(module, "read_blueprint", changed)
+    config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
+    with pytest.raises(SparkinferError, match="its logits differ from transformers'"):
+        convert(config, verify=check)
+    assert not list(tmp_path.iterdir())
+
+
+def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
     from sparkinfer.profile import verify as module
 
+    def line(source: Path) -> str:
+        config = ConvertConfig(source=source, output=tmp_path / "m", outtype="q8_0", force=True)
+        return convert(config, verify=check).verified
+
     fatrelu = random_llama(tmp_path / "fatrelu", hidden_act="fatrelu")
-    run(fatrelu, tmp_path / "m.gguf")
-    line = verify(fatrelu, tmp_path / "m.gguf").line
-    assert line == "not verified: transformers does not know the activation 'fatrelu'"
+    reason = "transformers does not know the activation 'fatrelu'"
+    assert line(fatrelu) == f"values verified, logits not: {reason}"
     edit_config(fatrelu, lambda c: c.update(model_type="bamboo"))
-    assert "does not know model_type 'bamboo'" in verify(fatrelu, tmp_path / "m.gguf").line
+    assert "transformers does not know model_type 'bamboo'" in line(fatrelu)
     requantised(stock, tmp_path / "q.gguf", "q5_1")
-    run(tmp_path / "q.gguf", tmp_path / "n.gguf")
-    assert "only converted, not run (q5_1)" in verify(tmp_path / "q.gguf", tmp_path / "n.gguf").line
+    assert line(tmp_path / "q.gguf").startswith("verified: logits equal the source's")
     monkeypatch.setattr(module, "free_memory_bytes", lambda: 1000)
-    run(silu, tmp_path / "o.gguf")
-    assert "transformers needs about" in verify(silu, tmp_path / "o.gguf").line
+    assert "transformers needs about" in line(silu)
+    assert "the source needs about" in line(stock)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_rounding_is_told_from_error(kind):
+    want = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    want[0] *= 1e-9  # where a scale or a value underflows
+    got = dequantize(quantize(want, type_of(kind)), type_of(kind))
+    assert is_rounding(got, want, kind)
+    for wrong in (0 * want, 0.5 * want, want[::-1], want[:, ::-1], 1.3 * want, want[:2]):
+        assert not is_rounding(np.ascontiguousarray(wrong), want, kind)
+    off = got.copy()
+    off[2, 5] += 0.5
+    assert not is_rounding(off, want, kind)
 
 
 def whole_gate_predictors(folder: Path, checkpoint: Path, *, ahead: bool) -> Path:

@@ -15,6 +15,7 @@ import click
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import format_bytes, parse_bytes
+from sparkinfer.written import Written
 
 FILE = click.Path(path_type=Path)
 force_option = click.option("--force", is_flag=True, help="Overwrite what exists.")
@@ -92,6 +93,8 @@ def finish(report: Any, as_json: bool, lines: list[str]) -> None:
 @click.option("--activation", metavar="NAME",
               help="What a GGUF of others does not say: relu, drelu, fatrelu=0.01, ...")  # fmt: skip
 @click.option("--predictors", type=FILE, help="Folder with predictors.safetensors or model_N.pt.")
+@click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
+              help="0: they read their own layer's input; 1: that of the layer before.")  # fmt: skip
 @click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
 @click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
               help="Compare logits with the source's before the file is kept.")  # fmt: skip
@@ -100,18 +103,20 @@ def finish(report: Any, as_json: bool, lines: list[str]) -> None:
 def convert(
     source: Path, tensor_types: tuple[str, ...], is_verified: bool, as_json: bool, **options: Any
 ) -> None:
-    """Turn a Hugging Face checkpoint, or a GGUF, into a model file."""
+    """Turn a Hugging Face checkpoint, or a GGUF, into a model file.
+
+    SOURCE is a folder, a .gguf file, or the name of a checkpoint on the hub (org/name)."""
     from sparkinfer.convert.convert import convert as run
     from sparkinfer.convert.options import ConvertConfig
     from sparkinfer.progress import progress
 
-    def verify(source: Path, written: Path) -> list[str]:
+    def verify(written: Written) -> list[str]:
         from sparkinfer.profile.predictor_check import check_predictors
         from sparkinfer.profile.verify import verify as compare
 
-        check = check_predictors(written)
+        check = check_predictors(written.path)
         warnings = [check.line] if check and check.is_near_chance else []
-        return [compare(source, written).line, *warnings]
+        return [compare(written).line, *warnings]
 
     config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
     with progress("converting", None, "MB") as advance:

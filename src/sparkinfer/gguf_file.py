@@ -248,7 +248,7 @@ def _array(values: list) -> tuple[list, GGUFValueType]:
     least, most = min(values), max(values)
     if isinstance(values[0], float):
         largest = max((abs(v) for v in values if isfinite(v)), default=0.0)
-        is_wide = largest > np.finfo(np.float32).max
+        is_wide = largest > float(np.finfo(np.float32).max)
         return values, GGUFValueType.FLOAT64 if is_wide else GGUFValueType.FLOAT32
     for dtype in (np.int32, np.uint32, np.int64):
         if np.iinfo(dtype).min <= least and most <= np.iinfo(dtype).max:

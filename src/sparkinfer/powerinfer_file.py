@@ -70,7 +70,7 @@ def _without_first_positions(tensors: dict[str, TensorEntry]) -> dict[str, Tenso
 
 def _predictor_keys(tensors: dict[str, TensorEntry], threshold: Value) -> dict[str, Value]:
     """DejaVu's predictors: ReLU between two matrices, one threshold for the raw logits."""
-    ranks = []
+    ranks: list[int] = []
     while (entry := tensors.get(f"blk.{len(ranks)}.ffn_pred_down.weight")) is not None:
         ranks.append(entry.shape[0])
     if not ranks:

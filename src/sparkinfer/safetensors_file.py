@@ -11,6 +11,25 @@ from safetensors.numpy import save_file
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
 
+# A tensor takes about 100 bytes; safetensors reads up to 100 MB and holds it several times.
+MAX_HEADER_BYTES = 32 << 20
+
+
+def check_header(path: Path, what: str) -> None:
+    """Raises SparkinferError for a missing file and a header that is cut short or too large."""
+    require_file(path, what)
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            whole = path.stat().st_size - 8
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be read ({error}); wanted a {what}") from error
+    if not 0 < size <= min(MAX_HEADER_BYTES, whole):
+        raise SparkinferError(
+            f"{path}: not a whole safetensors file (its header claims {size} bytes of {whole});"
+            f" wanted a {what}; download or make it again"
+        )
+
 
 def save_arrays(
     path: Path, format: str, version: int, metadata: Mapping[str, object], arrays: dict
@@ -29,14 +48,16 @@ def load_arrays(
     Raises SparkinferError for a missing, truncated or foreign file, an unknown version, and
     where the metadata are not exactly `keys`."""
     what = f"{format} file"
-    require_file(path, what)
+    check_header(path, what)
     try:
         with safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
+        # TypeError, AttributeError: numpy has no such type (bf16, f8)
+        reason = " ".join(str(error).split())[:200]
         raise SparkinferError(
-            f"{path}: not a whole safetensors file ({error}); wanted a {what}"
+            f"{path}: not a whole safetensors file ({reason}); wanted a {what}"
         ) from error
     if header.pop("format", None) != format:
         raise SparkinferError(f"{path}: not a {what}")
@@ -52,5 +73,7 @@ def load_arrays(
         )
     try:
         return {key: json.loads(value) for key, value in header.items()}, arrays
-    except json.JSONDecodeError as error:
-        raise SparkinferError(f"{path}: metadata are not JSON ({error}); make it again") from error
+    except (ValueError, RecursionError) as error:  # JSON's error, too many digits
+        raise SparkinferError(
+            f"{path}: metadata are not JSON ({str(error)[:200]}); make it again"
+        ) from error

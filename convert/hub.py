@@ -1,0 +1,66 @@
+"""The folder of a checkpoint that is named as on the Hugging Face hub: downloaded, or cached.
+
+Only data is fetched: no Python file of a repository ever reaches this machine."""
+
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from sparkinfer.errors import SparkinferError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Configs, tokenizers (SentencePiece's among them), chat templates, and the indices of shards.
+DESCRIPTIONS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
+SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
+PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
+
+
+def find_folder(source: Path) -> Path:
+    """`source` itself, unless it is no path here and reads as `org/name`: then the folder in the
+    hub's usual cache, with what was missing there downloaded (an interrupted download goes on).
+
+    Raises SparkinferError where the hub cannot be reached or refuses."""
+    name = source.as_posix()
+    # models/llama beside a folder `models` is a mistyped path rather than an organisation.
+    if source.exists() or source.parent.is_dir() or not HUB_NAME.fullmatch(name):
+        return source
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    # Slow to import, and not needed for folders.
+    from huggingface_hub import constants, get_session, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    # A connection that breaks raises the error of the HTTP library, which versions of the hub's
+    # client change (requests, httpx, httpx2); its root is called HTTPError in all.
+    library = sys.modules[type(get_session()).__module__.partition(".")[0]]
+
+    def fetch(patterns: list[str]) -> Path:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+
+    try:
+        folder = fetch([*DESCRIPTIONS, *SAFETENSORS])
+        if not any(folder.glob("model*.safetensors")):
+            folder = fetch([*DESCRIPTIONS, *PICKLED])
+    except LocalEntryNotFoundError as error:
+        tried = (
+            f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no copy"
+            if constants.HF_HUB_OFFLINE
+            else f"{constants.ENDPOINT} cannot be reached"
+        )
+        _refuse(name, tried, "download it elsewhere and give its folder", error)
+    except HfHubHTTPError as error:
+        reason = str(error).strip().splitlines()[-1][:160]
+        _refuse(name, f"{constants.ENDPOINT} refuses it ({reason})", "check the name", error)
+    except (OSError, ValueError, library.HTTPError) as error:
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else "no reason"
+        _refuse(name, f"cannot be downloaded ({reason})", "give the folder of a copy", error)
+    return folder
+
+
+def _refuse(name: str, what: str, next_step: str, error: Exception) -> NoReturn:
+    raise SparkinferError(
+        f"{name}: no such folder here, and as a model of the hub: {what}; {next_step}"
+    ) from error

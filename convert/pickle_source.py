@@ -1,0 +1,72 @@
+"""The tensors of a state dict that torch.save wrote (.bin, .pt). No pickle is executed."""
+
+import mmap
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparkinfer.convert.source_tensor import SourceTensor
+from sparkinfer.convert.torch_pickle import View, read_views
+from sparkinfer.convert.torch_zip import RESAVE, Broken, TorchZip, open_torch_zip
+from sparkinfer.errors import SparkinferError
+
+TORCH_TYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def read_state_dict(path: Path) -> dict[str, SourceTensor]:
+    """Reads the description, no weights; the file stays mapped as long as its tensors live.
+
+    Raises SparkinferError for a missing, truncated or foreign file, and for anything in it but
+    tensors that lie in their storages."""
+    archive = open_torch_zip(path, "state dict")
+    try:
+        views = read_views(archive.pickle)
+        for view in views.values():
+            _check_storage(archive, view)
+    except Broken as error:
+        raise SparkinferError(
+            f"{path}: not a whole state dict ({error}); download it again, or {RESAVE}"
+        ) from error
+    last_name = {view: name for name, view in sorted(views.items())}
+    return {
+        name: SourceTensor(
+            file=path,
+            shape=view.shape,
+            dtype=view.storage.dtype,
+            read=partial(_read, archive.mapping, archive.storages[view.storage.key][0], view),
+            same_as=None if last_name[view] == name else last_name[view],
+        )
+        for name, view in sorted(views.items())
+    }
+
+
+def _check_storage(archive: TorchZip, view: View) -> None:
+    storage = view.storage
+    _, size = archive.storages.get(storage.key, (0, -1))
+    if size != storage.num_values * storage.value_bytes:
+        found = "is missing" if size < 0 else f"has {size} bytes"
+        raise Broken(
+            f"storage {storage.key[:64]!r} {found}, wanted"
+            f" {storage.num_values} values of {storage.value_bytes} bytes"
+        )
+
+
+def _read(mapping: mmap.mmap, start: int, view: View) -> Tensor:
+    """A view of the mapping; a copy where another tool's zip puts a value across its alignment."""
+    dtype, size = TORCH_TYPES[view.storage.dtype], view.storage.value_bytes
+    if not prod(view.shape):
+        return torch.empty(view.shape, dtype=dtype)
+    first = start + view.offset * size
+    count = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
+    if first % size:
+        values = torch.frombuffer(bytearray(mapping[first : first + count * size]), dtype=dtype)
+    else:
+        values = torch.frombuffer(mapping, dtype=dtype, count=count, offset=first)
+    return values.as_strided(view.shape, view.stride)

@@ -1,0 +1,223 @@
+"""What a pickled state dict says, found without unpickling: no class is imported, nothing called.
+
+A pickle is a program for a stack machine. torch writes state dicts with few of its instructions
+and three functions; those are understood here and all else is refused. The reading is bounded by
+the size of the pickle: no instruction makes anything larger than itself. (torch.load with
+weights_only=True runs no foreign code either, but it calls functions that allocate what the file
+asks for, bytearray and tensors among them.)"""
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from sparkinfer.convert.torch_zip import Broken
+
+# Storage classes, as safetensors spells their types, and bytes of a value.
+DTYPES = {
+    "FloatStorage": ("F32", 4), "HalfStorage": ("F16", 2), "BFloat16Storage": ("BF16", 2),
+    "DoubleStorage": ("F64", 8), "LongStorage": ("I64", 8), "IntStorage": ("I32", 4),
+    "ShortStorage": ("I16", 2), "CharStorage": ("I8", 1), "ByteStorage": ("U8", 1),
+    "BoolStorage": ("BOOL", 1),
+}  # fmt: skip
+MAX_DIMS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Global:
+    """The name of a class or function; nothing is looked up by it."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    key: str
+    dtype: str
+    value_bytes: int
+    num_values: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A tensor: `shape` and `stride` in values, from value `offset` of its storage on."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def read_views(pickle: bytes) -> dict[str, View]:
+    """The tensors of a pickled state dict, by name. Raises Broken for anything else."""
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(pickle):
+            step = _STEPS.get(opcode.name)
+            if step is None:
+                raise Broken(f"its pickle has the instruction {opcode.name}, no state dict has")
+            step(machine, argument)
+    except (ValueError, IndexError) as error:  # genops; pops from an empty stack
+        raise Broken(f"its pickle is damaged ({' '.join(str(error).split())[:80]})") from error
+    [*rest, state] = machine.stack or [None]
+    if rest or machine.marks or not isinstance(state, dict):
+        raise Broken(f"holds {_kind(state)}, wanted a dict of tensors")
+    for name, value in state.items():
+        if not isinstance(value, View):
+            raise Broken(
+                f"{_short(name)} is {_kind(value)}, wanted tensors only: the state dict alone"
+            )
+    return state
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 64 else name[:61] + "...")
+
+
+def _kind(value: object) -> str:
+    names: dict[type, str] = {View: "a tensor", Global: "a class or function"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")
+
+
+class _Machine:
+    """The stack, the places of marks in it, and what was memoised."""
+
+    def __init__(self) -> None:
+        self.stack: list = []
+        self.marks: list[int] = []
+        self.memo: dict[int, object] = {}
+
+    def push(self, value: object) -> None:
+        self.stack.append(value)
+
+    def pop_to_mark(self) -> list:
+        mark = self.marks.pop()
+        if mark > len(self.stack):
+            raise Broken("its pickle takes more than there is")
+        values = self.stack[mark:]
+        del self.stack[mark:]
+        return values
+
+    def pop_tuple(self, size: int) -> None:
+        if size > len(self.stack):
+            raise Broken("its pickle takes more than there is")
+        values = tuple(self.stack[len(self.stack) - size :])
+        del self.stack[len(self.stack) - size :]
+        self.push(values)
+
+    def memoize(self, key: int | None) -> None:
+        self.memo[len(self.memo) if key is None else key] = self.stack[-1]
+
+    def recall(self, key: int) -> None:
+        if key not in self.memo:
+            raise Broken(f"its pickle recalls {key}, which it never stored")
+        self.push(self.memo[key])
+
+    def set_items(self, items: list) -> None:
+        target = self.stack[-1]
+        keys, values = items[::2], items[1::2]
+        if not isinstance(target, dict) or len(keys) != len(values):
+            raise Broken("its pickle sets items of what is no dict")
+        for key, value in zip(keys, values, strict=True):
+            if not isinstance(key, str) or key in target:
+                raise Broken("a name in it is no text, or is there twice")
+            target[key] = value
+
+    def append(self, values: list) -> None:
+        if not isinstance(self.stack[-1], list):
+            raise Broken("its pickle appends to what is no list")
+        self.stack[-1].extend(values)
+
+    def stack_global(self) -> None:
+        self.pop_tuple(2)
+        module, name = self.stack.pop()
+        self.push(Global(name=f"{module} {name}"[:200]))
+
+    def build(self) -> None:
+        """Attributes of a dict: torch keeps version numbers of modules there. Not needed."""
+        self.pop_tuple(2)
+        target, _ = self.stack.pop()
+        if not isinstance(target, dict):
+            raise Broken("its pickle sets attributes of what is no dict")
+        self.push(target)
+
+    def persistent(self) -> None:
+        """A reference to a storage: ("storage", class, key, device, number of values)."""
+        match self.stack.pop():
+            case ("storage", Global(name=name), str(key), str(), int(count)) if count >= 0:
+                module, _, kind = name.partition(" ")
+                if module != "torch" or kind not in DTYPES:
+                    raise Broken(f"has a storage of the unknown type {name!r}")
+                dtype, size = DTYPES[kind]
+                self.push(Storage(key=key, dtype=dtype, value_bytes=size, num_values=count))
+            case _:
+                raise Broken("a reference in its pickle is not to a storage")
+
+    def reduce(self) -> None:
+        self.pop_tuple(2)
+        function, arguments = self.stack.pop()
+        match function, arguments:
+            case Global(name="collections OrderedDict"), ():
+                self.push({})
+            case (Global(name="torch._utils _rebuild_tensor_v2"),
+                  (Storage() as storage, offset, shape, stride, *_)):  # fmt: skip
+                self.push(_view(storage, offset, shape, stride))
+            case Global(name="torch._utils _rebuild_parameter"), (View() as view, *_):
+                self.push(view)
+            case Global(name=name), _:
+                raise Broken(f"its pickle calls {name!r}, which no state dict needs")
+            case _:
+                raise Broken("its pickle calls what is no function")
+
+
+def _view(storage: Storage, offset: Any, shape: Any, stride: Any) -> View:
+    """Raises Broken unless the view lies in its storage and is no larger."""
+    sizes = [offset, *shape, *stride] if _is_tuple(shape) and _is_tuple(stride) else [None]
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes) or len(shape) != len(stride):
+        raise Broken("a tensor's shape is damaged")
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if prod(shape) and not (last < storage.num_values and prod(shape) <= storage.num_values):
+        raise Broken(
+            f"a tensor of shape {list(shape)} does not lie in its {storage.num_values} values"
+        )
+    return View(storage=storage, offset=offset, shape=shape, stride=stride)
+
+
+def _is_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) <= MAX_DIMS
+
+
+_Step = Callable[[_Machine, object], object]
+_STEPS: dict[str, Callable] = {
+    "PROTO": lambda m, _: None,
+    "FRAME": lambda m, _: None,
+    "STOP": lambda m, _: None,
+    "MARK": lambda m, _: m.marks.append(len(m.stack)),
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
+    "TUPLE1": lambda m, _: m.pop_tuple(1),
+    "TUPLE2": lambda m, _: m.pop_tuple(2),
+    "TUPLE3": lambda m, _: m.pop_tuple(3),
+    "SETITEM": lambda m, _: m.set_items([m.stack.pop(-2), m.stack.pop()]),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
+    "APPEND": lambda m, _: m.append([m.stack.pop()]),
+    "APPENDS": lambda m, _: m.append(m.pop_to_mark()),
+    "MEMOIZE": lambda m, _: m.memoize(None),
+    "GLOBAL": lambda m, name: m.push(Global(name=name[:200])),
+    "STACK_GLOBAL": lambda m, _: m.stack_global(),
+    "BINPERSID": lambda m, _: m.persistent(),
+    "REDUCE": lambda m, _: m.reduce(),
+    "BUILD": lambda m, _: m.build(),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda m, key: m.memoize(key)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, key: m.recall(key)),
+    **dict.fromkeys(
+        ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+        lambda m, value: m.push(value),
+    ),
+}

@@ -1,0 +1,32 @@
+"""What a conversion wrote, and how to read it back in the source's own names and order.
+
+`convert` makes it and `profile` checks it, which know nothing of each other."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A tensor of the source as the written file has it: f32, the source's orientation.
+
+    `rows` are the rows of the source that `values` are, or None for all of them."""
+
+    source: str
+    rows: np.ndarray | None
+    values: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """`source` is a checkpoint folder or a GGUF; `path` is not yet the file's final name.
+
+    `restored` gives every tensor once, and raises SparkinferError for one whose values are not
+    those of the source to the rounding of its type."""
+
+    source: Path
+    path: Path
+    restored: Callable[[], Iterator[Restored]]

@@ -1,0 +1,260 @@
+"""Where convert's weights come from: pickled state dicts, and the hub's cache.
+
+Oracle: torch.load, and the same weights as safetensors."""
+
+import json
+import shutil
+import time
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import random_dejavu, random_llama
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sparkinfer.cli import main
+from sparkinfer.convert import hub
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.pickle_source import read_state_dict
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("llama") / "tiny")
+
+
+def pickled(source: Path, folder: Path, num_shards: int = 1, **options) -> Path:
+    """The checkpoint with its weights as .bin files."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = load_file(source / "model.safetensors")
+    if num_shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin", **options)
+        return folder
+    weight_map = {}
+    for shard in range(num_shards):
+        name = f"pytorch_model-{shard + 1:05}-of-{num_shards:05}.bin"
+        part = dict(list(tensors.items())[shard::num_shards])
+        torch.save(part, folder / name, **options)
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def assert_same(path: Path, want: dict[str, Tensor] | None = None) -> None:
+    """What is read equals `want`, by default what torch.load reads."""
+    want = want or torch.load(
+        path, weights_only=False
+    )  # made here; weights_only knows no protocol 4
+    tensors = read_state_dict(path)
+    got = {name: tensor.read() for name, tensor in tensors.items()}
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
+        assert got[name].stride() == tensor.stride() and torch.equal(got[name], tensor)
+
+
+@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}, {"pickle_protocol": 5}])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_pickled_checkpoints_are_what_safetensors_are(llama, tmp_path, num_shards, options):
+    folder = pickled(llama, tmp_path / "tiny", num_shards, **options)
+    for path in folder.glob("*.bin"):
+        assert_same(path)
+    for source, name in ((llama, "a.gguf"), (folder, "b.gguf")):
+        convert(ConvertConfig(source=source, output=tmp_path / name))
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_views_shared_storages_and_wrappers_of_torch(tmp_path):
+    base = torch.randn(6, 8)
+    module = torch.nn.Linear(4, 3)
+    state = OrderedDict(
+        whole=base, transposed=base.T, rows=base[2:4], column=base[:, 3], tied=base[:],
+        strided=base[::2, 1::3], scalar=base[1, 1], empty=torch.empty(0, 4),
+        half=base.half(), bf16=base.bfloat16(), double=base.double(), ints=torch.arange(3),
+        flags=base > 0, parameter=torch.nn.Parameter(base.clone()), **module.state_dict(),
+    )  # fmt: skip
+    torch.save(state, tmp_path / "a.bin")
+    assert_same(tmp_path / "a.bin")
+    aliases = {n: t.same_as for n, t in read_state_dict(tmp_path / "a.bin").items() if t.same_as}
+    assert aliases == {"tied": "whole"}
+    torch.save(module.state_dict(), tmp_path / "b.bin")  # with _metadata of modules
+    assert_same(tmp_path / "b.bin")
+    for wrong in (base + 1, base[:3], base.double(), base.T.contiguous().T):
+        with pytest.raises(AssertionError):
+            assert_same(tmp_path / "a.bin", {**state, "whole": wrong})
+
+
+def test_nothing_is_read_until_it_is_needed(tmp_path):
+    """8 GiB of weights in a sparse file: opened at once, one row of them read."""
+    with torch.serialization.skip_data():
+        torch.save({"big": torch.empty(1 << 20, 2048)}, tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").stat().st_size > 8 << 30
+    started = time.perf_counter()
+    tensor = read_state_dict(tmp_path / "a.bin")["big"].read()
+    assert tensor.shape == (1 << 20, 2048) and not tensor[-1].any()
+    assert time.perf_counter() - started < 1
+
+
+def test_tied_weights_have_the_same_id_in_both_forms(tmp_path):
+    folder = random_llama(tmp_path / "tied", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    want = Checkpoint.open(folder).model_id()
+    (folder / "model.safetensors").unlink()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert Checkpoint.open(folder).model_id() == want
+    convert(ConvertConfig(source=folder, output=tmp_path / "a.gguf"))
+    assert ModelFile.load(tmp_path / "a.gguf").is_tied
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert Checkpoint.open(folder).model_id() != want
+
+
+def test_safetensors_are_preferred(llama, tmp_path):
+    folder = shutil.copytree(llama, tmp_path / "tiny")
+    (folder / "pytorch_model.bin").write_bytes(b"nothing")
+    assert Checkpoint.open(folder).model_id() == Checkpoint.open(llama).model_id()
+
+
+class Evil:
+    """Would make a file if it were unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def compress(path: Path) -> None:
+    with zipfile.ZipFile(path) as old:
+        entries = [(info.filename, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in entries:
+            new.writestr(name, data)
+
+
+ONES = {"a": torch.ones(4, 4)}
+REFUSED = {
+    "before torch 1.6": lambda p: torch.save(ONES, p, _use_new_zipfile_serialization=False),
+    "compressed": lambda p: (torch.save(ONES, p), compress(p)),
+    "calls": lambda p: torch.save({"a": Evil(p.parent / "evil")}, p),
+    "'state_dict' is a value of type dict": lambda p: torch.save({"state_dict": ONES}, p),
+    "'step' is a value of type int": lambda p: torch.save({**ONES, "step": 3}, p),
+    "twice": lambda p: torch.save({**ONES, 3: torch.ones(1)}, p),
+    "does not lie in its 1 values": lambda p: torch.save({"a": torch.ones(1).expand(9)}, p),
+    "cut short": lambda p: (torch.save(ONES, p), p.write_bytes(p.read_bytes()[:-30])),
+    "no data.pkl": lambda p: zipfile.ZipFile(p, "w").writestr("a/b", "c"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_other_pickles_are_refused(tmp_path, words):
+    path = tmp_path / "a.bin"
+    REFUSED[words](path)
+    with pytest.raises(SparkinferError, match="a.bin") as caught:
+        read_state_dict(path)
+    assert words in str(caught.value) and "\n" not in str(caught.value), caught.value
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_pickle_of_integers_is_refused_by_type(llama, tmp_path):
+    folder = pickled(llama, tmp_path / "tiny")
+    torch.save({"model.norm.weight": torch.arange(64)}, folder / "pytorch_model.bin")
+    with pytest.raises(SparkinferError, match="is I64, wanted one of F32"):
+        Checkpoint.open(folder)
+
+
+# ------------------------------------------------------------------ the hub
+
+
+def cached(source: Path, cache: Path, name: str) -> None:
+    """The layout of the hub's cache, with one snapshot."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(source, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_a_cached_model_needs_no_network(llama, tmp_path, monkeypatch, is_pickled):
+    from huggingface_hub import constants
+
+    source = pickled(llama, tmp_path / "copy") if is_pickled else llama
+    cached(source, tmp_path / "cache", "some-org/tiny")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    convert(ConvertConfig(source=Path("some-org/tiny"), output=tmp_path / "a.gguf"))
+    convert(ConvertConfig(source=llama, output=tmp_path / "b.gguf"))
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    with pytest.raises(SparkinferError, match="HF_HUB_OFFLINE is set.*give its folder"):
+        hub.find_folder(Path("some-org/other"))
+
+
+def test_an_unreachable_hub_is_one_line_within_seconds(tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    started = time.perf_counter()
+    assert main(["convert", "some-org/none", "-o", str(tmp_path / "a.gguf")]) == 1
+    assert time.perf_counter() - started < 10
+    message = capsys.readouterr().err.strip()
+    assert "\n" not in message and "some-org/none" in message and "give its folder" in message
+    assert not (tmp_path / "a.gguf").exists()
+
+
+@pytest.mark.parametrize("name", ["models/tiny", "/org/name", "org/name/more", "../name", "name"])
+def test_paths_are_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "_download", lambda name: pytest.fail("asked the hub"))
+    assert hub.find_folder(Path(name)) == Path(name)
+    with pytest.raises(SparkinferError, match="no such folder"):
+        convert(ConvertConfig(source=Path(name), output=tmp_path / "a.gguf"))
+
+
+# ------------------------------------------------------------------ predictors' input
+
+
+@pytest.mark.parametrize(
+    "option, written, want",
+    [(None, None, 0), (1, None, 1), (0, None, 0), (None, 1, 1), (1, 1, 1), (0, 0, 0)],
+)
+def test_the_predictors_input_is_stated_or_a_note_says_so(llama, tmp_path, option, written, want):
+    folder = random_dejavu(tmp_path / "p")
+    if written is not None:
+        (folder / "config.json").write_text(json.dumps({"input_layer_offset": written}))
+    report = convert(
+        ConvertConfig(
+            source=llama, output=tmp_path / "a.gguf", predictors=folder,
+            predictor_input_layer_offset=option,
+        )
+    )  # fmt: skip
+    predictor = ModelFile.load(report.output).predictor
+    assert predictor is not None and predictor.input_layer_offset == want
+    is_assumed = option is None and written is None
+    assert ("--predictor-input-layer-offset" in "".join(report.notes)) == is_assumed
+
+
+@pytest.mark.parametrize("written, words", [(1, "but 0 was asked for"), (2, "is 2, wanted 0 or 1"),
+                                            (True, "is True"), ("1", "is 1, wanted")])  # fmt: skip
+def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, written, words):
+    folder = random_dejavu(tmp_path / "p")
+    (folder / "config.json").write_text(json.dumps({"input_layer_offset": written}))
+    command = ["convert", str(llama), "-o", str(tmp_path / "a.gguf"), "--predictors", str(folder)]
+    assert main([*command, "--predictor-input-layer-offset", "0"]) == 1
+    assert words in capsys.readouterr().err
+    with pytest.raises(SparkinferError, match="but no predictors"):
+        ConvertConfig(source=llama, output=tmp_path / "a", predictor_input_layer_offset=0)
