@@ -10,6 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+from sparkinfer.runtime.ggml_tokenizer import ggml_tokenizer
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,15 @@ class TextCodec:
 
     @classmethod
     def of(cls, model: ModelFile) -> "TextCodec":
-        """Raises SparkinferError where the file has no Hugging Face tokenizer."""
+        """The file's tokenizer.json, or in a file that others made, what its keys tell.
+
+        Raises SparkinferError where the file has neither, or keys that are not understood."""
         content = model.text(TOKENIZER_KEY)
-        if content is None:
-            raise SparkinferError(
-                f"{model.path}: has no {TOKENIZER_KEY}; convert a checkpoint with its tokenizer.json"
-            )
         ends = {_token_id(model, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")}
         return cls(
-            Tokenizer.from_str(content),
+            ggml_tokenizer(model.path, model.extra_keys)
+            if content is None
+            else Tokenizer.from_str(content),
             _token_id(model, "tokenizer.ggml.bos_token_id"),
             frozenset(end for end in ends if end is not None),
         )
