@@ -49,13 +49,16 @@ def num_tokens(tokenizer: Json) -> int:
 def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None:
     """`tokenizer.ggml.*` for `vocab_size` tokens, or None where llama.cpp has no counterpart.
 
-    Numbers without a token become [PADn] of type unused, as llama.cpp's converter has it."""
+    Numbers without a token become [PADn] of type unused, as llama.cpp's converter has it.
+    llama.cpp ends the process where two tokens have one text, and reads a text up to a NUL."""
     model = cast(Json, tokenizer["model"])
     if model.get("type") != "BPE":
         return None
+    tokens, types = _tokens(tokenizer, vocab_size)
+    if len(set(tokens)) < len(tokens) or any(not token or "\0" in token for token in tokens):
+        return None
     kind = byte_level_kind(tokenizer)
     if kind is not None:
-        tokens, types = _tokens(tokenizer, vocab_size)
         return {
             Keys.Tokenizer.MODEL: "gpt2",
             Keys.Tokenizer.PRE: kind.name,
@@ -65,7 +68,6 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
     adds_space = sentencepiece_prefix(tokenizer)
     if adds_space is None:
         return None
-    tokens, types = _tokens(tokenizer, vocab_size)
     return {
         Keys.Tokenizer.MODEL: "llama",
         Keys.Tokenizer.PRE: "default",

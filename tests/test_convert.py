@@ -753,6 +753,13 @@ def test_sentencepiece_scores_merge_as_the_source_does(is_metaspace):
     assert merge_by_score("helo", tokens, flat) != tokenizer.encode("helo").ids
 
 
+@pytest.mark.parametrize("text", ["a", "[PAD9]", "\0", "c\0d"])
+def test_tokens_that_would_end_llama_cpp_are_not_written(text):
+    tokenizer = byte_level(None, False, False)
+    tokenizer["added_tokens"] = [{"id": 3, "content": text, "special": False}]
+    assert (vocabulary_keys(tokenizer, 10) is None) and vocabulary_keys(tokenizer, 3)
+
+
 def noted(folder: Path, tokenizer: Tokenizer, layout: Layout = "stock") -> str:
     """What is said about a tokenizer when it is written."""
     folder.mkdir(exist_ok=True)

@@ -106,7 +106,9 @@ def sentencepiece_tokenizer(vocab_size: int, is_complete: bool = True) -> Tokeni
         Regex(f"{SPACE}+[^{SPACE}]*|[^{SPACE}]+"), "isolated"
     )
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 260, show_progress=False)
-    trained.train_from_iterator([line for line in training_text() if line.isascii()], trainer)
+    # llama.cpp reads tokens up to a NUL, and takes what looks like a control token for one.
+    ascii_lines = [t for t in training_text() if t.isascii() and "\0" not in t and "<" not in t]
+    trained.train_from_iterator(ascii_lines, trainer)
     table = json.loads(trained.to_str())["model"]
     learned = ["".join(merge) for merge in table["merges"]]
     letters = sorted(token for token in table["vocab"] if len(token) == 1)
