@@ -1,5 +1,6 @@
 """A tokenizer rebuilt from llama.cpp's keys is the one that the keys were made of."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,37 @@ def test_the_same_tokens_and_the_same_text(tmp_path, name):
             assert rebuilt.decode(ids, skips) == source.decode(ids, skips)
             assert streamed(rebuilt, ids, skips) == streamed(source, ids, skips)
     assert rebuilt.decode([source.get_vocab_size()]) == "", "padding has no text"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stream_gives_the_text_piece_by_piece(tmp_path, name):
+    folder = folder_of(name, tmp_path / "c")
+    codec = TextCodec(ggml_tokenizer(WHERE, keys_of(folder)), None, frozenset())
+    for line in mixed_lines():
+        ids, stream = codec.encode(line), codec.stream()
+        whole = codec.tokenizer.decode(ids)
+        assert "".join(map(stream.text, ids)) == whole.rstrip("\ufffd"), line
+        for half in (1, len(ids) // 2):
+            before, stream = codec.tokenizer.decode(ids[:half]), codec.stream(ids[:half])
+            rest = "".join(map(stream.text, ids[half:]))
+            assert before.rstrip("\ufffd") + rest == whole.rstrip("\ufffd") or "\ufffd" in before
+
+
+def test_a_stream_of_anything_does_not_fail(tmp_path):
+    """Bytes that are no UTF-8, where tokenizers' own stream raises; what follows them is whole."""
+    codec = TextCodec(
+        ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c"))), None, frozenset()
+    )
+    random_source = random.Random(3)
+    byte, fox = 3, codec.tokenizer.encode("fox", add_special_tokens=False).ids
+    broken = [byte + 0xC3, byte + 0xA9, byte + 0xFF, *fox]
+    with pytest.raises(Exception, match="Invalid prefix"):
+        streamed(codec.tokenizer, broken, True)
+    for _ in range(200):
+        noise = [random_source.randrange(byte, byte + 280) for _ in range(30)]
+        for ids in (broken, noise + fox):
+            stream = codec.stream()
+            assert "".join(map(stream.text, ids)).endswith("fox")
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skips: bool) -> list[str | None]:

@@ -27,7 +27,7 @@ PROMPTS = [
 ]  # fmt: skip
 NUM_TOKENS = 64
 # |ours - theirs| / |theirs|; measured: 5e-7, 3.3e-4, 2e-3, 8.3e-3, 1.1e-2 at most.
-BOUNDS = {"f32": 2e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
+BOUNDS = {"f32": 5e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
