@@ -21,6 +21,7 @@ Json = Mapping[str, object]
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"
 NFC = {"type": "NFC"}
+DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 def check_tokenizer(path: Path, tokenizer: Json) -> None:
@@ -83,14 +84,18 @@ def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
     steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
-    model, pattern = cast(Json, tokenizer["model"]), None
+    before = steps[:-1]
+    splits_digits = before == [DIGITS]
+    pattern = None
     if not steps[-1].get("use_regex", True):
-        if len(steps) != 2 or steps[0].get("behavior") != "Isolated" or steps[0].get("invert"):
+        if len(before) != 1 or before[0].get("behavior") != "Isolated" or before[0].get("invert"):
             return None
-        pattern = str(cast(Json, steps[0].get("pattern") or {}).get("Regex"))
-    elif len(steps) != 1:
+        pattern = str(cast(Json, before[0].get("pattern") or {}).get("Regex"))
+    elif before and not splits_digits:
         return None
-    kind = next((kind for kind in BYTE_LEVEL_KINDS if kind.pattern == pattern), None)
+    model = cast(Json, tokenizer["model"])
+    kinds = {(kind.pattern, kind.splits_digits): kind for kind in BYTE_LEVEL_KINDS}
+    kind = kinds.get((pattern, splits_digits))
     if kind is None or model.get("byte_fallback"):
         return None
     if bool(model.get("ignore_merges")) != kind.whole_words_first:

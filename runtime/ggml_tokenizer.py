@@ -136,12 +136,13 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
             )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind.whole_words_first))
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if kind.splits_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if kind.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(kind.pattern), "isolated"))
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.pattern is None)
-    if kind.pattern is None:
-        tokenizer.pre_tokenizer = last
-    else:
-        split = pre_tokenizers.Split(Regex(kind.pattern), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, last])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
     if kind.is_published_with_nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()

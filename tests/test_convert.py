@@ -760,6 +760,13 @@ def test_tokens_that_would_end_llama_cpp_are_not_written(text):
     assert (vocabulary_keys(tokenizer, 10) is None) and vocabulary_keys(tokenizer, 3)
 
 
+def test_digits_alone_are_known_only_as_published():
+    values = json.loads(byte_level_tokenizer("smollm", 300).to_str())
+    assert (vocabulary_keys(values, 300) or {})["tokenizer.ggml.pre"] == "smollm"
+    values["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
+    assert vocabulary_keys(values, 300) is None
+
+
 def noted(folder: Path, tokenizer: Tokenizer, layout: Layout = "stock") -> str:
     """What is said about a tokenizer when it is written."""
     folder.mkdir(exist_ok=True)

@@ -54,7 +54,7 @@ def keys_of(folder: Path, **changes: object) -> dict:
     return {name: value for name, value in keys.items() if value is not None}
 
 
-NAMES = ["bundled", "few words", "gpt-2", "llama-bpe", "qwen2", "llama"]
+NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +112,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skips: bool) -> list[str | No
 
 
 @pytest.mark.parametrize(
-    "name, wrong", [("qwen2", "gpt-2"), ("gpt-2", "qwen2"), ("llama-bpe", "qwen2")]
+    "name, wrong", [("qwen2", "gpt-2"), ("gpt-2", "smollm"), ("llama-bpe", "qwen2")]
 )
 def test_the_comparison_sees_another_pre_tokenizer(tmp_path, name, wrong):
     folder = folder_of(name, tmp_path / "c")
@@ -172,7 +172,7 @@ REFUSALS = [
     ("few words", {"model": "t5"}, "of kind 't5'"),
     ("few words", {"model": "rwkv"}, "of kind 'rwkv'"),
     ("few words", {"model": None}, "of kind None"),
-    ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, llama-bpe, qwen2"),
+    ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, smollm, llama-bpe, qwen2"),
     ("few words", {"pre": None}, "is None; known are"),
     ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
     ("few words", {"tokens": ["a", "a"], "token_type": None}, "1 tokens have the text of another"),

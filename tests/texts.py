@@ -73,9 +73,11 @@ def training_text() -> list[str]:
 def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
     """A byte-level BPE as it is published under llama.cpp's name `pre`."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    split = {"gpt-2": None, "llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}[pre]
+    split = {"llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}.get(pre)
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     first = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    if pre == "smollm":
+        first = [pre_tokenizers.Digits(individual_digits=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

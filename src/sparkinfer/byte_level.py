@@ -18,6 +18,7 @@ class ByteLevelKind:
     name: str  # what convert writes
     other_names: tuple[str, ...] = ()  # of the same in files that others made
     pattern: str | None  # None: GPT-2's, which tokenizers' ByteLevel has built in
+    splits_digits: bool = False  # every digit is a word, before the pattern is looked for
     whole_words_first: bool = False  # a word that is a token is not merged up from its letters
     is_published_with_nfc: bool = False  # by its own tokenizer.json; llama.cpp never normalises
     adds_begin: bool = False  # what llama.cpp assumes where the file does not say
@@ -25,6 +26,7 @@ class ByteLevelKind:
 
 BYTE_LEVEL_KINDS = (
     ByteLevelKind(name="gpt-2", pattern=None),
+    ByteLevelKind(name="smollm", pattern=None, splits_digits=True),
     ByteLevelKind(
         name="llama-bpe",
         other_names=("llama3", "llama-v3"),

@@ -45,7 +45,7 @@ def named(name: str) -> tuple[Tokenizer, str, str]:
     return byte_level_tokenizer(name, 600), END, END
 
 
-@pytest.mark.parametrize("name", ["bundled", "gpt-2", "llama-bpe", "qwen2", "llama"])
+@pytest.mark.parametrize("name", ["bundled", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"])
 def test_the_same_tokens(llama_cpp, tmp_path, name):
     tokenizer, begin, end = named(name)
     path = stock_file(tmp_path, tokenizer, begin, end)
