@@ -1,5 +1,6 @@
 # make demo           the whole pipeline on the bundled model, from nothing
 # make test           the tests, from nothing
+# make test-llamacpp  our model files in llama.cpp and its in our runtime; builds it first (10 min)
 # make check          lint and types; writes nothing into the tree
 #
 # One stage on any checkpoint, with all stages before it as far as they are not up to date:
@@ -26,7 +27,7 @@ RANK ?=
 export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo convert profile solve generate evaluate test test-gpu check clean FORCE
+.PHONY: setup build demo convert profile solve generate evaluate test test-gpu test-llamacpp check clean FORCE
 
 # ---- set-up -------------------------------------------------------------------------------
 
@@ -120,6 +121,19 @@ test: build  ## what CI runs
 test-gpu: build  ## fails, rather than skips, without a CUDA device
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'no CUDA device here'"
 	$(BIN)/python -m pytest -q -m gpu
+
+LLAMACPP := build/llamacpp-venv
+LLAMACPP_PINS := tests/llamacpp/requirements.txt
+
+$(LLAMACPP)/ready: $(LLAMACPP_PINS)
+	@echo "== set-up: llama.cpp, built from source, in $(LLAMACPP) (about ten minutes, once)"
+	@$(PYTHON) -m venv $(LLAMACPP)
+	@$(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check \
+	  --no-binary llama-cpp-python -r $(LLAMACPP_PINS)
+	@touch $@
+
+test-llamacpp: build $(LLAMACPP)/ready  ## our files in llama.cpp, its files in our runtime
+	$(BIN)/python -m pytest -q -rP tests/llamacpp
 
 check: build
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from gguf import Keys, SpecialVocab
 
 from sparkinfer.architecture import Layout
 from sparkinfer.convert.json_file import read_object, read_text
+from sparkinfer.convert.llama_differences import differences
 from sparkinfer.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value
@@ -45,6 +46,8 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
         vocabulary = vocabulary_keys(tokenizer, vocab_size)
         if vocabulary is None:
             notes.append(f"{path}: llama.cpp has no tokenizer known to be equal to this one")
+        elif layout == "stock":
+            notes += [f"{path}: {difference}" for difference in differences(tokenizer)]
         keys |= vocabulary or {}
         surplus = num_tokens(tokenizer) - vocab_size
         if surplus > 0:

@@ -178,7 +178,8 @@ class Engine:
 
     def _generate(self, ids_T: Tensor, max_tokens: int, sampler: Sampler) -> Iterator[Token]:
         self._user += 1
-        user, run, stream = self._user, Run(prefill_tokens=len(ids_T)), self.codec.stream()
+        user, run = self._user, Run(prefill_tokens=len(ids_T))
+        stream = self.codec.stream(ids_T.tolist())
         self.last_run = run
         began = time.perf_counter()
         logits_V = self._prefill(ids_T)

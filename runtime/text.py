@@ -2,14 +2,17 @@
 
 What this module does not know: the model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+from sparkinfer.runtime.ggml_tokenizer import ggml_tokenizer
+
+REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,15 @@ class TextCodec:
 
     @classmethod
     def of(cls, model: ModelFile) -> "TextCodec":
-        """Raises SparkinferError where the file has no Hugging Face tokenizer."""
+        """The file's tokenizer.json, or in a file that others made, what its keys tell.
+
+        Raises SparkinferError where the file has neither, or keys that are not understood."""
         content = model.text(TOKENIZER_KEY)
-        if content is None:
-            raise SparkinferError(
-                f"{model.path}: has no {TOKENIZER_KEY}; convert a checkpoint with its tokenizer.json"
-            )
         ends = {_token_id(model, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")}
         return cls(
-            Tokenizer.from_str(content),
+            ggml_tokenizer(model.path, model.extra_keys)
+            if content is None
+            else Tokenizer.from_str(content),
             _token_id(model, "tokenizer.ggml.bos_token_id"),
             frozenset(end for end in ends if end is not None),
         )
@@ -48,18 +51,32 @@ class TextCodec:
         """Token ids of many texts, tokenised in parallel."""
         return [list(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
 
-    def stream(self) -> "TextStream":
-        return TextStream(self.tokenizer)
+    def stream(self, after: Sequence[int] = ()) -> "TextStream":
+        """For the tokens that follow `after`."""
+        return TextStream(self.tokenizer, after)
 
 
 class TextStream:
-    """Turns ids into text one at a time; a character that spans tokens comes with its last one."""
+    """Turns ids into text one at a time; a character that spans tokens comes with its last one.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+    A token's text depends on those before it (a SentencePiece decoder drops the space before the
+    first one; bytes become characters together), so it is what decoding with it adds to decoding
+    without it. (tokenizers' DecodeStream raises where bytes that are no UTF-8 follow others.)"""
+
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(after)  # those of the last text given out, then what is not given out yet
+        self._num_known = len(self._ids)
 
     def text(self, token_id: int) -> str:
-        return self._stream.step(self._tokenizer, token_id) or ""
+        self._ids.append(token_id)
+        known = self._tokenizer.decode(self._ids[: self._num_known])
+        text = self._tokenizer.decode(self._ids)
+        if len(text) <= len(known) or text.endswith(REPLACEMENT):
+            return ""
+        self._ids = self._ids[self._num_known :]
+        self._num_known = len(self._ids)
+        return text[len(known) :]
 
 
 def _token_id(model: ModelFile, key: str) -> int | None:

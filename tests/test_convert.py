@@ -4,7 +4,6 @@ Oracles: the checkpoint's own tensors, gguf's block formats, transformers' logit
 frequencies, the tokenizers library."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +17,13 @@ from gguf.quants import dequantize, quantize
 from models import make_profile
 from reference import logits_ref, rel_error
 from safetensors.torch import load_file, save_file
+from texts import (
+    LLAMA3_SPLIT,
+    QWEN2_SPLIT,
+    byte_level_tokenizer,
+    merge_by_score,
+    sentencepiece_tokenizer,
+)
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,7 +38,7 @@ from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.convert.vocabulary import vocabulary_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
-from sparkinfer.model_file import ModelFile, PredictorInfo, compute_model_id
+from sparkinfer.model_file import Layout, ModelFile, PredictorInfo, compute_model_id
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
@@ -660,13 +666,6 @@ def test_a_missing_tokenizer_is_said(tmp_path):
     assert ModelFile.load(report.output).extra_keys["tokenizer.ggml.bos_token_id"] == 0
 
 
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
-
-
 def byte_level(pattern: str | None, ignore_merges: bool, nfc: bool, prefix: bool = False) -> dict:
     """tokenizer.json of a byte-level BPE that splits at `pattern`, or as GPT-2 does."""
     tokenizer = Tokenizer(token_models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
@@ -729,20 +728,6 @@ def sentencepiece(is_metaspace: bool) -> Tokenizer:
     return tokenizer
 
 
-def merge_by_score(text: str, tokens: list[str], scores: list[float]) -> list[int]:
-    """llama.cpp's SentencePiece: join the adjacent pair of the highest score, leftmost first."""
-    ids = {token: i for i, token in enumerate(tokens)}
-    pieces = list("\u2581" + text.replace(" ", "\u2581"))
-    while True:
-        pairs = [a + b for a, b in itertools.pairwise(pieces)]
-        known = [(-scores[ids[p]], i) for i, p in enumerate(pairs) if p in ids]
-        if not known:
-            break
-        _, i = min(known)
-        pieces[i : i + 2] = [pairs[i]]
-    return [n for p in pieces for n in ([ids[p]] if p in ids else [3 + b for b in p.encode()])]
-
-
 @pytest.mark.parametrize("is_metaspace", [False, True])
 def test_sentencepiece_scores_merge_as_the_source_does(is_metaspace):
     tokenizer = sentencepiece(is_metaspace)
@@ -757,6 +742,42 @@ def test_sentencepiece_scores_merge_as_the_source_does(is_metaspace):
         assert got == tokenizer.encode(text, add_special_tokens=False).ids
     flat = [0.0] * len(tokens)
     assert merge_by_score("helo", tokens, flat) != tokenizer.encode("helo").ids
+
+
+@pytest.mark.parametrize("text", ["a", "[PAD9]", "\0", "c\0d"])
+def test_tokens_that_would_end_llama_cpp_are_not_written(text):
+    tokenizer = byte_level(None, False, False)
+    tokenizer["added_tokens"] = [{"id": 3, "content": text, "special": False}]
+    assert (vocabulary_keys(tokenizer, 10) is None) and vocabulary_keys(tokenizer, 3)
+
+
+def test_digits_alone_are_known_only_as_published():
+    values = json.loads(byte_level_tokenizer("smollm", 300).to_str())
+    assert (vocabulary_keys(values, 300) or {})["tokenizer.ggml.pre"] == "smollm"
+    values["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
+    assert vocabulary_keys(values, 300) is None
+
+
+def noted(folder: Path, tokenizer: Tokenizer, layout: Layout = "stock") -> str:
+    """What is said about a tokenizer when it is written."""
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    return "\n".join(tokenizer_keys(folder, size, layout).notes)
+
+
+def test_what_llama_cpp_does_otherwise_is_said_of_a_stock_file(tmp_path):
+    assert not noted(tmp_path / "a", byte_level_tokenizer("llama-bpe", 300))
+    assert not noted(tmp_path / "b", sentencepiece_tokenizer(400))
+    composing = byte_level_tokenizer("qwen2", 300)
+    assert "does not compose letters" in noted(tmp_path / "c", composing)
+    assert not noted(tmp_path / "d", composing, "sparse")
+    stripping = byte_level_tokenizer("gpt-2", 300)
+    stripping.add_tokens([AddedToken("<mask>", lstrip=True)])
+    assert "'<mask>' (1 such)" in noted(tmp_path / "e", stripping)
+    assert "space before text that begins with one" in noted(tmp_path / "f", sentencepiece(True))
+    partial = noted(tmp_path / "g", sentencepiece_tokenizer(400, is_complete=False))
+    assert "pairs of tokens of which no merge tells" in partial
 
 
 def test_special_tokens_and_template(relu, tmp_path):

@@ -1,0 +1,77 @@
+"""Text that llama.cpp takes otherwise than a tokenizer.json does, though it knows the tokenizer.
+
+What is said here is noted when a file for llama.cpp is written; nothing of it concerns our own
+runtime. What this module does not know: how to tokenize."""
+
+from typing import cast
+
+from sparkinfer.convert.vocabulary import (
+    BYTE_TOKEN,
+    NFC,
+    Json,
+    byte_level_kind,
+    pair_of,
+    sentencepiece_prefix,
+    steps_of,
+    tables_of,
+)
+
+
+def differences(tokenizer: Json) -> list[str]:
+    """A line for each kind of text that llama.cpp splits otherwise, for a tokenizer of which
+    `vocabulary_keys` made keys."""
+    _, added = tables_of(tokenizer)
+    flags = ("lstrip", "rstrip", "single_word")
+    found = [str(token["content"]) for token in added if any(token.get(flag) for flag in flags)]
+    lines = []
+    if found:
+        lines.append(
+            f"llama.cpp does not know that {found[0]!r} ({len(found)} such) takes the spaces"
+            " around it or stands alone"
+        )
+    if byte_level_kind(tokenizer) is None:
+        return lines + _sentencepiece_differences(tokenizer)
+    if steps_of(tokenizer.get("normalizer"), "normalizers") == [NFC]:
+        lines.append(
+            "llama.cpp does not compose letters and accents (NFC) as this tokenizer does: text"
+            " with combining accents gets other tokens there"
+        )
+    return lines
+
+
+def _sentencepiece_differences(tokenizer: Json) -> list[str]:
+    lines = []
+    if tokenizer.get("pre_tokenizer") and sentencepiece_prefix(tokenizer):
+        lines.append(
+            "llama.cpp puts a space before text that begins with one and after special tokens,"
+            " this tokenizer (Metaspace) does not"
+        )
+    pairs = _pairs_joined_otherwise(tokenizer)
+    if pairs:
+        left, right = pairs[0]
+        lines.append(
+            f"llama.cpp joins {len(pairs)} pairs of tokens of which no merge tells, or at another"
+            f" place than the merges, e.g. {left!r} and {right!r}"
+        )
+    return lines
+
+
+def _pairs_joined_otherwise(tokenizer: Json) -> list[tuple[str, str]]:
+    """llama.cpp joins any two tokens whose texts make a third, at one place in the order; the
+    merges may lack such a pair, or have the pairs of one token at several places."""
+    vocabulary, added = tables_of(tokenizer)
+    specials = {token["content"] for token in added}
+    merges = cast(list, cast(Json, tokenizer["model"])["merges"])
+    places = {(p[0], p[1]): place for place, p in enumerate(map(pair_of, merges))}
+    found = []
+    for token in vocabulary:
+        if len(token) < 2 or token in specials or BYTE_TOKEN.fullmatch(token):
+            continue
+        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
+        at = [places[pair] for pair in pairs if pair in places]
+        if len(at) < len(pairs):
+            found += [pair for pair in pairs if pair not in places]
+        elif at and max(at) - min(at) >= len(at):
+            found.append(pairs[0])
+    return found

@@ -1,0 +1,57 @@
+"""Scores of tokens to an order of merges, so that BPE by merges does what BPE by scores does.
+
+SentencePiece joins, of all adjacent pairs whose texts make a token, the one whose token has the
+highest score, and of equals the leftmost. BPE joins the pair whose merge comes first, and the
+leftmost of one merge. So all pairs that make a token become merges, in order of its score. Where
+two pairs of equal rank would overlap, the two may differ: between different tokens that is
+refused, and of the pairs of one token (runs of one letter) the one with the longer left comes
+first, as joining from the left leaves longer tokens on the left."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+
+
+def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Raises SparkinferError, naming `path`, where the scores leave the order open."""
+    order = sorted((token for token in scores if len(token) > 1), key=lambda t: -scores[t])
+    pairs = {token: _pairs(path, token, scores) for token in order}
+    start = 0
+    while start < len(order):
+        stop = start + 1
+        while stop < len(order) and scores[order[stop]] == scores[order[start]]:
+            stop += 1
+        if stop - start > 1:
+            _refuse_overlaps(path, {token: pairs[token] for token in order[start:stop]})
+        start = stop
+    return [pair for token in order for pair in pairs[token]]
+
+
+def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The cuts of a token into two tokens, the one with the longest left first."""
+    cuts = [(token[:i], token[i:]) for i in range(len(token) - 1, 0, -1)]
+    pairs = [(left, right) for left, right in cuts if left in scores and right in scores]
+    for left, right in cuts:
+        lone = [part for part in (left, right) if len(part) == 1 and part not in scores]
+        if lone and (left in scores or right in scores or len(token) == 2):
+            raise SparkinferError(
+                f"{path}: the token {token!r} is made with {lone[0]!r}, which is no token, and"
+                " BPE by merges cannot do that; convert a checkpoint that has a tokenizer.json"
+            )
+    return pairs
+
+
+def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
+    """Two tokens of one score must not want the same piece, one on its right, one on its left."""
+    by_left: dict[str, set[str]] = {}
+    for token, cuts in pairs.items():
+        for left, _ in cuts:
+            by_left.setdefault(left, set()).add(token)
+    for token, cuts in pairs.items():
+        for _, right in cuts:
+            for other in sorted(by_left.get(right, set()) - {token}):
+                raise SparkinferError(
+                    f"{path}: the tokens {token!r} and {other!r} have the same score, so which of"
+                    " them a text gets is open; convert a checkpoint that has a tokenizer.json"
+                )

@@ -1,0 +1,30 @@
+"""llama.cpp as an oracle: `make test-llamacpp` builds it into build/llamacpp-venv and comes here."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHON = ROOT / "build/llamacpp-venv/bin/python"
+
+
+@pytest.fixture(scope="session")
+def llama_cpp() -> Callable[..., dict]:
+    """Asks oracle.py: llama_cpp("tokenize", model=..., ...) gives its answer."""
+    assert PYTHON.exists(), "llama.cpp is not built; run make test-llamacpp"
+
+    def ask(action: str, **request: object) -> dict:
+        done = subprocess.run(
+            [PYTHON, Path(__file__).parent / "oracle.py"],
+            input=json.dumps({"do": action, **request}, default=str),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    return ask

@@ -1,0 +1,97 @@
+"""llama.cpp answering one question; run by the Python of build/llamacpp-venv.
+
+A JSON object on stdin ({"do": ..., ...}), one on stdout. Logits go to a .npy file. What this
+program does not know: sparkinfer."""
+
+import ctypes
+import json
+import sys
+
+import llama_cpp as llama
+import numpy as np
+
+LOG: list[str] = []
+
+
+@llama.llama_log_callback
+def keep(level: int, text: bytes, user_data: int) -> None:
+    LOG.append(text.decode(errors="replace"))
+
+
+def load(path: str, vocab_only: bool = False):  # type: ignore[no-untyped-def]
+    params = llama.llama_model_default_params()
+    params.vocab_only = vocab_only
+    return llama.llama_model_load_from_file(path.encode(), params)
+
+
+def about() -> dict:
+    return {"version": llama.__version__, "system": llama.llama_print_system_info().decode()}
+
+
+def why_not(model: str) -> dict:
+    """Whether it loads, and what llama.cpp says about it."""
+    loaded = load(model) is not None
+    return {"loaded": loaded, "log": "".join(LOG)}
+
+
+def tokenize(model: str, lines: list[str], add_special: bool, parse_special: bool) -> dict:
+    vocab = llama.llama_model_get_vocab(load(model, vocab_only=True))
+    return {"ids": [encode(vocab, line, add_special, parse_special) for line in lines]}
+
+
+def encode(vocab, line: str, add_special: bool, parse_special: bool) -> list[int]:  # type: ignore[no-untyped-def]
+    text = line.encode()
+    room = 2 * len(text) + 8
+    ids = (llama.llama_token * room)()
+    count = llama.llama_tokenize(vocab, text, len(text), ids, room, add_special, parse_special)
+    assert count >= 0, (line, count)
+    return list(ids[:count])
+
+
+def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str) -> dict:
+    """`count` tokens, each the likeliest, and the logits [count, V] that each was taken from."""
+    params = llama.llama_context_default_params()
+    params.n_ctx = len(prompt) + count
+    params.n_threads = params.n_threads_batch = 1
+    params.type_k = params.type_v = {"f32": llama.GGML_TYPE_F32, "f16": llama.GGML_TYPE_F16}[
+        kv_kind
+    ]
+    params.flash_attn_type = 0  # none: it would compute f32 caches in f16
+    loaded = load(model)
+    context = llama.llama_init_from_model(loaded, params)
+    size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(loaded))
+    ids, rows, batch = [], [], prompt
+    for _ in range(count):
+        tokens = (llama.llama_token * len(batch))(*batch)
+        status = llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(batch)))
+        assert status == 0, status
+        row_V = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (size,)).copy()
+        rows.append(row_V)
+        ids.append(int(row_V.argmax()))
+        batch = ids[-1:]
+    np.save(logits, np.stack(rows))
+    return {"ids": ids}
+
+
+def quantize(source: str, target: str, kind: str) -> dict:
+    """All matrices of one type, as `llama-quantize --pure` does."""
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = {
+        "f16": llama.LLAMA_FTYPE_MOSTLY_F16,
+        "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+        "q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
+    }[kind]
+    params.pure, params.nthread = True, 1
+    status = llama.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
+    assert status == 0, "".join(LOG)[-2000:]
+    return {}
+
+
+ACTIONS = {f.__name__: f for f in (about, why_not, tokenize, greedy, quantize)}
+
+if __name__ == "__main__":
+    llama.llama_log_set(keep, ctypes.c_void_p(0))
+    llama.llama_backend_init()
+    request = json.load(sys.stdin)
+    reply = ACTIONS[request.pop("do")](**request)
+    print(json.dumps(reply))

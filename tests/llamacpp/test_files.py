@@ -1,0 +1,192 @@
+"""Our files in llama.cpp, and files that its quantiser wrote in our runtime: the same numbers.
+
+Both engines continue the same prompts greedily; the logits before every token are compared. Where
+llama.cpp rounds activations (to 16 bits for f16 matrices, to 8 for quantised ones, ours never),
+the two best tokens may be closer than that noise: such a step is *open*, and counted."""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import edit_config
+from reference import rel_error
+
+from sparkinfer import Engine
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+
+BUNDLED = Path(__file__).parent.parent.parent / "examples/tiny-relu"
+PROMPTS = [
+    "def parse_args(argv=None):", "Once upon a time", "import numpy as np\n", "class Foo",
+    "for i in range(10):\n    print(i)\n", "The quick brown fox",
+]  # fmt: skip
+NUM_TOKENS = 64
+# |ours - theirs| / |theirs|; measured: 5e-7, 3.3e-4, 2e-3, 8.3e-3, 1.1e-2 at most.
+BOUNDS = {"f32": 5e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """A prompt, llama.cpp's 64 tokens after it, and both sides' logits before each [64, V]."""
+
+    prompt: list[int]
+    theirs: list[int]
+    ours: list[int]
+    logits_theirs: np.ndarray
+    logits_ours: np.ndarray
+
+
+@pytest.fixture(scope="session")
+def silu(tmp_path_factory) -> Path:
+    """The bundled checkpoint with SiLU for ReLU: its text is no sense, its numbers are sound."""
+    folder = tmp_path_factory.mktemp("silu") / "c"
+    shutil.copytree(BUNDLED, folder)
+    edit_config(folder, lambda values: values.update(hidden_act="silu"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stock(silu, tmp_path_factory):
+    """stock("q8_0"): the checkpoint in the layout of llama.cpp, written by us."""
+    folder = tmp_path_factory.mktemp("stock")
+
+    def make(kind: str) -> Path:
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            convert(ConvertConfig(source=silu, output=path, layout="stock", outtype=kind))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def quantised(stock, llama_cpp, tmp_path_factory):
+    """quantised("q8_0"): our f32 file, quantised by llama.cpp; without our tokenizer key, so that
+    the text is tokenised by llama.cpp's keys."""
+    folder = tmp_path_factory.mktemp("quantised")
+
+    def make(kind: str) -> Path:
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            source = folder / "source.gguf"
+            without_tokenizer_json(stock("f32"), source)
+            llama_cpp("quantize", source=source, target=path, kind=kind)
+        return path
+
+    return make
+
+
+def without_tokenizer_json(source: Path, target: Path) -> None:
+    model = ModelFile.load(source)
+    del model.extra_keys[TOKENIZER_KEY]
+    model.save(target)
+
+
+def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None):
+    """Of all prompts, with `path` in llama.cpp and `ours` (the same file) in our runtime."""
+    kv_kind = "f32" if ModelFile.load(path).tensors["token_embd.weight"].kind == "f32" else "f16"
+    with Engine.load(ours or path, mode="dense", device="cpu") as engine:
+        for prompt in PROMPTS:
+            ids = engine.codec.encode(prompt)
+            theirs = llama_cpp(
+                "greedy", model=path, prompt=ids, count=NUM_TOKENS, kv_kind=kv_kind,
+                logits=folder / "logits.npy",
+            )["ids"]  # fmt: skip
+            logits_TV = engine.logits(ids + theirs[:-1])[len(ids) - 1 :].numpy()
+            tokens = [token.id for token in engine.generate(ids, NUM_TOKENS, temperature=0.0)]
+            yield Continuation(
+                prompt=ids,
+                theirs=theirs,
+                ours=tokens,
+                logits_theirs=np.load(folder / "logits.npy"),
+                logits_ours=logits_TV,
+            )
+
+
+def check(found: Continuation, bound: float) -> tuple[float, int, int]:
+    """(relative error of the logits, open steps, steps where the best token differs).
+
+    A step is decided where llama.cpp's two best logits are further apart than four times the
+    bound's share of the logits' root mean square."""
+    error = rel_error(found.logits_ours, found.logits_theirs)
+    assert error < bound, error
+    best_TV = np.sort(found.logits_theirs, axis=1)
+    noise_T = 4 * bound * np.sqrt((found.logits_theirs**2).mean(axis=1))
+    is_open_T = best_TV[:, -1] - best_TV[:, -2] < noise_T
+    differs_T = found.logits_ours.argmax(axis=1) != np.array(found.theirs)
+    assert not (differs_T & ~is_open_T).any(), np.flatnonzero(differs_T & ~is_open_T)
+    same = int(np.flatnonzero(differs_T)[0]) if differs_T.any() else NUM_TOKENS
+    assert found.ours[:same] == found.theirs[: min(same, len(found.ours))]
+    assert len(found.ours) >= same, "ended early"
+    return error, int(is_open_T.sum()), int(differs_T.sum())
+
+
+def check_all(llama_cpp, path: Path, folder: Path, kind: str, what: str) -> None:
+    began = time.perf_counter()
+    results = [check(c, BOUNDS[kind]) for c in continuations(llama_cpp, path, folder)]
+    errors, is_open, differing = zip(*results, strict=True)
+    steps = NUM_TOKENS * len(PROMPTS)
+    print(
+        f"{what} {kind}: {steps} steps, logits {max(errors):.1e} apart at most, {sum(is_open)} open,"
+        f" {sum(differing)} of these with another best token, {time.perf_counter() - began:.0f} s"
+    )
+    assert sum(is_open) < steps / 2, "too few steps are decided to say anything"
+    if kind == "f32":
+        assert sum(is_open) == 0, "the strict comparison must decide every step"
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_our_file_in_llama_cpp(llama_cpp, stock, tmp_path, kind):
+    check_all(llama_cpp, stock(kind), tmp_path, kind, "ours")
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_llama_cpps_file_in_our_runtime(llama_cpp, quantised, tmp_path, kind):
+    path = quantised(kind)
+    assert TOKENIZER_KEY not in ModelFile.load(path).extra_keys
+    check_all(llama_cpp, path, tmp_path, kind, "llama.cpp's")
+
+
+def test_the_check_rejects_other_numbers(llama_cpp, stock, silu, tmp_path):
+    """llama.cpp's SiLU against the ReLU of the same weights, and q4_0 against f32."""
+    relu = tmp_path / "relu.gguf"
+    convert(ConvertConfig(source=BUNDLED, output=relu, outtype="f32"))
+    for ours, bound in ((relu, BOUNDS["q4_0"]), (stock("q4_0"), BOUNDS["f32"])):
+        found = next(continuations(llama_cpp, stock("f32"), tmp_path, ours))
+        with pytest.raises(AssertionError):
+            check(found, bound)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_bytes_are_those_of_llama_cpps_quantiser(stock, quantised, kind):
+    ours, theirs = ModelFile.load(stock(kind)), ModelFile.load(quantised(kind))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, entry in ours.tensors.items():
+        other = theirs.tensors[name]
+        assert (entry.kind, entry.shape) == (other.kind, other.shape), name
+        a, b = (tensor.read().reshape(-1).view(np.uint8) for tensor in (entry, other))
+        assert np.array_equal(a, b), f"{name}: {(a != b).sum()} of {a.size} bytes differ"
+    print(f"{kind}: {len(ours.tensors)} tensors are equal to the byte")
+
+
+def test_what_would_run_wrongly_is_refused_on_both_sides(llama_cpp, silu, stock, tmp_path):
+    with pytest.raises(SparkinferError, match="graph computes SiLU, this model is relu"):
+        convert(ConvertConfig(source=BUNDLED, output=tmp_path / "r.gguf", layout="stock"))
+    assert llama_cpp("why_not", model=stock("f16"))["loaded"]
+    for source in (BUNDLED, silu):
+        path = tmp_path / f"{source.name}.gguf"
+        convert(ConvertConfig(source=source, output=path, layout="sparse"))
+        answer = llama_cpp("why_not", model=path)
+        assert not answer["loaded"] and "tensor 'blk.0.ffn_down.weight' not found" in answer["log"]
+
+
+def test_what_was_built(llama_cpp):
+    about = llama_cpp("about")
+    print(f"llama-cpp-python {about['version']}; {about['system']}")
+    pins = (Path(__file__).parent / "requirements.txt").read_text()
+    assert f"llama-cpp-python=={about['version']}\n" in pins

@@ -1,0 +1,114 @@
+"""llama.cpp, Hugging Face's tokenizers and our runtime give a text the same tokens."""
+
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+from checkpoints import random_llama
+from texts import (
+    COMBINING,
+    byte_level_tokenizer,
+    mixed_lines,
+    put_tokenizer,
+    sentencepiece_tokenizer,
+)
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+from sparkinfer.runtime.text import TextCodec
+
+ROOT = Path(__file__).parent.parent.parent
+LINES = mixed_lines()
+VOCAB_SIZE = 700
+END = "<|endoftext|>"
+
+
+def stock_file(folder: Path, tokenizer: Tokenizer, begin: str = END, end: str = END) -> Path:
+    """A random model with this tokenizer, in the layout of llama.cpp."""
+    size = max(VOCAB_SIZE, tokenizer.get_vocab_size())
+    random_llama(folder, hidden_act="silu", vocab_size=size, has_tokenizer=False)
+    put_tokenizer(folder, tokenizer, begin, end)
+    path = folder / "m.gguf"
+    convert(ConvertConfig(source=folder, output=path, layout="stock"))
+    return path
+
+
+def named(name: str) -> tuple[Tokenizer, str, str]:
+    if name == "bundled":
+        path = ROOT / "examples/tiny-relu/tokenizer.json"
+        return Tokenizer.from_file(str(path)), END, END
+    if name == "llama":
+        return sentencepiece_tokenizer(600), "<s>", "</s>"
+    return byte_level_tokenizer(name, 600), END, END
+
+
+@pytest.mark.parametrize("name", ["bundled", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"])
+def test_the_same_tokens(llama_cpp, tmp_path, name):
+    tokenizer, begin, end = named(name)
+    path = stock_file(tmp_path, tokenizer, begin, end)
+    model = ModelFile.load(path)
+    ours = TextCodec.of(model)
+    del model.extra_keys[TOKENIZER_KEY]
+    rebuilt = TextCodec.of(model)
+    # llama.cpp does not normalise (noted by convert): what is normal already must agree.
+    lines = [li for li in LINES if name != "qwen2" or unicodedata.is_normalized("NFC", li)]
+    assert len(lines) > 240
+
+    def theirs(*, add_special: bool, parse_special: bool) -> list[list[int]]:
+        return llama_cpp(
+            "tokenize",
+            model=path,
+            lines=lines,
+            add_special=add_special,
+            parse_special=parse_special,
+        )["ids"]
+
+    for codec in (ours, rebuilt):
+        with_ends = [list(codec.tokenizer.encode(line).ids) for line in lines]
+        assert_same(lines, with_ends, theirs(add_special=True, parse_special=True))
+        plain = [codec.tokenizer.encode(line, add_special_tokens=False).ids for line in lines]
+        assert_same(lines, plain, theirs(add_special=False, parse_special=True))
+        codec.tokenizer.encode_special_tokens = True
+        literal = [codec.tokenizer.encode(line, add_special_tokens=False).ids for line in lines]
+        assert_same(lines, literal, theirs(add_special=False, parse_special=False))
+        assert literal != plain or name == "llama"
+    print(f"{name}: {len(lines)} lines, {sum(map(len, plain))} tokens, 3 ways, 2 tokenizers")
+
+
+def assert_same(lines: list[str], got: list[list[int]], want: list[list[int]]) -> None:
+    wrong = [case for case in zip(lines, got, want, strict=True) if case[1] != case[2]]
+    assert not wrong, f"{len(wrong)} of {len(lines)} lines differ, e.g. {wrong[:3]}"
+
+
+def test_what_is_noted_is_so(llama_cpp, tmp_path):
+    """Composed letters, Metaspace, and merges that leave pairs out: there llama.cpp differs."""
+    values = json.loads(sentencepiece_tokenizer(600).to_str())
+    tokens = sorted(values["model"]["vocab"], key=values["model"]["vocab"].get)
+    values["model"]["vocab"]["\u2581foxe"] = len(tokens)  # and no merge makes it
+    partial = Tokenizer.from_str(json.dumps(values))
+    metaspace = sentencepiece_tokenizer(600)
+    metaspace.normalizer = normalizers.Sequence([])
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    cases = {
+        "accents": (byte_level_tokenizer("qwen2", 600), END, COMBINING),
+        "spaces": (metaspace, "<s>", ["  a", "a <tool> b"]),
+        "pairs": (partial, "<s>", ["foxes and a foxes"]),
+    }
+    for name, (tokenizer, begin, lines) in cases.items():
+        path = stock_file(tmp_path / name, tokenizer, begin, begin)
+        found = llama_cpp(
+            "tokenize", model=path, lines=lines, add_special=False, parse_special=True
+        )
+        ours = [list(tokenizer.encode(line, add_special_tokens=False).ids) for line in lines]
+        differing = sum(a != b for a, b in zip(ours, found["ids"], strict=True))
+        print(f"{name}: {differing} of {len(lines)} lines differ")
+        assert differing
+    bare = byte_level_tokenizer("qwen2", 600)
+    bare.normalizer = normalizers.Sequence([])
+    path = tmp_path / "accents/m.gguf"
+    found = llama_cpp("tokenize", model=path, lines=LINES, add_special=False, parse_special=True)
+    plain = [list(bare.encode(line, add_special_tokens=False).ids) for line in LINES]
+    assert_same(LINES, plain, found["ids"])

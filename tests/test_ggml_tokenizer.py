@@ -1,0 +1,210 @@
+"""A tokenizer rebuilt from llama.cpp's keys is the one that the keys were made of."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import random_llama, save_tokenizer
+from texts import (
+    COMBINING,
+    byte_level_tokenizer,
+    merge_by_score,
+    mixed_lines,
+    put_tokenizer,
+    sentencepiece_tokenizer,
+)
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.tokenizer import tokenizer_keys
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+from sparkinfer.runtime.ggml_tokenizer import ggml_tokenizer
+from sparkinfer.runtime.score_merges import merges_of_scores
+from sparkinfer.runtime.text import TextCodec
+
+BUNDLED = Path(__file__).parent.parent / "examples/tiny-relu"
+WHERE = Path("theirs.gguf")
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """A folder with the tokenizer of that name."""
+    if name == "bundled":
+        return BUNDLED
+    folder.mkdir(exist_ok=True)
+    if name == "few words":
+        save_tokenizer(folder, 320)
+    elif name == "llama":
+        put_tokenizer(folder, sentencepiece_tokenizer(600), "<s>", "</s>")
+    else:
+        end = "<|endoftext|>"
+        put_tokenizer(folder, byte_level_tokenizer(name, 600), end, end)
+    return folder
+
+
+def keys_of(folder: Path, **changes: object) -> dict:
+    """llama.cpp's keys alone; a change to None leaves the key out."""
+    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    keys = tokenizer_keys(folder, size + 5, "stock").keys
+    del keys[TOKENIZER_KEY]
+    keys |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_tokens_and_the_same_text(tmp_path, name):
+    folder = folder_of(name, tmp_path / "c")
+    source = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rebuilt = ggml_tokenizer(WHERE, keys_of(folder))
+    lines = mixed_lines()
+    assert len(lines) > 250
+    for line in lines:
+        ids = source.encode(line).ids
+        assert rebuilt.encode(line).ids == ids, line
+        plain = source.encode(line, add_special_tokens=False).ids
+        assert rebuilt.encode(line, add_special_tokens=False).ids == plain
+        for skips in (False, True):
+            assert rebuilt.decode(ids, skips) == source.decode(ids, skips)
+            assert streamed(rebuilt, ids, skips) == streamed(source, ids, skips)
+    assert rebuilt.decode([source.get_vocab_size()]) == "", "padding has no text"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stream_gives_the_text_piece_by_piece(tmp_path, name):
+    folder = folder_of(name, tmp_path / "c")
+    codec = TextCodec(ggml_tokenizer(WHERE, keys_of(folder)), None, frozenset())
+    for line in mixed_lines():
+        ids, stream = codec.encode(line), codec.stream()
+        whole = codec.tokenizer.decode(ids)
+        assert "".join(map(stream.text, ids)) == whole.rstrip("\ufffd"), line
+        for half in (1, len(ids) // 2):
+            before, stream = codec.tokenizer.decode(ids[:half]), codec.stream(ids[:half])
+            rest = "".join(map(stream.text, ids[half:]))
+            assert before.rstrip("\ufffd") + rest == whole.rstrip("\ufffd") or "\ufffd" in before
+
+
+def test_a_stream_of_anything_does_not_fail(tmp_path):
+    """Bytes that are no UTF-8, where tokenizers' own stream raises; what follows them is whole."""
+    codec = TextCodec(
+        ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c"))), None, frozenset()
+    )
+    random_source = random.Random(3)
+    byte, fox = 3, codec.tokenizer.encode("fox", add_special_tokens=False).ids
+    broken = [byte + 0xC3, byte + 0xA9, byte + 0xFF, *fox]
+    with pytest.raises(Exception, match="Invalid prefix"):
+        streamed(codec.tokenizer, broken, True)
+    for _ in range(200):
+        noise = [random_source.randrange(byte, byte + 280) for _ in range(30)]
+        for ids in (broken, noise + fox):
+            stream = codec.stream()
+            assert "".join(map(stream.text, ids)).endswith("fox")
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], skips: bool) -> list[str | None]:
+    stream = DecodeStream(skip_special_tokens=skips)
+    return [stream.step(tokenizer, number) for number in ids]
+
+
+@pytest.mark.parametrize(
+    "name, wrong", [("qwen2", "gpt-2"), ("gpt-2", "smollm"), ("llama-bpe", "qwen2")]
+)
+def test_the_comparison_sees_another_pre_tokenizer(tmp_path, name, wrong):
+    folder = folder_of(name, tmp_path / "c")
+    source = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    other = ggml_tokenizer(WHERE, keys_of(folder, pre=wrong))
+    differing = [
+        line for line in mixed_lines() if other.encode(line).ids != source.encode(line).ids
+    ]
+    assert len(differing) > 20
+    if wrong == "gpt-2":
+        assert set(COMBINING) & set(differing)
+
+
+def test_scores_join_as_sentencepiece_does(tmp_path):
+    """Against the definition: join the best pair, the leftmost of equals, one at a time."""
+    folder = folder_of("llama", tmp_path / "c")
+    keys = keys_of(folder, add_bos_token=False)
+    rebuilt = ggml_tokenizer(WHERE, keys)
+    tokens, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
+    runs = [letter * count for letter in (" ", "e", "=", "!") for count in range(1, 30)]
+    lines = [line for line in mixed_lines() if "<" not in line and line] + runs
+    for line in lines:
+        assert rebuilt.encode(line).ids == merge_by_score(line, tokens, scores), line
+    worse = list(reversed(scores))
+    assert any(rebuilt.encode(li).ids != merge_by_score(li, tokens, worse) for li in lines)
+
+
+def test_equal_scores_are_refused_only_where_they_leave_something_open():
+    letters = dict.fromkeys("abcd", -9.0)
+    assert merges_of_scores(WHERE, {**letters, "ab": -1.0, "cd": -1.0}) == [("a", "b"), ("c", "d")]
+    assert merges_of_scores(WHERE, {**letters, "aaa": -2.0, "aa": -1.0}) == [
+        ("a", "a"), ("aa", "a"), ("a", "aa")
+    ]  # fmt: skip
+    with pytest.raises(SparkinferError, match="'ab' and 'bc' have the same score"):
+        merges_of_scores(WHERE, {**letters, "ab": -1.0, "bc": -1.0})
+    with pytest.raises(SparkinferError, match="'xa' is made with 'x', which is no token"):
+        merges_of_scores(WHERE, {**letters, "xa": -1.0})
+
+
+def test_what_begins_and_ends_a_text(tmp_path):
+    folder = folder_of("gpt-2", tmp_path / "c")
+
+    def ids(text: str, **changes: object) -> list[int]:
+        return list(ggml_tokenizer(WHERE, keys_of(folder, **changes)).encode(text).ids)
+
+    a = ids("a", add_bos_token=None)
+    assert len(a) == 1
+    assert ids("a", add_bos_token=True) == [0, *a]
+    assert ids("a", add_bos_token=True, add_eos_token=True) == [0, *a, 0]
+    assert ids("a", add_eos_token=True, eos_token_id=np.uint32(5)) == [*a, 5]
+    assert ids("a", pre="llama-bpe", add_bos_token=None)[0] == 0, "llama.cpp's default"
+    assert ids("a", pre="llama3", add_bos_token=False) == a
+
+
+REFUSALS = [
+    ("few words", {"model": "bert"}, "of kind 'bert'; known are 'gpt2' and 'llama'"),
+    ("few words", {"model": "t5"}, "of kind 't5'"),
+    ("few words", {"model": "rwkv"}, "of kind 'rwkv'"),
+    ("few words", {"model": None}, "of kind None"),
+    ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, smollm, llama-bpe, qwen2"),
+    ("few words", {"pre": None}, "is None; known are"),
+    ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
+    ("few words", {"tokens": ["a", "a"], "token_type": None}, "1 tokens have the text of another"),
+    ("few words", {"token_type": [1]}, "token_type is not of"),
+    ("few words", {"merges": None}, "tokenizer.ggml.merges is missing"),
+    ("few words", {"merges": ["a bb"]}, "the merge 'a bb' is not of three tokens"),
+    ("few words", {"add_bos_token": np.uint32(1)}, "wanted true or false"),
+    ("few words", {"add_bos_token": True, "bos_token_id": None}, "wanted the number of a token"),
+    ("few words", {"add_eos_token": True, "eos_token_id": np.uint32(999)}, "wanted the number"),
+    ("llama", {"scores": None}, "scores is not of"),
+    ("few words", {"model": "llama"}, "of the 256 byte tokens are missing"),
+]
+
+
+@pytest.mark.parametrize("name, changes, words", REFUSALS)
+def test_what_is_not_understood_is_refused(tmp_path, name, changes, words):
+    keys = keys_of(folder_of(name, tmp_path / "c"), **changes)
+    with pytest.raises(SparkinferError) as caught:
+        ggml_tokenizer(WHERE, keys)
+    assert words in str(caught.value) and str(WHERE) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_tokenizer_json_is_read_by_its_keys(tmp_path):
+    folder = random_llama(tmp_path / "c", hidden_act="silu")
+    path = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=folder, output=path, layout="stock"))
+    model = ModelFile.load(path)
+    ours = TextCodec.of(model)
+    del model.extra_keys[TOKENIZER_KEY]
+    theirs = TextCodec.of(model)
+    assert theirs.encode_many(mixed_lines()) == ours.encode_many(mixed_lines())
+    assert (theirs.begin_id, theirs.end_ids) == (ours.begin_id, ours.end_ids)
+    stream = theirs.stream()
+    assert "".join(map(stream.text, theirs.encode("brown fox"))) == "brown fox"

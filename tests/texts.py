@@ -1,0 +1,159 @@
+"""Lines of every kind that tokenizers have been seen to disagree about, and tokenizers for them."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+SPACE = "\u2581"
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
+COMBINING = ["e\u0301te\u0301", "a\u0308 o\u0308u\u0308", "n\u0303 c\u0327a", "\u1100\u1161\u11a8"]
+PLAIN = [
+    "", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n\n", " \n", "\n ", " \r\n \t\r\n", "a", " a",
+    "a ", " a ", "  a  b   c    d     e", "\ta\t\tb", "a\nb\r\nc\rd", "a \n b", "a\n\n\n  b\n",
+    "    return x", "\tfor (int i = 0; i < n; ++i) {", "x = [1, 22, 333, 4444, 55555, 666666]",
+    "0", "12", "123", "1234", "12345678901234567890", "3.14159e-10", "1,000,000.00", "v1.2.3-rc4",
+    "it's they're we've I'm you'll he'd IT'S THEY'RE WE'VE I'M YOU'LL HE'D don't o'clock 's 're",
+    "''' \"\"\" ``` --- *** ### !!! ??? ... ;;; ::: ///", "a.b,c;d:e!f?g", "(a)[b]{c}<d>", "->=>==",
+    "def add(a, b):\n    return a + b\n", "if (a && b || !c) { d ^= e >> 3; } // no", "#!/bin/sh",
+    "https://example.org/a?b=c&d=%20#e", "user@example.org", "C:\\Windows\\System32", "\\n\\t\\u00e9",
+    "Z\u00fcrich na\u00efve caf\u00e9 \u00c5ngstr\u00f6m \u0152uvre stra\u00dfe \u0130stanbul",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002", "\u4f60\u597dhello\u4e16\u754c123\u3002",
+    "\u3053\u3093\u306b\u3061\u306f \u30ab\u30bf\u30ab\u30ca", "\uc548\ub155\ud558\uc138\uc694",
+    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440!", "\u03b1\u03b2\u03b3 \u2260 \u03c9",
+    "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643", "\u05e9\u05dc\u05d5\u05dd", "\u0928\u092e\u0938\u094d\u0924\u0947",
+    "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35", "\U0001f600", "\U0001f600\U0001f601 \U0001f602",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f1e8\U0001f1ed", "\U0001f44d\U0001f3fd ok", "\u2764\ufe0f",
+    "a\u00a0b\u2003c\u2009d\u200be\u3000f", "\u2028\u2029", "\x85", "\x00", "a\x00b", "\x01\x02\x1b[0m\x7f",
+    "\ufeffbom", "\u00ad soft", "\u202eright", "\ufffd", "\U000f0000 private", "\U0010ffff",
+    "\u00b2\u00b3\u00bd\u2460\u2167\u0661\u0662", "x\u00b2+y\u00b2=1", "\U0001d7d8\U0001d7d9", "\u216f\u3007",
+    "\u01c5\u02b0\u00aa\u00ba", "\u2200x\u2208\u211d: x\u00b2 \u2265 0", "\u20ac5 \u00a310 \u00a5100", "\u00a9\u00ae\u2122",
+    "<|endoftext|>", "a<|endoftext|>b", " <|endoftext|> ", "<|endoftext|><|endoftext|>", "<s>", "a</s> b",
+    "<unk>", "<0x0A>", "<tool>", "a <tool> b", "<tool><tool>", "[PAD300]", SPACE, f"a{SPACE}b {SPACE} c",
+    "quick brown  fox\tjumps  over\r\nthe lazy   dog", "thethethe quickquick foxfox", "lazylazy dogdog",
+]  # fmt: skip
+_PARTS = [
+    "the", "quick", "def", "return", "add(a, b)", " ", "  ", "   ", "\t", "\n", "\r\n", "1", "42",
+    "1234567", "'s", "'LL", ".", ",", "!?", "_", "\u4f60\u597d", "\u4e16", "\U0001f600", "\u00e9", "\u00fc",
+    "\u0416\u0437", "\u00a0", "\x00", "\x1b", "(", ")", "{}", "==", "->", "\u00b2", "<tool>", "<|endoftext|>",
+]  # fmt: skip
+
+
+def mixed_lines() -> list[str]:
+    """Over 250 texts: those above, and random mixtures of their parts."""
+    random_source = random.Random(7)
+    mixtures = [
+        "".join(random_source.choices(_PARTS, k=random_source.randint(2, 12))) for _ in range(150)
+    ]
+    return PLAIN + COMBINING + mixtures
+
+
+def training_text() -> list[str]:
+    """For tokenizers of the tests: some words, and everything above."""
+    words = ["the quick brown fox jumps over the lazy dog", "def add(a, b):\n    return a + b\n"]
+    return words * 4 + mixed_lines() * 2
+
+
+def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE as it is published under llama.cpp's name `pre`."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    split = {"llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT}.get(pre)
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    first = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    if pre == "smollm":
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text(), trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    if pre == "llama-bpe":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+    return tokenizer
+
+
+def sentencepiece_tokenizer(vocab_size: int, is_complete: bool = True) -> Tokenizer:
+    """As Llama 2's was published: bytes, merges in order of a score, a space put before.
+
+    `is_complete`: every pair of tokens whose texts make a third is a merge, as in those made of
+    SentencePiece models; otherwise only the merges of the training, as tokenizers trains them."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", SPACE)
+    trained.pre_tokenizer = pre_tokenizers.Split(
+        Regex(f"{SPACE}+[^{SPACE}]*|[^{SPACE}]+"), "isolated"
+    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 260, show_progress=False)
+    # llama.cpp reads tokens up to a NUL, and takes what looks like a control token for one.
+    ascii_lines = [t for t in training_text() if t.isascii() and "\0" not in t and "<" not in t]
+    trained.train_from_iterator(ascii_lines, trainer)
+    table = json.loads(trained.to_str())["model"]
+    learned = ["".join(merge) for merge in table["merges"]]
+    letters = sorted(token for token in table["vocab"] if len(token) == 1)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    ids = {token: i for i, token in enumerate([*tokens, *dict.fromkeys(learned), *letters])}
+    merges = [tuple(merge) for merge in table["merges"]]
+    if is_complete:
+        cuts = [(t[:i], t[i:]) for t in dict.fromkeys(learned) for i in range(len(t) - 1, 0, -1)]
+        merges = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
+    tokenizer = Tokenizer(
+        models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")]
+    )
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def merge_by_score(text: str, tokens: list[str], scores: list[float]) -> list[int]:
+    """llama.cpp's SentencePiece: join the adjacent pair of the highest score, leftmost first."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    pieces = list(SPACE + text.replace(" ", SPACE))
+    while True:
+        pairs = [a + b for a, b in itertools.pairwise(pieces)]
+        known = [(-scores[ids[p]], i) for i, p in enumerate(pairs) if p in ids]
+        if not known:
+            break
+        _, i = min(known)
+        pieces[i : i + 2] = [pairs[i]]
+    return [n for p in pieces for n in ([ids[p]] if p in ids else [3 + b for b in p.encode()])]
+
+
+def put_tokenizer(folder: Path, tokenizer: Tokenizer, begin: str, end: str) -> None:
+    """tokenizer.json and tokenizer_config.json of a checkpoint."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
