@@ -29,7 +29,11 @@ def read_text(path: Path, what: str) -> str:
 
 def read_object(path: Path, what: str) -> dict[str, object]:
     """Raises SparkinferError unless the file holds one JSON object whose texts are text."""
-    text = read_text(path, what)
+    return parse_object(path, read_text(path, what), what)
+
+
+def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
+    """As `read_object`, of a text that `path` names in a refusal."""
     try:
         value = json.loads(text)
         if SURROGATE.search(text):  # half a pair is no character: it cannot be written anywhere

@@ -9,12 +9,12 @@ import numpy as np
 from gguf import Keys, SpecialVocab
 
 from sparkinfer.architecture import Layout
-from sparkinfer.convert.json_file import read_object, read_text
+from sparkinfer.convert.json_file import parse_object, read_object, read_text
 from sparkinfer.convert.llama_differences import differences
 from sparkinfer.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value
-from sparkinfer.model_file import TEMPLATE_KEY, TOKENIZER_KEY
+from sparkinfer.model_file import END_KEY, TEMPLATE_KEY, TOKENIZER_KEY
 
 ID_KEYS = {
     "bos": Keys.Tokenizer.BOS_ID,
@@ -23,6 +23,7 @@ ID_KEYS = {
     "pad": Keys.Tokenizer.PAD_ID,
     "eot": Keys.Tokenizer.EOT_ID,
 }
+OLDER_FILES = ("vocab.json", "tokenizer.model")
 ADD_KEYS = {"bos": Keys.Tokenizer.ADD_BOS, "eos": Keys.Tokenizer.ADD_EOS}
 
 
@@ -37,12 +38,11 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
     have no tokenizer or another one."""
     path = folder / "tokenizer.json"
     keys: dict[str, Value] = {}
-    notes: list[str] = []
-    has_tokenizer = path.exists()
-    if has_tokenizer:
-        tokenizer = read_object(path, "tokenizer.json")
+    text, notes = _tokenizer_text(path)
+    if text is not None:
+        tokenizer = parse_object(path, text, "tokenizer.json")
         check_tokenizer(path, tokenizer)
-        keys[TOKENIZER_KEY] = read_text(path, "tokenizer.json")
+        keys[TOKENIZER_KEY] = text
         vocabulary = vocabulary_keys(tokenizer, vocab_size)
         if vocabulary is None:
             notes.append(f"{path}: llama.cpp has no tokenizer known to be equal to this one")
@@ -52,13 +52,66 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
         surplus = num_tokens(tokenizer) - vocab_size
         if surplus > 0:
             notes.append(f"{path}: token {vocab_size} and up ({surplus}) are not in the model")
-    else:
-        notes.append(f"{folder}: no tokenizer.json; generate needs a tokenizer")
     if layout == "stock" and Keys.Tokenizer.MODEL not in keys:
         raise SparkinferError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
     with_merges = keys.get(Keys.Tokenizer.MODEL) == "gpt2"
-    special, more = _special_keys(folder, vocab_size, with_merges, has_tokenizer)
+    special, more = _special_keys(folder, vocab_size, with_merges, text is not None)
+    ends = _end_ids(folder, vocab_size)
+    if ends:
+        special[END_KEY] = ends
     return TokenizerKeys(keys=keys | special, notes=(*notes, *more))
+
+
+def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
+    """tokenizer.json, or what transformers makes of older files (vocab.json, tokenizer.model)."""
+    if path.exists():
+        return read_text(path, "tokenizer.json"), []
+    if not any((path.parent / name).exists() for name in OLDER_FILES):
+        return None, [f"{path.parent}: no tokenizer.json; generate needs a tokenizer"]
+    from transformers import AutoTokenizer
+
+    _check_older(path.parent)
+    try:
+        made = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
+        return made.backend_tokenizer.to_str(), [f"{path}: made from older files by transformers"]
+    except (
+        ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError
+    ) as error:  # fmt: skip
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, [
+            f"{path}: missing, and transformers cannot make it of the older files ({reason});"
+            " generate needs it: make it elsewhere"
+        ]
+
+
+def _check_older(folder: Path) -> None:
+    """Raises SparkinferError for a vocab.json and merges.txt that are no BPE."""
+    path = folder / "vocab.json"
+    if not path.exists():
+        return
+    vocabulary = read_object(path, "vocab.json")
+    if not all(type(number) is int and number >= 0 for number in vocabulary.values()):
+        raise SparkinferError(f"{path}: a token without number; get it again")
+    path = folder / "merges.txt"
+    lines = read_text(path, "merges.txt").split("\n")
+    for number, line in enumerate(lines, start=1):
+        parts = line.split(" ")
+        is_merge = len(parts) == 2 and {*parts, "".join(parts)} <= vocabulary.keys()
+        if line and not line.startswith("#version") and not is_merge:
+            raise SparkinferError(
+                f"{path}: line {number} is no merge of two tokens of vocab.json; get both again"
+            )
+
+
+def _end_ids(folder: Path, vocab_size: int) -> list[int]:
+    """All tokens that end a text; llama.cpp's keys have room for one or two."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        found = read_object(path, name).get("eos_token_id") if path.exists() else None
+        many = found if isinstance(found, list) else [found]
+        ids |= {i for i in many if type(i) is int and 0 <= i < vocab_size}
+    return sorted(ids)
 
 
 def _special_keys(

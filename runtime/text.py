@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from sparkinfer.runtime.ggml_tokenizer import ggml_tokenizer
 
 REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character
@@ -28,6 +28,8 @@ class TextCodec:
         Raises SparkinferError where the file has neither, or keys that are not understood."""
         content = model.text(TOKENIZER_KEY)
         ends = {_token_id(model, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")}
+        more = model.extra_keys.get(END_KEY)
+        ends |= {int(i) for i in more} if isinstance(more, list) else set()
         return cls(
             ggml_tokenizer(model.path, model.extra_keys)
             if content is None

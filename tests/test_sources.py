@@ -10,10 +10,13 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import sentencepiece as spm
 import torch
-from checkpoints import random_dejavu, random_llama
+from checkpoints import END, random_dejavu, random_llama, random_model, save_tokenizer
 from safetensors.torch import load_file
+from test_families import CASES
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from sparkinfer.cli import main
 from sparkinfer.convert import hub
@@ -23,6 +26,7 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.text import TextCodec
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +262,70 @@ def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, wri
     assert words in capsys.readouterr().err
     with pytest.raises(SparkinferError, match="but no predictors"):
         ConvertConfig(source=llama, output=tmp_path / "a", predictor_input_layer_offset=0)
+
+
+# ---- tokenizers --------------------------------------------------------------------------------
+
+
+def test_older_tokenizer_files_are_made_into_new_ones(tmp_path):
+    """OPT's checkpoints have vocab.json and merges.txt, and put </s> before every text."""
+    folder = random_model(tmp_path / "hf", CASES["opt"])
+    save_tokenizer(folder, 320)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    names = {"tokenizer_class": "GPT2Tokenizer", "bos_token": END, "eos_token": END,
+             "unk_token": END, "add_bos_token": True}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
+    assert any("made from older files by transformers" in note for note in report.notes)
+    codec = TextCodec.of(ModelFile.load(tmp_path / "m.gguf"))
+    text = "the quick brown fox\n  jumps, déjà vu"
+    want = AutoTokenizer.from_pretrained(folder, use_fast=True)
+    assert codec.encode(text) == want(text).input_ids
+    assert codec.tokenizer.decode(codec.encode(text)) == text
+    for name, broken, words in (
+        ("merges.txt", b"\xff\xfe", "cannot be read as text"),
+        ("merges.txt", b"no_such tokens\n", "line 1 is no merge"),
+        ("vocab.json", b"[]", "holds a list"),
+        ("vocab.json", b'{"a": -1}', "a token without number"),
+    ):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(broken)
+        with pytest.raises(SparkinferError, match=words):
+            convert(ConvertConfig(source=folder, output=tmp_path / "n.gguf"))
+        (folder / name).write_bytes(whole)
+
+
+def test_sentencepiece_models_are_read(tmp_path):
+    """Oracle: sentencepiece itself. Llama 2's checkpoints often have nothing but tokenizer.model."""
+    folder = random_model(tmp_path / "hf", CASES["llama-mqa-tied"])
+    (tmp_path / "text").write_text("\n".join(f"the quick brown fox {i} jumps" for i in range(200)))
+    spm.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=320,
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,  # as Llama 2 has it
+    )  # fmt: skip
+    names = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>",
+             "eos_token": "</s>", "unk_token": "<unk>"}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf", layout="stock"))
+    model = ModelFile.load(tmp_path / "m.gguf")
+    assert model.text("tokenizer.ggml.model") == "llama"
+    oracle = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    for text in ("the quick brown fox 123", "  jumps\tover, déjà vu 狐 🦊\n\n", "x"):
+        assert TextCodec.of(model).encode(text) == [1, *oracle.encode(text)]
+    (folder / "tokenizer.model").write_bytes(b"not a model")
+    report = convert(ConvertConfig(source=folder, output=tmp_path / "n.gguf"))
+    assert any("transformers cannot make it" in note for note in report.notes)
+
+
+def test_every_token_that_ends_a_text_ends_it(tmp_path):
+    """Llama 3 and Qwen have several; config.json and generation_config.json each name some."""
+    folder = random_llama(tmp_path / "hf", eos_token_id=[3, 7])
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 7, 100000]}')
+    convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
+    assert TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids >= {3, 7, 9}
+    assert max(TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids) == 9

@@ -35,6 +35,7 @@ from sparkinfer.powerinfer_file import adopt
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"
+END_KEY = "tokenizer.end_token_ids"
 Shapes = dict[str, tuple[int, ...]]
 
 
