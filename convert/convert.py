@@ -3,7 +3,7 @@
     HF checkpoint (+ predictors, + a profile's thresholds)  ->  model.gguf
     model.gguf    (+ predictors, + a profile's thresholds)  ->  model.gguf
 
-What this module does not know: any tensor's name. One tensor is in memory at a time."""
+What this module does not know: any tensor's name. No large tensor is ever in memory whole."""
 
 import dataclasses
 import time
@@ -53,7 +53,7 @@ def convert(
 ) -> ConvertReport:
     """Writes `config.output` whole or not at all.
 
-    `on_total` hears once how many bytes of tensors there will be, `on_bytes` of each tensor.
+    `on_total` hears once how many bytes of tensors there will be, `on_bytes` of each piece.
     Raises SparkinferError, with nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
     check_output(config.output, force=config.force)

@@ -23,7 +23,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
 from sparkinfer.pipeline import in_order, num_threads
 
-PIECE_VALUES = 1 << 20
+PIECE_VALUES = 4 << 20
 
 # The type of a number in the file is the type of its numpy scalar.
 Value = str | bool | np.number | list[str] | list[int] | list[float] | list[bool]
@@ -169,7 +169,7 @@ def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
 
 def _write_all(file: FileIO, data: np.ndarray) -> None:
     """A raw file may take less than it is given (2 GiB at most on Linux)."""
-    rest = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+    rest = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while rest:
         rest = rest[file.write(rest) :]
 

@@ -4,7 +4,7 @@ What this module does not know: what the work is."""
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ def num_threads() -> int:
     return min(4, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
 
 
-def in_order(tasks: Iterable[Callable[[], Result]], threads: int) -> Iterator[Result]:
+def in_order(tasks: Iterable[Callable[[], Result]], threads: int) -> Generator[Result, None, None]:
     """The results of `tasks` in their order, computed by `threads` threads.
 
     At most twice `threads` tasks are begun and not yet taken. The first task that raises ends
