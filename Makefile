@@ -31,8 +31,8 @@ export PROMPT  # so that the shell need not quote it
 
 # ---- set-up -------------------------------------------------------------------------------
 
-SOURCES := CMakeLists.txt $(shell find src convert profile solver runtime -name '*.py' -o -name '*.cpp' \
-             -o -name '*.h' -o -name CMakeLists.txt)
+SOURCES := CMakeLists.txt $(shell find src convert profile solver runtime -name '*.py' \
+             -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 
 setup: build  ## .venv with sparkinfer in it, editable, and all it needs
 

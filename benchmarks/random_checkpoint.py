@@ -1,11 +1,14 @@
 """A Llama checkpoint of a given shape with random weights, for benchmarks: it answers nonsense.
 
 Its tokenizer is one that llama.cpp's converter takes without knowing it: SentencePiece's BPE with
-byte fallback, made of letters joined in twos and threes."""
+byte fallback, made of letters joined in twos and threes.
+
+    python random_checkpoint.py FOLDER NUM_LAYERS"""
 
 import itertools
 import json
 import string
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,3 +150,7 @@ def _tokenizer(vocab_size: int) -> dict[str, object]:
             "merges": [f"{a} {b}" for a, b in merges],
         },
     }  # fmt: skip
+
+
+if __name__ == "__main__":
+    make_checkpoint(Path(sys.argv[1]), Shape(num_layers=int(sys.argv[2])))

@@ -3,7 +3,7 @@
     HF checkpoint (+ predictors, + a profile's thresholds)  ->  model.gguf
     model.gguf    (+ predictors, + a profile's thresholds)  ->  model.gguf
 
-What this module does not know: any tensor's name. One tensor is in memory at a time."""
+What this module does not know: any tensor's name. No large tensor is ever in memory whole."""
 
 import dataclasses
 import time

@@ -25,7 +25,7 @@ from sparkinfer.files import partial_file, require_file
 from sparkinfer.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
 from sparkinfer.pipeline import in_order, num_threads
 
-PIECE_VALUES = 1 << 20
+PIECE_VALUES = 4 << 20
 
 # Types whose values are numpy's; arrays of all others hold bytes.
 _DTYPES: dict[GGMLQuantizationType, type[np.number]] = {
@@ -216,7 +216,7 @@ def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
 
 def _write_all(file: FileIO, data: np.ndarray) -> None:
     """A raw file may take less than it is given (2 GiB at most on Linux)."""
-    rest = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    rest = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while rest:
         rest = rest[file.write(rest) :]
 
