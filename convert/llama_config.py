@@ -3,7 +3,6 @@
 Everything that our graph would compute wrongly is refused here. What this module does not know:
 the weights."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import cast, get_args
 import numpy as np
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import Activation, ModelShape
+from sparkinfer.model_file import MAX_COUNT, MAX_LAYERS, Activation, ModelShape
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -88,8 +87,11 @@ class _Reader:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.positive(key, default)
-        if value != int(value):
-            raise SparkinferError(f"{self.path}: {self.prefix}{key} is {value}, wanted a count")
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        if value > most or value != int(value):
+            raise SparkinferError(
+                f"{self.path}: {self.prefix}{key} is {value}, wanted a count up to {most}"
+            )
         return int(value)
 
     def flag(self, key: str) -> bool | None:
@@ -103,7 +105,7 @@ def _number(value: object) -> float | None:
     """A finite number of JSON, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) < 1e300 else None  # isfinite takes no integer of 400 digits
 
 
 def _refuse_unknown(path: Path, config: Mapping[str, object]) -> None:

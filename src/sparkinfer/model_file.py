@@ -20,6 +20,10 @@ from sparkinfer.gguf_file import TensorEntry, Value, read_gguf, write_gguf
 
 VERSION = 1
 ARCHITECTURES = ("llama",)
+# What a count in a header is believed up to: a damaged one must not make anybody loop or allocate.
+MAX_COUNT = (1 << 31) - 1
+MAX_LAYERS = 1 << 12
+LIMITS = {"block_count": MAX_LAYERS}
 Layout = Literal["sparse", "stock"]
 Activation = Literal["relu", "fatrelu", "drelu", "silu"]
 PredictorKind = Literal["linear", "relu"]
@@ -294,7 +298,7 @@ class _KeyReader:
     def shape(self) -> ModelShape:
         def count(key: str, default: float | None = None) -> int:
             value = self.number(f"llama.{key}", default)
-            if value < 1 or value != int(value):
+            if not 1 <= value <= LIMITS.get(key, MAX_COUNT) or value != int(value):
                 raise SparkinferError(f"{self.path}: llama.{key} is {value}, wanted a count")
             return int(value)
 
