@@ -25,6 +25,7 @@ WEIGHTS: dict[str, Reader] = {
     "pytorch_model.bin": read_state_dict,
     "pytorch_model.bin.index.json": read_state_dict,
 }
+MAX_NAME = 256  # of a tensor, in characters; refusals quote it
 DTYPES = ("F32", "F16", "BF16")
 
 
@@ -48,6 +49,8 @@ class Checkpoint:
         config = read_object(folder / "config.json", "checkpoint's config.json")
         tensors = _open_weights(folder)
         for name, tensor in tensors.items():
+            if len(name) > MAX_NAME:
+                raise SparkinferError(f"{tensor.file}: the name {name[:60]!r}... is too long")
             if tensor.dtype not in DTYPES:
                 raise SparkinferError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype}, wanted one of"
@@ -112,6 +115,7 @@ def _compare(path: Path, index: dict, headers: dict[str, dict[str, SourceTensor]
         name, shard = min(listed ^ found)
         where = ("index", "shard") if (name, shard) in listed else ("shard", "index")
         raise SparkinferError(
-            f"{path}: tensor {name!r} is in the {where[0]} but not in the {where[1]} ({shard});"
+            f"{path}: tensor {name[:MAX_NAME]!r} is in the {where[0]} but not in the {where[1]}"
+            f" ({shard[:MAX_NAME]});"
             " download both again"
         )

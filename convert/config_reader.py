@@ -2,7 +2,6 @@
 
 Keys are in the spelling of transformers 4 or 5. What this module does not know: any family."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from sparkinfer.architecture import Activation, ModelShape
 from sparkinfer.errors import SparkinferError
+from sparkinfer.model_keys import MAX_COUNT, MAX_LAYERS
 
 ROPE_TYPES = ("default", "linear", "llama3")
 # What transformers calls them, and what a model file does.
@@ -38,8 +38,11 @@ class ConfigReader:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.positive(key, default)
-        if value != int(value):
-            raise SparkinferError(f"{self.path}: {self.prefix}{key} is {value}, wanted a count")
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        if value > most or value != int(value):
+            raise SparkinferError(
+                f"{self.path}: {self.prefix}{key} is {value}, wanted a count up to {most}"
+            )
         return int(value)
 
     def flag(self, key: str) -> bool | None:
@@ -139,10 +142,7 @@ def _number(value: object) -> float | None:
     """A finite number of JSON, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # JSON's integers have any length
-        return None
+    return float(value) if abs(value) < 1e300 else None  # isfinite takes no integer of 400 digits
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:

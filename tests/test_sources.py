@@ -18,8 +18,9 @@ from test_families import CASES
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from sparkinfer import safetensors_file
 from sparkinfer.cli import main
-from sparkinfer.convert import hub
+from sparkinfer.convert import hub, json_file, torch_zip
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
@@ -178,6 +179,35 @@ def test_a_pickle_of_integers_is_refused_by_type(llama, tmp_path):
         Checkpoint.open(folder)
 
 
+@pytest.mark.parametrize(
+    "module, limit, words",
+    [(torch_zip, "MAX_PICKLE_BYTES", "an entry has"), (torch_zip, "MAX_DIRECTORY_BYTES", "claims"),
+     (json_file, "MAX_BYTES", "over 30 bytes"), (json_file, "MAX_VALUES", "over 30 values"),
+     (safetensors_file, "MAX_HEADER_BYTES", "its header claims")],
+)  # fmt: skip
+def test_descriptions_beyond_all_measure_are_refused(llama, tmp_path, monkeypatch, module, limit,
+                                                     words):  # fmt: skip
+    folder = llama if module is safetensors_file else pickled(llama, tmp_path / "tiny")
+    index = {"weight_map": {str(i): "x" for i in range(40)}}
+    if module is json_file:
+        (folder / "pytorch_model.bin").rename(folder / "x")
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(module, limit, 30)
+    with pytest.raises(SparkinferError, match=words):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800"}',
+                                  '{"a": "\\ud800"', "[1]", ""])  # fmt: skip
+def test_json_that_python_cannot_hold_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(SparkinferError, match="a.json: ") as caught:
+        json_file.read_object(tmp_path / "a.json", "test file")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    (tmp_path / "a.json").write_text('{"a": "\\ud83d\\ude00"}')  # a whole pair is a character
+    assert json_file.read_object(tmp_path / "a.json", "test file") == {"a": "\U0001f600"}
+
+
 # ------------------------------------------------------------------ the hub
 
 
@@ -315,7 +345,7 @@ def test_sentencepiece_models_are_read(tmp_path):
     model = ModelFile.load(tmp_path / "m.gguf")
     assert model.text("tokenizer.ggml.model") == "llama"
     oracle = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    for text in ("the quick brown fox 123", "  jumps\tover, déjà vu 狐 🦊\n\n", "x"):
+    for text in ("the quick brown fox 123", "jumps\tover  two, déjà vu 狐 🦊\n\n", "x"):
         assert TextCodec.of(model).encode(text) == [1, *oracle.encode(text)]
     (folder / "tokenizer.model").write_bytes(b"not a model")
     report = convert(ConvertConfig(source=folder, output=tmp_path / "n.gguf"))

@@ -18,6 +18,10 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value
 
 VERSION = 1
+# What a count in a header is believed up to: a damaged one must not make anybody loop or allocate.
+MAX_COUNT = (1 << 31) - 1
+MAX_LAYERS = 1 << 12
+LIMITS = {"block_count": MAX_LAYERS}
 NORM_EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
@@ -115,9 +119,9 @@ class KeyReader:
         return cast(Activation, self.choice("sparkinfer.ffn.activation", Activation, default))
 
     def count(self, key: str, default: float | None = None) -> int:
-        key = f"{self.graph.name}.{key}"
+        most, key = LIMITS.get(key, MAX_COUNT), f"{self.graph.name}.{key}"
         value = self.number(key, default)
-        if not 1 <= value <= 1 << 40 or value != int(value):
+        if not 1 <= value <= most or value != int(value):
             raise SparkinferError(f"{self.path}: {key} is {value}, wanted a count")
         return int(value)
 
