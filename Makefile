@@ -77,7 +77,7 @@ CONVERT_SETTINGS := $(MODEL) $(OUTTYPE)
 PROFILE_SETTINGS := $(CORPUS) $(TOKENS) $(RANK) $(SPARSITY)
 SOLVE_SETTINGS := $(VRAM) $(CONTEXT)
 
-$(BASE): $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors) $(DIR)/settings-CONVERT_SETTINGS
+$(BASE): $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.bin) $(DIR)/settings-CONVERT_SETTINGS
 	@echo "== convert: $(MODEL) -> $@"
 	@$(SPARKINFER) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force
 
