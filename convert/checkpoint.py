@@ -3,8 +3,10 @@
 What this module does not know: what any key or tensor means."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +33,10 @@ class Checkpoint:
     folder: Path
     config: dict[str, object]
     tensors: dict[str, SourceTensor]
+    _mapped: WeakValueDictionary[str, Tensor] = field(
+        default_factory=WeakValueDictionary, repr=False, compare=False
+    )
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -53,13 +59,21 @@ class Checkpoint:
         return cls(folder=folder, config=config, tensors=tensors)
 
     def read(self, name: str) -> Tensor:
-        """The weights as they are stored: a view of the mapped file."""
+        """The weights as they are stored: a view of the file, mapped while anybody holds it.
+
+        Who holds it at the same time, in any thread, shares one mapping: columns of a large
+        matrix touch all its pages."""
         path = self.tensors[name].file
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise _broken(path, error) from error
+        with self._lock:
+            tensor = self._mapped.get(name)
+            if tensor is None:
+                try:
+                    with safe_open(path, framework="pt") as file:
+                        tensor = file.get_tensor(name)
+                except (SafetensorError, OSError) as error:
+                    raise _broken(path, error) from error
+                self._mapped[name] = tensor
+            return tensor
 
     def model_id(self) -> str:
         """See model_file.compute_model_id; does not depend on how the files are sharded."""

@@ -54,14 +54,15 @@ def _read_rows(
     start: int, stop: int,
 ) -> np.ndarray:  # fmt: skip
     """The bytes of some rows of a tensor; nothing of it stays in memory afterwards."""
-    tensor, rows = checkpoint.read(source), None
+    whole = checkpoint.read(source)  # held to the end, so that other threads share the mapping
+    tensor, rows = whole, None
     if target.endswith("ffn_down_t.weight"):
-        tensor = tensor[:, start:stop].T
+        tensor = whole[:, start:stop].T
     elif target.endswith(("attn_q.weight", "attn_k.weight")):
         heads = shape.num_heads if target.endswith("attn_q.weight") else shape.num_kv_heads
-        rows = adjacent_pairs(len(tensor), heads)[start:stop]
+        rows = adjacent_pairs(len(whole), heads)[start:stop]
     else:
-        tensor = tensor[start:stop]
+        tensor = whole[start:stop]
     what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
     return encode(tensor, kind, what, rows=rows)
 
