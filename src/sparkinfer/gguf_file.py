@@ -24,9 +24,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
 from sparkinfer.pipeline import in_order, num_threads
 
-# Values read, encoded and written at a time. Of 1, 2, 4 and 8 Mi the first two were slower, 1.5 times
-# in the case of q4_0 (2 cores): a mapped file has a fixed cost, and from 4 MiB on numpy asks for
-# huge pages.
+# Values read, encoded and written at a time. On 2 busy cores a q4_0 file took 4.1-5.1, 2.4-4.3,
+# 2.1-3.2 and 2.2-3.8 s with 1, 2, 4 and 8 Mi; from 4 MiB on numpy asks for huge pages.
 PIECE_VALUES = 4 << 20
 
 # The type of a number in the file is the type of its numpy scalar.
