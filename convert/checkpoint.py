@@ -4,8 +4,10 @@ The weights are safetensors, or pickled by torch (.bin) where there are none; wh
 with an index. What this module does not know: what any key or tensor means."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -34,6 +36,10 @@ class Checkpoint:
     folder: Path
     config: dict[str, object]
     tensors: dict[str, SourceTensor]
+    _mapped: WeakValueDictionary[str, Tensor] = field(
+        default_factory=WeakValueDictionary, repr=False, compare=False
+    )
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -59,8 +65,15 @@ class Checkpoint:
         return cls(folder=folder, config=config, tensors=tensors)
 
     def read(self, name: str) -> Tensor:
-        """The weights as they are stored: a view of the mapped file."""
-        return self.tensors[name].read()
+        """The weights as they are stored: a view of the file, mapped while anybody holds it.
+
+        Who holds it at the same time, in any thread, shares one mapping: columns of a large
+        matrix touch all its pages."""
+        with self._lock:
+            tensor = self._mapped.get(name)
+            if tensor is None:
+                tensor = self._mapped[name] = self.tensors[name].read()
+            return tensor
 
     def model_id(self) -> str:
         """See model_file.compute_model_id; does not depend on how the weights are stored."""

@@ -89,15 +89,16 @@ def _read_rows(
     stop: int,
 ) -> np.ndarray:
     """The bytes of some rows of a tensor; nothing of it stays in memory afterwards."""
-    tensor, rows = checkpoint.read(source), None
+    whole, rows = checkpoint.read(source), None  # held to the end: its mapping is shared
+    tensor = whole
     if is_transposed:
-        tensor = tensor[:, start:stop].T
-    elif order is not None and tensor.dim() == 2:
+        tensor = whole[:, start:stop].T
+    elif order is not None and whole.dim() == 2:
         rows = order[start:stop]
     elif order is not None:
-        tensor = tensor[torch.from_numpy(order[start:stop])]
+        tensor = whole[torch.from_numpy(order[start:stop])]
     else:
-        tensor = tensor[start:stop]
+        tensor = whole[start:stop]
     what = f"{checkpoint.tensors[source].file}: tensor {source!r}"
     return encode(tensor, kind, what, rows=rows)
 

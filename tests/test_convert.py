@@ -229,6 +229,18 @@ def test_bfloat16_checkpoints_and_total_bytes(tmp_path):
         assert (values_of(model, name) == want).all()
 
 
+def test_holders_of_a_tensor_share_a_mapping_and_nobody_keeps_it(relu):
+    def is_mapped():
+        return str(relu / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+    checkpoint = Checkpoint.open(relu)
+    assert not is_mapped()
+    first, second = checkpoint.read(GATE), checkpoint.read(GATE)
+    assert first.data_ptr() == second.data_ptr() and is_mapped()
+    del first, second
+    assert not is_mapped()
+
+
 def test_tied_embeddings(copy, tmp_path):
     tied = random_llama(tmp_path / "tied", tie_word_embeddings=True)
     assert run(tied, tmp_path / "a.gguf").is_tied

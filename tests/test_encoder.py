@@ -6,7 +6,9 @@ import torch
 from gguf.quants import quantize
 
 from sparkinfer.convert.encode import LIMITS, encode
+from sparkinfer.convert.native import library
 from sparkinfer.convert.native.library import KINDS, SOURCE_KINDS, encode_rows, usable_levels
+from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
 LEVELS = usable_levels()
@@ -101,3 +103,9 @@ def test_other_strides_are_copied():
 def test_rows_outside_are_refused():
     with pytest.raises(AssertionError):
         encode_rows(torch.ones(4, 32), "f16", 1e4, rows=np.array([0, 4]))
+
+
+def test_without_the_library_there_is_one_line(monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    with pytest.raises(SparkinferError, match="not built; run `make build`"):
+        library._load()
