@@ -1,0 +1,29 @@
+"""Every family that has a stock layout, in llama.cpp: the logits are ours and transformers'."""
+
+import numpy as np
+import pytest
+from checkpoints import random_model, save_tokenizer
+from reference import rel_error
+from test_families import CASES, IDS, STOCK, transformers_logits
+
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+
+# llama.cpp computes GELU by a table of 16-bit values of the tanh form; Falcon's is the exact one.
+BOUNDS = {"falcon-11b": 2e-2}
+
+
+@pytest.mark.parametrize("case", [*STOCK, "llama-mqa-tied"])
+def test_llama_cpp_computes_the_same(llama_cpp, tmp_path, case):
+    folder = random_model(tmp_path / "hf", CASES[case])
+    save_tokenizer(folder, 320)
+    path = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=folder, output=path, layout="stock", outtype="f32"))
+    llama_cpp(
+        "greedy", model=path, prompt=IDS, count=1, kv_kind="f32", logits=tmp_path / "logits.npy"
+    )
+    got_V = np.load(tmp_path / "logits.npy")[-1]
+    want_TV = transformers_logits(folder)
+    bound = BOUNDS.get(case, 5e-6)
+    assert rel_error(got_V, want_TV[-1]) < bound
+    assert rel_error(got_V, want_TV[-2]) > 10 * bound  # the measure sees another token's logits
