@@ -276,3 +276,27 @@ def evaluate(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: A
 
 def mean(values: list[float] | tuple[float, ...]) -> float:
     return sum(values) / len(values)
+
+
+@cli.command("export")
+@click.argument("source", type=FILE)
+@click.option("--format", required=True,
+              type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
+              help="The first takes a profile, the others a plan.")  # fmt: skip
+@click.option("-o", "--output", type=FILE, required=True, help="The file or folder to write.")
+@click.option("--profile", type=FILE, help="The profile that the plan was solved with.")
+@click.option("--group-size", type=int, help="SparkInfer's neurons a group; 16.")
+@force_option
+@json_option
+def export_command(as_json: bool, **options: Any) -> None:
+    """Write a profile or a plan as the files of PowerInfer or SparkInfer."""
+    from sparkinfer.export.export import ExportConfig, export
+
+    report = export(ExportConfig(**options))
+    lines = [f"note: {note}" for note in report.notes]
+    hot = "" if report.num_hot is None else f", {report.num_hot:,} hot"
+    lines.append(
+        f"wrote {report.output}: {report.num_layers} layers of {report.num_neurons:,} neurons{hot},"
+        f" {format_bytes(report.num_bytes)}"
+    )
+    finish(report, as_json, lines)
