@@ -278,6 +278,23 @@ def mean(values: list[float] | tuple[float, ...]) -> float:
     return sum(values) / len(values)
 
 
+@cli.command("inspect")
+@click.argument("file", type=FILE)
+@click.option("--tensors", "all_tensors", is_flag=True, help="All tensors, not one layer's.")
+@json_option
+def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
+    """Show what a model, profile, predictor, split or machine file holds."""
+    from sparkinfer.inspection.inspect_file import inspect_file
+    from sparkinfer.inspection.tables import print_summary
+    from sparkinfer.inspection.to_json import to_json
+
+    summary = inspect_file(file)
+    if as_json:
+        click.echo(to_json(summary))
+    else:
+        print_summary(summary, all_tensors=all_tensors)
+
+
 @cli.command("export")
 @click.argument("source", type=FILE)
 @click.option("--format", required=True,

@@ -77,7 +77,13 @@ class ModelFile:
         """Reads the header; weights stay in the mapped file.
 
         Raises SparkinferError for anything but a whole, known model file."""
-        keys, tensors = read_gguf(path, "model file (GGUF)")
+        return cls.from_gguf(path, *read_gguf(path, "model file (GGUF)"))
+
+    @classmethod
+    def from_gguf(
+        cls, path: Path, keys: Mapping[str, Value], tensors: dict[str, TensorEntry]
+    ) -> "ModelFile":
+        """What `load` gives, of a file that was read already (a large vocabulary takes seconds)."""
         read = _KeyReader(path, keys)
         read.architecture()
         shape = read.shape()
