@@ -306,3 +306,44 @@ def evaluate(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: A
 
 def mean(values: list[float] | tuple[float, ...]) -> float:
     return sum(values) / len(values)
+
+
+@cli.command("inspect")
+@click.argument("file", type=FILE)
+@click.option("--tensors", "all_tensors", is_flag=True, help="All tensors, not one layer's.")
+@json_option
+def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
+    """Show what a model, profile, predictor, split or machine file holds."""
+    from sparkinfer.inspection.inspect_file import inspect_file
+    from sparkinfer.inspection.tables import print_summary
+    from sparkinfer.inspection.to_json import to_json
+
+    summary = inspect_file(file)
+    if as_json:
+        click.echo(to_json(summary))
+    else:
+        print_summary(summary, all_tensors=all_tensors)
+
+
+@cli.command("export")
+@click.argument("source", type=FILE)
+@click.option("--format", required=True,
+              type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
+              help="The first takes a profile, the others a plan.")  # fmt: skip
+@click.option("-o", "--output", type=FILE, required=True, help="The file or folder to write.")
+@click.option("--profile", type=FILE, help="The profile that the plan was solved with.")
+@click.option("--group-size", type=int, help="SparkInfer's neurons a group; 16.")
+@force_option
+@json_option
+def export_command(as_json: bool, **options: Any) -> None:
+    """Write a profile or a plan as the files of PowerInfer or SparkInfer."""
+    from sparkinfer.export.export import ExportConfig, export
+
+    report = export(ExportConfig(**options))
+    lines = [f"note: {note}" for note in report.notes]
+    hot = "" if report.num_hot is None else f", {report.num_hot:,} hot"
+    lines.append(
+        f"wrote {report.output}: {report.num_layers} layers of {report.num_neurons:,} neurons{hot},"
+        f" {format_bytes(report.num_bytes)}"
+    )
+    finish(report, as_json, lines)

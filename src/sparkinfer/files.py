@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +41,51 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """Gives a new folder `path`.partial to fill; on success it takes the place of `path` with all
+    it holds (see check_output_folder), otherwise it is removed and `path` is as it was.
+
+    Raises SparkinferError where the folder cannot be made."""
+    partial, old = (path.with_name(path.name + end) for end in (".partial", ".old"))
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SparkinferError(f"{partial}: cannot be made: {error.strerror}") from error
+    try:
+        yield partial
+        if path.exists():
+            path.replace(old)
+        try:
+            partial.replace(path)
+        except BaseException:
+            if old.exists():
+                old.replace(path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_output_folder(path: Path, *, force: bool, is_ours: Callable[[str], bool]) -> None:
+    """Refuses an output folder that is something else, holds anything (unless `force`), or holds
+    what this command would not have written: replacing it would delete that."""
+    if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise SparkinferError(f"{path}: cannot be replaced by a folder; give the name of a new one")
+    found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    foreign = [name for name in found if not is_ours(name)]
+    if foreign:
+        raise SparkinferError(
+            f"{path}: holds {foreign[0]!r}, which this command has not written; give a new folder"
+        )
+    if found and not force:
+        raise SparkinferError(f"{path}: holds files already; give another name or --force")
+    stale = [path.with_name(path.name + end) for end in (".partial", ".old")]
+    for other in stale:
+        if other.exists():
+            raise SparkinferError(f"{other}: is in the way, left by an interrupted run; remove it")
 
 
 def check_output(path: Path, *, force: bool, inputs: Iterable[Path] = ()) -> None:

@@ -1,0 +1,166 @@
+"""Our artifacts -> the files of other engines: the command, from files to files.
+
+Loads, refuses what does not belong together, and says what the other format cannot hold. What
+this module does not know: how any of those formats is laid out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.export.powerinfer_index import index_notes, write_index
+from sparkinfer.export.sparkinfer_split import (
+    DEFAULT_GROUP_SIZE,
+    check_groups,
+    hot_pattern,
+    model_split_notes,
+    write_model_split,
+)
+from sparkinfer.files import check_output, check_output_folder
+from sparkinfer.profile_file import Profile
+from sparkinfer.split_file import Split
+
+Format = Literal["powerinfer-activations", "gpuidx", "sparkinfer-split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """A profile (powerinfer-activations) or a plan (the others), and where its export goes.
+
+    A plan needs the `profile` that it was solved with: a plan names the hot neurons, the profile
+    says how many there are in all and in which order the cold ones come. `group_size` is
+    SparkInfer's, in neurons; None is 16."""
+
+    source: Path
+    output: Path
+    format: Format
+    profile: Path | None = None
+    group_size: int | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(Format):
+            raise SparkinferError(
+                f"format {self.format!r} is unknown; known: {', '.join(get_args(Format))}"
+            )
+        if self.format == "powerinfer-activations" and self.profile is not None:
+            raise SparkinferError(
+                "--profile belongs to the export of a plan; powerinfer-activations are made"
+                " of the profile that is given first"
+            )
+        if self.format != "powerinfer-activations" and self.profile is None:
+            raise SparkinferError(
+                f"{self.format} wants --profile, the one that the plan was solved with:"
+                " a plan does not say how many neurons a layer has"
+            )
+        if self.format != "sparkinfer-split" and self.group_size is not None:
+            raise SparkinferError(f"--group-size is of sparkinfer-split; {self.format} has none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """`notes` are what a user should read: what the other format or engine cannot do."""
+
+    output: Path
+    format: Format
+    model_id: str
+    num_layers: int
+    num_neurons: int  # of a layer
+    num_hot: int | None  # of all layers; None for a profile
+    group_size: int | None
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def export(config: ExportConfig) -> ExportReport:
+    """Writes the export, whole or not at all, and says what it is."""
+    if config.format == "powerinfer-activations":
+        return _export_profile(config)
+    return _export_plan(config)
+
+
+def _export_profile(config: ExportConfig) -> ExportReport:
+    from sparkinfer.export.powerinfer_activations import (  # imports torch
+        activation_notes,
+        is_activation_file,
+        write_activations,
+    )
+
+    check_output_folder(config.output, force=config.force, is_ours=is_activation_file)
+    profile = Profile.load(config.source)
+    return _report(
+        config,
+        profile,
+        num_bytes=write_activations(profile, config.output),
+        notes=activation_notes(profile, config.output),
+    )
+
+
+def _export_plan(config: ExportConfig) -> ExportReport:
+    assert config.profile is not None
+    check_output(config.output, force=config.force, inputs=(config.source, config.profile))
+    split, profile = Split.load(config.source), Profile.load(config.profile)
+    check_belongs(split, config.source, profile, config.profile)
+    num_neurons = profile.active_count_LF.shape[1]
+    notes = []
+    if split.mode == "exact":
+        notes.append("the plan was solved for exact mode; the other engine runs with predictors")
+    group_size = None
+    if config.format == "gpuidx":
+        notes += index_notes(split, dense_on_cpu(split), config.output)
+        num_bytes = write_index(split, num_neurons, config.output)
+    else:
+        group_size = DEFAULT_GROUP_SIZE if config.group_size is None else config.group_size
+        hot_pattern(split)
+        check_groups(num_neurons, group_size, config.output)
+        notes += model_split_notes(split, dense_on_cpu(split), group_size)
+        num_bytes = write_model_split(split, profile, group_size, config.output)
+    return _report(
+        config, profile, num_bytes=num_bytes, notes=notes, split=split, group_size=group_size
+    )
+
+
+def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path: Path) -> None:
+    """Raises SparkinferError unless plan and profile are of one model and one shape."""
+    if split.model_id != profile.model_id:
+        raise SparkinferError(
+            f"{split_path}: made for model {split.model_id[:12]}, but {profile_path} is of"
+            f" {profile.model_id[:12]}; give the profile that the plan was solved with"
+        )
+    num_layers, num_neurons = profile.active_count_LF.shape
+    is_known = [((ids >= 0) & (ids < num_neurons)).all() for ids in split.hot]
+    if len(split.hot) != num_layers or not all(is_known):
+        raise SparkinferError(
+            f"{split_path}: names layers or neurons that {profile_path} has not; run sparkinfer"
+            " solve again"
+        )
+
+
+def dense_on_cpu(split: Split) -> str:
+    """Names the dense blocks that the plan keeps on the CPU; "" for none."""
+    layers = split.dense_on_gpu.count(False)
+    names = [f"the attention, norms and predictors of {layers} layers"] if layers else []
+    return " and ".join(names + ([] if split.head_on_gpu else ["the output head"]))
+
+
+def _report(
+    config: ExportConfig,
+    profile: Profile,
+    *,
+    num_bytes: int,
+    notes: list[str],
+    split: Split | None = None,
+    group_size: int | None = None,
+) -> ExportReport:
+    num_layers, num_neurons = profile.active_count_LF.shape
+    return ExportReport(
+        output=config.output,
+        format=config.format,
+        model_id=profile.model_id,
+        num_layers=num_layers,
+        num_neurons=num_neurons,
+        num_hot=None if split is None else sum(len(ids) for ids in split.hot),
+        group_size=group_size,
+        num_bytes=num_bytes,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,49 @@
+"""A profile as PowerInfer's activation files: what its own solver reads.
+
+A folder of activation_0.pt, activation_1.pt, ..., each one 1-D int64 tensor of F counts. Source:
+PowerInfer, powerinfer-py/powerinfer/solver.py and export_split.py (both `torch.load` them by that
+name, so the numbers cannot be padded with zeros)."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from sparkinfer.files import partial_folder
+from sparkinfer.profile_file import Profile
+
+FOLDER_NAME = "activation"  # where PowerInfer looks, beside the model file
+SOLVER_BATCH = 256  # solver.py reshapes F counts to rows of this many
+TEXT_SORT_IS_RIGHT_UP_TO = 10  # layers: activation_10 comes before activation_2 in a text sort
+
+
+def is_activation_file(name: str) -> bool:
+    return re.fullmatch(r"activation_\d+\.pt", name) is not None
+
+
+def write_activations(profile: Profile, folder: Path) -> int:
+    """Fills `folder` (which must not hold anything else), whole or not at all; gives its bytes."""
+    with partial_folder(folder) as partial:
+        for layer, count_F in enumerate(profile.active_count_LF):
+            torch.save(torch.from_numpy(count_F.copy()), partial / f"activation_{layer}.pt")
+        return sum(path.stat().st_size for path in partial.iterdir())
+
+
+def activation_notes(profile: Profile, folder: Path) -> list[str]:
+    """What PowerInfer will make of these files that a user would not expect."""
+    num_layers, num_neurons = profile.active_count_LF.shape
+    notes = []
+    if folder.name != FOLDER_NAME:
+        notes.append(f"PowerInfer reads a folder named {FOLDER_NAME!r} beside its model file")
+    if num_layers > TEXT_SORT_IS_RIGHT_UP_TO:
+        notes.append(
+            f"PowerInfer's own export_split.py takes these {num_layers} files in text order"
+            " (layer 10 before layer 2) and so gives layers each other's neurons;"
+            " solve here and export the plan with --format gpuidx instead"
+        )
+    if num_neurons % SOLVER_BATCH:
+        notes.append(
+            f"PowerInfer's solver.py fails for {num_neurons} neurons a layer:"
+            f" it wants a multiple of {SOLVER_BATCH}"
+        )
+    return notes

@@ -1,0 +1,1 @@
+"""What a file holds: recognised by content, as facts, as tables, as JSON."""

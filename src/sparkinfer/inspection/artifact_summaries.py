@@ -1,0 +1,141 @@
+"""What a profile, predictors, a split and a machine file hold, as facts.
+
+Letters: L layers, F neurons of a layer."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sparkinfer.budget import Items
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import PredictorInfo
+from sparkinfer.predictor_file import Predictors
+from sparkinfer.profile_file import Corpus, Profile
+from sparkinfer.split_file import PlanMode, Split
+
+HOTTEST = 0.2  # share of the neurons whose share of the firings is told
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSummary:
+    kind: str = "profile"
+    path: Path
+    file_bytes: int
+    model_id: str
+    num_tokens: int
+    corpora: tuple[Corpus, ...]
+    num_layers: int
+    num_neurons: int  # of a layer
+    density: float  # share of neurons that fire for a token, over all layers
+    density_L: tuple[float, ...]
+    hottest_fifth_L: tuple[float, ...]  # share of the firings that the hottest fifth takes
+    never_fired_L: tuple[int, ...]  # neurons
+    threshold_L: tuple[float, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> "ProfileSummary":
+        profile = Profile.load(path)
+        count_LF = profile.active_count_LF
+        return cls(
+            path=path,
+            file_bytes=path.stat().st_size,
+            model_id=profile.model_id,
+            num_tokens=profile.num_tokens,
+            corpora=profile.corpora,
+            num_layers=count_LF.shape[0],
+            num_neurons=count_LF.shape[1],
+            density=float(profile.density_L.mean()),
+            density_L=tuple(profile.density_L.tolist()),
+            hottest_fifth_L=tuple(profile.hottest_share_L(HOTTEST).tolist()),
+            never_fired_L=tuple((count_LF == 0).sum(axis=1).tolist()),
+            threshold_L=profile.threshold_L,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorsSummary:
+    kind: str = "predictors"
+    path: Path
+    file_bytes: int
+    model_id: str | None  # None: made by others
+    predictor: PredictorInfo
+    num_layers: int
+    width: int
+    num_neurons: int
+    has_biases: bool
+    weight_bytes: int
+
+    @classmethod
+    def load(cls, path: Path) -> "PredictorsSummary":
+        predictors = Predictors.load(path)
+        arrays = [a for n, layer in enumerate(predictors.layers) for a in layer.arrays(n).values()]
+        first = predictors.layers[0] if predictors.layers else None
+        return cls(
+            path=path,
+            file_bytes=path.stat().st_size,
+            model_id=predictors.model_id,
+            predictor=predictors.info,
+            num_layers=len(predictors.layers),
+            width=0 if first is None else first.down_RD.shape[1],
+            num_neurons=0 if first is None else first.up_FR.shape[0],
+            has_biases=any(array.ndim == 1 for array in arrays),
+            weight_bytes=sum(array.nbytes for array in arrays),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSummary:
+    kind: str = "split file"
+    path: Path
+    file_bytes: int
+    model_id: str
+    mode: PlanMode
+    status: str
+    objective_s: float  # predicted seconds a token
+    bound_s: float
+    gap: float
+    solve_s: float
+    vram_budget_bytes: int
+    context_length: int
+    head_on_gpu: bool
+    dense_on_gpu: tuple[bool, ...]
+    num_hot_L: tuple[int, ...]
+    gpu_bytes: Items
+    cpu_bytes: Items
+
+    @classmethod
+    def load(cls, path: Path) -> "SplitSummary":
+        split = Split.load(path)
+        return cls(
+            path=path,
+            file_bytes=path.stat().st_size,
+            model_id=split.model_id,
+            mode=split.mode,
+            status=split.status,
+            objective_s=split.objective_s,
+            bound_s=split.bound_s,
+            gap=split.gap,
+            solve_s=split.solve_s,
+            vram_budget_bytes=split.vram_budget_bytes,
+            context_length=split.context_length,
+            head_on_gpu=split.head_on_gpu,
+            dense_on_gpu=split.dense_on_gpu,
+            num_hot_L=tuple(len(ids) for ids in split.hot),
+            gpu_bytes=split.gpu_bytes,
+            cpu_bytes=split.cpu_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSummary:
+    kind: str = "machine file"
+    path: Path
+    file_bytes: int
+    machine: Machine
+
+    @classmethod
+    def load(cls, path: Path) -> "MachineSummary":
+        return cls(path=path, file_bytes=path.stat().st_size, machine=Machine.load(path))
+
+    def gpu_figures(self) -> list[dict[str, str | int | float]]:
+        """Every field of every GPU, by its name in the file."""
+        return [asdict(gpu) for gpu in self.machine.gpus]

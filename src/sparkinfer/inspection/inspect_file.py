@@ -1,0 +1,89 @@
+"""A file of any kind -> what it holds: the command, from a path to a summary.
+
+The kind is told by content, never by the name. What this module does not know: what the facts of
+each kind are (see gguf_summary and artifact_summaries), or how to show them."""
+
+import json
+import struct
+from pathlib import Path
+
+from sparkinfer import machine_file, predictor_file, profile_file
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import require_file
+from sparkinfer.inspection.artifact_summaries import (
+    MachineSummary,
+    PredictorsSummary,
+    ProfileSummary,
+    SplitSummary,
+)
+from sparkinfer.inspection.gguf_summary import GgufSummary, summarise_gguf
+
+Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
+
+POWERINFER_MAGIC = b"PWRI"  # in the place of b"GGUF"
+KNOWN = "model or split file (GGUF), profile or predictors (safetensors) or machine file (JSON)"
+
+
+def inspect_file(path: Path) -> Summary:
+    """Raises SparkinferError for what is not whole, not readable or of no known kind."""
+    require_file(path, KNOWN)
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be read: {error.strerror}") from error
+    if start[:4] in (b"GGUF", POWERINFER_MAGIC):
+        return summarise_gguf(path)
+    if start[8:9] == b"{":
+        return _summarise_safetensors(path)
+    if start.lstrip()[:1] == b"{":
+        return _summarise_json(path)
+    raise SparkinferError(f"{path}: of no known kind; wanted a {KNOWN}")
+
+
+def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
+    format = _safetensors_metadata(path).get("format")
+    if format == profile_file.FORMAT:
+        return ProfileSummary.load(path)
+    if format == predictor_file.FORMAT:
+        return PredictorsSummary.load(path)
+    raise SparkinferError(
+        f"{path}: a safetensors file of format {format!r}, wanted {profile_file.FORMAT!r} or"
+        f" {predictor_file.FORMAT!r}; weights are read by sparkinfer convert, from their folder"
+    )
+
+
+def _safetensors_metadata(path: Path) -> dict[str, object]:
+    """The strings in a header: eight bytes of length, then JSON with `__metadata__`."""
+    with path.open("rb") as file:
+        (num_bytes,) = struct.unpack("<Q", file.read(8))
+        if num_bytes > path.stat().st_size - 8:
+            raise SparkinferError(
+                f"{path}: begins like a safetensors file whose header has {num_bytes:,} bytes,"
+                " but ends before; make or copy it again"
+            )
+        text = file.read(num_bytes)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise SparkinferError(
+            f"{path}: begins like a safetensors file, but its header is not JSON ({error});"
+            " make or copy it again"
+        ) from error
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _summarise_json(path: Path) -> MachineSummary:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SparkinferError(
+            f"{path}: begins like JSON, but is not whole ({error}); make or copy it again"
+        ) from error
+    if content.get("format") != machine_file.FORMAT:
+        raise SparkinferError(
+            f"{path}: JSON of format {content.get('format')!r}, wanted {machine_file.FORMAT!r}"
+            " (sparkinfer calibrate)"
+        )
+    return MachineSummary.load(path)

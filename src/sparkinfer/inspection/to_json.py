@@ -1,0 +1,25 @@
+"""A summary as one JSON object."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from sparkinfer.inspection.inspect_file import Summary
+
+
+def to_json(summary: Summary) -> str:
+    """Strict JSON: what is not finite (a threshold that names all) is a string, "-inf" or "inf"."""
+    return json.dumps(_plain(asdict(summary)), allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

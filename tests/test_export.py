@@ -1,0 +1,403 @@
+"""Exports, read again by a reader of their bytes that shares nothing with the writers."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import make_profile, make_shape, shape_only
+from test_runtime import make_split
+
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.export import powerinfer_activations
+from sparkinfer.export.export import ExportConfig, export
+from sparkinfer.export.powerinfer_index import write_index
+from sparkinfer.files import partial_folder
+
+POWERINFER_I32, GGML_I32 = 18, 26  # PowerInfer kept the numbers of 2023
+NEURONS = 64
+SCALARS = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 12: "<d"}
+
+
+class Bytes:
+    """A GGUF container, byte by byte. `tensors` is [(name, type, values)] in the file's order."""
+
+    def __init__(self, content: bytes):
+        self.content, self.at = content, 0
+        self.magic = self.take(4)
+        self.version, num_tensors, num_keys = self.numbers("<IQQ")
+        self.keys = {self.text(): self.value(self.numbers("<I")[0]) for _ in range(num_keys)}
+        infos = []
+        for _ in range(num_tensors):
+            name, (num_dims,) = self.text(), self.numbers("<I")
+            infos.append((name, self.numbers(f"<{num_dims}Q"), *self.numbers("<IQ")))
+        start = -(-self.at // 32) * 32
+        self.tensors = []
+        for name, dims, kind, offset in infos:
+            assert offset % 32 == 0 and kind in (POWERINFER_I32, GGML_I32)
+            count = math.prod(dims)
+            assert start + offset + 4 * count <= len(content)
+            values = struct.unpack_from(f"<{count}i", content, start + offset)
+            self.tensors.append((name, kind, list(values)))
+
+    def take(self, count):
+        self.at += count
+        return self.content[self.at - count : self.at]
+
+    def numbers(self, form):
+        return struct.unpack(form, self.take(struct.calcsize(form)))
+
+    def text(self):
+        return self.take(self.numbers("<Q")[0]).decode()
+
+    def value(self, kind):
+        if kind == 8:
+            return self.text()
+        if kind == 9:
+            inner, count = self.numbers("<IQ")
+            return [self.value(inner) for _ in range(count)]
+        return (kind, self.numbers(SCALARS[kind])[0])
+
+
+def index_hot(path: Path) -> list[set[int]]:
+    """The hot neurons of each layer, found as PowerInfer's loader finds them: by position."""
+    file = Bytes(path.read_bytes())
+    layers = []
+    for layer in range(len(file.tensors) // 2):
+        (idx_name, idx_kind, idx), (bucket_name, bucket_kind, bucket) = file.tensors[
+            2 * layer : 2 * layer + 2
+        ]
+        assert (idx_name, bucket_name) == (f"blk.{layer}.gpu_idx", f"blk.{layer}.gpu_bucket")
+        assert idx_kind == bucket_kind == POWERINFER_I32
+        assert len(idx) == NEURONS and set(idx) <= {0, 1}
+        assert bucket == [neuron for neuron, flag in enumerate(idx) if flag]
+        layers.append(set(bucket))
+    return layers
+
+
+def make_hot(num_layers, seed=0):
+    """Another number of other neurons in every layer; none in the second, all in the last."""
+    random = np.random.default_rng(seed)
+    hot = [random.permutation(NEURONS)[: 1 + random.integers(NEURONS)] for _ in range(num_layers)]
+    hot[1], hot[-1] = np.zeros(0), random.permutation(NEURONS)
+    return hot
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Writes a split and a profile of one model and gives (split, profile, their options)."""
+
+    def _make(num_layers=3, hot=None, **options):
+        model = shape_only(make_shape(num_layers=num_layers, num_neurons=NEURONS))
+        split = make_split(model, make_hot(num_layers) if hot is None else hot, **options)
+        profile = make_profile(model, num_tokens=50)  # few tokens: many ties
+        split.save(tmp_path / "m.split.gguf")
+        profile.save(tmp_path / "p.safetensors")
+        return split, profile
+
+    return _make
+
+
+def plan(tmp_path, form, name, **options):
+    return ExportConfig(
+        source=tmp_path / "m.split.gguf", profile=tmp_path / "p.safetensors",
+        format=form, output=tmp_path / name, **options,
+    )  # fmt: skip
+
+
+# ---- PowerInfer's index --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_layers", [3, 32, 40])
+def test_the_index_holds_the_same_neurons_in_the_same_layers(tmp_path, make, num_layers):
+    split, _ = make(num_layers)
+    report = export(plan(tmp_path, "gpuidx", "m.gguf.generated.gpuidx"))
+    assert index_hot(report.output) == [set(ids.tolist()) for ids in split.hot]
+    file = Bytes(report.output.read_bytes())
+    assert (file.magic, file.version) == (b"PWRI", 3)
+    assert file.keys == {
+        "general.architecture": "generic.gpu_index",
+        "generic.gpu_index.block_count": (4, num_layers),
+        "split.vram_capacity": (10, split.gpu_bytes["neurons"]),
+    }
+    assert report.num_bytes == report.output.stat().st_size
+    assert report.num_hot == sum(len(ids) for ids in split.hot)
+
+
+def test_the_reader_sees_swapped_layers(tmp_path, make):
+    """What a text sort does from eleven layers on: layer 10 in the place of layer 2."""
+    split, profile = make(12)
+    order = sorted(range(12), key=lambda layer: f"activation_{layer}.pt")
+    assert order != list(range(12))
+    wrong = make_split(
+        shape_only(make_shape(num_layers=12, num_neurons=NEURONS)), [split.hot[i] for i in order]
+    )
+    write_index(wrong, NEURONS, tmp_path / "wrong")
+    assert index_hot(tmp_path / "wrong") != [set(ids.tolist()) for ids in split.hot]
+    assert index_hot(tmp_path / "wrong") == [set(split.hot[i].tolist()) for i in order]
+
+
+def test_a_tiny_index_byte_by_byte(tmp_path):
+    """Two layers of three neurons: 2 and 0 are hot, then none. The same bytes that PowerInfer's
+    export_split.py (commit d3ebd7c) writes for this choice."""
+    model = shape_only(make_shape(num_layers=2, num_neurons=3), kind="f32")
+    split = make_split(model, [[2, 0], []])
+    capacity = 2 * 3 * 64 * 4  # neurons, rows a neuron, width, bytes
+    assert split.gpu_bytes["neurons"] == capacity
+    write_index(split, 3, tmp_path / "x")
+
+    def text(value):
+        return struct.pack("<Q", len(value)) + value
+
+    def info(name, count, offset):
+        return text(name) + struct.pack("<IQIQ", 1, count, 18, offset)
+
+    header = (
+        b"PWRI" + struct.pack("<IQQ", 3, 4, 3)
+        + text(b"general.architecture") + struct.pack("<I", 8) + text(b"generic.gpu_index")
+        + text(b"generic.gpu_index.block_count") + struct.pack("<II", 4, 2)
+        + text(b"split.vram_capacity") + struct.pack("<IQ", 10, capacity)
+        + info(b"blk.0.gpu_idx", 3, 0) + info(b"blk.0.gpu_bucket", 2, 32)
+        + info(b"blk.1.gpu_idx", 3, 64) + info(b"blk.1.gpu_bucket", 0, 96)
+    )  # fmt: skip
+    header += bytes(-len(header) % 32)
+    data = struct.pack("<3i20x", 1, 0, 1) + struct.pack("<2i24x", 0, 2) + bytes(32)
+    assert (tmp_path / "x").read_bytes() == header + data
+
+
+def test_notes_say_what_the_index_cannot(tmp_path, make):
+    make(dense_on_gpu=False, head_on_gpu=False)
+    notes = " ".join(export(plan(tmp_path, "gpuidx", "x")).notes)
+    assert "attention, norms and predictors of 3 layers and the output head on the CPU" in notes
+    assert ".generated.gpuidx" in notes and "exact mode" in notes
+    make()
+    notes = " ".join(export(plan(tmp_path, "gpuidx", "m.generated.gpuidx")).notes)
+    assert "on the CPU" not in notes and ".generated.gpuidx" not in notes
+
+
+# ---- SparkInfer's model-split --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_layers", [3, 32, 40])
+@pytest.mark.parametrize("group_size", [1, 16, 64])
+def test_the_model_split_orders_hot_to_cold(tmp_path, make, num_layers, group_size):
+    split, profile = make(num_layers)
+    config = plan(tmp_path, "sparkinfer-split", f"m-{NEURONS // group_size}.gguf",
+                  group_size=group_size)  # fmt: skip
+    file = Bytes(export(config).output.read_bytes())
+    assert (file.magic, file.version) == (b"GGUF", 3)
+    assert file.keys.pop("ffn_group_size") == (5, group_size)
+    pattern = file.keys.pop("ffn_normalized_pattern")
+    total = sum(len(ids) for ids in split.hot)
+    assert [kind for kind, _ in pattern] == [6] * num_layers
+    assert np.allclose([share for _, share in pattern], [len(i) / total for i in split.hot], 1e-6)
+    assert abs(sum(share for _, share in pattern) - 1) < 1e-5
+    assert list(file.keys) == ["general.architecture"]
+    assert len(file.tensors) == num_layers
+    found = {name: values for name, kind, values in file.tensors if kind == GGML_I32}
+    for layer, (ids, count_F) in enumerate(zip(split.hot, profile.active_count_LF, strict=True)):
+        perm = found[f"blk.{layer}.ffn_reorder_perms"]
+        cold = set(range(NEURONS)) - set(ids.tolist())
+        assert perm == ids.tolist() + sorted(cold, key=lambda neuron: (-count_F[neuron], neuron))
+
+
+def test_groups_are_sixteen_and_uneven_ones_are_told(tmp_path, make):
+    make(hot=[range(16), range(5), range(32)], dense_on_gpu=False)
+    report = export(plan(tmp_path, "sparkinfer-split", "m-4.gguf"))
+    assert report.group_size == 16
+    notes = " ".join(report.notes)
+    assert "in 1 of 3 layers" in notes
+    assert "of 3 layers on the CPU" in notes
+    make(hot=[range(16), range(0), range(32)])
+    notes = " ".join(export(plan(tmp_path, "sparkinfer-split", "m-4.gguf", force=True)).notes)
+    assert "1 layers have no hot neuron" in notes
+    assert "whole groups" not in notes
+
+
+@pytest.mark.parametrize(
+    ("name", "group_size", "said"),
+    [
+        ("m.gguf", 16, "use .*m-4.gguf"),
+        ("m-8.gguf", 16, "use .*m-4.gguf"),
+        ("m-14.gguf", 16, "use .*m-14-4.gguf|use .*m-4.gguf"),
+        ("m-4.bin", 16, "use .*m-4.gguf"),
+        ("m-4.gguf", 12, "use --group-size 8|use --group-size 16"),
+        ("m-4.gguf", 0, "use --group-size 1"),
+        ("m-4.gguf", 128, "use --group-size 64"),
+    ],
+)
+def test_wrong_groups_and_names_are_refused_with_the_right_one(
+    tmp_path, make, name, group_size, said
+):
+    make()
+    with pytest.raises(SparkinferError, match=said):
+        export(plan(tmp_path, "sparkinfer-split", name, group_size=group_size))
+    assert {path.name for path in tmp_path.iterdir()} == {"m.split.gguf", "p.safetensors"}
+
+
+def test_more_than_1024_groups_are_refused(tmp_path):
+    model = shape_only(make_shape(num_layers=1, num_neurons=2050))
+    make_split(model, [[0]]).save(tmp_path / "m.split.gguf")
+    make_profile(model).save(tmp_path / "p.safetensors")
+    with pytest.raises(SparkinferError, match="at most 1024 .* use --group-size 5$"):
+        export(plan(tmp_path, "sparkinfer-split", "m-1025.gguf", group_size=2))
+    export(plan(tmp_path, "sparkinfer-split", "m-410.gguf", group_size=5))
+
+
+def test_a_plan_without_hot_neurons_has_no_pattern(tmp_path, make):
+    make(hot=[[], [], []])
+    with pytest.raises(SparkinferError, match="0 of 0.*larger --vram-budget"):
+        export(plan(tmp_path, "sparkinfer-split", "m-4.gguf"))
+    report = export(plan(tmp_path, "gpuidx", "m.generated.gpuidx"))
+    assert index_hot(report.output) == [set(), set(), set()]
+
+
+# ---- PowerInfer's activations --------------------------------------------------------------
+
+
+def activations(tmp_path, **options):
+    return ExportConfig(
+        source=tmp_path / "p.safetensors", output=tmp_path / "activation",
+        format="powerinfer-activations", **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_layers", [3, 32, 40])
+def test_activations_are_the_counts_layer_by_layer(tmp_path, make, num_layers):
+    _, profile = make(num_layers)
+    report = export(activations(tmp_path))
+    assert {p.name for p in report.output.iterdir()} == {
+        f"activation_{layer}.pt" for layer in range(num_layers)
+    }
+    for layer, count_F in enumerate(profile.active_count_LF):
+        read = torch.load(report.output / f"activation_{layer}.pt", weights_only=True)
+        assert read.dtype == torch.int64 and read.shape == (NEURONS,)
+        assert read.tolist() == count_F.tolist()
+        assert (read * -1.0).view(-1, 16).sum(dim=1).sum() == -count_F.sum()  # as solver.py
+    assert ("text order" in " ".join(report.notes)) == (num_layers > 10)
+    assert "multiple of 256" in " ".join(report.notes)
+    swapped = torch.load(report.output / "activation_2.pt", weights_only=True)
+    assert swapped.tolist() != profile.active_count_LF[1].tolist()
+
+
+def test_an_interrupted_folder_leaves_what_was_there(tmp_path, make, monkeypatch):
+    make()
+    save = torch.save
+
+    def fail_at_the_third(tensor, path):
+        if path.name == "activation_2.pt":
+            raise KeyboardInterrupt
+        save(tensor, path)
+
+    monkeypatch.setattr(powerinfer_activations.torch, "save", fail_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        export(activations(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {"m.split.gguf", "p.safetensors"}
+    monkeypatch.undo()
+    export(activations(tmp_path))
+    before = {p.name: p.read_bytes() for p in (tmp_path / "activation").iterdir()}
+    make(4)
+    monkeypatch.setattr(powerinfer_activations.torch, "save", fail_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        export(activations(tmp_path, force=True))
+    assert {p.name: p.read_bytes() for p in (tmp_path / "activation").iterdir()} == before
+    monkeypatch.undo()
+    with pytest.raises(SparkinferError, match="--force"):
+        export(activations(tmp_path))
+    assert export(activations(tmp_path, force=True)).num_layers == 4
+    assert len(list((tmp_path / "activation").iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "old").write_text("old")
+    replace = Path.replace
+
+    def fail(path, target):
+        if path.name == "x.partial":
+            raise OSError("no")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="no"), partial_folder(tmp_path / "x"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x" / "old").read_text() == "old"
+
+
+def test_a_folder_with_other_files_is_never_replaced(tmp_path, make):
+    make()
+    (tmp_path / "activation").mkdir()
+    (tmp_path / "activation" / "thesis.tex").write_text("years of work")
+    with pytest.raises(SparkinferError, match="holds 'thesis.tex'"):
+        export(activations(tmp_path, force=True))
+    assert (tmp_path / "activation" / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "activation" / "thesis.tex").unlink()
+    export(activations(tmp_path))  # an empty folder may be taken
+
+
+# ---- refusals ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["gpuidx", "sparkinfer-split"])
+def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
+    make()
+    other = make_profile(shape_only(make_shape(num_layers=3, num_neurons=NEURONS), kind="f16"))
+    for changes in ({"model_id": "another"}, {"active_count_LF": other.active_count_LF[:, :9]}):
+        wrong = make_profile(shape_only(make_shape(num_layers=3, num_neurons=NEURONS)))
+        changed = {**vars(wrong), **changes}
+        num_neurons = changed["active_count_LF"].shape[1]
+        changed["gate_histogram_LB"] = wrong.gate_histogram_LB * num_neurons // NEURONS
+        type(wrong)(**changed).save(tmp_path / "p.safetensors")
+        with pytest.raises(SparkinferError, match="made for model|has not") as error:
+            export(plan(tmp_path, form, "m-4.gguf"))
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "m-4.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"format": "gpuidx"}, "wants --profile"),
+        ({"format": "sparkinfer-split"}, "wants --profile"),
+        ({"format": "onnx"}, "unknown; known: powerinfer-activations"),
+        ({"format": "powerinfer-activations", "profile": Path("p")}, "given first"),
+        ({"format": "gpuidx", "profile": Path("p"), "group_size": 16}, "--group-size is of"),
+    ],
+)
+def test_options_that_do_not_go_together(options, said):
+    with pytest.raises(SparkinferError, match=said):
+        ExportConfig(source=Path("a"), output=Path("b"), **options)
+
+
+def test_the_wrong_kind_of_source_and_an_existing_output(tmp_path, make):
+    make()
+    with pytest.raises(SparkinferError, match="p.safetensors"):
+        export(ExportConfig(source=tmp_path / "p.safetensors", profile=tmp_path / "p.safetensors",
+                            format="gpuidx", output=tmp_path / "x"))  # fmt: skip
+    with pytest.raises(SparkinferError, match="m.split.gguf"):
+        export(ExportConfig(source=tmp_path / "m.split.gguf", output=tmp_path / "x",
+                            format="powerinfer-activations"))  # fmt: skip
+    with pytest.raises(SparkinferError, match="read by this command"):
+        export(plan(tmp_path, "gpuidx", "m.split.gguf", force=True))
+    export(plan(tmp_path, "gpuidx", "x"))
+    with pytest.raises(SparkinferError, match="--force"):
+        export(plan(tmp_path, "gpuidx", "x"))
+    export(plan(tmp_path, "gpuidx", "x", force=True))
+
+
+def test_the_command_line(tmp_path, make, capsys):
+    make()
+    arguments = ["export", str(tmp_path / "m.split.gguf"), "--format", "sparkinfer-split",
+                 "--profile", str(tmp_path / "p.safetensors"), "-o"]  # fmt: skip
+    assert main([*arguments, str(tmp_path / "m-4.gguf"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_neurons"], report["group_size"]) == (NEURONS, 16)
+    assert main([*arguments, str(tmp_path / "m.gguf")]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "m-4.gguf" in err

@@ -1,0 +1,294 @@
+"""What `inspect` says of every kind of file, against what was put into it."""
+
+import dataclasses
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from models import make_machine, make_model, make_profile, make_shape
+from test_artifacts import make_predictors, one_of_each
+from test_runtime import make_split
+
+from sparkinfer.budget import plan_bytes
+from sparkinfer.cli import main
+from sparkinfer.gguf_file import TensorEntry, array_entry, write_gguf
+from sparkinfer.inspection.gguf_summary import part_of
+
+KINDS = ["model file", "profile", "machine file", "split file", "predictors"]  # of one_of_each
+
+
+def refuse_constant(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def inspected(path, capsys):
+    """The JSON object, checked to be strict and alone on stdout."""
+    assert main(["inspect", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.count("\n") == 1
+    return json.loads(out, parse_constant=refuse_constant)
+
+
+def shown(path, capsys, *options):
+    assert main(["inspect", str(path), *options]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def refused(path, capsys):
+    assert main(["inspect", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and str(path) in err
+    return err
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_the_kind_is_told_by_content(tmp_path, capsys, index):
+    path, _ = one_of_each(tmp_path)[index]
+    odd = tmp_path / "file.txt"
+    shutil.copy(path, odd)
+    found = inspected(odd, capsys)
+    assert found["kind"] == KINDS[index]
+    assert found["file_bytes"] == odd.stat().st_size
+    assert shown(odd, capsys).startswith(KINDS[index])
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", ["f32", "f16"])
+def test_a_model(tmp_path, capsys, is_tied, kind):
+    """Bytes are counted again from the shapes: L 3, D 64, F 96, R 5, V 50, and kv width 32."""
+    model = make_model(
+        shape=make_shape(num_layers=3), kind=kind, predictor_rank=5, predictor_density=0.25,
+        is_tied=is_tied,
+        extra_keys={
+            "tokenizer.ggml.tokens": ["a", "b"],
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.bos_token_id": np.uint32(1),
+            "tokenizer.chat_template": "{{ x }}",
+        },
+    )  # fmt: skip
+    model.save(tmp_path / "m")
+    found = inspected(tmp_path / "m", capsys)
+    facts, size = found["model"], {"f32": 4, "f16": 2}[kind]
+    assert (found["architecture"], found["refusal"]) == ("llama", None)
+    assert (facts["layout"], facts["activation"]) == ("sparse", "relu")
+    assert facts["is_tied"] is is_tied
+    assert facts["model_id"] == model.model_id
+    assert facts["shape"] == dataclasses.asdict(model.shape) | {"norm_epsilon": pytest.approx(1e-5)}
+    assert facts["predictor"]["rank_L"] == [5, 5, 5]
+    assert facts["predictor"]["density_L"] == [0.25] * 3
+    assert found["tokenizer"] == {
+        "is_whole": False, "model": "gpt2", "num_tokens": 2, "special_ids": {"bos": 1},
+        "has_chat_template": True,
+    }  # fmt: skip
+    parts = {name: amount["num_bytes"] for name, amount in found["by_part"].items()}
+    assert parts == {
+        "attention": 3 * (64 * (64 + 32 + 32 + 64) * size + 2 * 64 * 4),
+        "ffn": 3 * 3 * 96 * 64 * size,
+        "predictors": 3 * (5 * 64 + 96 * 5) * 4,
+        "embedding": 50 * 64 * size,
+        "head": 64 * 4 + (0 if is_tied else 50 * 64 * size),
+    }
+    assert sum(a["num_bytes"] for a in found["by_type"].values()) == sum(parts.values())
+    assert set(found["by_type"]) == {"f32", kind}
+    assert len(found["tensors"]) == 2 + (not is_tied) + 3 * 11
+
+
+def test_tensors_of_one_layer_or_of_all(tmp_path, capsys):
+    make_model(shape=make_shape(num_layers=12)).save(tmp_path / "m")
+    some, every = shown(tmp_path / "m", capsys), shown(tmp_path / "m", capsys, "--tensors")
+    assert "blk.0.ffn_up.weight" in some and "blk.1.ffn_up.weight" not in some
+    assert "and 99 of the other layers: --tensors" in some
+    assert all(f"blk.{layer}.ffn_up.weight" in every for layer in range(12))
+    assert "--tensors" not in every
+    lines = [line for line in every.splitlines() if "blk.11.ffn_up.weight" in line]
+    assert lines[0].split() == "blk.11.ffn_up.weight f32 96 x 64 ffn 24,576".split()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("blk.0.attn_q.weight", "attention"),
+        ("blk.10.ffn_norm.weight", "attention"),
+        ("blk.3.ffn_down_t.weight", "ffn"),
+        ("blk.3.ffn_down.weight", "ffn"),
+        ("blk.3.ffn_gate_exps.weight", "ffn"),
+        ("blk.3.ffn_pred_up.bias", "predictors"),
+        ("blk.3.fc1.weight", "predictors"),
+        ("token_embd.weight", "embedding"),
+        ("output.weight", "head"),
+        ("output_norm.weight", "head"),
+        ("rope_freqs.weight", "other"),
+        ("blk.2.ssm_in.weight", "other"),
+    ],
+)
+def test_parts(name, part):
+    assert part_of(name) == part
+
+
+def test_a_profile(tmp_path, capsys):
+    model = make_model(shape=make_shape(num_layers=2, num_neurons=10))
+    frequency_LF = np.zeros((2, 10))
+    frequency_LF[0, [7, 3]], frequency_LF[0, 1] = 0.9, 0.2
+    frequency_LF[1] = 0.5
+    make_profile(model, frequency_LF, num_tokens=100).save(tmp_path / "p")
+    found = inspected(tmp_path / "p", capsys)
+    assert (found["num_tokens"], found["num_layers"], found["num_neurons"]) == (100, 2, 10)
+    assert found["corpora"] == [{"name": "synthetic", "sha256": "0" * 64, "num_tokens": 100}]
+    assert found["density_L"] == pytest.approx([0.2, 0.5])
+    assert found["density"] == pytest.approx(0.35)
+    assert found["hottest_fifth_L"] == pytest.approx([0.9, 0.2])
+    assert found["never_fired_L"] == [7, 0]
+    out = shown(tmp_path / "p", capsys)
+    assert "20.00%" in out and "90.0%" in out and "synthetic: 100 tokens" in out
+
+
+def test_predictors_with_a_threshold_that_names_all(tmp_path, capsys):
+    make_predictors().save(tmp_path / "p")
+    found = inspected(tmp_path / "p", capsys)
+    assert found["predictor"]["threshold_L"] == [0.5, "-inf"]
+    assert (found["width"], found["num_neurons"], found["has_biases"]) == (8, 10, True)
+    assert found["weight_bytes"] == 2 * 4 * (3 * 8 + 10 * 3 + 10)
+    assert "-inf to 0.5" in shown(tmp_path / "p", capsys)
+
+
+def test_a_split(tmp_path, capsys):
+    model = make_model(predictor_rank=4)
+    split = make_split(model, [[4, 2, 9], []], dense_on_gpu=False, head_on_gpu=True)
+    dataclasses.replace(split, objective_s=0.002, bound_s=0.001).save(tmp_path / "s")
+    found = inspected(tmp_path / "s", capsys)
+    gpu, cpu = plan_bytes(model, context_length=32, num_hot=[3, 0], dense_on_gpu=[False] * 2,
+                          head_on_gpu=True)  # fmt: skip
+    assert (found["gpu_bytes"], found["cpu_bytes"]) == (gpu, cpu)
+    assert found["vram_budget_bytes"] == split.vram_budget_bytes
+    assert (found["num_hot_L"], found["dense_on_gpu"]) == ([3, 0], [False, False])
+    assert (found["gap"], found["context_length"], found["status"]) == (0.5, 32, "by hand")
+    out = shown(tmp_path / "s", capsys)
+    assert "gap 50.00%" in out and "0 of 2" in out and f"{cpu['neurons']:,}" in out
+
+
+def test_a_machine_shows_everything(tmp_path, capsys):
+    machine = make_machine(num_gpus=2)
+    machine.save(tmp_path / "m")
+    found = inspected(tmp_path / "m", capsys)["machine"]
+    want = json.loads((tmp_path / "m").read_text())
+    del want["format"], want["version"]
+    assert found == want
+    out = shown(tmp_path / "m", capsys)
+    assert all(name in out for name in want["gpus"][0])
+    assert "GPU 1" in out and "synthetic CPU" in out and "40.00 GB/s" in out
+
+
+# ---- what the runtime refuses --------------------------------------------------------------
+
+
+def test_an_architecture_that_is_not_run_is_inspected_with_the_reason(tmp_path, capsys):
+    keys = {
+        "mamba.block_count": np.uint32(1),
+        "mamba.big": np.uint64(2**40),
+        "general.name": "bad \x1b[31m name [red]tag[/red]",
+        "tokenizer.ggml.tokens": ["<s>"] * 9,
+    }
+    tensors = {"blk.0.ssm_in.weight": array_entry(np.zeros((4, 8)), "f16")}
+    write_gguf(tmp_path / "m", "mamba", keys, tensors)
+    found = inspected(tmp_path / "m", capsys)
+    assert (found["kind"], found["architecture"], found["model"]) == ("GGUF", "mamba", None)
+    assert found["refusal"].startswith("architecture 'mamba'; known: llama")
+    assert found["keys"]["mamba.big"] == 2**40
+    assert found["keys"]["tokenizer.ggml.tokens"].endswith("(9 values)")
+    assert found["by_part"] == {"other": {"num_tensors": 1, "num_bytes": 64}}
+    out = shown(tmp_path / "m", capsys)
+    assert "refused by the runtime" in out and "known: llama" in out
+    assert "\x1b" not in out and "[red]tag[/red]" in out
+
+
+def test_stdout_that_takes_only_ascii(tmp_path):
+    make_model(extra_keys={"general.name": "Ġ ünï"}).save(tmp_path / "m")
+    done = subprocess.run(
+        [sys.executable, "-m", "sparkinfer", "inspect", str(tmp_path / "m")],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True, capture_output=True,
+    )  # fmt: skip
+    assert b"\\u0120 \\xfcn\\xef" in done.stdout
+
+
+def test_block_types_that_are_not_run_are_inspected_with_the_reason(tmp_path, capsys):
+    """144 bytes hold 256 values of q4_K."""
+    model = make_model(shape=make_shape(num_layers=1, width=256, num_neurons=32))
+    data = np.zeros((32, 144), np.uint8)
+    q4_k = TensorEntry(shape=(32, 256), kind="q4_k", read_rows=lambda a, b: data[a:b])
+    keys = {**model._own_keys(), **model.extra_keys}
+    write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": q4_k})
+    found = inspected(tmp_path / "m", capsys)
+    assert "blk.0.ffn_up.weight is q4_k [32, 256]" in found["refusal"]
+    assert found["by_type"]["q4_k"] == {"num_tensors": 1, "num_bytes": 32 * 144}
+    assert str(tmp_path) not in found["refusal"]
+
+
+def test_a_powerinfer_file_is_inspected(tmp_path, capsys):
+    make_model().save(tmp_path / "m")
+    content = (tmp_path / "m").read_bytes()
+    (tmp_path / "m").write_bytes(b"PWRI" + content[4:])
+    found = inspected(tmp_path / "m", capsys)
+    assert (found["kind"], found["architecture"]) == ("model file", "llama")
+    (tmp_path / "m").write_bytes(b"PWRI" + content[4:20])
+    assert "not a whole GGUF file" in refused(tmp_path / "m", capsys)
+
+
+# ---- refusals ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_one_line(tmp_path, capsys, index, share):
+    path, _ = one_of_each(tmp_path)[index]
+    content = path.read_bytes()
+    path.write_bytes(content[: min(int(share * len(content)), len(content) - 40)])
+    refused(path, capsys)
+
+
+SAFETENSORS = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "of no known kind"),
+        (b"GGU", "of no known kind"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "of no known kind"),
+        (b"PK\x03\x04" + bytes(40), "of no known kind"),
+        (b"def main():\n    pass\n", "of no known kind"),
+        (b"GGUF", "not a whole GGUF"),
+        (b"GGUF" + b"\xff" * 60, "not a whole GGUF"),
+        (b'{"format": "another"}', "JSON of format 'another'"),
+        (b'\n {"format": ', "not whole"),
+        (b"{\xff\xfe}", "not whole"),
+        (b"[1, 2]", "of no known kind"),
+        (struct.pack("<Q", len(SAFETENSORS)) + SAFETENSORS + bytes(4), "sparkinfer convert"),
+        (struct.pack("<Q", 9_000) + SAFETENSORS, "ends before"),
+        (struct.pack("<Q", 20) + SAFETENSORS, "header is not JSON"),
+        (struct.pack("<Q", 2) + b"{}", "of format None"),
+        (struct.pack("<Q", 22) + b'{"__metadata__": null}', "of format None"),
+    ],
+)
+def test_what_is_of_no_known_kind_is_one_line(tmp_path, capsys, content, said):
+    (tmp_path / "x").write_bytes(content)
+    assert said in refused(tmp_path / "x", capsys)
+
+
+def test_a_missing_file_and_a_folder(tmp_path, capsys):
+    assert "no such file; wanted a model" in refused(tmp_path / "nowhere", capsys)
+    assert "is a folder" in refused(tmp_path, capsys)
+
+
+def test_a_plan_that_contradicts_itself_is_refused(tmp_path, capsys):
+    make_split(make_model(), [[4, 2], []]).save(tmp_path / "s")
+    content = (tmp_path / "s").read_bytes()
+    at = content.rindex(struct.pack("<ii", 4, 2))
+    (tmp_path / "s").write_bytes(content[:at] + struct.pack("<ii", 4, 4) + content[at + 8 :])
+    assert "distinct" in refused(tmp_path / "s", capsys)
