@@ -280,7 +280,11 @@ class _KeyReader:
 
     def floats(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
         values = self.keys.get(key, None if default is None else [default] * count)
-        if not isinstance(values, list) or len(values) != count:
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(isinstance(value, int | float) for value in values)
+        ):
             found = f"{len(values)} values" if isinstance(values, list) else repr(values)
             raise SparkinferError(f"{self.path}: key {key!r} has {found}, wanted {count} numbers")
         numbers = tuple(float(value) for value in values)
