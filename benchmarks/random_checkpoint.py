@@ -49,7 +49,9 @@ def make_checkpoint(folder: Path, shape: Shape, layers_a_file: int = 8) -> None:
         tensors = {key: _random(dims, generator) for key, dims in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def _random(dims: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -230,6 +230,13 @@ def test_block_types_that_are_not_run_are_inspected_with_the_reason(tmp_path, ca
     assert str(tmp_path) not in found["refusal"]
 
 
+def test_texts_where_numbers_belong_are_a_reason_too(tmp_path, capsys):
+    model = make_model()
+    keys = {**model._own_keys(), "sparkinfer.ffn.threshold": ["a", "b"]}
+    write_gguf(tmp_path / "m", "llama", keys, model.tensors)
+    assert "'sparkinfer.ffn.threshold'" in inspected(tmp_path / "m", capsys)["refusal"]
+
+
 def test_a_powerinfer_file_is_inspected(tmp_path, capsys):
     make_model().save(tmp_path / "m")
     content = (tmp_path / "m").read_bytes()
