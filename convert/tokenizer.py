@@ -2,6 +2,7 @@
 
 It goes in twice: tokenizer.json whole, which our runtime reads, and llama.cpp's keys."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,6 +140,7 @@ def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialV
     if (folder / "tokenizer_config.json").exists():
         read_object(folder / "tokenizer_config.json", "tokenizer_config.json")
     names = ("bos", "eos", "unk", "pad")
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # what matters is in our notes
     try:
         return SpecialVocab(folder, with_merges, names, vocab_size)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:

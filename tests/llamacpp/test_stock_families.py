@@ -13,7 +13,7 @@ from sparkinfer.convert.options import ConvertConfig
 BOUNDS = {"falcon-11b": 2e-2}
 
 
-@pytest.mark.parametrize("case", [*STOCK, "llama-mqa-tied"])
+@pytest.mark.parametrize("case", STOCK)
 def test_llama_cpp_computes_the_same(llama_cpp, tmp_path, case):
     folder = random_model(tmp_path / "hf", CASES[case])
     save_tokenizer(folder, 320)
