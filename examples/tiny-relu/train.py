@@ -21,6 +21,7 @@ the history is kept and written next to the model. What this does not know: anyt
 import argparse
 import json
 import math
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -48,6 +49,8 @@ class TrainConfig:
     l1_weight: float = 0.45
     l1_by_rank: bool = True
     muon_gates: bool = False
+    activation: str = "relu"
+    start_from: str | None = None  # folder of a checkpoint whose weights to begin with
     l1_start: float = 0.10  # shares of the run between which the L1 term grows from nothing
     l1_full: float = 0.60
     seed: int = 0
@@ -194,6 +197,9 @@ def prepare(out: Path, config: TrainConfig) -> tuple[Tensor, Tensor, int]:
     """Training ids, held-out ids, held-out bytes; the tokenizer is kept in `out`."""
     texts, held_out = library_texts("train"), library_texts("held-out")
     path = out / "tokenizer.json"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if config.start_from is not None:
+            shutil.copy(Path(config.start_from) / name, out)
     if path.exists():
         tokenizer = Tokenizer.from_file(str(path))
     else:
@@ -226,7 +232,14 @@ class Run:
     def __init__(self, out: Path, config: TrainConfig) -> None:
         torch.manual_seed(config.seed)
         self.path, self.config = out / "resume.pt", config
-        self.model = LlamaForCausalLM(LlamaConfig(**MODEL))
+        shape = LlamaConfig(**{**MODEL, "hidden_act": config.activation})
+        self.model = (
+            LlamaForCausalLM(shape)
+            if config.start_from is None
+            else LlamaForCausalLM.from_pretrained(
+                config.start_from, config=shape, dtype=torch.float32
+            )
+        )
         self.watch, self.optimizers = GateWatch(self.model), optimizers(self.model, config)
         self.step, self.fresh_from = 0, 0  # `fresh_from`: the step at which the optimizers began
         self.history: list[dict] = []
@@ -344,6 +357,9 @@ def main() -> None:
     parser.add_argument("--l1-by-rank", type=int, choices=[0, 1], default=1)
     parser.add_argument("--muon-gates", type=int, choices=[0, 1], default=0)
     parser.add_argument("--l1-full", type=float, default=TrainConfig.l1_full)
+    parser.add_argument("--learning-rate", type=float, default=TrainConfig.learning_rate)
+    parser.add_argument("--activation", choices=["relu", "silu"], default=TrainConfig.activation)
+    parser.add_argument("--start-from", help="folder of a checkpoint to begin with")
     parser.add_argument("--stop-at", type=int, help="stop after this step; resume later")
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
     parser.add_argument(
@@ -357,6 +373,9 @@ def main() -> None:
         l1_full=args.l1_full,
         l1_by_rank=bool(args.l1_by_rank),
         muon_gates=bool(args.muon_gates),
+        learning_rate=args.learning_rate,
+        activation=args.activation,
+        start_from=args.start_from,
     )
     train(args.output, config, use_bf16=args.bf16, stop_at=args.stop_at)
 
