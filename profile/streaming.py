@@ -30,7 +30,7 @@ from sparkinfer.gguf_file import TensorEntry, prefetch, release
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.calibrate import free_memory_bytes
 from sparkinfer.profile.corpus import WINDOW
-from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of
+from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from sparkinfer.profile.states import FileStates, MemoryStates, States
 from sparkinfer.runtime.decoder import embed, run_layer
 from sparkinfer.runtime.feed_forward import Traffic
@@ -315,6 +315,9 @@ class StreamedLayer:
             waiting.states.write(at, x_TD)
             if waiting.inputs:
                 waiting.inputs.write(at, ffn_input_TD)
+            del x_TD, ffn_input_TD
+            if self.layer.device.type == "cpu":
+                trim()
 
     def close(self) -> None:
         """Frees the layer. Every window must be through."""

@@ -1,30 +1,27 @@
 """A model that goes through memory layer by layer, against the same model all at once."""
 
 import dataclasses
-import json
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import random_llama, random_model, save_tokenizer
-from models import make_model, make_shape
+from checkpoints import random_model, save_tokenizer
+from models import make_model, make_shape, shape_only
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
 from sparkinfer import Engine
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry, prefetch, release
+from sparkinfer.gguf_file import TensorEntry, array_entry, prefetch, release
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import Predictors
-from sparkinfer.profile import collect, memory, streaming
+from sparkinfer.profile import memory, streaming
 from sparkinfer.profile.collect import ProfileConfig, profile
-from sparkinfer.profile.memory import resident_bytes
 from sparkinfer.profile.states import FileStates, MemoryStates
 from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile_file import Profile
@@ -271,3 +268,103 @@ def test_the_command_says_that_it_streams_and_refuses_what_cannot_be(folder, tmp
     assert "the program alone takes" in refused.stderr
     assert not list(tmp_path.iterdir())
     assert run("100GiB").returncode == 0
+
+
+# ---- a model of four times the memory ----------------------------------------------------------
+
+CAP_BYTES = 100 << 20  # over what the program takes before it starts
+CHILD = """
+import sys
+import time
+from pathlib import Path
+from pathlib import Path
+import sparkinfer.profile.stream_training
+from sparkinfer.profile.collect import ProfileConfig, profile
+from sparkinfer.profile.memory import resident_bytes
+
+folder, cap, options = Path(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
+start = resident_bytes()
+print(start, flush=True)
+sys.stdin.readline()
+profile(
+    ProfileConfig(model=folder / "big.gguf", corpora=(folder / "text.txt",), output=folder / "p",
+                  force=True, device="cpu", max_memory_bytes=start + cap if cap else None, **options),
+    say=lambda line: print(line, file=sys.stderr),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def big_folder(tmp_path_factory):
+    """A model file of 420 MiB in f16: 16 layers of 27 MiB; random weights that rows share."""
+    made = tmp_path_factory.mktemp("big")
+    shape = make_shape(num_layers=16, width=1024, num_neurons=3072, num_heads=8, num_kv_heads=8,
+                       vocab_size=320, context_length=512)  # fmt: skip
+    model = shape_only(shape)
+    generator = np.random.default_rng(0)
+
+    def filled(entry: TensorEntry) -> TensorEntry:
+        if len(entry.shape) == 1:
+            return array_entry(np.ones(entry.shape), "f32")
+        rows = generator.standard_normal(entry.shape[-1] + 997) / entry.shape[-1] ** 0.5
+        rows = rows.astype(np.float16)
+
+        def read(start: int, stop: int) -> np.ndarray:
+            at = (np.arange(start, stop) * 31 % 997)[:, None] + np.arange(entry.shape[-1])
+            return rows[at]
+
+        return TensorEntry(shape=entry.shape, kind="f16", read_rows=read)
+
+    save_tokenizer(made, 320)
+    dataclasses.replace(
+        model,
+        tensors={name: filled(entry) for name, entry in model.tensors.items()},
+        extra_keys={"tokenizer.huggingface.json": (made / "tokenizer.json").read_text(),
+                    "tokenizer.ggml.bos_token_id": np.uint32(0)},
+    ).save(made / "big.gguf")  # fmt: skip
+    order = np.random.default_rng(0).integers(0, len(WORDS), 3000)
+    (made / "text.txt").write_text("".join(WORDS[i] for i in order))
+    assert (made / "big.gguf").stat().st_size > 4 * CAP_BYTES
+    return made
+
+
+def peak_over_start(folder, cap_bytes, **options) -> tuple[int, str]:
+    """(most resident bytes, anonymous and mapped, over those before the profile; what it said)."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder), str(cap_bytes), repr(options)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdin and child.stdout and child.stderr
+    start, peak = int(child.stdout.readline()), 0
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    while child.poll() is None:
+        text = Path(f"/proc/{child.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in text.splitlines())
+        if "RssAnon" in fields:  # gone when it has ended
+            peak = max(peak, sum(1024 * int(fields[kind].split()[0])
+                                 for kind in ("RssAnon", "RssFile", "RssShmem")))  # fmt: skip
+        time.sleep(0.002)
+    said = child.stderr.read()
+    assert child.returncode == 0, said
+    return peak - start, said
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
+
+
+@needs_proc
+def test_a_model_of_four_times_the_memory_stays_below_its_cap(big_folder):
+    began = time.perf_counter()
+    peak, said = peak_over_start(big_folder, CAP_BYTES, max_tokens=600)
+    assert "streaming 16 layers" in said
+    assert 20 << 20 < peak < CAP_BYTES, (peak >> 20, said)
+    assert time.perf_counter() - began < 60
+    print(f"peak {peak >> 20} MiB over the start\n{said}")
+
+
+@needs_proc
+def test_the_measure_of_the_peak_sees_a_whole_model(big_folder):
+    peak, said = peak_over_start(big_folder, 0, max_tokens=20)
+    assert peak > 3 * CAP_BYTES
+    assert said == ""
