@@ -22,7 +22,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.calibrate import free_memory_bytes
 from sparkinfer.sizes import format_bytes
 
-# Of free main memory, what a profile may take: the rest is for what others ask for meanwhile.
+# Of free memory, what a profile may take: the rest is for others, and for blocks that do not fit.
 FREE_SHARE = 0.9
 # Observers see a gate in f32 and make of it magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
@@ -55,7 +55,7 @@ def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
     those of the program itself among them. On CUDA it bounds what torch allocates there.
     Raises SparkinferError where it cannot be known or leaves nothing."""
     if device.type == "cuda":
-        free, taken = torch.cuda.mem_get_info(device)[0], 0
+        free, taken = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]), 0
     else:
         free = int(FREE_SHARE * free_memory_bytes())
         taken = 0 if max_memory_bytes is None else resident_bytes()

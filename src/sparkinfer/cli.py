@@ -189,9 +189,12 @@ def calibrate(as_json: bool, **options: Any) -> None:
     """Measure this machine: bandwidths, latencies, memories."""
     from sparkinfer.profile.calibrate import CalibrateConfig
     from sparkinfer.profile.calibrate import calibrate as run
+    from sparkinfer.progress import progress
 
     config = CalibrateConfig(**options)
-    finish(run(config, say), as_json, [f"wrote {config.output}"])
+    with progress("measuring", None, "timings") as advance:
+        machine = run(config, say, advance)
+    finish(machine, as_json, [f"wrote {config.output}"])
 
 
 @cli.command()
