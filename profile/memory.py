@@ -112,10 +112,11 @@ def trainer_bytes(width: int, num_neurons: int, rank: int) -> tuple[int, int]:
     """(while it lives, at its start or in a step) of one layer's profile.training.LayerTrainer.
 
     The first: moments in f64, the whitening, the gate matrix, and weights with gradients and the
-    two moments of Adam. The second: the SVD of F x D in f64, or a step's T x F values."""
+    two moments of Adam. The second: the SVD of F x D in f64 with LAPACK's copies and workspace
+    (at 3072 x 1024 some 230 MiB), or a step's T x F values."""
     square, gate = width * width, num_neurons * width
     lasting = 12 * square + 4 * gate + 16 * rank * (width + num_neurons)
-    svd = 24 * gate + 32 * square
+    svd = 48 * gate + 96 * square
     return lasting, max(svd, 40 * PREFILL_CHUNK * num_neurons)
 
 
