@@ -113,7 +113,7 @@ def trainer_bytes(width: int, num_neurons: int, rank: int) -> tuple[int, int]:
 
     The first: moments in f64, the whitening, the gate matrix, and weights with gradients and the
     two moments of Adam. The second: the SVD of F x D in f64 with LAPACK's copies and workspace
-    (at 3072 x 1024 some 230 MiB), or a step's T x F values."""
+    (at 3072 x 1024 some 230 MiB, from one peak), or a step's T x F values."""
     square, gate = width * width, num_neurons * width
     lasting = 12 * square + 4 * gate + 16 * rank * (width + num_neurons)
     svd = 48 * gate + 96 * square
