@@ -1,13 +1,14 @@
 """Measures what this machine can do: how fast memory is read, copied and waited for.
 
-Each figure is the best of several rounds, since what a plan needs is what the machine can do
-undisturbed. What this does not know: models.
+Each figure is the best of several rounds with their spread beside it: what a plan needs is what
+the machine can do undisturbed, and what a person needs is to see whether it was.
 
-The CPU figure is that of a plain sum over f32 values, which every thread reads its share of."""
+The CPU's figures are those of the runtime's own row products over an f16 matrix, which plans are
+made with, and of torch's sum beside them. Both read a buffer that no cache holds.
+What this module does not know: models."""
 
 import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,18 @@ import torch
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
-from sparkinfer.machine_file import Gpu, Machine
+from sparkinfer.machine_file import Figure, Gpu, Machine
+from sparkinfer.profile.calibrate_gpu import measure_gpu
+from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
+from sparkinfer.runtime.kernels.cpu import library
 
-BUFFER_BYTES = 256 << 20
-ROUNDS = 7
+BUFFER_BYTES = 256 << 20  # or twice the last cache, where that is known and larger
+MAX_BUFFER_BYTES = 1 << 30
+ROW_VALUES = 4096
+CPU_LIMIT_S, GPU_LIMIT_S = 10.0, 10.0  # in all; the fewest rounds are run in any case
+
+Say = Callable[[str], None]
+OnProbe = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +38,12 @@ class CalibrateConfig:
     force: bool = False
 
 
-def calibrate(config: CalibrateConfig, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """Measures and writes machine.json; `say` hears what is measured.
+def calibrate(
+    config: CalibrateConfig,
+    say: Say = lambda line: None,
+    on_probe: OnProbe = lambda count: None,
+) -> Machine:
+    """Measures and writes machine.json; `say` hears what is measured, `on_probe` of each timing.
 
     Where there is no GPU, and only then, `gpu_from` gives the figures of another machine's."""
     inputs = () if config.gpu_from is None else (config.gpu_from,)
@@ -41,89 +54,147 @@ def calibrate(config: CalibrateConfig, say: Callable[[str], None] = lambda line:
             f"{config.gpu_from}: has no GPU either; give the file of one that has"
         )
     total, free = _memory()
-    gpus = tuple(measure_gpu(index, say) for index in range(torch.cuda.device_count()))
+    num_gpus = torch.cuda.device_count()
+    gpus = tuple(measure_gpu(i, GPU_LIMIT_S / num_gpus, on_probe) for i in range(num_gpus))
     if not gpus and borrowed is not None:
-        gpus = tuple(
-            gpu
-            if gpu.source != "measured"
-            else replace(gpu, source=f"measured on {borrowed.cpu_name}")
-            for gpu in borrowed.gpus
-        )
+        gpus = _of_another_machine(borrowed)
         say(f"no GPU here; figures of {gpus[0].name} ({gpus[0].source}) from {config.gpu_from}")
+    kernels, sums = measure_cpu(say, on_probe)
     machine = Machine(
         cpu_name=_cpu_name(),
-        num_threads=torch.get_num_threads(),
+        num_threads=num_cores(),
         memory_bytes=total,
         free_bytes=free,
-        cpu_bandwidth_gb_per_s=measure_cpu(say),
+        cpu_bandwidth_gb_per_s=kernels,
+        cpu_sum_gb_per_s=sums,
         gpus=gpus,
         versions={"python": platform.python_version(), "torch": torch.__version__},
     )
+    for line in report(machine):
+        say(line)
     machine.save(config.output)
     return machine
 
 
-def measure_cpu(say: Callable[[str], None]) -> dict[int, float]:
-    """GB/s read by one thread, by half of them, and by all."""
-    values = torch.ones(BUFFER_BYTES // 4)
-    before = torch.get_num_threads()
-    result = {}
-    try:
-        for threads in sorted({1, max(1, before // 2), before}):
-            torch.set_num_threads(threads)
-            result[threads] = BUFFER_BYTES / best_seconds(lambda: values.sum()) / 1e9
-            say(f"CPU, {threads} threads: {result[threads]:.1f} GB/s")
-    finally:
-        torch.set_num_threads(before)
-    return result
-
-
-def best_seconds(run: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The shortest of several rounds, after one that is not counted."""
-    run()
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
-def measure_gpu(index: int, say: Callable[[str], None]) -> Gpu:
-    """One CUDA device; every timed call waits for the device."""
-    device = torch.device("cuda", index)
-    properties = torch.cuda.get_device_properties(device)
-    free, total = torch.cuda.mem_get_info(device)
-    size = min(BUFFER_BYTES, free // 4)
-    on_gpu = torch.ones(size // 4, device=device)
-    pageable = torch.ones(size // 4)
-    pinned = pageable.pin_memory()
-    small, small_host = on_gpu[:1], pinned[:1]
-
-    def timed(run: Callable[[], object]) -> float:
-        def wait() -> None:
-            run()
-            torch.cuda.synchronize(device)
-
-        return best_seconds(wait)
-
-    idle = timed(lambda: None)
-    many = 200
-    launch = timed(lambda: [small.add_(0) for _ in range(many)]) / many
-    gpu = Gpu(
-        name=properties.name,
-        source="measured",
-        memory_bytes=total,
-        free_bytes=free,
-        bandwidth_gb_per_s=size / (timed(lambda: on_gpu.sum()) - idle) / 1e9,
-        host_to_device_gb_per_s=size / timed(lambda: on_gpu.copy_(pinned, non_blocking=True)) / 1e9,
-        host_to_device_pageable_gb_per_s=size / timed(lambda: on_gpu.copy_(pageable)) / 1e9,
-        copy_latency_s=timed(lambda: small.copy_(small_host, non_blocking=True)),
-        launch_s=launch,
-        round_trip_s=timed(lambda: small.copy_(small_host.copy_(small))),
+def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
+    """A GPU that was measured there was not measured here."""
+    return tuple(
+        replace(gpu, source=f"measured on {borrowed.cpu_name}") if gpu.source == "measured" else gpu
+        for gpu in borrowed.gpus
     )
-    say(f"GPU {index}, {gpu.name}: {gpu.bandwidth_gb_per_s:.0f} GB/s")
-    return gpu
+
+
+def report(machine: Machine) -> list[str]:
+    """What was measured, in lines for people, and which figures to doubt."""
+    lines = [
+        f"CPU, {n} threads: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
+        + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
+        for n, figure in machine.cpu_bandwidth_gb_per_s.items()
+    ]
+    for gpu in machine.gpus:
+        if gpu.source == "measured":
+            lines.append(
+                f"{gpu.name}: {gpu.bandwidth_gb_per_s.best:.0f} GB/s, copies to it"
+                f" {gpu.host_to_device_gb_per_s.best:.1f} GB/s (pageable"
+                f" {gpu.host_to_device_pageable_gb_per_s.best:.1f}), a copy"
+                f" {1e6 * gpu.copy_latency_s.best:.1f} us, a kernel"
+                f" {1e6 * gpu.launch_s.best:.1f} us, CPU and back"
+                f" {1e6 * gpu.round_trip_s.best:.1f} us"
+            )
+    for name, figure in machine.figures.items():
+        if figure.is_doubtful and figure.quartiles:
+            low, _, high = figure.quartiles
+            lines.append(
+                f"note: {name}: {figure.best:.3g} at best, but half of {figure.rounds} rounds lie"
+                f" between {low:.3g} and {high:.3g}, so another process is using the memory or the"
+                " processors; calibrate again when the machine is idle"
+            )
+    return lines
+
+
+def _median(figure: Figure) -> float:
+    return figure.best if figure.quartiles is None else figure.quartiles[1]
+
+
+def measure_cpu(
+    say: Say = lambda line: None, on_probe: OnProbe = lambda count: None
+) -> tuple[dict[int, Figure], dict[int, Figure]]:
+    """GB/s read by our row products and by torch's sum, by number of threads.
+
+    Without the C++ kernels the runtime goes through torch too, and the first are the second."""
+    counts, torch_before = thread_counts(num_cores()), torch.get_num_threads()
+    values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
+    probes = {("sum", n): _sum_probe(values, n) for n in counts}
+    has_kernels = library.is_available()
+    if has_kernels:
+        kernel_before = library.num_threads()
+        probes |= {("kernel", n): _kernel_probe(values, n) for n in counts}
+    else:
+        say("note: the C++ kernels are not built; CPU bandwidth is that of torch's sum")
+    try:
+        found = run_rounds(list(probes.values()), CPU_LIMIT_S, on_probe)
+    finally:
+        torch.set_num_threads(torch_before)
+        if has_kernels:
+            library.set_threads(kernel_before)
+    sums = {n: found[probes["sum", n].name] for n in counts}
+    kernels = {n: found[probes["kernel", n].name] for n in counts} if has_kernels else sums
+    return kernels, sums
+
+
+def _sum_probe(values: torch.Tensor, threads: int) -> Probe:
+    def seconds() -> float:
+        torch.set_num_threads(threads)
+        values[: len(values) // 64].sum()  # wakes the threads
+        return seconds_of(values.sum)
+
+    return Probe(name=f"torch's sum, {threads} threads", seconds=seconds, num_bytes=values.nbytes)
+
+
+def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
+    """The same bytes as an f16 matrix times a vector: what the decode steps of the runtime do."""
+    matrix = values.view(torch.float16).view(-1, ROW_VALUES)  # halves of ones: 1.875 and 0
+    x_D = torch.ones(ROW_VALUES)
+
+    def seconds() -> float:
+        library.set_threads(threads)
+        library.dot_rows(matrix[: len(matrix) // 64], "f16", x_D)  # starts the threads
+        return seconds_of(lambda: library.dot_rows(matrix, "f16", x_D))
+
+    return Probe(name=f"row products, {threads} threads", seconds=seconds, num_bytes=values.nbytes)
+
+
+def thread_counts(num_cores: int) -> list[int]:
+    """1 to all of them; above eight the powers of two, half and all."""
+    if num_cores <= 8:
+        return list(range(1, num_cores + 1))
+    powers = {1 << bit for bit in range(num_cores.bit_length()) if 1 << bit <= num_cores}
+    return sorted(powers | {num_cores // 2, num_cores})
+
+
+def num_cores() -> int:
+    """Processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def buffer_bytes() -> int:
+    """More than the caches hold, and no more than an eighth of the free memory."""
+    wanted = min(max(BUFFER_BYTES, 2 * _last_cache_bytes()), MAX_BUFFER_BYTES)
+    return max(8 << 20, min(wanted, free_memory_bytes() // 8))
+
+
+def _last_cache_bytes() -> int:
+    """Of all third-level caches together; 0 where the system does not tell."""
+    sizes: dict[str, int] = {}
+    for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        try:
+            shared = (folder / "shared_cpu_list").read_text()
+            sizes[shared] = 1024 * int((folder / "size").read_text().strip().removesuffix("K"))
+        except (OSError, ValueError):
+            return 0
+    return sum(sizes.values())
 
 
 def free_memory_bytes() -> int:

@@ -13,14 +13,17 @@ from sparkinfer.architecture import SMOOTH
 from sparkinfer.budget import PREFILL_CHUNK
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
-from sparkinfer.model_file import PredictorInfo
+from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, Predictors
 from sparkinfer.profile.corpus import WINDOW, Windows, read_windows
 from sparkinfer.profile.counting import Counter, thresholds_for
+from sparkinfer.profile.stream_training import train_layers
+from sparkinfer.profile.streaming import LayerStream, plan_stream
 from sparkinfer.profile.training import LayerQuality, LayerTrainer, PredictorTrainer, row_norms
 from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.engine import Engine, device_of
 from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.loader import Layer
 
 # Shares of the windows that the phases of training take; see profile.training.
 MOMENT_SHARE, HELD_OUT_SHARE = 0.1, 0.15
@@ -38,6 +41,7 @@ class ProfileConfig:
     target_contribution: float = 0.985  # share of sum |h_j| |down_j| that predictors must name
     input_layer_offset: int = 0
     target_sparsity: float | None = None  # SiLU: choose thresholds for this share of silent neurons
+    max_memory_bytes: int | None = None  # see profile.memory.room_of; None: what is free
     device: str | None = None
     seed: int = 0
     force: bool = False
@@ -72,15 +76,19 @@ class ProfileReport:
 
 
 def profile(
-    config: ProfileConfig, on_tokens: Callable[[float], None] = lambda count: None
+    config: ProfileConfig,
+    on_tokens: Callable[[float], None] = lambda count: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> ProfileReport:
-    """Writes the profile and, if asked, the predictors; `on_tokens` hears of progress."""
+    """Writes the profile and, if asked, the predictors; `on_tokens` hears of progress.
+
+    A model that does not fit goes through the device layer by layer, of which `say` hears."""
     began = time.perf_counter()
     check_output(config.output, force=config.force, inputs=(config.model, *config.corpora))
     predictor_path = config.train_predictors and config.train_predictors / FILE_NAME
     if predictor_path:
         check_output(predictor_path, force=config.force)
-    with Engine.load(config.model, mode="dense", device=config.device) as engine:
+    with _open(config, say) as engine:
         windows = read_windows(
             config.corpora,
             engine.codec,
@@ -123,14 +131,38 @@ def profile(
     )
 
 
-def _run(engine: Engine, windows: tuple[torch.Tensor, ...], on_tokens: Callable) -> None:
+def _open(config: ProfileConfig, say: Callable[[str], None]) -> Engine | LayerStream:
+    """The whole model on its device or, where it does not fit, a layer of it at a time."""
+    model, device = ModelFile.load(config.model), device_of(config.device)
+    plan = plan_stream(
+        model,
+        device=device,
+        max_memory_bytes=config.max_memory_bytes,
+        rank=_rank(config, model) if config.train_predictors else None,
+        folder=config.output.parent,
+    )
+    if plan is None:
+        return Engine.of(model, mode="dense", device=config.device)
+    return LayerStream(model, plan, say)
+
+
+def _rank(config: ProfileConfig, model: ModelFile) -> int:
+    return config.predictor_rank or max(1, model.shape.width // 8)
+
+
+def _run(
+    engine: Engine | LayerStream, windows: tuple[torch.Tensor, ...], on_tokens: Callable
+) -> None:
+    if isinstance(engine, LayerStream):
+        engine.run(windows, on_tokens)
+        return
     for ids_T in windows:
         engine.hidden(ids_T)
         on_tokens(len(ids_T))
 
 
 def _gates(
-    engine: Engine, windows: Windows, config: ProfileConfig, on_tokens: Callable
+    engine: Engine | LayerStream, windows: Windows, config: ProfileConfig, on_tokens: Callable
 ) -> tuple[tuple[Gate, ...], Windows]:
     """The layers' gates with the thresholds to count with, and the windows left to count.
 
@@ -162,7 +194,7 @@ def _gates(
 
 
 def _train(
-    engine: Engine,
+    engine: Engine | LayerStream,
     gates: tuple[Gate, ...],
     windows: Windows,
     config: ProfileConfig,
@@ -175,30 +207,39 @@ def _train(
             f" wanted {MIN_TRAINING_WINDOWS} or more; give a longer corpus or more --tokens"
         )
     model = engine.model
-    rank = config.predictor_rank or max(1, model.shape.width // 8)
+    rank = _rank(config, model)
     if rank > min(model.shape.width, model.shape.num_neurons):
         raise SparkinferError(f"predictor rank {rank} is above the width {model.shape.width}")
-    layers = []
-    for loaded, gate in zip(engine.layers, gates, strict=True):
+
+    def trainer_of(index: int, loaded: Layer) -> LayerTrainer:
         (block,) = loaded.ffn.blocks  # an engine without a plan has one block a layer
         gate_FD = block.gate.weight.rows(block.id_N)
-        down_norm_F = row_norms(block.down)
-        layers.append(LayerTrainer(gate, gate_FD, down_norm_F, rank, block.gate.bias_N))
-    trainer = PredictorTrainer(layers, config.input_layer_offset)
+        return LayerTrainer(gates[index], gate_FD, row_norms(block.down), rank, block.gate.bias_N)
+
     first, last = max(1, round(MOMENT_SHARE * count)), count - max(1, round(HELD_OUT_SHARE * count))
-    with engine.observe(trainer.observe, trainer.wants):
-        _run(engine, windows.ids[:first], on_tokens)
-        training = windows.ids[first:last]
-        trainer.start(sum(-(-len(ids) // PREFILL_CHUNK) for ids in training))
-        trainer.phase = "train"
-        _run(engine, training, on_tokens)
-        trainer.phase = "measure"
-        _run(engine, windows.ids[last:], on_tokens)
-    finished = [layer.finish(config.target_contribution) for layer in layers]
+    num_steps = sum(-(-len(ids) // PREFILL_CHUNK) for ids in windows.ids[first:last])
+    target = config.target_contribution
+    if isinstance(engine, LayerStream):
+        finished = train_layers(
+            engine, windows.ids, on_tokens,
+            trainer_of=trainer_of, input_layer_offset=config.input_layer_offset,
+            first=first, last=last, num_steps=num_steps, target=target,
+        )  # fmt: skip
+    else:
+        layers = [trainer_of(index, loaded) for index, loaded in enumerate(engine.layers)]
+        trainer = PredictorTrainer(layers, config.input_layer_offset)
+        with engine.observe(trainer.observe, trainer.wants):
+            _run(engine, windows.ids[:first], on_tokens)
+            trainer.start(num_steps)
+            trainer.phase = "train"
+            _run(engine, windows.ids[first:last], on_tokens)
+            trainer.phase = "measure"
+            _run(engine, windows.ids[last:], on_tokens)
+        finished = [layer.finish(target) for layer in layers]
     quality = tuple(q for _, _, q in finished)
     info = PredictorInfo(
         kind="linear",
-        rank_L=(rank,) * len(layers),
+        rank_L=(rank,) * len(finished),
         threshold_L=tuple(threshold for _, threshold, _ in finished),
         input_layer_offset=config.input_layer_offset,
         density_L=tuple(q.predicted_density for q in quality),

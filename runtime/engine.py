@@ -113,7 +113,7 @@ class Engine:
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         mode = _mode(file, mode)
-        gpu = _device(device)
+        gpu = device_of(device)
         context_length = _context(file, plan, context_length)
         if plan is None:
             placement = Placement.on_one_device(file.shape.num_layers, gpu)
@@ -301,7 +301,8 @@ def _bytes_by_role(
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
 
 
-def _device(device: str | None) -> torch.device:
+def device_of(device: str | None) -> torch.device:
+    """The device asked for; None takes CUDA where there is one. Raises SparkinferError."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

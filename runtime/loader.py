@@ -91,7 +91,7 @@ def load_weights(
     notice: Callable[[str], None],
 ) -> Weights:
     """`notice` hears what a user should know, e.g. the error of a transposed down projection."""
-    builder = _Builder(model, placement, mode, context_length, observers, traffic, notice)
+    builder = Builder(model, placement, mode, context_length, observers, traffic, notice)
     head_device = placement.device(placement.head_on_gpu)
     embedding_device = head_device if model.is_tied else torch.device("cpu")
     embedding = matrix_of(model.tensors["token_embd.weight"], embedding_device)
@@ -114,12 +114,12 @@ def load_weights(
 def load_predictors(model: ModelFile, device: torch.device) -> tuple[Predictor, ...]:
     """Those of all layers, apart from a model that runs."""
     placement = Placement.on_one_device(model.shape.num_layers, device)
-    builder = _Builder(model, placement, "predicted", 1, Observers(), Traffic(), lambda line: None)
+    builder = Builder(model, placement, "predicted", 1, Observers(), Traffic(), lambda line: None)
     return tuple(builder.predictor(index, device) for index in range(model.shape.num_layers))
 
 
 @dataclass(frozen=True)
-class _Builder:
+class Builder:
     """Reads the parts of a model by their names in the file."""
 
     model: ModelFile

@@ -142,7 +142,7 @@ def build_problem(
 
     The profile must be of this model and `machine.gpus[0]` must exist."""
     gpu, shape = machine.gpus[0], model.shape
-    gpu_s = 1e-9 / gpu.bandwidth_gb_per_s
+    gpu_s = 1e-9 / gpu.bandwidth_gb_per_s.best
     cpu_s = 1e-9 / machine.best_cpu_bandwidth_gb_per_s
     sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
     kv = kv_bytes_per_layer(model, context_length)
@@ -157,7 +157,7 @@ def build_problem(
     rest_L = np.array([s.up_row + s.down_row for s in sizes])
     touched_LF = named_LF * gate_L[:, None] + frequency_LF * rest_L[:, None]
     saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s
-    num_too_few_L = (saved_LF <= gpu.launch_s + gpu.round_trip_s).sum(axis=1)
+    num_too_few_L = (saved_LF <= gpu.launch_s.best + gpu.round_trip_s.best).sum(axis=1)
     return Problem(
         order_LF=order_LF,
         touched_LF=touched_LF,
@@ -173,8 +173,8 @@ def build_problem(
         budget_bytes=vram_budget_bytes,
         gpu_s_per_byte=gpu_s,
         cpu_s_per_byte=cpu_s,
-        launch_s=gpu.launch_s,
-        round_trip_s=gpu.round_trip_s,
+        launch_s=gpu.launch_s.best,
+        round_trip_s=gpu.round_trip_s.best,
     )
 
 

@@ -55,14 +55,16 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
     """Expected seconds a token of a plan. Raises SparkinferError where a layer has too few hot
     neurons to be worth a launch and a round trip."""
     gpu = machine.gpus[0]
-    gpu_rate = gpu.bandwidth_gb_per_s * 1e9
-    cpu_rate = max(machine.cpu_bandwidth_gb_per_s.values()) * 1e9
+    gpu_rate = gpu.bandwidth_gb_per_s.best * 1e9
+    cpu_rate = max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9
     kv_read = kv_bytes_per_layer(model, split.context_length) / 2
     total = head_bytes(model) / (gpu_rate if split.head_on_gpu else cpu_rate)
     for layer, ids in enumerate(split.hot):
         sizes = layer_bytes(model, layer)
         touched_F = _touched(split, model, profile, layer, sizes)
-        _check_minimum(layer, len(ids), touched_F / cpu_rate, gpu.launch_s + gpu.round_trip_s)
+        _check_minimum(
+            layer, len(ids), touched_F / cpu_rate, gpu.launch_s.best + gpu.round_trip_s.best
+        )
         is_hot_F = np.zeros(len(touched_F), bool)
         is_hot_F[ids] = True
         dense_read = sizes.attention + kv_read
@@ -71,9 +73,9 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
         is_dense_on_gpu = split.dense_on_gpu[layer]
         total += dense_read / (gpu_rate if is_dense_on_gpu else cpu_rate)
         places = {is_dense_on_gpu, *np.unique(is_hot_F).tolist()}
-        hot_s = touched_F[is_hot_F].sum() / gpu_rate + (gpu.launch_s if len(ids) else 0.0)
+        hot_s = touched_F[is_hot_F].sum() / gpu_rate + (gpu.launch_s.best if len(ids) else 0.0)
         cold_s = touched_F[~is_hot_F].sum() / cpu_rate
-        total += max(hot_s, cold_s + (gpu.round_trip_s if len(places) > 1 else 0.0))
+        total += max(hot_s, cold_s + (gpu.round_trip_s.best if len(places) > 1 else 0.0))
     return float(total)
 
 

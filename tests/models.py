@@ -17,7 +17,7 @@ from sparkinfer.architecture import (
     outer_shapes,
 )
 from sparkinfer.gguf_file import TensorEntry, Value, array_entry, type_of
-from sparkinfer.machine_file import Gpu, Machine
+from sparkinfer.machine_file import Figure, Gpu, Machine
 from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 
@@ -196,19 +196,22 @@ def make_machine(
         source="synthetic",
         memory_bytes=memory_bytes,
         free_bytes=memory_bytes,
-        bandwidth_gb_per_s=gpu_gb_per_s,
-        host_to_device_gb_per_s=25.0,
-        host_to_device_pageable_gb_per_s=8.0,
-        copy_latency_s=8e-6,
-        launch_s=launch_s,
-        round_trip_s=round_trip_s,
+        bandwidth_gb_per_s=Figure(best=gpu_gb_per_s),
+        host_to_device_gb_per_s=Figure(best=25.0),
+        host_to_device_pageable_gb_per_s=Figure(best=8.0),
+        copy_latency_s=Figure(best=8e-6),
+        launch_s=Figure(best=launch_s),
+        round_trip_s=Figure(best=round_trip_s),
     )
     return Machine(
         cpu_name="synthetic CPU",
         num_threads=2,
         memory_bytes=64 << 30,
         free_bytes=48 << 30,
-        cpu_bandwidth_gb_per_s={1: cpu_gb_per_s / 2, 2: cpu_gb_per_s},
+        cpu_bandwidth_gb_per_s={1: Figure(best=cpu_gb_per_s / 2), 2: Figure(best=cpu_gb_per_s)},
+        cpu_sum_gb_per_s={
+            2: Figure(best=cpu_gb_per_s, quartiles=(0.8 * cpu_gb_per_s,) * 3, rounds=7)
+        },
         gpus=(gpu,) * num_gpus,
         versions={},
     )

@@ -119,7 +119,7 @@ def test_another_version_is_refused(tmp_path, name):
         ".gguf": lambda c: c.replace(
             b"version" + struct.pack("<II", 4, 1), b"version" + struct.pack("<II", 4, 2)
         ),
-        ".json": lambda c: c.replace(b'"version": 1', b'"version": 2'),
+        ".json": lambda c: c.replace(b'"version": 2', b'"version": 3'),
     }.get(path.suffix, lambda c: c.replace(b'"version":"1"', b'"version":"2"'))(content)
     assert new != content
     path.write_bytes(new)
@@ -209,7 +209,7 @@ def test_a_machine_with_a_figure_that_is_not_positive_is_refused(tmp_path):
     machine = make_machine()
     machine.save(tmp_path / "m")
     content = json.loads((tmp_path / "m").read_text())
-    content["gpus"][0]["bandwidth_gb_per_s"] = float("nan")
+    content["gpus"][0]["bandwidth_gb_per_s"]["best"] = float("nan")
     (tmp_path / "m").write_text(json.dumps(content))
     with pytest.raises(SparkinferError, match="bandwidth_gb_per_s is nan"):
         Machine.load(tmp_path / "m")

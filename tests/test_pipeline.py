@@ -22,7 +22,6 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import Predictors
-from sparkinfer.profile.calibrate import CalibrateConfig, best_seconds, calibrate
 from sparkinfer.profile.collect import ProfileConfig, profile
 from sparkinfer.profile.counting import thresholds_for
 from sparkinfer.profile.quality import EvalConfig, evaluate
@@ -307,28 +306,6 @@ def test_a_silu_model_needs_thresholds_before_predictors(tmp_path):
     with pytest.raises(SparkinferError, match="--target-sparsity"):
         profile(ProfileConfig(model=tmp_path / "m", corpora=(tmp_path / "t",), output=tmp_path / "p",
                               train_predictors=tmp_path))  # fmt: skip
-
-
-# ---- calibrate -------------------------------------------------------------------------------
-
-
-def test_calibrate_measures_the_cpu_and_borrows_a_gpu_only_where_there_is_none(tmp_path):
-    machine = calibrate(CalibrateConfig(output=tmp_path / "m.json", gpu_from=RTX))
-    assert 0.5 < machine.best_cpu_bandwidth_gb_per_s < 2000
-    if torch.cuda.is_available():
-        assert machine.gpus[0].source == "measured"
-    else:
-        assert "not measured" in machine.gpus[0].source
-        assert calibrate(CalibrateConfig(output=tmp_path / "n.json")).gpus == ()
-        with pytest.raises(SparkinferError, match="has no GPU either"):
-            calibrate(CalibrateConfig(output=tmp_path / "o.json", gpu_from=tmp_path / "n.json"))
-
-
-def test_best_seconds_takes_the_best_round():
-    delays = iter([0.0, 0.03, 0.01, 0.02])
-    import time
-
-    assert 0.01 <= best_seconds(lambda: time.sleep(next(delays)), rounds=3) < 0.02
 
 
 # ---- the commands ----------------------------------------------------------------------------

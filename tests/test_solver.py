@@ -92,8 +92,8 @@ def layer_options(model, profile, machine, mode, layer, subsets):
     """(GPU bytes, seconds) of every way to place one layer, from the definition, in plain loops."""
     sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[0]
     gpu_rate, cpu_rate = (
-        gpu.bandwidth_gb_per_s * 1e9,
-        max(machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
+        gpu.bandwidth_gb_per_s.best * 1e9,
+        max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
     )
     kv = budget.kv_bytes_per_layer(model, 8)
     fired = [count / profile.num_tokens for count in profile.active_count_LF[layer]]
@@ -109,7 +109,7 @@ def layer_options(model, profile, machine, mode, layer, subsets):
     least, saved = len(fired), 0.0
     for number, neuron in enumerate(sorted(touched, reverse=True), 1):
         saved += neuron / cpu_rate
-        if saved > gpu.launch_s + gpu.round_trip_s:
+        if saved > gpu.launch_s.best + gpu.round_trip_s.best:
             least = number
             break
     read = sizes.attention + kv / 2 + (sizes.predictor if mode == "predicted" else 0)
@@ -119,9 +119,9 @@ def layer_options(model, profile, machine, mode, layer, subsets):
             continue
         cold = set(range(len(fired))) - set(hot)
         devices = {on_gpu} | ({True} if hot else set()) | ({False} if cold else set())
-        hot_s = sum(touched[j] for j in hot) / gpu_rate + (gpu.launch_s if hot else 0)
+        hot_s = sum(touched[j] for j in hot) / gpu_rate + (gpu.launch_s.best if hot else 0)
         cold_s = sum(touched[j] for j in cold) / cpu_rate
-        cold_s += gpu.round_trip_s if len(devices) == 2 else 0
+        cold_s += gpu.round_trip_s.best if len(devices) == 2 else 0
         dense = sizes.attention + sizes.predictor + kv
         options.append(
             (
@@ -142,7 +142,10 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
     """Least seconds a token over all placements that keep to the budget."""
     gpu = machine.gpus[0]
     head = budget.head_bytes(model)
-    rates = (max(machine.cpu_bandwidth_gb_per_s.values()) * 1e9, gpu.bandwidth_gb_per_s * 1e9)
+    rates = (
+        max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
+        gpu.bandwidth_gb_per_s.best * 1e9,
+    )
     num_bytes = np.array([0, head])
     seconds = np.array([head / rates[0], head / rates[1]])
     for layer in range(model.shape.num_layers):

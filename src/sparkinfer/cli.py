@@ -148,6 +148,8 @@ def convert(
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1: predict from the layer before.")  # fmt: skip
 @click.option("--target-sparsity", type=float, help="SiLU: thresholds for this silent share.")
+@click.option("--max-memory", "max_memory_bytes", type=Size(),
+              help="Of the device, e.g. 4GiB; a larger model goes through it layer by layer.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @force_option
@@ -160,7 +162,7 @@ def profile(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: An
 
     config = ProfileConfig(model=model, corpora=corpora, **options)
     with progress("profiling", config.max_tokens, "tokens") as advance:
-        report = run(config, advance)
+        report = run(config, advance, say)
     density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
     lines = [
         f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
@@ -187,9 +189,12 @@ def calibrate(as_json: bool, **options: Any) -> None:
     """Measure this machine: bandwidths, latencies, memories."""
     from sparkinfer.profile.calibrate import CalibrateConfig
     from sparkinfer.profile.calibrate import calibrate as run
+    from sparkinfer.progress import progress
 
     config = CalibrateConfig(**options)
-    finish(run(config, say), as_json, [f"wrote {config.output}"])
+    with progress("measuring", None, "timings") as advance:
+        machine = run(config, say, advance)
+    finish(machine, as_json, [f"wrote {config.output}"])
 
 
 @cli.command()

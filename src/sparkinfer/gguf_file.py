@@ -85,6 +85,34 @@ def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
     return TensorEntry(shape=values.shape, kind=kind, read_rows=lambda a, b: values[a:b])
 
 
+def release(entry: TensorEntry) -> None:
+    """Gives back the memory that a mapped tensor's pages take; they are read again when needed.
+
+    Nothing happens to a tensor that is not mapped. Pages that a neighbour shares go with it. Nobody
+    writes to a mapped tensor: its changes would be lost here."""
+    _advise(entry, "MADV_DONTNEED")
+
+
+def prefetch(entry: TensorEntry) -> None:
+    """Asks the system to read a mapped tensor into its own cache; does not wait for it, and takes
+    no memory of this process."""
+    _advise(entry, "MADV_WILLNEED")
+
+
+def _advise(entry: TensorEntry, advice: str) -> None:
+    """To the pages of a tensor; nothing where the system does not know the advice."""
+    raw = base = entry.read()
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    mapping = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(mapping, mmap.mmap) or not hasattr(mmap, advice) or not raw.nbytes:
+        return
+    begin = raw.__array_interface__["data"][0]
+    begin -= np.frombuffer(mapping, np.uint8, 1).__array_interface__["data"][0]
+    start = begin - begin % mmap.PAGESIZE
+    mapping.madvise(getattr(mmap, advice), start, begin + raw.nbytes - start)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
     """What a file holds. `magic` is its first four bytes: `PWRI` is PowerInfer's container, whose

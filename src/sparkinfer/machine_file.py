@@ -3,14 +3,51 @@
 Specified in docs/formats.md. What this module does not know: how to measure."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import quantiles
+from typing import Any
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
 
 FORMAT = "sparkinfer.machine"
-VERSION = 1
+VERSION = 2
+# Half of the rounds differ by more than this share of their median: something else was running.
+DOUBTFUL_SPREAD = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One quantity over several rounds. `best` is what a plan is made with: what else runs on a
+    machine can make a round slower, never faster.
+
+    `quartiles` (ascending; the second is the median) are None and `rounds` is 0 where nothing was
+    measured."""
+
+    best: float
+    quartiles: tuple[float, float, float] | None = None
+    rounds: int = 0
+
+    @classmethod
+    def of_rounds(cls, values: Sequence[float], *, is_rate: bool) -> "Figure":
+        """Of two rounds or more; the best rate is the largest, the best time the smallest."""
+        low, median, high = quantiles(values, n=4, method="inclusive")
+        best = max(values) if is_rate else min(values)
+        return cls(best=best, quartiles=(low, median, high), rounds=len(values))
+
+    @property
+    def spread(self) -> float:
+        """What half of the rounds lie within, as a share of the median; 0 where not measured."""
+        if self.quartiles is None:
+            return 0.0
+        low, median, high = self.quartiles
+        return (high - low) / median
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self.spread > DOUBTFUL_SPREAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,27 +58,43 @@ class Gpu:
     source: str  # "measured", or where the figures come from
     memory_bytes: int
     free_bytes: int
-    bandwidth_gb_per_s: float
-    host_to_device_gb_per_s: float  # pinned
-    host_to_device_pageable_gb_per_s: float
-    copy_latency_s: float  # fixed cost of one copy
-    launch_s: float  # fixed cost of one kernel
-    round_trip_s: float  # GPU to CPU and back, with nothing computed
+    bandwidth_gb_per_s: Figure  # of reading
+    host_to_device_gb_per_s: Figure  # pinned
+    host_to_device_pageable_gb_per_s: Figure
+    copy_latency_s: Figure  # fixed cost of one copy in a captured graph
+    launch_s: Figure  # fixed cost of one kernel in a captured graph
+    round_trip_s: Figure  # GPU to CPU and back, with nothing computed
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Figure)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
+    """`cpu_bandwidth_gb_per_s` is what the runtime's own row products read, `cpu_sum_gb_per_s`
+    what torch's sum reads, each by number of threads."""
+
     cpu_name: str
     num_threads: int
     memory_bytes: int
     free_bytes: int
-    cpu_bandwidth_gb_per_s: dict[int, float]  # by number of threads
+    cpu_bandwidth_gb_per_s: dict[int, Figure]
+    cpu_sum_gb_per_s: dict[int, Figure]
     gpus: tuple[Gpu, ...]
     versions: dict[str, str]
 
     @property
     def best_cpu_bandwidth_gb_per_s(self) -> float:
-        return max(self.cpu_bandwidth_gb_per_s.values())
+        return max(figure.best for figure in self.cpu_bandwidth_gb_per_s.values())
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """All of them, by a name for people."""
+        named = {f"cpu with {n} threads": f for n, f in self.cpu_bandwidth_gb_per_s.items()}
+        named |= {f"cpu sum with {n} threads": f for n, f in self.cpu_sum_gb_per_s.items()}
+        return named | {f"{g.name} {name}": f for g in self.gpus for name, f in g.figures.items()}
 
     @classmethod
     def load(cls, path: Path) -> "Machine":
@@ -49,20 +102,23 @@ class Machine:
         require_file(path, "machine file (sparkinfer calibrate)")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            header = (content.pop("format", None), content.pop("version", None))
-            if header != (FORMAT, VERSION):
-                raise SparkinferError(f"format and version {header}, wanted {(FORMAT, VERSION)}")
+            found, version = content.pop("format", None), content.pop("version", None)
+            if found != FORMAT:
+                raise SparkinferError(f"format {found!r}, wanted {FORMAT!r}")
+            if version != VERSION:
+                raise SparkinferError(f"version {version}, this program reads {VERSION}")
             unknown = content.keys() ^ {field.name for field in fields(cls)}
             if unknown:
                 raise SparkinferError(f"key {min(unknown)!r} is unknown or missing")
-            content["gpus"] = tuple(Gpu(**gpu) for gpu in content["gpus"])
-            bandwidth = content["cpu_bandwidth_gb_per_s"]
-            content["cpu_bandwidth_gb_per_s"] = {int(n): rate for n, rate in bandwidth.items()}
+            content["gpus"] = tuple(_gpu(gpu) for gpu in content["gpus"])
+            for key in ("cpu_bandwidth_gb_per_s", "cpu_sum_gb_per_s"):
+                content[key] = {int(n): _figure(f) for n, f in content[key].items()}
             machine = cls(**content)
             machine.validate()
         except (SparkinferError, TypeError, ValueError, AttributeError, KeyError) as error:
             raise SparkinferError(
-                f"{path}: not a machine file of this version ({error}); run sparkinfer calibrate"
+                f"{path}: not a machine file of this version ({error});"
+                " run sparkinfer calibrate again"
             ) from error
         return machine
 
@@ -74,13 +130,36 @@ class Machine:
 
     def validate(self) -> None:
         """Raises SparkinferError unless every figure is positive and finite."""
-        figures = {f"cpu with {n} threads": r for n, r in self.cpu_bandwidth_gb_per_s.items()}
-        figures |= {"threads": self.num_threads, "memory": self.memory_bytes}
-        for gpu in self.gpus:
-            numbers = {k: v for k, v in asdict(gpu).items() if not isinstance(v, str)}
-            figures |= {f"{gpu.name} {key}": value for key, value in numbers.items()}
         if not self.cpu_bandwidth_gb_per_s:
             raise SparkinferError("no CPU bandwidth")
-        for name, figure in figures.items():
-            if not 0 < figure < float("inf"):
-                raise SparkinferError(f"{name} is {figure}, wanted more than 0")
+        numbers: dict[str, float] = {"threads": self.num_threads, "memory": self.memory_bytes}
+        for gpu in self.gpus:
+            numbers |= {f"{gpu.name} memory": gpu.memory_bytes, f"{gpu.name} free": gpu.free_bytes}
+        for name, figure in self.figures.items():
+            quartiles = figure.quartiles or ()
+            numbers |= {name: figure.best}
+            numbers |= {f"quartile {i} of {name}": value for i, value in enumerate(quartiles, 1)}
+            if list(quartiles) != sorted(quartiles) or bool(quartiles) != (figure.rounds > 0):
+                raise SparkinferError(
+                    f"{name} has quartiles {list(quartiles)} of {figure.rounds} rounds,"
+                    " wanted three ascending ones, or none of 0"
+                )
+        for name, number in numbers.items():
+            if not 0 < number < float("inf"):
+                raise SparkinferError(f"{name} is {number}, wanted more than 0")
+
+
+def _figure(value: Mapping[str, Any]) -> Figure:
+    if not isinstance(value, dict):
+        raise SparkinferError(f"figure {value!r} is not an object")
+    figure = Figure(**value)
+    if figure.quartiles is None:
+        return figure
+    low, median, high = figure.quartiles
+    return Figure(best=figure.best, quartiles=(low, median, high), rounds=figure.rounds)
+
+
+def _gpu(value: Mapping[str, Any]) -> Gpu:
+    plain = {"name", "source", "memory_bytes", "free_bytes"}
+    read: dict[str, Any] = {k: v if k in plain else _figure(v) for k, v in value.items()}
+    return Gpu(**read)

@@ -1,0 +1,141 @@
+"""Measures a CUDA device: how fast it reads, how fast it is copied to, what waiting for it costs.
+
+Kernels and asynchronous copies are timed by CUDA events, that is on the device's own clock, so
+that the time in which Python gets them going is not in the figure. Fixed costs are those inside a
+captured graph, since that is how a decode step runs: a hundred nodes, each waiting for the one
+before it, over a hundred.
+
+The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
+pinned memory, an event says that it is there, the CPU sees this in a busy loop and starts the
+second, which copies one back. A host node inside one graph (cudaLaunchHostFunc) cannot be had
+through torch; it saves the start of the second graph and pays for waking a thread of the driver.
+So this is the cost of the same way by other means, not a bound on it.
+
+What this module does not know: the CPU's own figures."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sparkinfer.machine_file import Gpu
+from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
+
+READ_BYTES = 1 << 30  # far above any second-level cache (126 MB is the largest of 2025)
+COPY_BYTES = 128 << 20
+NUM_NODES = 100
+HIDDEN_STATE_VALUES = 8192
+
+
+def measure_gpu(
+    index: int, time_limit_s: float, on_probe: Callable[[float], None] = lambda count: None
+) -> Gpu:
+    """The figures of one device."""
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    with torch.cuda.device(device):
+        found = run_rounds(_probes(device, free), time_limit_s, on_probe)
+    torch.cuda.empty_cache()
+    return Gpu(
+        name=properties.name,
+        source="measured",
+        memory_bytes=total,
+        free_bytes=free,
+        bandwidth_gb_per_s=found["bandwidth"],
+        host_to_device_gb_per_s=found["pinned"],
+        host_to_device_pageable_gb_per_s=found["pageable"],
+        copy_latency_s=found["copy"],
+        launch_s=found["launch"],
+        round_trip_s=found["round trip"],
+    )
+
+
+def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
+    """Every kernel runs once before it is captured: loading code inside a capture may fail."""
+    many = torch.ones(min(READ_BYTES, free_bytes // 4) // 4, device=device)
+    into = many[: min(COPY_BYTES // 4, len(many))]
+    pageable = torch.ones(len(into))
+    pinned = _pinned(len(into))
+    one, one_host = torch.ones(1, device=device), _pinned(1)
+
+    def copy_one() -> object:
+        return one.copy_(one_host, non_blocking=True)
+
+    copies, launches = _captured(copy_one, NUM_NODES), _captured(lambda: one.mul_(1.0), NUM_NODES)
+    return [
+        Probe(
+            name="bandwidth",
+            seconds=lambda: _event_seconds(many.sum),
+            num_bytes=many.nbytes,
+        ),
+        Probe(
+            name="pinned",
+            seconds=lambda: _event_seconds(lambda: into.copy_(pinned, non_blocking=True)),
+            num_bytes=into.nbytes,
+        ),
+        Probe(
+            name="pageable",
+            seconds=lambda: seconds_of(lambda: _waited(lambda: into.copy_(pageable))),
+            num_bytes=into.nbytes,
+        ),
+        Probe(name="copy", seconds=lambda: _event_seconds(copies.replay) / NUM_NODES),
+        Probe(name="launch", seconds=lambda: _event_seconds(launches.replay) / NUM_NODES),
+        Probe(name="round trip", seconds=_round_trip(device)),
+    ]
+
+
+def _round_trip(device: torch.device) -> Callable[[], float]:
+    """Seconds of one way there and back, of NUM_NODES one after the other."""
+    x, x_host = torch.ones(HIDDEN_STATE_VALUES, device=device), _pinned(HIDDEN_STATE_VALUES)
+    there = _captured(lambda: x_host.copy_(x, non_blocking=True), 1)
+    back = _captured(lambda: x.copy_(x_host, non_blocking=True), 1)
+    is_there = torch.cuda.Event()
+
+    def run() -> None:
+        for _ in range(NUM_NODES):
+            there.replay()
+            is_there.record()
+            while not is_there.query():
+                pass
+            back.replay()
+
+    return lambda: seconds_of(lambda: _waited(run)) / NUM_NODES
+
+
+def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
+    """A graph of `count` runs, each after the one before it."""
+    _waited(run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            run()
+    _waited(graph.replay)  # its first start uploads it
+    return graph
+
+
+def _event_seconds(run: Callable[[], object]) -> float:
+    """Between two events round what was started, on the device's clock."""
+    with _events() as (begin, end):
+        run()
+    return begin.elapsed_time(end) / 1e3
+
+
+@contextmanager
+def _events() -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    yield begin, end
+    end.record()
+    torch.cuda.synchronize()
+
+
+def _waited(run: Callable[[], object]) -> None:
+    run()
+    torch.cuda.synchronize()
+
+
+def _pinned(count: int) -> Tensor:
+    return torch.ones(count).pin_memory()

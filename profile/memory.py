@@ -1,0 +1,144 @@
+"""How much memory a profile takes, all layers at once or one at a time, and how much there is.
+
+What this module does not know: how a profile is made.
+
+Letters: T tokens of a chunk, D model width, F neurons of a layer, R predictor rank."""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sparkinfer.budget import (
+    LOGITS_CHUNK,
+    PREFILL_CHUNK,
+    kv_bytes_per_layer,
+    plan_bytes,
+    workspace_bytes,
+)
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.calibrate import free_memory_bytes
+from sparkinfer.sizes import format_bytes
+
+# Of free memory, what a profile may take: the rest is for others, and for blocks that do not fit.
+FREE_SHARE = 0.9
+# Observers see a gate in f32 and make of it magnitudes, bins (int64) and firings.
+OBSERVER_BYTES_PER_VALUE = 32
+# Code that is read when it first runs (10 MiB), what products and observers take for a moment
+# more than is counted here, and what the C library cannot give back.
+SLACK_BYTES = 24 << 20
+_C = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a profile may take of a device's memory, over what this process has taken already."""
+
+    num_bytes: int
+    taken_bytes: int  # on the CPU; what CUDA takes itself is not known to torch
+    says: str  # where the limit comes from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    whole_bytes: int  # with all layers at once
+    layer_bytes: int  # with one layer at a time, hidden states left out
+    state_row_bytes: int  # of one token, between two layers
+
+
+def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
+    """The smaller of what is free and what `max_memory_bytes` leaves.
+
+    On the CPU the latter bounds all that is resident: anonymous memory and pages of mapped files,
+    those of the program itself among them. On CUDA it bounds what torch allocates there.
+    Raises SparkinferError where it cannot be known or leaves nothing."""
+    if device.type == "cuda":
+        free, taken = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]), 0
+    else:
+        free = int(FREE_SHARE * free_memory_bytes())
+        taken = 0 if max_memory_bytes is None else resident_bytes()
+    if max_memory_bytes is None or max_memory_bytes - taken > free:
+        return Room(num_bytes=free, taken_bytes=taken, says=f"{format_bytes(free)} are free")
+    if max_memory_bytes <= taken:
+        raise SparkinferError(
+            f"max memory is {format_bytes(max_memory_bytes)}, but the program alone takes"
+            f" {format_bytes(taken)}; give more"
+        )
+    return Room(
+        num_bytes=max_memory_bytes - taken,
+        taken_bytes=taken,
+        says=f"max memory is {format_bytes(max_memory_bytes)}",
+    )
+
+
+def needs_of(model: ModelFile, *, window: int, context_length: int, rank: int | None) -> Needs:
+    """`window` tokens are run at a time; `rank` is that of the predictors to train, if any."""
+    shape, layers = model.shape, model.shape.num_layers
+    whole = dict(
+        plan_bytes(
+            model,
+            context_length=context_length,
+            num_hot=[0] * layers,
+            dense_on_gpu=[False] * layers,
+            head_on_gpu=False,
+        )[1],
+        predictor=0,  # not run
+    )
+    lasting, passing = (0, 0) if rank is None else trainer_bytes(shape.width, shape.num_neurons, rank)  # fmt: skip
+    observers = OBSERVER_BYTES_PER_VALUE * min(PREFILL_CHUNK, window) * shape.num_neurons
+    one = max(streamed_layer_bytes(model, layer) for layer in range(layers))
+    no_logits = workspace_bytes(model, window) - 4 * LOGITS_CHUNK * shape.vocab_size
+    return Needs(
+        whole_bytes=sum(whole.values()) + observers + layers * lasting + passing,
+        layer_bytes=one + kv_bytes_per_layer(model, window) + no_logits + observers
+        + lasting + passing + SLACK_BYTES,
+        state_row_bytes=4 * shape.width,
+    )  # fmt: skip
+
+
+def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
+    """Weights of a layer, and for a stock file what transposing takes: the matrix unpacked (twice
+    for a moment) and transposed, and the difference of the two."""
+    prefix = f"blk.{layer}."
+    own = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
+    weights = sum(e.num_bytes for n, e in own.items() if not n.startswith("ffn_pred_"))
+    is_stock = model.layout == "stock"
+    return weights + (16 * model.shape.num_neurons * model.shape.width if is_stock else 0)
+
+
+def trainer_bytes(width: int, num_neurons: int, rank: int) -> tuple[int, int]:
+    """(while it lives, at its start or in a step) of one layer's profile.training.LayerTrainer.
+
+    The first: moments in f64, the whitening, the gate matrix, and weights with gradients and the
+    two moments of Adam. The second: the SVD of F x D in f64 with LAPACK's copies and workspace
+    (at 3072 x 1024 some 230 MiB, from one peak), or a step's T x F values."""
+    square, gate = width * width, num_neurons * width
+    lasting = 12 * square + 4 * gate + 16 * rank * (width + num_neurons)
+    svd = 48 * gate + 96 * square
+    return lasting, max(svd, 40 * PREFILL_CHUNK * num_neurons)
+
+
+def trim() -> None:
+    """Gives back what the C library keeps of freed memory; nothing where it has no such call.
+
+    glibc keeps blocks of up to 32 MiB once it has seen one freed. In the test of a model of four
+    times its cap the peak over the start was 129 MiB without this, growing by 4 MiB a layer, 101
+    with a call a window, and 83 with a call a chunk, in 1.1 of 11 seconds at most."""
+    if hasattr(_C, "malloc_trim"):
+        _C.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in main memory. Raises SparkinferError where it is unknown."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        kinds = ("RssAnon", "RssFile", "RssShmem")
+        return sum(1024 * int(fields[kind].split()[0]) for kind in kinds)
+    except (OSError, KeyError, ValueError) as error:
+        raise SparkinferError(
+            "max memory needs /proc/self/status (Linux), which tells what this process takes;"
+            " leave it out"
+        ) from error

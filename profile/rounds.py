@@ -1,0 +1,55 @@
+"""Times several things in turn, round by round: a slow moment of the machine then falls on all of
+them alike, and shows as a spread of each.
+
+What this module does not know: what is timed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sparkinfer.machine_file import Figure
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One thing to time. `seconds()` runs it once, prepared and waited for; the figure is
+    `num_bytes` over that in GB/s, or where there are no bytes the seconds themselves."""
+
+    name: str
+    seconds: Callable[[], float]
+    num_bytes: int | None = None
+
+    def figure(self, times: Sequence[float]) -> Figure:
+        if self.num_bytes is None:
+            return Figure.of_rounds(times, is_rate=False)
+        return Figure.of_rounds([self.num_bytes / t / 1e9 for t in times], is_rate=True)
+
+
+def run_rounds(
+    probes: Sequence[Probe],
+    time_limit_s: float,
+    on_probe: Callable[[float], None] = lambda count: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Figure]:
+    """A figure of each probe by its name: MAX_ROUNDS rounds, or fewer once the time is over, but
+    MIN_ROUNDS in any case; before them one that is not counted."""
+    began = clock()
+    times: dict[str, list[float]] = {probe.name: [] for probe in probes}
+    assert len(times) == len(probes), "two probes have one name"
+    for count in range(MAX_ROUNDS + 1):
+        if count > MIN_ROUNDS and clock() - began > time_limit_s:
+            break
+        for probe in probes:
+            taken = probe.seconds()
+            if count:
+                times[probe.name].append(taken)
+            on_probe(1)
+    return {probe.name: probe.figure(times[probe.name]) for probe in probes}
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

@@ -1,0 +1,83 @@
+"""Hidden states of many tokens between two layers: in memory, or in a file without a name.
+
+The file is read and written, not mapped: a few megabytes at a time are in this process's memory,
+whatever the system keeps in its own cache.
+
+Letters: N tokens of all windows, T tokens at a time, D model width."""
+
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import format_bytes
+
+
+class States(Protocol):
+    def read(self, start: int, stop: int) -> Tensor:
+        """f32 [T, D], a copy."""
+
+    def write(self, start: int, x_TD: Tensor) -> None: ...
+
+    def close(self) -> None:
+        """Frees the memory, or the space on the disk."""
+
+
+class MemoryStates:
+    def __init__(self, num_tokens: int, width: int, device: torch.device) -> None:
+        self.x_ND = torch.empty(num_tokens, width, device=device)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.x_ND[start:stop].clone()
+
+    def write(self, start: int, x_TD: Tensor) -> None:
+        self.x_ND[start : start + len(x_TD)] = x_TD
+
+    def close(self) -> None:
+        del self.x_ND
+
+
+class FileStates:
+    """In a file of `folder` that has no name and ends with this process."""
+
+    def __init__(self, num_tokens: int, width: int, folder: Path) -> None:
+        """Raises SparkinferError where the folder cannot be written or has too little space."""
+        self.width = width
+        num_bytes = 4 * num_tokens * width
+        try:
+            self.file: io.FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
+        except OSError as error:
+            raise SparkinferError(f"{folder}: cannot be written: {error.strerror}") from error
+        try:
+            os.posix_fallocate(self.file.fileno(), 0, num_bytes)
+        except OSError as error:
+            self.file.close()
+            raise SparkinferError(
+                f"{folder}: no space for {format_bytes(num_bytes)} of hidden states"
+                f" ({error.strerror}); write the profile to another disk, or take fewer --tokens"
+            ) from error
+
+    def read(self, start: int, stop: int) -> Tensor:
+        x_TD = torch.empty(stop - start, self.width)
+        left = x_TD.numpy().data.cast("B")
+        self.file.seek(4 * start * self.width)
+        while left:
+            count = self.file.readinto(left)
+            assert count, (start, stop)  # the file was made as long as this
+            left = left[count:]
+        return x_TD
+
+    def write(self, start: int, x_TD: Tensor) -> None:
+        left = np.ascontiguousarray(x_TD.cpu().numpy()).data.cast("B")
+        self.file.seek(4 * start * self.width)
+        while left:
+            left = left[self.file.write(left) :]
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,272 @@
+"""What calibrate measures, how it says what to doubt, and the file it writes."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import make_machine
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.machine_file import Figure, Machine
+from sparkinfer.profile import calibrate as calibrating
+from sparkinfer.profile import calibrate_gpu
+from sparkinfer.profile.calibrate import CalibrateConfig, calibrate, report, thread_counts
+from sparkinfer.profile.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds
+
+RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(machine, seconds it took, what it said, number of timings heard of)."""
+    lines, timings = [], []
+    began = time.perf_counter()
+    path = tmp_path_factory.mktemp("calibrate") / "m.json"
+    machine = calibrate(CalibrateConfig(output=path, gpu_from=RTX), lines.append, timings.append)
+    assert Machine.load(path) == machine
+    return machine, time.perf_counter() - began, lines, timings
+
+
+def test_it_takes_less_than_half_a_minute(measured):
+    _, seconds, _, timings = measured
+    assert seconds < 30
+    assert len(timings) >= MIN_ROUNDS
+
+
+def test_every_figure_has_a_spread_that_holds_together(measured):
+    machine, _, lines, _ = measured
+    cores = thread_counts(machine.num_threads)
+    assert list(machine.cpu_bandwidth_gb_per_s) == list(machine.cpu_sum_gb_per_s) == cores
+    for name, figure in machine.figures.items():
+        if name.startswith("cpu"):
+            assert figure.rounds >= MIN_ROUNDS
+            low, median, high = figure.quartiles
+            assert 0.2 < low <= median <= high <= figure.best < 2000
+    assert sum(line.startswith("CPU, ") for line in lines) == len(cores)
+
+
+def test_more_threads_are_not_much_slower_than_one(measured):
+    """Nor can two read more than twice what one reads; bounds for a machine that is in use."""
+    machine, *_ = measured
+    for figures in (machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s):
+        one = figures[1].best
+        for threads, figure in figures.items():
+            assert 0.6 * one < figure.best < 1.5 * threads * one
+        assert max(figure.best for figure in figures.values()) >= one
+
+
+def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypatch):
+    machine, _, lines, _ = measured
+    if torch.cuda.is_available():
+        assert machine.gpus[0].source == "measured"
+        return
+    assert machine.gpus == Machine.load(RTX).gpus
+    assert "not measured" in lines[0]
+    monkeypatch.setattr(calibrating, "measure_cpu", lambda *a: ({1: Figure(best=1.0)}, {}))
+    bare = calibrate(CalibrateConfig(output=tmp_path / "n.json"))
+    assert bare.gpus == ()
+    with pytest.raises(SparkinferError, match="has no GPU either"):
+        calibrate(CalibrateConfig(output=tmp_path / "o.json", gpu_from=tmp_path / "n.json"))
+    real = make_machine()
+    gpu = replace(real.gpus[0], source="measured")
+    replace(real, gpus=(gpu,)).save(tmp_path / "real.json")
+    lent = calibrate(CalibrateConfig(output=tmp_path / "p.json", gpu_from=tmp_path / "real.json"))
+    assert lent.gpus[0].source == "measured on synthetic CPU"
+
+
+def test_without_the_kernels_the_sum_is_what_the_runtime_reaches(monkeypatch):
+    monkeypatch.setattr(calibrating.library, "is_available", lambda: False)
+    monkeypatch.setattr(calibrating, "num_cores", lambda: 1)
+    monkeypatch.setattr(calibrating, "buffer_bytes", lambda: 8 << 20)
+    lines = []
+    kernels, sums = calibrating.measure_cpu(lines.append)
+    assert kernels == sums
+    assert "not built" in lines[0]
+
+
+def test_thread_counts():
+    assert thread_counts(1) == [1]
+    assert thread_counts(6) == [1, 2, 3, 4, 5, 6]
+    assert thread_counts(24) == [1, 2, 4, 8, 12, 16, 24]
+    assert thread_counts(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+# ---- rounds and figures --------------------------------------------------------------------------
+
+
+def test_rounds_are_interleaved_and_the_first_is_not_counted():
+    order: list[str] = []
+    seconds = {"a": iter([9.0, *range(1, 99)]), "b": iter([9.0] + [2.0] * 99)}
+
+    def probe(name: str, num_bytes: int | None) -> Probe:
+        def run() -> float:
+            order.append(name)
+            return next(seconds[name])
+
+        return Probe(name=name, seconds=run, num_bytes=num_bytes)
+
+    found = run_rounds([probe("a", None), probe("b", 4 * 10**9)], 1e9)
+    assert order == ["a", "b"] * (MAX_ROUNDS + 1)
+    assert found["a"] == Figure(best=1.0, quartiles=(4.5, 8.0, 11.5), rounds=15)
+    assert found["b"] == Figure(best=2.0, quartiles=(2.0, 2.0, 2.0), rounds=15)
+
+
+def test_rounds_end_with_the_time_but_not_before_the_fewest():
+    now = iter(range(100))
+    probe = Probe(name="a", seconds=lambda: 1.0)
+    assert run_rounds([probe], 0.0, clock=lambda: next(now))["a"].rounds == MIN_ROUNDS
+    now = iter(range(100))
+    assert run_rounds([probe], 3.5, clock=lambda: next(now))["a"].rounds == MIN_ROUNDS + 3
+
+
+def test_the_best_rate_is_the_largest_and_the_best_time_the_smallest():
+    assert Figure.of_rounds([3, 1, 2], is_rate=True).best == 3
+    assert Figure.of_rounds([3, 1, 2], is_rate=False).best == 1
+
+
+def test_a_figure_is_doubted_where_rounds_differ_much():
+    steady = Figure.of_rounds([10, 10.1, 10.2, 10.1, 10], is_rate=True)
+    torn = Figure.of_rounds([10, 5, 9, 4, 6], is_rate=True)
+    assert not steady.is_doubtful
+    assert torn.is_doubtful
+    assert not Figure(best=3.0).is_doubtful
+    machine = replace(make_machine(), cpu_bandwidth_gb_per_s={1: steady, 2: torn})
+    notes = [line for line in report(machine) if line.startswith("note")]
+    assert len(notes) == 1
+    assert "cpu with 2 threads: 10 at best" in notes[0]
+    assert "another process is using the memory" in notes[0]
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def test_the_exact_text_of_a_small_file(tmp_path):
+    machine = replace(make_machine(num_gpus=0), cpu_sum_gb_per_s={}, cpu_bandwidth_gb_per_s={
+        2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)})  # fmt: skip
+    machine.save(tmp_path / "m")
+    assert json.loads((tmp_path / "m").read_text()) == {
+        "format": "sparkinfer.machine", "version": 2, "cpu_name": "synthetic CPU",
+        "num_threads": 2, "memory_bytes": 64 << 30, "free_bytes": 48 << 30,
+        "cpu_bandwidth_gb_per_s": {
+            "2": {"best": 20.0, "quartiles": [17.5, 18.0, 19.0], "rounds": 7}},
+        "cpu_sum_gb_per_s": {}, "gpus": [], "versions": {},
+    }  # fmt: skip
+    assert Machine.load(tmp_path / "m") == machine
+    assert machine.best_cpu_bandwidth_gb_per_s == 20.0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c.update(version=1), "version 1, this program reads 2"),
+        (lambda c: c.update(format="x"), "format 'x'"),
+        (lambda c: c.pop("cpu_sum_gb_per_s"), "'cpu_sum_gb_per_s' is unknown or missing"),
+        (lambda c: c["cpu_bandwidth_gb_per_s"].update({"1": 3.0}), "figure 3.0 is not an object"),
+        (lambda c: c["cpu_bandwidth_gb_per_s"].clear(), "no CPU bandwidth"),
+        (lambda c: c["gpus"][0]["launch_s"].update(best=0), "launch_s is 0, wanted more"),
+        (lambda c: c["gpus"][0]["launch_s"].update(mean=1), "unexpected keyword argument 'mean'"),
+        (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[1, 2, 3]), "of 0 rounds"),
+        (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[1, 2], rounds=3), "not enough values"),
+        (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[3, 2, 1], rounds=3), "ascending"),
+        (lambda c: c["gpus"][0]["launch_s"].update(quartiles=[0, 2, 3], rounds=3), "quartile 1 of"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_in_one_line_that_says_calibrate_again(tmp_path, change, message):
+    make_machine().save(tmp_path / "m")
+    content = json.loads((tmp_path / "m").read_text())
+    change(content)
+    (tmp_path / "m").write_text(json.dumps(content))
+    with pytest.raises(SparkinferError, match=message) as caught:
+        Machine.load(tmp_path / "m")
+    assert "run sparkinfer calibrate again" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_prints_one_object_and_says_what_it_measured(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sparkinfer", "calibrate", "-o", "m.json", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cpu_bandwidth_gb_per_s"]["1"]["rounds"] >= MIN_ROUNDS
+    assert "CPU, 1 threads: " in done.stderr
+
+
+# ---- a GPU ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_figures_of_a_gpu_are_plausible():
+    gpu = calibrate_gpu.measure_gpu(0, 10.0)
+    assert 50 < gpu.bandwidth_gb_per_s.best < 20_000
+    assert 0.5 < gpu.host_to_device_pageable_gb_per_s.best < 1000
+    assert gpu.host_to_device_gb_per_s.best < gpu.bandwidth_gb_per_s.best
+    assert 1e-7 < gpu.launch_s.best < 1e-4
+    assert 1e-7 < gpu.copy_latency_s.best < gpu.round_trip_s.best < 1e-3
+
+
+class FakeCuda:
+    """torch.cuda's names over the CPU: what is captured runs at replay, events read the clock."""
+
+    def __init__(self) -> None:
+        self.captured: FakeGraph | None = None
+        self.device_count = lambda: 1
+        self.get_device_properties = lambda device: SimpleNamespace(name="fake GPU")
+        self.mem_get_info = lambda device: (64 << 20, 128 << 20)
+        self.synchronize = lambda: None
+        self.empty_cache = lambda: None
+        self.Event, self.CUDAGraph = FakeEvent, FakeGraph
+
+    @contextmanager
+    def device(self, device) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def graph(self, graph) -> Iterator[None]:
+        graph.num_captures += 1
+        yield
+
+
+class FakeEvent:
+    def __init__(self, enable_timing=False) -> None:
+        self.enable_timing = enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return self.at > 0
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.enable_timing and end.enable_timing
+        return 1e3 * (end.at - self.at)
+
+
+class FakeGraph:
+    num_captures = 0
+
+    def replay(self) -> None:
+        assert self.num_captures == 1, "replayed before it was captured, or captured twice"
+
+
+def test_a_rehearsal_of_the_gpu_measurements_without_one(monkeypatch):
+    """Runs every line of it; the figures mean nothing."""
+    fake, device = FakeCuda(), torch.device
+    monkeypatch.setattr(calibrate_gpu.torch, "cuda", fake)
+    monkeypatch.setattr(calibrate_gpu.torch, "device", lambda *a: device("cpu"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    timings: list[float] = []
+    gpu = calibrate_gpu.measure_gpu(0, 0.1, timings.append)
+    assert (gpu.name, gpu.source) == ("fake GPU", "measured")
+    assert len(gpu.figures) == 6
+    assert all(figure.rounds >= MIN_ROUNDS for figure in gpu.figures.values())
+    assert len(timings) >= 6 * (MIN_ROUNDS + 1)
