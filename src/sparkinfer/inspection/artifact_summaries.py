@@ -2,7 +2,7 @@
 
 Letters: L layers, F neurons of a layer."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from sparkinfer.budget import Items
@@ -136,6 +136,6 @@ class MachineSummary:
     def load(cls, path: Path) -> "MachineSummary":
         return cls(path=path, file_bytes=path.stat().st_size, machine=Machine.load(path))
 
-    def gpu_figures(self) -> list[dict[str, str | int | float]]:
+    def gpu_figures(self) -> list[dict[str, object]]:
         """Every field of every GPU, by its name in the file."""
-        return [asdict(gpu) for gpu in self.machine.gpus]
+        return [dict(vars(gpu)) for gpu in self.machine.gpus]

@@ -17,6 +17,7 @@ from sparkinfer.inspection.artifact_summaries import (
 )
 from sparkinfer.inspection.gguf_summary import Amount, GgufSummary, TensorFact, TokenizerFacts
 from sparkinfer.inspection.inspect_file import Summary
+from sparkinfer.machine_file import Figure
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.sizes import format_bytes
 
@@ -250,7 +251,7 @@ def _machine_facts(summary: MachineSummary) -> list[Row]:
         ("CPU", machine.cpu_name),
         ("threads", machine.num_threads),
         ("memory", f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free"),
-        *((f"bandwidth, threads: {threads}", f"{rate:.2f} GB/s")
+        *((f"bandwidth, threads: {threads}", f"{_figure(rate)} GB/s")
           for threads, rate in machine.cpu_bandwidth_gb_per_s.items()),
         ("GPUs", len(machine.gpus) or "none"),
         *((f"version of {name}", version) for name, version in machine.versions.items()),
@@ -261,11 +262,24 @@ def _gpus(summary: MachineSummary) -> list[Table]:
     """Every figure under its name in the file, which has the unit."""
     return [
         _facts(f"GPU {number}", [
-            (name, f"{value:,}" if isinstance(value, int) else value)
-            for name, value in figures.items()
+            (name, _shown(value)) for name, value in figures.items()
         ])
         for number, figures in enumerate(summary.gpu_figures())
     ]  # fmt: skip
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Figure):
+        return _figure(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _figure(figure: Figure) -> str:
+    """The best, and between which values half of the rounds lay."""
+    if figure.quartiles is None:
+        return f"{figure.best:g} (not measured)"
+    low, _, high = figure.quartiles
+    return f"{figure.best:.4g} (half of {figure.rounds} rounds {low:.4g} to {high:.4g})"
 
 
 # ---- all -----------------------------------------------------------------------------------
