@@ -29,15 +29,16 @@ class Counter:
         self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
         self._count: dict[int, Tensor] = {}  # i64 [F] a layer
         self._histogram: dict[int, Tensor] = {}  # i64 [B] a layer
-        self._has_nan: dict[int, Tensor] = {}  # bool [] a layer
+        self._has_nan: Tensor | None = None  # bool []
 
     def wants(self, name: str, layer: int | None) -> bool:
-        return name in ("ffn_gate", "layer_out")
+        return name == "ffn_gate" or (name == "layer_out" and layer == len(self.gates) - 1)
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        if name == "layer_out":  # a NaN among the gates is one here, and these are fewer
-            self._note_nan(layer, tensor)
+        if name == "layer_out":  # a NaN in any layer is one here, and these values are fewer
+            is_nan = torch.isnan(tensor.max())  # one pass; a NaN is above every number
+            self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
             return
         if layer not in self._count:
             self._start(layer, tensor.device)
@@ -67,18 +68,10 @@ class Counter:
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
             count_F += part_TF.sum(dim=0, dtype=torch.uint8)
 
-    def _note_nan(self, layer: int, out_TD: Tensor) -> None:
-        is_nan = torch.isnan(out_TD.max())  # one pass; a NaN is above every number
-        seen = self._has_nan.get(layer)
-        self._has_nan[layer] = is_nan if seen is None else seen | is_nan
-
     def check(self) -> None:
         """Raises SparkinferError for NaN: such a model has no firings to count."""
-        for layer, has_nan in sorted(self._has_nan.items()):
-            if has_nan:
-                raise SparkinferError(
-                    f"layer {layer}: the model gave NaN; convert its checkpoint again"
-                )
+        if self._has_nan is not None and self._has_nan:
+            raise SparkinferError("the model gave NaN; convert its checkpoint again")
 
     def arrays(self) -> dict[str, Tensor]:
         """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first token."""

@@ -90,9 +90,10 @@ class LayerTrainer:
         num_steps: int,
     ) -> None:
         """Starts from these weights, those of `start` or of an earlier run."""
-        self.whiten_DD = whiten_DD
-        self.inner_RD = nn.Parameter(inner_RD)
-        self.up_FR = nn.Parameter(up_FR)
+        # Contiguous, as what is loaded is: products of another layout round otherwise.
+        self.whiten_DD = whiten_DD.contiguous()
+        self.inner_RD = nn.Parameter(inner_RD.contiguous())
+        self.up_FR = nn.Parameter(up_FR.contiguous())
         self.bias_F = nn.Parameter(bias_F)
         parameters = [self.inner_RD, self.up_FR, self.bias_F]
         self.optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=0.0)

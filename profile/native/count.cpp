@@ -4,10 +4,14 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr int64_t MAX_BINS = 256;
+constexpr int64_t LANES = 16;
 constexpr int NUM_TABLES = 4;  // a run of equal bins would wait for the addition before
 
 // Sizes of `count` neurons that fire, into the tables.
@@ -22,6 +26,55 @@ inline void add_bins(const float* size, int64_t count, const uint8_t* first, con
     }
 }
 
+// Adds 1 to `fired` of each neuron of a row that fires, and puts |value| of those into `size`
+// (with room for LANES more); returns how many.
+using Pick = int64_t (*)(const float* row, int64_t F, float threshold, bool is_magnitude,
+                         int32_t* fired, float* size);
+
+inline int64_t pick_from(int64_t f, int64_t found, const float* row, int64_t F, float threshold,
+                         bool is_magnitude, int32_t* fired, float* size) {
+    for (; f < F; ++f) {
+        const float magnitude = std::fabs(row[f]);
+        const bool fires = (is_magnitude ? magnitude : row[f]) > threshold;
+        fired[f] += fires;
+        size[found] = magnitude;
+        found += fires;
+    }
+    return found;
+}
+
+int64_t pick_generic(const float* row, int64_t F, float threshold, bool is_magnitude,
+                     int32_t* fired, float* size) {
+    return pick_from(0, 0, row, F, threshold, is_magnitude, fired, size);
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx512f,popcnt"))) int64_t pick_avx512(const float* row, int64_t F,
+                                                              float threshold, bool is_magnitude,
+                                                              int32_t* fired, float* size) {
+    const __m512 limit = _mm512_set1_ps(threshold);
+    const __m512i one = _mm512_set1_epi32(1);
+    int64_t found = 0, f = 0;
+    for (; f + LANES <= F; f += LANES) {
+        const __m512 value = _mm512_loadu_ps(row + f), magnitude = _mm512_abs_ps(value);
+        const __mmask16 fires =
+            _mm512_cmp_ps_mask(is_magnitude ? magnitude : value, limit, _CMP_GT_OQ);
+        const __m512i before = _mm512_loadu_si512(fired + f);
+        _mm512_storeu_si512(fired + f, _mm512_mask_add_epi32(before, fires, before, one));
+        _mm512_storeu_ps(size + found, _mm512_maskz_compress_ps(fires, magnitude));
+        found += __builtin_popcount(fires);
+    }
+    return pick_from(f, found, row, F, threshold, is_magnitude, fired, size);
+}
+#endif
+
+Pick best_pick() {
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512f")) return pick_avx512;
+#endif
+    return pick_generic;
+}
+
 }  // namespace
 
 // value: f32 [T, F]; a neuron fires where value > threshold, or |value| > threshold.
@@ -34,26 +87,13 @@ extern "C" __attribute__((visibility("default"))) int32_t spark_count(
     int64_t num_bins) {
     if (T < 0 || F < 1 || num_bins < 1 || num_bins > MAX_BINS || T > INT32_MAX / F) return 1;
     std::vector<int32_t> fired_in_chunk(F);
-    std::vector<float> sizes(F);
+    std::vector<float> sizes(F + LANES);
     std::vector<int32_t> tables(NUM_TABLES * MAX_BINS);
     int64_t num_fired = 0;
+    const Pick pick = best_pick();
     for (int64_t t = 0; t < T; ++t) {
-        const float* row = value + t * F;
-        int64_t found = 0;
-        if (is_magnitude) {
-            for (int64_t f = 0; f < F; ++f) fired_in_chunk[f] += std::fabs(row[f]) > threshold;
-            for (int64_t f = 0; f < F; ++f) {
-                sizes[found] = std::fabs(row[f]);
-                found += sizes[found] > threshold;
-            }
-        } else {
-            for (int64_t f = 0; f < F; ++f) fired_in_chunk[f] += row[f] > threshold;
-            for (int64_t f = 0; f < F; ++f) {
-                sizes[found] = row[f];
-                found += row[f] > threshold;
-            }
-            for (int64_t i = 0; i < found; ++i) sizes[i] = std::fabs(sizes[i]);
-        }
+        const int64_t found =
+            pick(value + t * F, F, threshold, is_magnitude, fired_in_chunk.data(), sizes.data());
         add_bins(sizes.data(), found, first, edge, tables.data());
         num_fired += found;
     }
