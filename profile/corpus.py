@@ -1,9 +1,18 @@
-"""Text files as windows of token ids, in an order drawn from a seed.
+"""Corpora as windows of token ids, from places drawn by a seed.
+
+How places are drawn: the blocks of all files (see profile.sources) stand in one row, files in the
+order given and those of a folder in sorted order; the seed gives an order of the blocks, and they
+are read in that order until there are enough tokens. A block gives one stretch of each of its
+texts: short texts are joined up to STRETCH characters, of a longer one the first round takes one
+of about that length, the next round (when every block had its turn) another, so that a few long documents do
+not crowd out the rest. What is drawn depends on the seed, on the files and on nothing else.
 
 What this module does not know: what the tokens are counted for."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +20,15 @@ import torch
 from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import require_file, sha256_of
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.profile.sources import Source, find_sources, sha256_of_text, stdin_as_file
 from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.text import TextCodec
 
 WINDOW = 512
-MIN_WINDOW = 16  # the end of a piece is left out where it is shorter
-PIECE_CHARACTERS = 8192
-BATCH = 64  # pieces tokenised at a time
+MIN_WINDOW = 16  # the end of a stretch is left out where it is shorter
+STRETCH = 8192  # characters
+BATCH = 64  # stretches tokenised at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,61 +40,127 @@ class Windows:
     def num_tokens(self) -> int:
         return sum(len(window) for window in self.ids)
 
+    @property
+    def sha256(self) -> str:
+        """Of all ids and the lengths of the windows."""
+        digest = hashlib.sha256()
+        for window in self.ids:
+            digest.update(len(window).to_bytes(8, "little") + window.numpy().tobytes())
+        return digest.hexdigest()
+
 
 def read_windows(
-    files: Sequence[Path], codec: TextCodec, *, context_length: int, max_tokens: int, seed: int
+    files: Sequence[Path],
+    codec: TextCodec,
+    *,
+    context_length: int,
+    max_tokens: int,
+    seed: int,
+    text_key: str = "text",
+    must_fill: bool = False,
+    vocab_size: int | None = None,
 ) -> Windows:
     """Windows of all files, up to `max_tokens` in all, from places drawn from the seed.
 
-    A text is cut at ends of lines into pieces, and only as many pieces are tokenised as needed.
-    Raises SparkinferError for a file that is missing or not UTF-8 text, and for too little text."""
-    pieces = [(number, p) for number, path in enumerate(files) for p in _pieces(_read(path))]
-    order = np.random.default_rng(seed).permutation(len(pieces))
-    length = min(WINDOW, context_length)
-    chosen: list[Tensor] = []
-    used, left = [0] * len(files), max_tokens
-    for start in range(0, len(order), BATCH):
-        batch = [pieces[index] for index in order[start : start + BATCH]]
-        for (number, _), ids in zip(batch, codec.encode_many([t for _, t in batch]), strict=True):
-            for window in torch.tensor(ids, dtype=torch.int64).split(length):
-                window = window[:left]
-                if len(window) >= min(MIN_WINDOW, length):
-                    chosen.append(window)
-                    used[number] += len(window)
-                    left -= len(window)
-        if left < MIN_WINDOW:
-            break
-    if not chosen:
-        raise SparkinferError(
-            f"{files[0]}: fewer than {MIN_WINDOW} tokens in all; give a longer text"
+    `-` is standard input. Only as many blocks are read and tokenised as needed; the files that
+    tokens came from are read once through, for their sha256.
+
+    Raises SparkinferError for a file that is missing or not UTF-8 text, for a corpus of less
+    than MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens`), and for tokens that are
+    not below `vocab_size`."""
+    with stdin_as_file(files) as paths:
+        sources = find_sources(paths, text_key)
+        length = min(WINDOW, context_length)
+        chosen: list[Tensor] = []
+        used, left = [0] * len(sources), max_tokens
+        drawn = _draw(sources, seed)
+        while left and (batch := list(islice(drawn, BATCH))):
+            for (number, _), ids in zip(
+                batch, codec.encode_many([t for _, t in batch]), strict=True
+            ):
+                _check_ids(ids, vocab_size, codec, sources[number])
+                for window in torch.tensor(ids, dtype=torch.int64).split(length):
+                    if len(window) >= min(MIN_WINDOW, length) and left:
+                        chosen.append(window[:left].clone())
+                        used[number] += len(chosen[-1])
+                        left -= len(chosen[-1])
+        _check_enough(files, max_tokens - left, max_tokens, must_fill)
+        corpora = tuple(
+            Corpus(name=source.name, sha256=sha256_of_text(source), num_tokens=num_tokens)
+            for source, num_tokens in zip(sources, used, strict=True)
+            if num_tokens
         )
-    corpora = tuple(
-        Corpus(name=path.name, sha256=sha256_of(path), num_tokens=count)
-        for path, count in zip(files, used, strict=True)
-        if count
-    )
     return Windows(ids=tuple(chosen), corpora=corpora)
 
 
-def _pieces(text: str) -> list[str]:
-    """The text in pieces of about PIECE_CHARACTERS, cut behind ends of lines where there are any."""
-    pieces, start = [], 0
-    while start < len(text):
-        end = min(start + PIECE_CHARACTERS, len(text))
-        newline = text.rfind("\n", start, end)
-        if end < len(text) and newline > start:
-            end = newline + 1
-        pieces.append(text[start:end])
-        start = end
-    return pieces
+def spread_windows(windows: Windows | None, ranks: Ranks) -> Windows:
+    """The first process's windows in every process; the others pass None and get no `corpora`."""
+    ids = windows.ids if windows else ()
+    lengths = ranks.spread_bytes(np.array([len(w) for w in ids], np.int64).tobytes())
+    flat = ranks.spread_bytes(torch.cat(ids).numpy().tobytes() if ids else None)
+    all_ids = torch.from_numpy(np.frombuffer(flat, np.int64).copy())
+    split = all_ids.split(np.frombuffer(lengths, np.int64).tolist())
+    return Windows(ids=tuple(split), corpora=windows.corpora if windows else ())
 
 
-def _read(path: Path) -> str:
-    require_file(path, "text file (UTF-8)")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise SparkinferError(f"{path}: not UTF-8 text (byte {error.start}); convert it") from error
-    if not text.strip():
-        raise SparkinferError(f"{path}: an empty corpus; give a file with text in it")
-    return text
+def _draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
+    """(number of the source, stretch of text) until every text was given out."""
+    first = np.cumsum([0, *(source.num_blocks for source in sources)])
+    total = int(first[-1])
+    # 4 bytes a block of 8 KiB: 64 MB for 128 GiB of text.
+    order = np.random.default_rng(seed).permutation(np.arange(total, dtype=np.uint32))
+    for turn in count():
+        most = 0
+        for place in order:
+            number = int(np.searchsorted(first, place, side="right")) - 1
+            texts = sources[number].texts(int(place) - int(first[number]))
+            most = max([most, *(_num_stretches(text) for text in texts)])
+            for stretch in stretches(texts, turn, int(place)):
+                yield number, stretch
+        if turn + 1 >= most:
+            return
+
+
+def stretches(texts: Sequence[str], turn: int, shift: int) -> Iterator[str]:
+    """One stretch of each text that has one left in this turn; short ones joined by a line end.
+
+    A text of n stretches begins with the one that `shift` says and goes round, so that not only
+    beginnings are taken."""
+    joined: list[str] = []
+    for text in texts:
+        number = _num_stretches(text)
+        if turn >= number:
+            continue
+        size = -(-len(text) // number)
+        start = (turn + shift) % number * size
+        stretch = text[start : start + size]
+        if joined and sum(map(len, joined)) + len(stretch) > STRETCH:
+            yield "\n".join(joined)
+            joined = []
+        joined.append(stretch)
+    if any(stretch.strip() for stretch in joined):
+        yield "\n".join(joined)
+
+
+def _num_stretches(text: str) -> int:
+    return max(1, round(len(text) / STRETCH))
+
+
+def _check_ids(ids: list[int], vocab_size: int | None, codec: TextCodec, source: Source) -> None:
+    if vocab_size is not None and ids and max(ids) >= vocab_size:
+        raise SparkinferError(
+            f"{source.path}: token {max(ids)} of the tokenizer"
+            f" ({codec.tokenizer.get_vocab_size()} tokens) is not in the model's vocabulary of"
+            f" {vocab_size}; convert the checkpoint again with the tokenizer it was trained with"
+        )
+
+
+def _check_enough(files: Sequence[Path], found: int, wanted: int, must_fill: bool) -> None:
+    name = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+    if not found:
+        raise SparkinferError(f"{name}: fewer than {MIN_WINDOW} tokens in all; give a longer text")
+    if must_fill and found < wanted:
+        raise SparkinferError(
+            f"{name}: {found:,} tokens in all, --tokens asks for {wanted:,};"
+            " give a longer text or fewer --tokens"
+        )

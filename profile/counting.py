@@ -1,64 +1,125 @@
 """Counts, while the model runs, how often each neuron fires and how large its gate is.
 
+The sums stay on the device of the layer, in int64, and nothing waits for the device until they
+are asked for. What this module does not know: where the text came from.
+
 Letters: T tokens, L layers, F neurons, B histogram bins."""
+
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.native.library import NUM_BUCKETS, count
 from sparkinfer.profile_file import EDGES, NUM_BINS
 from sparkinfer.runtime.feed_forward import Gate
 
+_MAX_ADDED = 255  # ones that a uint8 holds
+
 
 class Counter:
-    """An observer of `ffn_gate`; the sums stay on the device of the layer, in int64."""
+    """An observer of `ffn_gate` and `layer_out`; what is summed up are those of this process."""
+
+    is_sum = True  # the counts of several processes add up; see profile.run.Part
 
     def __init__(self, gates: tuple[Gate, ...], num_neurons: int) -> None:
-        self.gates = gates
-        self.active_count: list[Tensor | None] = [None] * len(gates)  # [F] a layer
-        self.histogram: list[Tensor | None] = [None] * len(gates)  # [B] a layer
-        self.num_neurons = num_neurons
-        self.num_tokens = 0
+        self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
+        self._count: dict[int, Tensor] = {}  # i64 [F] a layer
+        self._histogram: dict[int, Tensor] = {}  # i64 [B] a layer
+        self._has_nan: Tensor | None = None  # bool []
 
     def wants(self, name: str, layer: int | None) -> bool:
-        return name == "ffn_gate"
+        return name == "ffn_gate" or (name == "layer_out" and layer == len(self.gates) - 1)
 
-    def observe(self, name: str, layer: int | None, gate_TF: Tensor) -> None:
-        """Raises SparkinferError for NaN: such a model has no firings to count."""
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        value_TF, fires_TF = self.gates[layer].act(gate_TF, is_dense=False)
-        bins = torch.bucketize(value_TF.abs(), _edges(gate_TF.device), right=True) - 1
-        if torch.isnan(gate_TF).any():
-            raise SparkinferError(
-                f"layer {layer}: the model gave NaN; convert its checkpoint again"
-            )
-        self._add(self.active_count, layer, fires_TF.sum(dim=0))
-        self._add(self.histogram, layer, torch.bincount(bins.flatten(), minlength=NUM_BINS))
+        if name == "layer_out":  # a NaN in any layer is one here, and these values are fewer
+            is_nan = torch.isnan(tensor.max())  # one pass; a NaN is above every number
+            self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
+            return
+        if layer not in self._count:
+            self._start(layer, tensor.device)
+        self._add(layer, tensor)
         if layer == 0:
-            self.num_tokens += len(gate_TF)
+            self.num_tokens += len(tensor)
 
-    @staticmethod
-    def _add(sums: list[Tensor | None], layer: int, amount: Tensor) -> None:
-        so_far = sums[layer]
-        sums[layer] = amount if so_far is None else so_far + amount
+    def _start(self, layer: int, device: torch.device) -> None:
+        self._count[layer] = torch.zeros(self.num_neurons, dtype=torch.int64, device=device)
+        self._histogram[layer] = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """active_count_LF and gate_histogram_LB, int64."""
+    def _add(self, layer: int, gate_TF: Tensor) -> None:
+        gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
+        count_F, histogram_B = self._count[layer], self._histogram[layer]
+        if gate_TF.device.type == "cpu":
+            # The native counter leaves out what does not fire, as `act` does.
+            value_TF = gate.act(gate_TF, is_dense=False)[0] if is_magnitude else gate_TF
+            threshold = gate.threshold if is_magnitude else gate.opens_above
+            first, edge = _tables()
+            count(
+                value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
+                count_F=count_F, histogram_B=histogram_B,
+            )  # fmt: skip
+            return
+        value_TF, fires_TF = gate.act(gate_TF, is_dense=False)
+        histogram_B += histogram(value_TF)
+        for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
+            count_F += part_TF.sum(dim=0, dtype=torch.uint8)
 
-        def stack(sums: list[Tensor | None]) -> np.ndarray:
-            return np.stack([s.cpu().numpy() for s in sums if s is not None]).astype(np.int64)
+    def check(self) -> None:
+        """Raises SparkinferError for NaN: such a model has no firings to count."""
+        if self._has_nan is not None and self._has_nan:
+            raise SparkinferError("the model gave NaN; convert its checkpoint again")
 
-        return stack(self.active_count), stack(self.histogram)
+    def arrays(self) -> dict[str, Tensor]:
+        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first token."""
+        layers = range(len(self.gates))
+        count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
+        histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
+        for layer in self._count:
+            count_LF[layer], histogram_LB[layer] = self._count[layer], self._histogram[layer]
+        return {
+            "active_count_LF": count_LF,
+            "gate_histogram_LB": histogram_LB,
+            "num_tokens": torch.tensor(self.num_tokens),
+        }
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        """Goes on from what `arrays` gave."""
+        self._count = dict(enumerate(arrays["active_count_LF"].clone()))
+        self._histogram = dict(enumerate(arrays["gate_histogram_LB"].clone()))
+        self.num_tokens = int(arrays["num_tokens"])
 
 
-_EDGES_ON: dict[torch.device, Tensor] = {}
+def histogram(value: Tensor) -> Tensor:
+    """int64 [B]: how many |values| (f32) lie in each bin of profile_file.EDGES; NaN in the last.
+
+    In torch, for GPUs: nothing here makes the host wait, as bincount would for the largest bin."""
+    size_A = value.abs().flatten()
+    bucket_A = (size_A.view(torch.int32) >> 16).long()
+    first, edge = (table.to(size_A.device) for table in _tables())
+    bins_A = first[bucket_A].int() + (size_A >= edge[bucket_A])
+    total_B = torch.zeros(NUM_BINS, dtype=torch.int64, device=value.device)
+    for part in bins_A.split(1 << 24):  # histc counts in f32
+        total_B += torch.histc(part.float(), NUM_BINS, 0, NUM_BINS).long()
+    return total_B
 
 
-def _edges(device: torch.device) -> Tensor:
-    if device not in _EDGES_ON:
-        _EDGES_ON[device] = torch.from_numpy(EDGES).float().to(device)
-    return _EDGES_ON[device]
+@cache
+def _tables() -> tuple[Tensor, Tensor]:
+    """A bucket is what has the upper 16 bits of an f32 in common (8 of exponent, 7 of mantissa).
+
+    Bins are wider, so that a bucket has at most one edge in it. Of each bucket: the bin of its smallest value, and the edge where the next bin begins."""
+    edges = np.append(EDGES.astype(np.float32), np.float32(np.inf))
+    smallest = (np.arange(NUM_BUCKETS, dtype=np.uint32) << 16).view(np.float32)
+    smallest = np.where(np.isnan(smallest), np.float32(np.inf), smallest)
+    first = np.minimum(np.searchsorted(edges, smallest, side="right") - 1, NUM_BINS - 1)
+    edge = edges[first + 1]
+    return torch.from_numpy(first.astype(np.uint8)), torch.from_numpy(
+        np.where(edge < np.inf, edge, np.nan)
+    )
 
 
 def thresholds_for(histogram_LB: np.ndarray, target_sparsity: float) -> tuple[float, ...]:

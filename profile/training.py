@@ -72,11 +72,29 @@ class LayerTrainer:
         rank = self.rank
         spread = whitened_FD.square().sum().div(len(whitened_FD)).sqrt()
         scale = 2 / spread.clamp(min=1e-12)
-        self.whiten_DD = (vector_DD / root_D).float()
-        self.inner_RD = nn.Parameter(v_RD[:rank].float().contiguous())
-        self.up_FR = nn.Parameter((u_FR[:, :rank] * s_R[:rank] * scale).float())
         threshold = self.gate.threshold if self.gate.activation == "fatrelu" else 0.0
-        self.bias_F = nn.Parameter(((self.gate_bias_F - threshold) * scale).float())
+        self.begin(
+            (vector_DD / root_D).float(),
+            v_RD[:rank].float().contiguous(),
+            (u_FR[:, :rank] * s_R[:rank] * scale).float(),
+            ((self.gate_bias_F - threshold) * scale).float(),
+            num_steps,
+        )
+
+    def begin(
+        self,
+        whiten_DD: Tensor,
+        inner_RD: Tensor,
+        up_FR: Tensor,
+        bias_F: Tensor,
+        num_steps: int,
+    ) -> None:
+        """Starts from these weights, those of `start` or of an earlier run."""
+        # Contiguous, as what is loaded is: products of another layout round otherwise.
+        self.whiten_DD = whiten_DD.contiguous()
+        self.inner_RD = nn.Parameter(inner_RD.contiguous())
+        self.up_FR = nn.Parameter(up_FR.contiguous())
+        self.bias_F = nn.Parameter(bias_F)
         parameters = [self.inner_RD, self.up_FR, self.bias_F]
         self.optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LinearLR(

@@ -56,8 +56,14 @@ class Gate:
             value = self._smooth(gate)
             fires = value.abs() > self.threshold
             return (value, torch.ones_like(fires)) if is_dense else (value * fires, fires)
-        fires = gate > (self.threshold if self.activation == "fatrelu" else 0.0)
+        fires = gate > self.opens_above
         return gate * fires, fires
+
+    @property
+    def opens_above(self) -> float:
+        """Where a neuron with a ReLU fires; SiLU and GELU compare what comes out instead."""
+        assert self.activation not in SMOOTH, self.activation
+        return self.threshold if self.activation == "fatrelu" else 0.0
 
     def _smooth(self, gate: Tensor) -> Tensor:
         if self.activation == "silu":

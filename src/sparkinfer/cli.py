@@ -5,15 +5,17 @@ inside its command, so that `sparkinfer --help` needs no torch. People read stde
 read stdout: the text of `generate`, or one JSON object with --json."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import Interrupted, SparkinferError
 from sparkinfer.sizes import format_bytes, parse_bytes
 from sparkinfer.written import Written
 
@@ -52,6 +54,10 @@ def main(argv: list[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except Interrupted as stopped:
+        if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes speaks for all
+            say(f"sparkinfer: {stopped}")
+        return stopped.exit_code
     except (KeyboardInterrupt, click.Abort):
         say("sparkinfer: interrupted; nothing half-written was left")
         return 130
@@ -137,10 +143,15 @@ def convert(
 
 
 @cli.command()
-@click.argument("model", type=FILE)
-@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True, help="Text file.")
+@click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
+@click.option("--corpus", "corpora", type=FILE, multiple=True,
+              help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
 @click.option("-o", "--output", type=FILE, required=True, help="The profile to write.")
-@click.option("--tokens", "max_tokens", default=131_072, show_default=True)
+@click.option("--tokens", "max_tokens", type=int,
+              help="So many, or an error; 131,072 by default, or what there is.")  # fmt: skip
+@click.option("--text-key", default="text", show_default=True,
+              help="Of JSON lines, and the column of parquet.")  # fmt: skip
+@click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model.")
 @click.option("--train-predictors", type=FILE, help="Folder for predictors.safetensors.")
 @click.option("--predictor-rank", type=int, help="An eighth of the model width by default.")
 @click.option("--target-contribution", default=0.985, show_default=True,
@@ -154,15 +165,35 @@ def convert(
 @device_option
 @force_option
 @json_option
-def profile(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: Any) -> None:
-    """Count how often each neuron fires on a text, and train predictors on the way."""
-    from sparkinfer.profile.collect import ProfileConfig
+def profile(
+    files: tuple[Path, ...],
+    output: Path,
+    force: bool,
+    is_merge: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Count how often each neuron fires on a text, and train predictors on the way.
+
+    Stopped, it leaves OUTPUT.resume; the same command goes on from there. By torchrun -m
+    sparkinfer profile ... several processes share the text. With --merge it adds up profiles."""
+    if is_merge:
+        _merge(files, output, force, as_json)
+        return
+    if len(files) != 1:
+        raise click.UsageError("one model at a time; text goes behind --corpus")
+    from sparkinfer.profile.collect import DEFAULT_TOKENS, ProfileConfig
     from sparkinfer.profile.collect import profile as run
+    from sparkinfer.profile.ranks import rank_here
     from sparkinfer.progress import progress
 
-    config = ProfileConfig(model=model, corpora=corpora, **options)
-    with progress("profiling", config.max_tokens, "tokens") as advance:
-        report = run(config, advance, say)
+    config = ProfileConfig(model=files[0], output=output, force=force, **options)
+    is_first = rank_here() == 0
+    total = config.max_tokens or DEFAULT_TOKENS
+    with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
+        report = run(config, advance or (lambda count: None), say)
+    if not is_first:
+        return
     density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
     lines = [
         f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
@@ -177,6 +208,19 @@ def profile(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: An
             f" contribution {mean([q.contribution for q in report.quality_L]):.2%},"
             f" {format_bytes(report.predictor_bytes)}"
         )
+    finish(report, as_json, lines)
+
+
+def _merge(files: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
+    from sparkinfer.profile.merge import MergeConfig, merge
+
+    report = merge(MergeConfig(profiles=files, output=output, force=force))
+    lines = [f"note: {note}" for note in report.notes]
+    lines.append(
+        f"wrote {output}: {report.num_tokens:,} tokens of {len(files)} profiles,"
+        f" density {mean(report.density_L):.1%}"
+    )
+    lines += [f"  {c.num_tokens:>13,} tokens of {c.name}" for c in report.corpora]
     finish(report, as_json, lines)
 
 

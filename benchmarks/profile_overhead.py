@@ -1,0 +1,113 @@
+"""What counting adds to the forward pass that it watches: the same windows with and without.
+
+Each round runs both, in turn, on the same tokens; the overhead is the median of the rounds'
+ratios less one, in processor time and in time of the clock. No predictors are trained."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sparkinfer import Engine
+from sparkinfer.files import partial_file
+from sparkinfer.profile.counting import Counter
+from sparkinfer.runtime.feed_forward import Gate
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    with Engine.load(arguments.model, mode="dense", device=arguments.device) as engine:
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = engine.model.shape.vocab_size
+        windows = torch.randint(vocab_size, (arguments.windows, 512), generator=generator)
+        counter = _counter(engine)
+
+        def plain() -> None:
+            for ids_T in windows:
+                engine.hidden(ids_T)
+
+        def counted() -> None:
+            with engine.observe(counter.observe, counter.wants):
+                plain()
+
+        rounds = [_round(engine, plain, counted) for _ in range(arguments.rounds + 1)][1:]
+        shape = engine.model.shape
+        result = {
+            "benchmark": "profile_overhead",
+            "machine": _processor()
+            if engine.device.type == "cpu"
+            else torch.cuda.get_device_name(),
+            "system": platform.system() + " " + platform.release(),
+            "torch": torch.__version__,
+            "threads": arguments.threads,
+            "load_1_5_15_min": os.getloadavg(),
+            "model": Path(arguments.model).name,
+            "activation": engine.model.activation,
+            "layers_width_neurons": [shape.num_layers, shape.width, shape.num_neurons],
+            "tokens_a_round": windows.numel(),
+            "rounds": len(rounds),
+            "overhead_processor": round(statistics.median(r[0] for r in rounds) - 1, 4),
+            "overhead_clock": round(statistics.median(r[1] for r in rounds) - 1, 4),
+        }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with partial_file(arguments.output) as unfinished:
+        unfinished.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+def _counter(engine: Engine) -> Counter:
+    model = engine.model
+    gates = tuple(Gate(activation=model.activation, threshold=t) for t in model.threshold_L)
+    return Counter(gates, model.shape.num_neurons)
+
+
+def _round(
+    engine: Engine, plain: Callable[[], None], counted: Callable[[], None]
+) -> tuple[float, float]:
+    """(processor time, clock) with counting over without."""
+    without, with_counts = _timed(engine, plain), _timed(engine, counted)
+    return with_counts[0] / without[0], with_counts[1] / without[1]
+
+
+def _timed(engine: Engine, run: Callable[[], None]) -> tuple[float, float]:
+    began = time.process_time(), time.perf_counter()
+    run()
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+    return time.process_time() - began[0], time.perf_counter() - began[1]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="model file")
+    default = Path(__file__).parent / "results" / f"profile-overhead-{_slug(_processor())}.json"
+    parser.add_argument("--output", type=Path, default=default)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--windows", type=int, default=2, help="of 512 tokens, in a round")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device")
+    return parser.parse_args()
+
+
+def _processor() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return found[1].strip() if found else "unknown"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", re.sub(r"\(R\)|\(TM\)", "", name).lower()).strip("-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""OUTPUT.resume: where a run stood, so that the same command can go on from there.
+
+Specified in docs/formats.md. What this module does not know: what is counted or trained."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.safetensors_file import load_arrays, save_arrays
+
+FORMAT, VERSION = "sparkinfer.resume", 1
+Settings = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a run has come: `done` windows of phase number `phase`, and all sums until then."""
+
+    phase: int = 0
+    done: int = 0
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def of_part(self, part: str) -> dict[str, np.ndarray]:
+        """The arrays of one part of the run, by their names there; {} where it has none."""
+        prefix = part + "/"
+        return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
+
+    def to_bytes(self) -> bytes:
+        place = np.array([self.phase, self.done], np.int64)
+        return save({"place": place, **{"/" + name: a for name, a in self.arrays.items()}})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Position":
+        arrays = load(data)
+        phase, done = (int(value) for value in arrays.pop("place"))
+        return cls(phase=phase, done=done, arrays={k[1:]: a for k, a in arrays.items()})
+
+
+def resume_path(output: Path) -> Path:
+    return output.with_name(output.name + ".resume")
+
+
+def save_position(path: Path, settings: Settings, position: Position) -> None:
+    metadata = {"settings": settings, "phase": position.phase, "done": position.done}
+    save_arrays(path, FORMAT, VERSION, metadata, position.arrays)
+
+
+def load_position(path: Path, settings: Settings, *, force: bool) -> Position | None:
+    """Where the run stood; None where there is no file, or one of another run and `force`.
+
+    Raises SparkinferError for a damaged file, and for the file of another run: of another model,
+    corpus, seed or other settings."""
+    if not path.exists():
+        return None
+    try:
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, {"settings", "phase", "done"})
+        _compare(path, metadata["settings"], settings)
+        phase, done = metadata["phase"], metadata["done"]
+        if not all(type(number) is int and number >= 0 for number in (phase, done)):
+            raise SparkinferError(f"{path}: stands at window {done!r} of phase {phase!r}")
+    except SparkinferError as error:
+        if force:
+            return None
+        raise SparkinferError(f"{error}; delete it, or start over it with --force") from error
+    return Position(phase=phase, done=done, arrays=arrays)
+
+
+def _compare(path: Path, found: object, wanted: Settings) -> None:
+    if not isinstance(found, dict) or found.keys() != wanted.keys():
+        raise SparkinferError(f"{path}: was written by another version of this program")
+    for key, value in wanted.items():
+        if found[key] != value:
+            raise SparkinferError(
+                f"{path}: was begun with {key} {_short(found[key])}, this run has {_short(value)}"
+            )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,169 @@
+"""Runs windows of text through a model, phase by phase, so that it can be stopped and go on.
+
+Every process of several takes each `size`-th window. What is summed up or trained on the way are
+parts, which this module saves now and then, adds up over the processes and loads again. What it
+does not know: what the parts are."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import Interrupted
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.profile.resume import Position, Settings, load_position, save_position
+from sparkinfer.runtime.engine import Engine
+
+SAVE_EVERY_S = 60.0
+SAVE_SHARE = 0.05  # of the time may go into saving: a state of many gigabytes is saved less often
+_SAVE, _STOP = 1, 2
+
+
+class Part(Protocol):
+    """Something that grows with every window: sums, or weights in training."""
+
+    is_sum: bool  # processes have shares of it that add up; otherwise all have the same
+
+    def arrays(self) -> dict[str, Tensor]: ...
+
+    def load(self, arrays: dict[str, Tensor]) -> None: ...
+
+    def check(self) -> None:
+        """Raises SparkinferError where what was gathered cannot be right."""
+
+
+class Lockstep(Protocol):
+    """Training on several processes: told of every round of windows, so that all step together."""
+
+    def begin(self, length_of_rank: Sequence[int]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Run:
+    """`add` the parts, then `phase` after `phase`, in the same order in every run."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        path: Path,
+        settings: Settings,
+        on_tokens: Callable[[float], None],
+        *,
+        force: bool,
+        save_every_s: float = SAVE_EVERY_S,
+    ) -> None:
+        self.engine, self.ranks, self.path, self.settings = engine, ranks, path, settings
+        self.on_tokens, self.save_every_s = on_tokens, save_every_s
+        found = ranks.first_only(lambda: load_position(path, settings, force=force))
+        data = ranks.spread_bytes((found or Position()).to_bytes() if ranks.is_first else None)
+        self.position = Position.from_bytes(data)
+        self.parts: dict[str, Part] = {}
+        self._phase, self._done = -1, 0
+        self._saved_at, self._save_s = time.monotonic(), 0.0
+        self._signal: int | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether the run that this one goes on with had come to that part."""
+        return bool(self.position.of_part(name))
+
+    def add(self, name: str, part: Part) -> None:
+        """From here on the part is saved; it is given what an earlier run saved of it."""
+        self.parts[name] = part
+        found = self.position.of_part(name)
+        if found and (self.ranks.is_first or not part.is_sum):
+            part.load({key: torch.from_numpy(array) for key, array in found.items()})
+
+    def drop(self, name: str) -> None:
+        """The part is needed no more, and not saved."""
+        del self.parts[name]
+
+    def total(self, name: str) -> dict[str, Tensor]:
+        """A part's arrays, added up over the processes."""
+        part = self.parts[name]
+        self.ranks.together(part.check)
+        arrays = part.arrays()
+        return {k: self.ranks.sum(a) for k, a in arrays.items()} if part.is_sum else arrays
+
+    def phase(self, windows: Sequence[Tensor], lockstep: Lockstep | None = None) -> None:
+        """Runs the windows that an earlier run has not. Raises Interrupted, with all saved."""
+        self._phase, self._done = self._phase + 1, 0
+        if self.position.phase > self._phase:
+            self._done = len(windows)
+        elif self.position.phase == self._phase:
+            self._done = min(self.position.done, len(windows))
+        self.on_tokens(sum(map(len, windows[: self._done])))
+        with self._signals():
+            while self._done < len(windows):
+                self._round(windows[self._done : self._done + self.ranks.size], lockstep)
+                self._pause()
+
+    def _round(self, windows: Sequence[Tensor], lockstep: Lockstep | None) -> None:
+        """One window for each process; at the end of a phase some have none."""
+        lengths = [len(window) for window in windows]
+        if lockstep:
+            lockstep.begin(lengths + [0] * (self.ranks.size - len(lengths)))
+        if self.ranks.rank < len(windows):
+            self.engine.hidden(windows[self.ranks.rank])
+        if lockstep:
+            lockstep.end()
+        self._done += len(windows)
+        self.on_tokens(sum(lengths))
+
+    def _pause(self) -> None:
+        """Saves when it is time, and stops when told to: all processes or none."""
+        since = time.monotonic() - self._saved_at
+        is_due = self.ranks.is_first and since > max(self.save_every_s, self._save_s / SAVE_SHARE)
+        order = self.ranks.largest(_STOP if self._signal else _SAVE if is_due else 0)
+        if order:
+            self.save()
+        if order == _STOP:
+            raise Interrupted(
+                f"interrupted; {self.path} has what was done, the same command goes on from there",
+                self._signal or signal.SIGTERM,
+            )
+
+    def save(self) -> None:
+        began = time.monotonic()
+        arrays = {
+            f"{name}/{key}": array.detach().cpu().numpy()
+            for name in self.parts
+            for key, array in self.total(name).items()
+        }
+        position = Position(phase=self._phase, done=self._done, arrays=arrays)
+        self.ranks.first_only(lambda: save_position(self.path, self.settings, position))
+        self._saved_at = time.monotonic()
+        self._save_s = self._saved_at - began
+
+    def finish(self) -> None:
+        """Removes the resume file; called when the outputs are written."""
+        if self.ranks.is_first:
+            self.path.unlink(missing_ok=True)
+            self.path.with_name(self.path.name + ".partial").unlink(missing_ok=True)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM ends the run after the window; a second one at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python hears signals in the main thread only
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            if self.ranks.size == 1:  # torchrun sends the same signal twice
+                signal.signal(number, before[signal.Signals(number)])
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,106 @@
+"""Counts against transformers' own pre-activations, exactly, on 4,096 tokens.
+
+A gate within rounding of zero may fall to the other side. By how much two f32 products w.x can
+differ is bounded: |w| |x - x'| for inputs that differ (measured), and 2 D eps sum|w_j x_j| for the
+roundings of two sums of D terms in any order (Higham, Accuracy and Stability, 3.1; eps = 2^-24,
+one more for a bias). Every neuron that fires in one and not in the other must be within it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import random_model, save_tokenizer
+from test_families import CASES
+from transformers import AutoModelForCausalLM
+
+from sparkinfer import Engine
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.profile.counting import Counter
+from sparkinfer.runtime.feed_forward import Gate
+
+BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-relu"
+LINEAR = {"llama": "mlp.gate_proj", "opt": "fc1", "falcon": "mlp.dense_h_to_4h"}
+NUM_TOKENS = 4096
+
+
+def observed_by_transformers(folder, family, windows):
+    """(gates [T, F], inputs [T, D], weight, bias) of each layer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    modules = [m for n, m in model.named_modules() if n.endswith(LINEAR[family])]
+    inputs, gates = [[] for _ in modules], [[] for _ in modules]
+    for index, module in enumerate(modules):
+
+        def hook(module, args, out, index=index):
+            inputs[index].append(args[0].reshape(-1, args[0].shape[-1]))
+            gates[index].append(out.reshape(-1, out.shape[-1]))
+
+        module.register_forward_hook(hook)
+    with torch.no_grad():
+        for ids in windows:
+            model(ids[None])
+    return [
+        (torch.cat(g), torch.cat(x), m.weight.detach(), m.bias)
+        for g, x, m in zip(gates, inputs, modules, strict=True)
+    ]
+
+
+def observed_here(path, windows):
+    """(gates, inputs) of each layer, and what the counter says."""
+    with Engine.load(path, mode="dense", device="cpu") as engine:
+        num_layers = engine.model.shape.num_layers
+        counter = Counter((Gate(activation="relu", threshold=0.0),) * num_layers,
+                          engine.model.shape.num_neurons)  # fmt: skip
+        kept = {name: [[] for _ in range(num_layers)] for name in ("ffn_gate", "ffn_norm")}
+        with (
+            engine.observe(counter.observe, counter.wants),
+            engine.observe(lambda n, i, t: kept[n][i].append(t.clone()), lambda n, i: n in kept),
+        ):
+            for ids in windows:
+                engine.hidden(ids)
+    gates, inputs = ([torch.cat(layer) for layer in kept[name]] for name in kept)
+    return gates, inputs, counter.arrays()["active_count_LF"]
+
+
+def rounding_bound(x_TD, other_TD, weight_FD, bias_F):
+    x_TD, other_TD, weight_FD = x_TD.double(), other_TD.double(), weight_FD.double()
+    eps, terms = 2.0**-24, x_TD.shape[1] + 1
+    size_TF = torch.maximum(x_TD.abs(), other_TD.abs()) @ weight_FD.abs().T
+    if bias_F is not None:
+        size_TF = size_TF + bias_F.double().abs()
+    shift_T1 = (x_TD - other_TD).norm(dim=1, keepdim=True)
+    return shift_T1 * weight_FD.norm(dim=1) + 2 * terms * eps / (1 - terms * eps) * size_TF
+
+
+@pytest.mark.parametrize("case", ["bundled", "opt", "falcon-7b"])
+def test_counts_are_those_of_transformers_but_for_gates_within_rounding(tmp_path, case, capsys):
+    if case == "bundled":
+        folder, length, vocab_size, family = BUNDLED, 512, 4096, "llama"
+    else:
+        folder, length, vocab_size = random_model(tmp_path / "hf", CASES[case]), 64, 320
+        save_tokenizer(folder, 320)
+        family = case.split("-")[0]
+    path = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=folder, output=path, outtype="f32"))
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(vocab_size, (NUM_TOKENS // length, length), generator=generator)
+    gates, inputs, count_LF = observed_here(path, windows)
+    num_differing = 0
+    for index, (want_TF, x_TD, weight, bias) in enumerate(
+        observed_by_transformers(folder, family, windows)
+    ):
+        fires_TF, wanted_TF = gates[index] > 0, want_TF > 0
+        assert (fires_TF.sum(0) == count_LF[index]).all()
+        differs_TF = fires_TF != wanted_TF
+        num_differing += int(differs_TF.sum())
+        bound_TF = rounding_bound(x_TD, inputs[index], weight, bias)
+        assert (want_TF.abs() <= bound_TF)[differs_TF].all()
+        # but for those, the counts are the same, to the last one
+        got_F = count_LF[index] - (fires_TF & differs_TF).sum(0)
+        assert (got_F == (wanted_TF & ~differs_TF).sum(0)).all()
+        # and the bound is no excuse for anything: few gates are so close to zero
+        assert (want_TF.abs() <= bound_TF).float().mean() < 2e-3
+        wrong = torch.roll(fires_TF, 1, dims=1) != wanted_TF
+        assert not (want_TF.abs() <= bound_TF)[wrong].all()
+    print(f"{case}: {num_differing} of {NUM_TOKENS * count_LF.numel():,} gates differ")
+    assert num_differing <= 1e-5 * NUM_TOKENS * count_LF.numel()

@@ -1,0 +1,244 @@
+"""Runs that are stopped and go on, several processes, and profiles that add up.
+
+The oracle is the same run, undisturbed and alone."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import make_model, make_profile
+from test_profile_corpus import text_of
+
+from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.predictor_file import Predictors
+from sparkinfer.profile import run as run_module
+from sparkinfer.profile.collect import ProfileConfig, profile
+from sparkinfer.profile.merge import MergeConfig, merge
+from sparkinfer.profile_file import Profile
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def files(tmp_path, codec_model):
+    (tmp_path / "t.txt").write_text(text_of(0, 12_000))
+    return tmp_path
+
+
+def config(files, output, **options):
+    return ProfileConfig(
+        **{"model": files / "codec.gguf", "corpora": (files / "t.txt",), "output": files / output,
+           "max_tokens": 6000, **options}
+    )  # fmt: skip
+
+
+def training(files, output):
+    return {"train_predictors": files / f"{output}-pred", "predictor_rank": 8}
+
+
+def same_profile(a, b):
+    a, b = Profile.load(a), Profile.load(b)
+    return (
+        (a.active_count_LF == b.active_count_LF).all()
+        and (a.gate_histogram_LB == b.gate_histogram_LB).all()
+        and dataclasses.replace(a, active_count_LF=None, gate_histogram_LB=None)
+        == dataclasses.replace(b, active_count_LF=None, gate_histogram_LB=None)
+    )
+
+
+def same_predictors(a, b, rtol=0.0):
+    a, b = (Predictors.load(path / "predictors.safetensors") for path in (a, b))
+    return a.info.rank_L == b.info.rank_L and all(
+        np.allclose(x, y, rtol=rtol, atol=rtol)
+        for p, q in zip(a.layers, b.layers, strict=True)
+        for x, y in zip(p.arrays(0).values(), q.arrays(0).values(), strict=True)
+    )
+
+
+def stopped_at(monkeypatch, window):
+    """The run is told to stop, as by a signal, after so many windows; then it is not."""
+    original, seen = run_module.Run._pause, [0]
+
+    def pause(self):
+        seen[0] += 1
+        if seen[0] == window:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self)
+
+    monkeypatch.setattr(run_module.Run, "_pause", pause)
+    return seen
+
+
+@pytest.mark.parametrize("window", [9, 10, 80])
+def test_a_run_that_is_stopped_anywhere_gives_what_an_undisturbed_one_does(
+    files, monkeypatch, window
+):
+    """94 windows: 9 for the moments, 71 for training, 14 held out. Bit for bit."""
+    profile(config(files, "whole", **training(files, "whole")))
+    seen = stopped_at(monkeypatch, window)
+    with pytest.raises(Interrupted, match="goes on from there"):
+        profile(config(files, "cut", **training(files, "cut")))
+    assert not (files / "cut").exists()
+    assert (files / "cut.resume").exists()
+    profile(config(files, "cut", **training(files, "cut")))
+    assert seen[0] == 94 == window + (94 - window)  # no window was run twice
+    assert same_profile(files / "whole", files / "cut")
+    assert same_predictors(files / "whole-pred", files / "cut-pred")
+    assert not (files / "cut.resume").exists()
+    profile(config(files, "other", seed=1, **training(files, "other")))
+    assert not same_profile(files / "whole", files / "other")
+    assert not same_predictors(files / "whole-pred", files / "other-pred")
+
+
+def test_a_run_that_is_killed_goes_on(files):
+    """kill -9 as soon as there is a resume file; the counts are those of an undisturbed run."""
+    profile(config(files, "whole"))
+    script = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from sparkinfer.profile import run\n"
+        "from sparkinfer.profile.collect import ProfileConfig, profile\n"
+        "original = run.Run._pause\n"
+        "run.Run._pause = lambda self: (time.sleep(0.01), original(self))\n"
+        "f = Path(sys.argv[1])\n"
+        "profile(ProfileConfig(model=f / 'codec.gguf', corpora=(f / 't.txt',),"
+        " output=f / 'cut', max_tokens=6000, save_every_s=0.05))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, files], env=ENV)
+    while not (files / "cut.resume").exists():
+        assert process.poll() is None, "it ended before it was killed"
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert not (files / "cut").exists()
+    ran = []
+    report = profile(config(files, "cut"), ran.append)
+    assert report.num_tokens == 6000 == sum(ran)
+    assert ran[0] > 0  # what was done already, in one go
+    assert same_profile(files / "whole", files / "cut")
+    assert not list(files.glob("cut.*"))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"seed": 1}, "windows|seed 0, this run has 1"),
+        ({"max_tokens": 5000}, "begun with tokens 6000, this run has 5000"),
+        ({"train_predictors": True}, "begun with training false, this run has true"),
+    ],
+)
+def test_the_resume_file_of_another_run_is_refused(files, monkeypatch, change, words):
+    stopped_at(monkeypatch, 5)
+    with pytest.raises(Interrupted):
+        profile(config(files, "cut"))
+    if "train_predictors" in change:
+        change = training(files, "cut")
+    with pytest.raises(SparkinferError, match=words) as refused:
+        profile(config(files, "cut", **change))
+    assert "--force" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert (files / "cut.resume").exists()
+    profile(config(files, "cut", force=True, **change))
+    profile(config(files, "whole", **change | (training(files, "w") if len(change) > 1 else {})))
+    assert same_profile(files / "whole", files / "cut")
+
+
+def test_a_damaged_resume_file_is_refused(files):
+    (files / "p.resume").write_bytes(b"nonsense" * 10)
+    with pytest.raises(SparkinferError, match="not a whole safetensors file.*delete it"):
+        profile(config(files, "p"))
+
+
+# ---- several processes -----------------------------------------------------------------------
+
+
+def two_ranks(files, *args):
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
+             "-m", "sparkinfer", "profile", files / "codec.gguf", "--corpus", files / "t.txt",
+             "--tokens", 6000, *args]  # fmt: skip
+    return subprocess.run(
+        list(map(str, words)), env=ENV, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_two_processes_count_what_one_does(files):
+    """Exactly; and their predictors, of half as many steps, are about as good."""
+    one = profile(config(files, "one", **training(files, "one")))
+    done = two_ranks(files, "-o", files / "two", "--train-predictors", files / "two-pred",
+                     "--predictor-rank", 8)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tokens, density") == 1
+    assert same_profile(files / "one", files / "two")
+    two = Predictors.load(files / "two-pred" / "predictors.safetensors")
+    named = np.array([q.predicted_density for q in one.quality_L])
+    assert np.allclose(two.info.density_L, named, atol=0.1)
+    assert not list(files.glob("*.resume"))
+
+
+def test_an_error_of_several_processes_is_said_once(files):
+    done = two_ranks(files, "-o", files / "t.txt", "--force")
+    assert done.returncode != 0
+    assert done.stderr.count("give the output another name") == 1
+
+
+# ---- merge -----------------------------------------------------------------------------------
+
+
+def test_halves_of_a_text_add_up_to_the_whole(files):
+    data = text_of(1, 6000, ["ab\n", "cd e\n"]).encode()[: 3 * 8192]
+    half = data.index(b"\n", 8192 - 1) + 1
+    (files / "a.txt").write_bytes(data[:half])
+    (files / "b.txt").write_bytes(data[half : 2 * half])
+    for name, texts in (("a", "a"), ("b", "b"), ("ab", "ab")):
+        corpora = tuple(files / f"{t}.txt" for t in texts)
+        profile(config(files, name, corpora=corpora, max_tokens=None))
+    report = merge(MergeConfig(profiles=(files / "a", files / "b"), output=files / "sum"))
+    found, want = Profile.load(files / "sum"), Profile.load(files / "ab")
+    assert report.num_tokens == found.num_tokens == want.num_tokens
+    assert [c.name for c in found.corpora] == ["a.txt", "b.txt"]
+    assert (found.active_count_LF == want.active_count_LF).all()
+    assert (found.gate_histogram_LB == want.gate_histogram_LB).all()
+
+
+def saved(folder: Path, name: str, profile_: Profile, sha: str) -> Path:
+    corpora = (dataclasses.replace(profile_.corpora[0], sha256=sha * 64),)
+    dataclasses.replace(profile_, corpora=corpora).save(folder / name)
+    return folder / name
+
+
+def test_what_does_not_add_up_is_refused(tmp_path):
+    model = make_model()
+    a = saved(tmp_path, "a", make_profile(model), "a")
+    alike = saved(tmp_path, "alike", make_profile(model), "a")
+    other = saved(tmp_path, "other", make_profile(make_model(seed=1)), "b")
+    threshold = dataclasses.replace(make_profile(model), threshold_L=(0.0, 0.5))
+    threshold = saved(tmp_path, "threshold", threshold, "c")
+    for second, words in (
+        (other, "profiles of two models"),
+        (threshold, "layer 1 was counted above 0 and above 0.5"),
+        (alike, "both count synthetic"),
+    ):
+        with pytest.raises(SparkinferError, match=words):
+            merge(MergeConfig(profiles=(a, second), output=tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(SparkinferError, match="wanted two or more"):
+        MergeConfig(profiles=(a,), output=tmp_path / "out")
+    report = merge(MergeConfig(profiles=(a, alike), output=tmp_path / "out", force=True))
+    assert "counted twice" in report.notes[0]
+
+
+def test_merge_by_its_command(tmp_path):
+    model = make_model()
+    paths = [saved(tmp_path, n, make_profile(model, num_tokens=100), n) for n in "abc"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sparkinfer", "profile", "--merge", *paths, "-o", tmp_path / "out"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "300 tokens of 3 profiles" in done.stderr
+    assert Profile.load(tmp_path / "out").num_tokens == 300
