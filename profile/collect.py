@@ -15,15 +15,15 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
 from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, Predictors
+from sparkinfer.profile.collect_streamed import Streamed
 from sparkinfer.profile.corpus import WINDOW, Windows, read_windows, spread_windows
 from sparkinfer.profile.counting import Counter, thresholds_for
-from sparkinfer.profile.collect_streamed import Streamed
-from sparkinfer.profile.stream_training import Finished
-from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import resume_path
 from sparkinfer.profile.run import SAVE_EVERY_S, Run
 from sparkinfer.profile.sources import STDIN
+from sparkinfer.profile.stream_training import Finished
+from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile.trainer_state import SharedSteps, Sums, Weights, num_steps
 from sparkinfer.profile.training import LayerQuality, LayerTrainer, PredictorTrainer, row_norms
 from sparkinfer.profile_file import Profile
