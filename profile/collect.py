@@ -10,20 +10,25 @@ from pathlib import Path
 import torch
 
 from sparkinfer.architecture import SMOOTH
-from sparkinfer.budget import PREFILL_CHUNK
+from sparkinfer.budget import PREFILL_CHUNK, layer_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
 from sparkinfer.model_file import PredictorInfo
-from sparkinfer.predictor_file import FILE_NAME, Predictors
+from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile.corpus import WINDOW, Windows, read_windows
 from sparkinfer.profile.counting import Counter, thresholds_for
-from sparkinfer.profile.training import LayerQuality, LayerTrainer, PredictorTrainer, row_norms
+from sparkinfer.profile.layer_trainer import (
+    LayerQuality,
+    LayerTrainer,
+    PredictorTrainer,
+    phases,
+)
+from sparkinfer.profile.predictor_options import PredictorOptions, predictor_choices
+from sparkinfer.profile.predictor_output import ModelQuality, PredictorOutput
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.feed_forward import Gate
 
-# Shares of the windows that the phases of training take; see profile.training.
-MOMENT_SHARE, HELD_OUT_SHARE = 0.1, 0.15
 MIN_TRAINING_WINDOWS = 10
 
 
@@ -33,9 +38,8 @@ class ProfileConfig:
     corpora: tuple[Path, ...]
     output: Path
     max_tokens: int = 131_072
-    train_predictors: Path | None = None  # a folder for predictors.safetensors
-    predictor_rank: int | None = None  # None: an eighth of the model width
-    target_contribution: float = 0.985  # share of sum |h_j| |down_j| that predictors must name
+    train_predictors: Path | None = None  # a folder for them and their report
+    predictors: PredictorOptions = PredictorOptions()
     input_layer_offset: int = 0
     target_sparsity: float | None = None  # SiLU: choose thresholds for this share of silent neurons
     device: str | None = None
@@ -45,20 +49,20 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         if not self.corpora:
             raise SparkinferError("no corpus; give one or more text files with --corpus")
-        for name in ("target_contribution", "target_sparsity"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise SparkinferError(f"{name} is {value}, wanted more than 0 and less than 1")
+        if self.target_sparsity is not None and not 0 < self.target_sparsity < 1:
+            raise SparkinferError(
+                f"target_sparsity is {self.target_sparsity}, wanted more than 0 and less than 1"
+            )
         if self.max_tokens < 1:
             raise SparkinferError(f"tokens is {self.max_tokens}, wanted 1 or more")
         if self.input_layer_offset not in (0, 1):
             raise SparkinferError(f"input layer offset is {self.input_layer_offset}, wanted 0 or 1")
-        if self.predictor_rank is not None and self.predictor_rank < 1:
-            raise SparkinferError(f"predictor rank is {self.predictor_rank}, wanted 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
+    """`quality_L` and `quality` are of the predictors, where some were trained."""
+
     output: Path
     model_id: str
     num_tokens: int
@@ -66,8 +70,10 @@ class ProfileReport:
     hottest_fifth_L: tuple[float, ...]  # share of the firings that the hottest 20 % take
     threshold_L: tuple[float, ...]
     predictors: Path | None
-    predictor_bytes: int  # f16 weights, f32 biases
+    predictor_bytes: int  # as they will be in a model file
+    ffn_bytes: int  # of all gates, ups and downs
     quality_L: tuple[LayerQuality, ...]
+    quality: ModelQuality | None  # of the model with the predictors
     seconds: float
 
 
@@ -77,9 +83,10 @@ def profile(
     """Writes the profile and, if asked, the predictors; `on_tokens` hears of progress."""
     began = time.perf_counter()
     check_output(config.output, force=config.force, inputs=(config.model, *config.corpora))
-    predictor_path = config.train_predictors and config.train_predictors / FILE_NAME
-    if predictor_path:
-        check_output(predictor_path, force=config.force)
+    folder = config.train_predictors
+    predictor_output = folder and PredictorOutput(
+        folder=folder, format=config.predictors.format, force=config.force
+    )
     with Engine.load(config.model, mode="dense", device=config.device) as engine:
         windows = read_windows(
             config.corpora,
@@ -88,15 +95,24 @@ def profile(
             max_tokens=config.max_tokens,
             seed=config.seed,
         )
+        if predictor_output:
+            predictor_output.check(engine.model.shape.num_layers)
         gates, windows = _gates(engine, windows, config, on_tokens)
         counter = Counter(gates, engine.model.shape.num_neurons)
         with engine.observe(counter.observe, counter.wants):
-            if predictor_path:
+            if predictor_output:
                 trained, quality = _train(engine, gates, windows, config, on_tokens)
             else:
                 trained, quality = None, ()
                 _run(engine, windows.ids, on_tokens)
         model_id = engine.model.model_id
+        if trained and predictor_output:
+            examined = phases(windows.ids)["examine"]
+            of_model = predictor_output.measure(engine, gates, trained, examined)
+        else:
+            of_model = None
+        sizes = [layer_bytes(engine.model, layer) for layer in range(len(gates))]
+        ffn_bytes = sum(engine.model.shape.num_neurons * size.neuron for size in sizes)
     counts_LF, histogram_LB = counter.arrays()
     result = Profile(
         model_id=model_id,
@@ -106,21 +122,24 @@ def profile(
         active_count_LF=counts_LF,
         gate_histogram_LB=histogram_LB,
     )
-    if trained and predictor_path:
-        trained.save(predictor_path)
-    result.save(config.output)
-    return ProfileReport(
+    report = ProfileReport(
         output=config.output,
         model_id=model_id,
         num_tokens=result.num_tokens,
         density_L=tuple(result.density_L.tolist()),
         hottest_fifth_L=tuple(result.hottest_share_L().tolist()),
         threshold_L=result.threshold_L,
-        predictors=predictor_path,
-        predictor_bytes=_bytes(trained) if trained else 0,
+        predictors=predictor_output.path if predictor_output else None,
+        predictor_bytes=sum(q.chosen.num_bytes for q in quality),
+        ffn_bytes=ffn_bytes,
         quality_L=quality,
+        quality=of_model,
         seconds=time.perf_counter() - began,
     )
+    if trained and predictor_output:
+        predictor_output.save(trained, report)
+    result.save(config.output)
+    return report
 
 
 def _run(engine: Engine, windows: tuple[torch.Tensor, ...], on_tokens: Callable) -> None:
@@ -174,42 +193,32 @@ def _train(
             f"{count} windows of {WINDOW} tokens cannot train predictors,"
             f" wanted {MIN_TRAINING_WINDOWS} or more; give a longer corpus or more --tokens"
         )
-    model = engine.model
-    rank = config.predictor_rank or max(1, model.shape.width // 8)
-    if rank > min(model.shape.width, model.shape.num_neurons):
-        raise SparkinferError(f"predictor rank {rank} is above the width {model.shape.width}")
+    choices = predictor_choices(config.predictors, engine.model)
     layers = []
-    for loaded, gate in zip(engine.layers, gates, strict=True):
+    for index, (loaded, gate) in enumerate(zip(engine.layers, gates, strict=True)):
         (block,) = loaded.ffn.blocks  # an engine without a plan has one block a layer
-        gate_FD = block.gate.weight.rows(block.id_N)
-        down_norm_F = row_norms(block.down)
-        layers.append(LayerTrainer(gate, gate_FD, down_norm_F, rank, block.gate.bias_N))
+        layers.append(
+            LayerTrainer(
+                gate=gate,
+                gate_FD=block.gate.weight.rows(block.id_N),
+                gate_bias_F=block.gate.bias_N,
+                down=block.down,
+                sizes=layer_bytes(engine.model, index),
+                choices=choices,
+                is_own_input=config.input_layer_offset == 0 or index == 0,
+            )
+        )
     trainer = PredictorTrainer(layers, config.input_layer_offset)
-    first, last = max(1, round(MOMENT_SHARE * count)), count - max(1, round(HELD_OUT_SHARE * count))
     with engine.observe(trainer.observe, trainer.wants):
-        _run(engine, windows.ids[:first], on_tokens)
-        training = windows.ids[first:last]
-        trainer.start(sum(-(-len(ids) // PREFILL_CHUNK) for ids in training))
-        trainer.phase = "train"
-        _run(engine, training, on_tokens)
-        trainer.phase = "measure"
-        _run(engine, windows.ids[last:], on_tokens)
-    finished = [layer.finish(config.target_contribution) for layer in layers]
-    quality = tuple(q for _, _, q in finished)
+        trainer.run(windows.ids, lambda ids: _run(engine, ids, on_tokens), PREFILL_CHUNK)
+    finished = [layer.finish() for layer in layers]
+    quality = tuple(quality for _, quality in finished)
     info = PredictorInfo(
-        kind="linear",
-        rank_L=(rank,) * len(layers),
-        threshold_L=tuple(threshold for _, threshold, _ in finished),
+        kind="gate" if engine.model.activation in SMOOTH else "linear",
+        rank_L=tuple(weights.rank for weights, _ in finished),
+        threshold_L=tuple(q.chosen.threshold for q in quality),
         input_layer_offset=config.input_layer_offset,
-        density_L=tuple(q.predicted_density for q in quality),
+        density_L=tuple(q.chosen.predicted_density for q in quality),
     )
-    weights = tuple(predictor for predictor, _, _ in finished)
-    return Predictors(model_id=model.model_id, info=info, layers=weights), quality
-
-
-def _bytes(predictors: Predictors) -> int:
-    total = 0
-    for layer, predictor in enumerate(predictors.layers):
-        arrays = predictor.arrays(layer).items()
-        total += sum(a.size * (4 if name.endswith("bias") else 2) for name, a in arrays)
-    return total
+    weights = tuple(weights for weights, _ in finished)
+    return Predictors(model_id=engine.model.model_id, info=info, layers=weights), quality

@@ -141,10 +141,21 @@ def convert(
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True, help="Text file.")
 @click.option("-o", "--output", type=FILE, required=True, help="The profile to write.")
 @click.option("--tokens", "max_tokens", default=131_072, show_default=True)
-@click.option("--train-predictors", type=FILE, help="Folder for predictors.safetensors.")
-@click.option("--predictor-rank", type=int, help="An eighth of the model width by default.")
-@click.option("--target-contribution", default=0.985, show_default=True,
+@click.option("--train-predictors", type=FILE, help="Folder for the predictors and their report.")
+@click.option("--predictor-rank", type=int, help="Low-rank predictors of this rank, no others.")
+@click.option("--predictor-form", type=click.Choice(["auto", "low-rank", "whole"]),
+              default="auto", show_default=True, help="auto is measured.")  # fmt: skip
+@click.option("--predictor-type", type=click.Choice(["auto", "f16", "q8_0", "q4_0"]),
+              default="auto", show_default=True, help="auto is measured.")  # fmt: skip
+@click.option("--predictor-format", type=click.Choice(["sparkinfer", "dejavu"]),
+              default="sparkinfer", show_default=True,
+              help="dejavu: model_N.pt, as PowerInfer and SparkInfer take.")  # fmt: skip
+@click.option("--target-contribution", default=0.99, show_default=True,
               help="Share of the neurons' contribution that predictors must name.")  # fmt: skip
+@click.option("--target-lost-norm", default=0.04, show_default=True,
+              help="Share of a layer's output that predictors may lose at most.")  # fmt: skip
+@click.option("--target-precision", default=0.75, show_default=True,
+              help="Share of the named neurons that should fire.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1: predict from the layer before.")  # fmt: skip
 @click.option("--target-sparsity", type=float, help="SiLU: thresholds for this silent share.")
@@ -152,13 +163,33 @@ def convert(
 @device_option
 @force_option
 @json_option
-def profile(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+def profile(
+    model: Path,
+    corpora: tuple[Path, ...],
+    predictor_rank: int | None,
+    predictor_form: Any,
+    predictor_type: Any,
+    predictor_format: Any,
+    target_contribution: float,
+    target_lost_norm: float,
+    target_precision: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Count how often each neuron fires on a text, and train predictors on the way."""
     from sparkinfer.profile.collect import ProfileConfig
     from sparkinfer.profile.collect import profile as run
+    from sparkinfer.profile.predictor_options import PredictorOptions
+    from sparkinfer.profile.report import short_lines
+    from sparkinfer.profile.selection import Target
     from sparkinfer.progress import progress
 
-    config = ProfileConfig(model=model, corpora=corpora, **options)
+    predictors = PredictorOptions(
+        rank=predictor_rank, form=predictor_form, type=predictor_type, format=predictor_format,
+        target=Target(contribution=target_contribution, lost_norm=target_lost_norm,
+                      precision=target_precision),
+    )  # fmt: skip
+    config = ProfileConfig(model=model, corpora=corpora, predictors=predictors, **options)
     with progress("profiling", config.max_tokens, "tokens") as advance:
         report = run(config, advance)
     density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
@@ -166,15 +197,7 @@ def profile(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: An
         f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
         f" the hottest fifth takes {fifth:.0%} of the firings, {report.seconds:.0f} s"
     ]
-    if report.quality_L:
-        named = mean([q.predicted_density for q in report.quality_L])
-        lines.append(
-            f"wrote {report.predictors}: predicted sparsity {1 - named:.1%},"
-            f" recall {mean([q.recall for q in report.quality_L]):.1%},"
-            f" precision {mean([q.precision for q in report.quality_L]):.1%},"
-            f" contribution {mean([q.contribution for q in report.quality_L]):.2%},"
-            f" {format_bytes(report.predictor_bytes)}"
-        )
+    lines += short_lines(report)
     finish(report, as_json, lines)
 
 
