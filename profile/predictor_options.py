@@ -14,7 +14,7 @@ PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
 PredictorFormat = Literal["sparkinfer", "dejavu"]
 BLOCK = 32  # ranks are whole blocks, so that every type can hold them
 # Of the model width. Half of it in q4_0 is two thirds of the whole gate in q4_0, for F = 4 D.
-RANK_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
+RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
     blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
     fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
     ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
-    kinds = ("f16", "q8_0", "q4_0") if options.type == "auto" else (options.type,)
+    # q8_0 loses nothing to f16 and takes half the bytes; f16 is for rows that are no whole blocks.
+    kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
     rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
                                        or options.rank % BLOCK == 0)  # fmt: skip
     if options.type not in ("auto", "f16") and not rows_fit:

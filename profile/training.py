@@ -86,7 +86,8 @@ class LowRank:
             groups.append({"params": [self.bias_F], "lr": LEARNING_RATE * max(1.0, typical)})
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.02, self.num_steps)
-        self.best_loss, self.best, self.num_worse = self._held_out_loss(), None, 0
+        self.best_loss, self.num_worse = self._held_out_loss(), 0
+        self.best = tuple(p.detach().clone() for p in self._parameters())
 
     def step(self, batch: Batch) -> None:
         """One AdamW step, or nothing once training has stopped."""
@@ -102,13 +103,11 @@ class LowRank:
 
     def end(self) -> None:
         """Back to the weights with the least held-out loss."""
-        if self.best is not None:
-            with torch.no_grad():
-                for parameter, kept in zip(self._parameters(), self.best, strict=True):
-                    parameter.copy_(kept)
-            self.is_trained = True
-        self.is_done, self.best = True, None
-        del self.optimizer, self.schedule
+        with torch.no_grad():
+            for parameter, kept in zip(self._parameters(), self.best, strict=True):
+                parameter.copy_(kept)
+        self.is_done = True
+        del self.optimizer, self.schedule, self.best
 
     def predictor(self, kind: str) -> Predictor:
         """As the runtime will run it, with matrices of `kind`; the threshold is still to be set."""
@@ -141,7 +140,7 @@ class LowRank:
     def _check(self) -> None:
         loss = self._held_out_loss()
         if loss < self.best_loss:
-            self.best_loss, self.num_worse = loss, 0
+            self.best_loss, self.num_worse, self.is_trained = loss, 0, True
             self.best = tuple(p.detach().clone() for p in self._parameters())
         else:
             self.num_worse += 1
