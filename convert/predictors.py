@@ -198,7 +198,12 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
         if tensor.shape != wanted:
             raise _wrong_shape(path, _name(layer, name), tensor.shape, wanted)
     arrays = {PARTS[name]: tensor.read().float().numpy() for name, tensor in state.items()}
-    predictor = LayerPredictor(**arrays)
+    predictor = LayerPredictor(
+        down_RD=arrays["down_RD"],
+        up_FR=arrays["up_FR"],
+        down_bias_R=arrays.get("down_bias_R"),
+        up_bias_F=arrays.get("up_bias_F"),
+    )
     _check_layer(path, layer, predictor, shape)
     return predictor
 

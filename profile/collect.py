@@ -3,7 +3,7 @@
 What this module does not know: how the model computes; it sees it through observers only."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,7 +142,7 @@ def profile(
     return report
 
 
-def _run(engine: Engine, windows: tuple[torch.Tensor, ...], on_tokens: Callable) -> None:
+def _run(engine: Engine, windows: Sequence[torch.Tensor], on_tokens: Callable) -> None:
     for ids_T in windows:
         engine.hidden(ids_T)
         on_tokens(len(ids_T))

@@ -2,6 +2,7 @@
 
 What this module does not know: how predictors are trained."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ class PredictorOutput:
         dense: Engine,
         gates: tuple[Gate, ...],
         predictors: Predictors,
-        windows: tuple[Tensor, ...],
+        windows: Sequence[Tensor],
     ) -> ModelQuality:
         """The model with these predictors against its dense self."""
         model = with_predictors(dense.model, gates, predictors)
