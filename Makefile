@@ -62,7 +62,7 @@ SPLIT := $(DIR)/model.split.gguf
 demo:
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory evaluate generate MODEL=examples/tiny-relu DIR=build/demo \
-	  VRAM=14MiB RANK=96 TEMPERATURE=0.7 SEED=4
+	  VRAM=14MiB TEMPERATURE=0.7 SEED=4
 
 convert: build $(BASE)
 profile: build $(FULL)

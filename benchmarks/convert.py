@@ -13,7 +13,6 @@ Memory: the peak of RssAnon (sampled every 20 ms), and ru_maxrss, which counts m
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -22,11 +21,11 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 from gguf import GGUFReader
+from machine import machine, processor, slug
 
 from sparkinfer.files import partial_file
 
@@ -59,7 +58,7 @@ def main() -> None:
         equal = {o: _count_equal(arguments.rival, checkpoint, o) for o in outtypes if o != "q4_0"}
         result = {
             "benchmark": "convert",
-            "machine": _machine(),
+            "machine": machine(),
             "source_bytes": sum(p.stat().st_size for p in checkpoint.glob("*.safetensors")),
             "rounds": arguments.rounds,
             "load_1_5_15_min": os.getloadavg(),
@@ -78,7 +77,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
     parser.add_argument("rival", type=Path, help="path of convert_hf_to_gguf.py")
-    default = Path(__file__).parent / "results" / f"convert-{_slug(_processor())}.json"
+    default = Path(__file__).parent / "results" / f"convert-{slug(processor())}.json"
     parser.add_argument("--output", type=Path, default=default)
     parser.add_argument("--work-dir", type=Path, help="where there are 8 GB of room")
     parser.add_argument("--outtypes", default="f16,q8_0,q4_0")
@@ -185,27 +184,6 @@ def _count_equal(rival: Path, checkpoint: Path, outtype: str) -> int:
         assert tensor.tensor_type == ours[name].tensor_type, name
         assert np.array_equal(tensor.data, ours[name].data), name
     return len(ours)
-
-
-def _machine() -> dict[str, object]:
-    packages = ("numpy", "torch", "safetensors", "gguf", "transformers")
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MIB,
-        "system": platform.system() + " " + platform.release(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
-
-
-def _processor() -> str:
-    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return found[1].strip() if found else "unknown"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", re.sub(r"\(R\)|\(TM\)", "", name).lower()).strip("-")
 
 
 if __name__ == "__main__":

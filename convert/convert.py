@@ -30,7 +30,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
 from sparkinfer.gguf_file import Value
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
+from sparkinfer.thresholds import with_thresholds
 from sparkinfer.written import Restored, Written
 
 FILE_TYPES = {
@@ -76,7 +76,7 @@ def convert(
         model, more_notes = add_predictors(model, config.predictors, kind, offset)
         notes += more_notes
     if config.thresholds is not None:
-        model = _with_thresholds(model, config.thresholds)
+        model = with_thresholds(model, config.thresholds)
     on_total(sum(entry.num_bytes for entry in model.tensors.values()))
     said: list[str] = []
 
@@ -221,29 +221,3 @@ def _outtype_of(model: ModelFile) -> Outtype:
     name = names.get(int(number), first) if isinstance(number, np.integer) else first
     assert name in get_args(Outtype), name
     return cast(Outtype, name)
-
-
-def _with_thresholds(model: ModelFile, path: Path) -> ModelFile:
-    """The model with a profile's thresholds, below which a SiLU neuron is skipped.
-
-    Raises SparkinferError for another model's profile, and for a model with thresholds of its
-    own: those are part of its activation."""
-    profile = Profile.load(path)
-    if profile.model_id != model.model_id:
-        raise SparkinferError(
-            f"{path}: a profile of model {profile.model_id[:12]}, this is {model.model_id[:12]};"
-            " profile this model"
-        )
-    if model.activation != "silu":
-        raise SparkinferError(
-            f"{path}: thresholds are for silu models; this one is {model.activation}, which"
-            " decides itself which neurons are zero; leave the thresholds out"
-        )
-    if profile.active_count_LF.shape != (model.shape.num_layers, model.shape.num_neurons):
-        raise SparkinferError(
-            f"{path}: counts are {list(profile.active_count_LF.shape)}, wanted"
-            f" {[model.shape.num_layers, model.shape.num_neurons]}; profile this model"
-        )
-    if not all(0 <= threshold < float("inf") for threshold in profile.threshold_L):
-        raise SparkinferError(f"{path}: thresholds are {profile.threshold_L}; profile it again")
-    return dataclasses.replace(model, threshold_L=profile.threshold_L)

@@ -53,15 +53,17 @@ def add_predictors(
     model: ModelFile, folder: Path, kind: str, input_layer_offset: int | None = None
 ) -> tuple[ModelFile, tuple[str, ...]]:
     """The model with the predictors of `folder` in place of any it has, and what to tell the
-    user; biases become f32. `input_layer_offset` is the user's word on it, None for none.
+    user. Matrices get the type that the predictors declare, and `kind` where they declare none;
+    biases become f32. `input_layer_offset` is the user's word on it, None for none.
 
     Raises SparkinferError for predictors of another model, for broken ones, and where the user
     and the folder contradict each other."""
     source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
     for layer in range(model.shape.num_layers):
-        for name, array in source.read(layer).arrays(layer).items():
-            array_kind = kind if array.ndim == 2 else "f32"
+        predictor = source.read(layer)
+        for name, array in predictor.arrays(layer).items():
+            array_kind = (predictor.matrix_kind or kind) if array.ndim == 2 else "f32"
             read = partial(_read_rows, source, layer, name, array_kind)
             entries[name] = TensorEntry(shape=array.shape, kind=array_kind, read_rows=read)
     model = dataclasses.replace(model, predictor=source.info, tensors=entries)
@@ -128,7 +130,7 @@ def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> Predict
     threshold = _dejavu_threshold(path, config)
     offset, notes = _dejavu_offset(path, config, stated)
     read = partial(_read_dejavu, folder, shape)
-    ranks = tuple(read(layer).down_RD.shape[0] for layer in range(shape.num_layers))
+    ranks = tuple(read(layer).rank for layer in range(shape.num_layers))
     info = PredictorInfo(
         kind="relu",
         rank_L=ranks,
@@ -191,11 +193,17 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
             raise SparkinferError(
                 f"{path}: {name} is {tensor.dtype}, wanted one of {', '.join(DTYPES)}"
             )
-        wanted = _wanted(layer, rank, shape)[_name(layer, name)]
+        f, d = shape.num_neurons, shape.width
+        wanted = dict(zip(PARTS, ((rank, d), (f, rank), (rank,), (f,)), strict=True))[name]
         if tensor.shape != wanted:
             raise _wrong_shape(path, _name(layer, name), tensor.shape, wanted)
     arrays = {PARTS[name]: tensor.read().float().numpy() for name, tensor in state.items()}
-    predictor = LayerPredictor(**arrays)
+    predictor = LayerPredictor(
+        down_RD=arrays["down_RD"],
+        up_FR=arrays["up_FR"],
+        down_bias_R=arrays.get("down_bias_R"),
+        up_bias_F=arrays.get("up_bias_F"),
+    )
     _check_layer(path, layer, predictor, shape)
     return predictor
 
@@ -206,16 +214,6 @@ def _name(layer: int, part: str) -> str:
     return f"blk.{layer}{MARK}{'down' if matrix == 'fc1' else 'up'}.{kind}"
 
 
-def _wanted(layer: int, rank: int, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    prefix = f"blk.{layer}{MARK}"
-    return {
-        prefix + "down.weight": (rank, shape.width),
-        prefix + "up.weight": (shape.num_neurons, rank),
-        prefix + "down.bias": (rank,),
-        prefix + "up.bias": (shape.num_neurons,),
-    }
-
-
 def _wrong_shape(
     path: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
 ) -> SparkinferError:
@@ -224,11 +222,12 @@ def _wrong_shape(
 
 def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: ModelShape) -> None:
     """Raises SparkinferError unless the arrays are finite and fit the model."""
-    if not predictor.down_RD.size:
+    if predictor.down_RD is not None and not predictor.down_RD.size:
         raise SparkinferError(f"{path}: the predictor has rank 0; get it again")
-    wanted = _wanted(layer, len(predictor.down_RD), shape)
+    wanted = predictor.wanted_shapes(shape.num_neurons, shape.width)
     for name, array in predictor.arrays(layer).items():
-        if array.shape != wanted[name]:
-            raise _wrong_shape(path, name, array.shape, wanted[name])
+        of_name = wanted[name.split(".", 2)[2]]
+        if array.shape != of_name:
+            raise _wrong_shape(path, name, array.shape, of_name)
         if not np.isfinite(array).all():
             raise SparkinferError(f"{path}: {name} has NaN or infinite values; get it again")

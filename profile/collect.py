@@ -7,134 +7,118 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH
+from sparkinfer.budget import layer_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
-from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.predictor_file import FILE_NAME, Predictors
-from sparkinfer.profile.collect_streamed import Streamed
-from sparkinfer.profile.corpus import WINDOW, Windows, read_windows, spread_windows
-from sparkinfer.profile.counting import Counter, thresholds_for
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.collect_streamed import collect_streamed
+from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model, check_text
+from sparkinfer.profile.corpus import Windows, read_windows, spread_windows
+from sparkinfer.profile.counting import Counter, gates_of
+from sparkinfer.profile.layer_trainer import LayerQuality, phases
+from sparkinfer.profile.predictor_options import predictor_choices
+from sparkinfer.profile.predictor_output import ModelQuality, PredictorOutput
+from sparkinfer.profile.predictor_training import Trained, train_whole
 from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.resume import resume_path
-from sparkinfer.profile.run import SAVE_EVERY_S, Run
+from sparkinfer.profile.resume import Settings, resume_path
+from sparkinfer.profile.run import Run
 from sparkinfer.profile.sources import STDIN
-from sparkinfer.profile.stream_training import Finished
 from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
-from sparkinfer.profile.trainer_state import SharedSteps, Sums, Weights, num_steps
-from sparkinfer.profile.training import LayerQuality, LayerTrainer, PredictorTrainer, row_norms
+from sparkinfer.profile.thresholds import Found, Goal, ThresholdReport, search, thresholds_for
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.engine import Engine, device_of
-from sparkinfer.runtime.feed_forward import Gate
-from sparkinfer.runtime.loader import Layer
+from sparkinfer.runtime.feed_forward import Gate, Mode
 
-# Shares of the windows that the phases of training take; see profile.training.
-MOMENT_SHARE, HELD_OUT_SHARE = 0.1, 0.15
-MIN_TRAINING_WINDOWS = 10
-DEFAULT_TOKENS = 131_072
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    model: Path
-    corpora: tuple[Path, ...]
-    output: Path
-    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or what there is; else so many or none
-    text_key: str = "text"  # of JSON lines and parquet
-    train_predictors: Path | None = None  # a folder for predictors.safetensors
-    predictor_rank: int | None = None  # None: an eighth of the model width
-    target_contribution: float = 0.985  # share of sum |h_j| |down_j| that predictors must name
-    input_layer_offset: int = 0
-    target_sparsity: float | None = None  # SiLU: choose thresholds for this share of silent neurons
-    max_memory_bytes: int | None = None  # see profile.memory.room_of; None: what is free
-    device: str | None = None
-    seed: int = 0
-    force: bool = False
-    save_every_s: float = SAVE_EVERY_S
-
-    @property
-    def predictor_path(self) -> Path | None:
-        return self.train_predictors and self.train_predictors / FILE_NAME
-
-    def __post_init__(self) -> None:
-        if not self.corpora:
-            raise SparkinferError("no corpus; give one or more text files with --corpus")
-        for name in ("target_contribution", "target_sparsity"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise SparkinferError(f"{name} is {value}, wanted more than 0 and less than 1")
-        if self.seed < 0:
-            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise SparkinferError(f"tokens is {self.max_tokens}, wanted 1 or more")
-        if self.input_layer_offset not in (0, 1):
-            raise SparkinferError(f"input layer offset is {self.input_layer_offset}, wanted 0 or 1")
-        if self.predictor_rank is not None and self.predictor_rank < 1:
-            raise SparkinferError(f"predictor rank is {self.predictor_rank}, wanted 1 or more")
+OnTokens = Callable[[float], None]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
+    """`quality_L` is of the predictors, where some were trained, and `quality` of the model with
+    them, where it fits into the memory."""
+
     output: Path
     model_id: str
     num_tokens: int
     density_L: tuple[float, ...]
     hottest_fifth_L: tuple[float, ...]  # share of the firings that the hottest 20 % take
     threshold_L: tuple[float, ...]
+    search: ThresholdReport | None  # where a perplexity budget was given
     predictors: Path | None
-    predictor_bytes: int  # f16 weights, f32 biases
+    predictor_bytes: int  # as they will be in a model file
+    ffn_bytes: int  # of all gates, ups and downs
     quality_L: tuple[LayerQuality, ...]
+    quality: ModelQuality | None
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    profile: Profile
+    search: ThresholdReport | None = None
+    trained: Trained | None = None
+    quality: ModelQuality | None = None
 
 
 def profile(
     config: ProfileConfig,
-    on_tokens: Callable[[float], None] = lambda count: None,
-    say: Callable[[str], None] = lambda line: None,
+    on_tokens: OnTokens = lambda count: None,
+    say: Say = lambda line: None,
 ) -> ProfileReport:
     """Writes the profile and, if asked, the predictors; `on_tokens` hears of progress.
 
     A model that does not fit goes through the device layer by layer, of which `say` hears."""
     began = time.perf_counter()
+    files = None
+    if config.train_predictors is not None:
+        files = PredictorOutput(
+            folder=config.train_predictors, format=config.predictors.format, force=config.force
+        )
     with Ranks() as ranks:
-        ranks.first_only(lambda: _check_outputs(config))
         device = ranks.together(lambda: ranks.device(config.device))
         model = ranks.together(lambda: ModelFile.load(config.model))
+        ranks.first_only(lambda: _check(config, model, files))
         plan = ranks.together(lambda: _stream_plan(config, model, device, ranks))
-        result, trained, quality = (
-            _run_whole(config, ranks, device, on_tokens)
-            if plan is None
-            else _run_streamed(config, ranks, model, plan, on_tokens, say)
-        )
-    return ProfileReport(
-        output=config.output,
-        model_id=result.model_id,
-        num_tokens=result.num_tokens,
-        density_L=tuple(result.density_L.tolist()),
-        hottest_fifth_L=tuple(result.hottest_share_L().tolist()),
-        threshold_L=result.threshold_L,
-        predictors=config.predictor_path,
-        predictor_bytes=_bytes(trained) if trained else 0,
-        quality_L=quality,
-        seconds=time.perf_counter() - began,
-    )
+        if plan is not None:
+            outcome = _run_streamed(config, model, plan, on_tokens, say)
+            report = _report(config, model, files, outcome, time.perf_counter() - began)
+            _save(config, files, outcome, report)
+            return report
+        with _engine(config, ranks, device) as engine:
+            run, windows = _begin(config, engine, ranks, on_tokens)
+            outcome = _run_whole(config, run, windows, files, say)
+        report = _report(config, model, files, outcome, time.perf_counter() - began)
+        ranks.first_only(lambda: _save(config, files, outcome, report))
+        run.finish()
+    return report
 
 
-Outcome = tuple[Profile, Predictors | None, tuple[LayerQuality, ...]]
+# ---- what goes in -------------------------------------------------------------------------------
+
+
+def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
+    """Raises SparkinferError for what can be known to fail before text is read."""
+    inputs = (config.model, *(path for path in config.corpora if path != STDIN))
+    check_output(config.output, force=config.force, inputs=inputs)
+    check_model(config, model)
+    if files:
+        files.check(model.shape.num_layers)
 
 
 def _stream_plan(
     config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
 ) -> StreamPlan | None:
     """None for a model that fits. Raises SparkinferError for several processes."""
+    choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(
         model,
         device=device_of(device),
         max_memory_bytes=config.max_memory_bytes,
-        rank=_rank(model, config) if config.train_predictors else None,
+        choices=choices,
         folder=config.output.parent,
     )
     if plan is not None and ranks.size > 1:
@@ -145,112 +129,14 @@ def _stream_plan(
     return plan
 
 
-def _run_streamed(
-    config: ProfileConfig,
-    ranks: Ranks,
-    model: ModelFile,
-    plan: StreamPlan,
-    on_tokens: Callable[[float], None],
-    say: Callable[[str], None],
-) -> Outcome:
-    """One pass over the weights; it cannot be resumed."""
-    with LayerStream(model, plan, say) as stream:
-        windows = _windows(stream, config, ranks)
-        _check(stream, len(windows.ids), config)
-        num_first = _num_for_thresholds(len(windows.ids), config)
-        streamed = Streamed(stream, on_tokens)
-        gates = _gates_of(model, model.threshold_L)
-        if config.target_sparsity is not None:
-            silent = _gates_of(model, (0.0,) * len(gates))
-            histogram_LB = streamed.histogram(silent, windows.ids[:num_first])
-            gates = _gates_of(model, thresholds_for(histogram_LB, config.target_sparsity))
-        ids = windows.ids[num_first:]
-        counter = Counter(gates, model.shape.num_neurons)
-        with stream.observe(counter.observe, counter.wants):
-            if config.train_predictors:
-                finished = streamed.train(
-                    ids,
-                    _bounds(len(ids)),
-                    trainer_of=lambda index, layer: _trainer(
-                        layer, gates[index], _rank(model, config)
-                    ),
-                    input_layer_offset=config.input_layer_offset,
-                    target=config.target_contribution,
-                )
-                trained, quality = _predictors(finished, model, config)
-            else:
-                stream.run(ids, on_tokens)
-                trained, quality = None, ()
-        counter.check()
-    counted = {name: total.numpy() for name, total in counter.arrays().items()}
-    result = _result(model, gates, windows, counted)
-    _save(config, result, trained)
-    return result, trained, quality
-
-
-def _run_whole(
-    config: ProfileConfig, ranks: Ranks, device: str | None, on_tokens: Callable[[float], None]
-) -> Outcome:
-    with ranks.together(lambda: Engine.load(config.model, mode="dense", device=device)) as engine:
-        windows = _windows(engine, config, ranks)
-        ranks.first_only(lambda: _check(engine, len(windows.ids), config))
-        run = Run(
-            engine,
-            ranks,
-            resume_path(config.output),
-            _settings(engine, windows, config, ranks),
-            on_tokens,
-            force=config.force,
-            save_every_s=config.save_every_s,
-        )
-        gates, ids = _gates(run, windows.ids, config)
-        counter = Counter(gates, engine.model.shape.num_neurons)
-        run.add("counter", counter)
-        with engine.observe(counter.observe, counter.wants):
-            if config.train_predictors:
-                trained, quality = _train(run, gates, ids, config)
-            else:
-                trained, quality = None, ()
-                run.phase(ids)
-        counted = {name: total.numpy() for name, total in run.total("counter").items()}
-        result = _result(engine.model, gates, windows, counted)
-    ranks.first_only(lambda: _save(config, result, trained))
-    run.finish()
-    return result, trained, quality
-
-
-def _result(
-    model: ModelFile, gates: tuple[Gate, ...], windows: Windows, counted: dict[str, np.ndarray]
-) -> Profile:
-    return Profile(
-        model_id=model.model_id,
-        num_tokens=int(counted["num_tokens"]),
-        threshold_L=tuple(gate.threshold for gate in gates),
-        corpora=windows.corpora,
-        active_count_LF=counted["active_count_LF"],
-        gate_histogram_LB=counted["gate_histogram_LB"],
-    )
-
-
-def _gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:
-    return tuple(Gate(activation=model.activation, threshold=t) for t in threshold_L)
-
-
-def _check_outputs(config: ProfileConfig) -> None:
-    inputs = (config.model, *(path for path in config.corpora if path != STDIN))
-    check_output(config.output, force=config.force, inputs=inputs)
-    if config.predictor_path:
-        check_output(config.predictor_path, force=config.force)
-
-
-def _save(config: ProfileConfig, result: Profile, trained: Predictors | None) -> None:
-    if trained and config.predictor_path:
-        trained.save(config.predictor_path)
-    result.save(config.output)
+def _engine(config: ProfileConfig, ranks: Ranks, device: str | None) -> Engine:
+    # Without thresholds, which a search sets and takes back, "exact" computes what "dense" does.
+    mode: Mode = "dense" if config.perplexity_budget is None else "exact"
+    return ranks.together(lambda: Engine.load(config.model, mode=mode, device=device))
 
 
 def _windows(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) -> Windows:
-    """The first process reads the corpus, so that all have the same windows; () of corpora."""
+    """The first process reads the corpus, so that all have the same windows."""
     found = ranks.first_only(
         lambda: read_windows(
             config.corpora,
@@ -266,9 +152,24 @@ def _windows(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) 
     return found if ranks.size == 1 and found else spread_windows(found, ranks)
 
 
-def _settings(
-    engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks
-) -> dict[str, str | int | float | bool | None]:
+def _begin(
+    config: ProfileConfig, engine: Engine, ranks: Ranks, on_tokens: OnTokens
+) -> tuple[Run, Windows]:
+    windows = _windows(engine, config, ranks)
+    ranks.first_only(lambda: check_text(config, len(windows.ids)))
+    run = Run(
+        engine,
+        ranks,
+        resume_path(config.output),
+        _settings(engine, windows, config, ranks),
+        on_tokens,
+        force=config.force,
+        save_every_s=config.save_every_s,
+    )
+    return run, windows
+
+
+def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
     """What decides the numbers of a run: where any of it differs, one cannot go on with it."""
     trains = config.train_predictors is not None
     return {
@@ -281,134 +182,133 @@ def _settings(
         "windows": windows.sha256,
         "device": engine.device.type,
         "target sparsity": config.target_sparsity,
+        "perplexity budget": config.perplexity_budget,
         "training": trains,
-        "rank": config.predictor_rank if trains else None,
+        "predictors": str(config.predictors) if trains else None,
         "input layer offset": config.input_layer_offset if trains else None,
         "processes": ranks.size if trains else None,  # counts are the same for any number
     }
 
 
-def _num_for_thresholds(num_windows: int, config: ProfileConfig) -> int:
-    return 0 if config.target_sparsity is None else max(1, num_windows // 4)
+# ---- the work -----------------------------------------------------------------------------------
 
 
-def _check(engine: Engine | LayerStream, num_windows: int, config: ProfileConfig) -> None:
-    """Raises SparkinferError where the model or the length of the text is not for this."""
-    model, trains = engine.model, config.train_predictors is not None
-    if config.target_sparsity is not None and model.activation not in SMOOTH:
-        raise SparkinferError(
-            f"{model.path}: a target sparsity is for SiLU and GELU models; the activation here is"
-            f" {model.activation}, whose neurons are silent by themselves"
-        )
-    if config.target_sparsity is not None and num_windows < 2:
-        raise SparkinferError("thresholds need two windows of text or more; give a longer corpus")
-    is_dense = model.activation in SMOOTH and not any(model.threshold_L)
-    if trains and is_dense and config.target_sparsity is None:
-        raise SparkinferError(
-            f"{model.path}: every neuron of a {model.activation} model without thresholds"
-            " fires, which leaves nothing to predict; give --target-sparsity, e.g. 0.5"
-        )
-    count = num_windows - _num_for_thresholds(num_windows, config)
-    if trains and count < MIN_TRAINING_WINDOWS:
-        raise SparkinferError(
-            f"{count} windows of {WINDOW} tokens cannot train predictors,"
-            f" wanted {MIN_TRAINING_WINDOWS} or more; give a longer corpus or more --tokens"
-        )
-    if trains and _rank(model, config) > min(model.shape.width, model.shape.num_neurons):
-        raise SparkinferError(
-            f"predictor rank {config.predictor_rank} is above the width {model.shape.width}"
-        )
+def _run_streamed(
+    config: ProfileConfig, model: ModelFile, plan: StreamPlan, on_tokens: OnTokens, say: Say
+) -> Outcome:
+    with LayerStream(model, plan, say) as stream:
+        windows = _windows(stream, config, Ranks())
+        check_text(config, len(windows.ids))
+        gates, counter, trained = collect_streamed(stream, windows.ids, config, on_tokens)
+    return Outcome(profile=_profile(model, gates, windows, counter.arrays()), trained=trained)
 
 
-def _rank(model: ModelFile, config: ProfileConfig) -> int:
-    return config.predictor_rank or max(1, model.shape.width // 8)
+def _run_whole(
+    config: ProfileConfig, run: Run, windows: Windows, files: PredictorOutput | None, say: Say
+) -> Outcome:
+    engine = run.engine
+    first = config.num_for_thresholds(len(windows.ids))
+    gates, found = _gates(config, run, windows.ids[:first], windows.ids[first:], say)
+    ids = windows.ids[first:]
+    counter = Counter(gates, engine.model.shape.num_neurons)
+    run.add("counter", counter)
+    trained = quality = None
+    with engine.observe(counter.observe, counter.wants):
+        if files:
+            trained = train_whole(run, gates, ids, config)
+        else:
+            run.phase(ids)
+    counted = run.total("counter")
+    if files and trained:
+        predictors, examined = trained[0], ids[phases(len(ids))["examine"]]
+        quality = run.ranks.first_only(lambda: files.measure(engine, gates, predictors, examined))
+    return Outcome(
+        profile=_profile(engine.model, gates, windows, counted),
+        search=found,
+        trained=trained,
+        quality=quality,
+    )
 
 
 def _gates(
-    run: Run, windows: tuple[torch.Tensor, ...], config: ProfileConfig
-) -> tuple[tuple[Gate, ...], tuple[torch.Tensor, ...]]:
-    """The layers' gates with the thresholds to count with, and the windows left to count.
+    config: ProfileConfig, run: Run, tune: Sequence[Tensor], check: Sequence[Tensor], say: Say
+) -> tuple[tuple[Gate, ...], ThresholdReport | None]:
+    """The layers' gates with the thresholds to count with.
 
-    Thresholds are chosen on the first quarter of the windows, which is not counted."""
-    model = run.engine.model
-    gates = _gates_of(model, model.threshold_L)
-    if config.target_sparsity is None:
-        return gates, windows
-    counter = Counter(_gates_of(model, (0.0,) * len(gates)), model.shape.num_neurons)
-    first = _num_for_thresholds(len(windows), config)
+    Thresholds are chosen on `tune`, which is not counted; `check` tells what a search cost."""
+    engine, model = run.engine, run.engine.model
+    target, budget = config.target_sparsity, config.perplexity_budget
+    if target is None and budget is None:
+        return gates_of(model, model.threshold_L), None
+    zeros_L = (0.0,) * model.shape.num_layers
+    if budget is not None:
+        engine.set_thresholds(zeros_L)
+    counter = Counter(gates_of(model, zeros_L), model.shape.num_neurons)
     run.add("magnitudes", counter)
-    with run.engine.observe(counter.observe, counter.wants):
-        run.phase(windows[:first])
+    with engine.observe(counter.observe, counter.wants):
+        run.phase(tune)
     histogram_LB = run.total("magnitudes")["gate_histogram_LB"].numpy()
-    thresholds = thresholds_for(histogram_LB, config.target_sparsity)
-    return _gates_of(model, thresholds), windows[first:]
+    if budget is None:
+        assert target is not None
+        return gates_of(model, thresholds_for(histogram_LB, target)), None
+    goal = Goal(perplexity_budget=budget, sparsity=1.0 if target is None else target)
+    found = Found(len(zeros_L))
+    run.add("thresholds", found)
+    if not run.has("thresholds"):
+        run.ranks.first_only(
+            lambda: found.set(*search(engine, histogram_LB, tune, check, goal, say))
+        )
+        for tensor in found.arrays().values():
+            run.ranks.spread(tensor)
+    return gates_of(model, found.threshold_L), found.report
 
 
-def _train(
-    run: Run,
-    gates: tuple[Gate, ...],
-    windows: tuple[torch.Tensor, ...],
-    config: ProfileConfig,
-) -> tuple[Predictors, tuple[LayerQuality, ...]]:
-    engine, rank = run.engine, _rank(run.engine.model, config)
-    layers = [
-        _trainer(loaded, gate, rank) for loaded, gate in zip(engine.layers, gates, strict=True)
-    ]
-    trainer = PredictorTrainer(layers, config.input_layer_offset)
-    first, last = _bounds(len(windows))
-    moments = Sums(layers, "moment_DD", "num_moment")
-    run.add("moments", moments)
-    with engine.observe(trainer.observe, trainer.wants):
-        run.phase(windows[:first])
-        moments.load(run.total("moments"))
-        run.drop("moments")
-        training = windows[first:last]
-        steps = num_steps(training, run.ranks.size)
-        weights = Weights(layers, steps)
-        if not run.has("weights"):
-            trainer.start(steps)
-            weights.spread(run.ranks)
-        run.add("weights", weights)
-        trainer.phase = "train"
-        run.phase(training, SharedSteps(run.ranks, trainer))
-        trainer.phase = "measure"
-        held_out = Sums(layers, "held_out", "num_held_out")
-        run.add("held out", held_out)
-        run.phase(windows[last:])
-        held_out.load(run.total("held out"))
-    finished = [layer.finish(config.target_contribution) for layer in layers]
-    return _predictors(finished, engine.model, config)
+# ---- what comes out -----------------------------------------------------------------------------
 
 
-def _bounds(count: int) -> tuple[int, int]:
-    """Windows before the first are for moments, those from the second on are held out."""
-    return max(1, round(MOMENT_SHARE * count)), count - max(1, round(HELD_OUT_SHARE * count))
-
-
-def _trainer(loaded: Layer, gate: Gate, rank: int) -> LayerTrainer:
-    (block,) = loaded.ffn.blocks  # an engine without a plan has one block a layer
-    gate_FD = block.gate.weight.rows(block.id_N)
-    return LayerTrainer(gate, gate_FD, row_norms(block.down), rank, block.gate.bias_N)
-
-
-def _predictors(
-    finished: list[Finished], model: ModelFile, config: ProfileConfig
-) -> tuple[Predictors, tuple[LayerQuality, ...]]:
-    quality = tuple(q for _, _, q in finished)
-    info = PredictorInfo(
-        kind="linear",
-        rank_L=(_rank(model, config),) * len(finished),
-        threshold_L=tuple(threshold for _, threshold, _ in finished),
-        input_layer_offset=config.input_layer_offset,
-        density_L=tuple(q.predicted_density for q in quality),
+def _profile(
+    model: ModelFile, gates: tuple[Gate, ...], windows: Windows, counted: dict[str, torch.Tensor]
+) -> Profile:
+    return Profile(
+        model_id=model.model_id,
+        num_tokens=int(counted["num_tokens"]),
+        threshold_L=tuple(gate.threshold for gate in gates),
+        corpora=windows.corpora,
+        active_count_LF=counted["active_count_LF"].numpy(),
+        gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
     )
-    layers = tuple(predictor for predictor, _, _ in finished)
-    return Predictors(model_id=model.model_id, info=info, layers=layers), quality
 
 
-def _bytes(predictors: Predictors) -> int:
-    total = 0
-    for layer, predictor in enumerate(predictors.layers):
-        arrays = predictor.arrays(layer).items()
-        total += sum(a.size * (4 if name.endswith("bias") else 2) for name, a in arrays)
-    return total
+def _report(
+    config: ProfileConfig,
+    model: ModelFile,
+    files: PredictorOutput | None,
+    outcome: Outcome,
+    seconds: float,
+) -> ProfileReport:
+    result = outcome.profile
+    quality_L = outcome.trained[1] if outcome.trained else ()
+    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    return ProfileReport(
+        output=config.output,
+        model_id=result.model_id,
+        num_tokens=result.num_tokens,
+        density_L=tuple(result.density_L.tolist()),
+        hottest_fifth_L=tuple(result.hottest_share_L().tolist()),
+        threshold_L=result.threshold_L,
+        search=outcome.search,
+        predictors=files.path if files else None,
+        predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
+        ffn_bytes=sum(model.shape.num_neurons * size.neuron for size in sizes),
+        quality_L=quality_L,
+        quality=outcome.quality,
+        seconds=seconds,
+    )
+
+
+def _save(
+    config: ProfileConfig, files: PredictorOutput | None, outcome: Outcome, report: ProfileReport
+) -> None:
+    if files and outcome.trained:
+        files.save(outcome.trained[0], report)
+    outcome.profile.save(config.output)

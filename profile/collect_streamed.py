@@ -1,48 +1,56 @@
-"""What `collect` does with a model that streams by, a layer at a time: thresholds and training.
+"""A profile of a model that does not fit: one pass over its weights, which cannot be resumed.
 
-What this module does not know: corpora, files, or several processes."""
+What this module does not know: which files there are."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
-from sparkinfer.profile.counting import Counter
-from sparkinfer.profile.stream_training import Finished, train_layers
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.config import ProfileConfig
+from sparkinfer.profile.counting import Counter, gates_of
+from sparkinfer.profile.predictor_training import Trained, train_streamed
 from sparkinfer.profile.streaming import LayerStream
-from sparkinfer.profile.trainer_state import num_steps
-from sparkinfer.profile.training import LayerTrainer
+from sparkinfer.profile.thresholds import thresholds_for
 from sparkinfer.runtime.feed_forward import Gate
-from sparkinfer.runtime.loader import Layer
+
+OnTokens = Callable[[float], None]
 
 
-@dataclass(frozen=True)
-class Streamed:
-    stream: LayerStream
-    on_tokens: Callable[[float], None]
+def collect_streamed(
+    stream: LayerStream, windows: Sequence[Tensor], config: ProfileConfig, on_tokens: OnTokens
+) -> tuple[tuple[Gate, ...], Counter, Trained | None]:
+    """(gates with the thresholds that were counted with, counts, predictors)."""
+    model = stream.model
+    if config.perplexity_budget is not None:
+        raise SparkinferError(
+            f"{config.model}: a perplexity budget is measured on the whole model, which does not"
+            " fit into the memory; give --target-sparsity, or more memory"
+        )
+    gates = gates_of(model, model.threshold_L)
+    first = config.num_for_thresholds(len(windows))
+    if config.target_sparsity is not None:
+        silent = gates_of(model, (0.0,) * len(gates))
+        histogram_LB = _histogram(stream, silent, windows[:first], on_tokens)
+        gates = gates_of(model, thresholds_for(histogram_LB, config.target_sparsity))
+    counter = Counter(gates, model.shape.num_neurons)
+    trained = None
+    with stream.observe(counter.observe, counter.wants):
+        if config.train_predictors:
+            trained = train_streamed(stream, gates, windows[first:], config, on_tokens)
+        else:
+            stream.run(windows[first:], on_tokens)
+    counter.check()
+    return gates, counter, trained
 
-    def histogram(self, gates: tuple[Gate, ...], windows: tuple[Tensor, ...]) -> np.ndarray:
-        """int64 [L, B], of a pass of its own over the weights."""
-        counter = Counter(gates, self.stream.model.shape.num_neurons)
-        with self.stream.observe(counter.observe, counter.wants):
-            self.stream.run(windows, self.on_tokens)
-        counter.check()
-        return counter.arrays()["gate_histogram_LB"].numpy()
 
-    def train(
-        self,
-        windows: tuple[Tensor, ...],
-        bounds: tuple[int, int],
-        *,
-        trainer_of: Callable[[int, Layer], LayerTrainer],
-        input_layer_offset: int,
-        target: float,
-    ) -> list[Finished]:
-        """Of every layer; `bounds` divide the windows as in collect._bounds."""
-        first, last = bounds
-        return train_layers(
-            self.stream, windows, self.on_tokens,
-            trainer_of=trainer_of, input_layer_offset=input_layer_offset,
-            first=first, last=last, num_steps=num_steps(windows[first:last], 1), target=target,
-        )  # fmt: skip
+def _histogram(
+    stream: LayerStream, gates: tuple[Gate, ...], windows: Sequence[Tensor], on_tokens: OnTokens
+) -> np.ndarray:
+    """int64 [L, B], of a pass of its own over the weights."""
+    counter = Counter(gates, stream.model.shape.num_neurons)
+    with stream.observe(counter.observe, counter.wants):
+        stream.run(windows, on_tokens)
+    counter.check()
+    return counter.arrays()["gate_histogram_LB"].numpy()

@@ -5,6 +5,7 @@ are asked for. What this module does not know: where the text came from.
 
 Letters: T tokens, L layers, F neurons, B histogram bins."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.native.library import NUM_BUCKETS, count
 from sparkinfer.profile_file import EDGES, NUM_BINS
 from sparkinfer.runtime.feed_forward import Gate
@@ -122,10 +124,6 @@ def _tables() -> tuple[Tensor, Tensor]:
     )
 
 
-def thresholds_for(histogram_LB: np.ndarray, target_sparsity: float) -> tuple[float, ...]:
-    """Per layer the largest bin edge that at most `target_sparsity` of the magnitudes lie below.
-
-    Magnitude thresholds as in CATS (arXiv 2404.08763); f32 values."""
-    below_LB = np.cumsum(histogram_LB, axis=1) / histogram_LB.sum(axis=1, keepdims=True)
-    bins = (below_LB <= target_sparsity).sum(axis=1)  # whole bins that may be cut off
-    return tuple(float(np.float32(EDGES[min(b, NUM_BINS - 1)])) for b in bins)
+def gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:
+    """The gates of all layers with these thresholds."""
+    return tuple(Gate(activation=model.activation, threshold=t) for t in threshold_L)

@@ -20,6 +20,7 @@ from sparkinfer.budget import (
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.calibrate import free_memory_bytes
+from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices
 from sparkinfer.sizes import format_bytes
 
 # Of free memory, what a profile may take: the rest is for others, and for blocks that do not fit.
@@ -28,6 +29,7 @@ FREE_SHARE = 0.9
 OBSERVER_BYTES_PER_VALUE = 32
 # Code that is read when it first runs (10 MiB), what products and observers take for a moment
 # more than is counted here, and what the C library cannot give back.
+_BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 SLACK_BYTES = 24 << 20
 _C = ctypes.CDLL(None)
 
@@ -73,8 +75,10 @@ def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
     )
 
 
-def needs_of(model: ModelFile, *, window: int, context_length: int, rank: int | None) -> Needs:
-    """`window` tokens are run at a time; `rank` is that of the predictors to train, if any."""
+def needs_of(
+    model: ModelFile, *, window: int, context_length: int, choices: Choices | None
+) -> Needs:
+    """`window` tokens are run at a time; `choices` are those of predictors to train, if any."""
     shape, layers = model.shape, model.shape.num_layers
     whole = dict(
         plan_bytes(
@@ -86,7 +90,9 @@ def needs_of(model: ModelFile, *, window: int, context_length: int, rank: int | 
         )[1],
         predictor=0,  # not run
     )
-    lasting, passing = (0, 0) if rank is None else trainer_bytes(shape.width, shape.num_neurons, rank)  # fmt: skip
+    lasting, passing = (
+        (0, 0) if choices is None else trainer_bytes(shape.width, shape.num_neurons, choices)
+    )
     observers = OBSERVER_BYTES_PER_VALUE * min(PREFILL_CHUNK, window) * shape.num_neurons
     one = max(streamed_layer_bytes(model, layer) for layer in range(layers))
     no_logits = workspace_bytes(model, window) - 4 * LOGITS_CHUNK * shape.vocab_size
@@ -108,16 +114,25 @@ def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
     return weights + (16 * model.shape.num_neurons * model.shape.width if is_stock else 0)
 
 
-def trainer_bytes(width: int, num_neurons: int, rank: int) -> tuple[int, int]:
-    """(while it lives, at its start or in a step) of one layer's profile.training.LayerTrainer.
+def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, int]:
+    """(while it lives, at its start or in a step) of one layer's profile.layer_trainer.LayerTrainer.
 
-    The first: moments in f64, the whitening, the gate matrix, and weights with gradients and the
-    two moments of Adam. The second: the SVD of F x D in f64 with LAPACK's copies and workspace
-    (at 3072 x 1024 some 230 MiB, from one peak), or a step's T x F values."""
+    The first: the gate matrix and its map, moments in f64, their start, every candidate in its
+    type, and of the network in training weights, gradients, the two moments of Adam and the best
+    weights; the tokens that are kept. The second: the SVD of F x D in f64 with LAPACK's copies and
+    workspace (at 3072 x 1024 some 230 MiB, from one peak), or a step's T x F values."""
     square, gate = width * width, num_neurons * width
-    lasting = 12 * square + 4 * gate + 16 * rank * (width + num_neurons)
+    stored = sum(_BYTES_PER_VALUE[kind] for kind in choices.kinds)
+    ranks = choices.ranks if "low-rank" in choices.forms else ()
+    start = 4 * (2 * gate + 2 * square) + 4 * (min(width, num_neurons) * (num_neurons + width))
+    candidates = stored * ("whole" in choices.forms) * gate
+    candidates += stored * (sum(ranks) + max(ranks, default=0)) * (width + num_neurons)
+    network = 20 * max(ranks, default=0) * (width + num_neurons)
+    kept = KEPT_TOKENS * (4 * width + 5 * num_neurons)
+    # The regression on the layer before needs the product of both, in f64.
+    lasting = start + 8 * square + 8 * gate + round(candidates) + network + kept
     svd = 48 * gate + 96 * square
-    return lasting, max(svd, 40 * PREFILL_CHUNK * num_neurons)
+    return lasting, max(svd, 40 * max(PREFILL_CHUNK, KEPT_TOKENS) * num_neurons)
 
 
 def trim() -> None:

@@ -97,7 +97,7 @@ def _quality(
     with torch.inference_mode():
         for layer in range(first, len(predictors)):
             predictor = predictors[layer]
-            named_TF = predictor.logits(inputs[layer - offset]) > predictor.threshold
+            named_TF = predictor.scores(inputs[layer - offset]) > predictor.threshold
             caught += int((named_TF & fires[layer]).sum())
             fired += int(fires[layer].sum())
             named += int(named_TF.sum())

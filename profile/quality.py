@@ -3,7 +3,7 @@
 Letters: T tokens, V vocabulary."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ class EvalConfig:
     corpora: tuple[Path, ...]
     mode: Mode | None = None  # None: the engine's choice
     split: Path | None = None
+    thresholds: Path | None = None  # a profile; see Engine.load
     max_tokens: int = 16_384
     device: str | None = None
     seed: int = 0
@@ -61,7 +62,11 @@ def evaluate(
     with (
         Engine.load(config.model, mode="dense", device=config.device) as dense,
         Engine.load(
-            config.model, split=config.split, mode=config.mode, device=config.device
+            config.model,
+            split=config.split,
+            mode=config.mode,
+            device=config.device,
+            thresholds=config.thresholds,
         ) as engine,
     ):
         windows = read_windows(
@@ -71,17 +76,27 @@ def evaluate(
             max_tokens=config.max_tokens,
             seed=config.seed,
         )
-        shares = ShareCounter(engine)
-        loss, dense_loss, divergences, agreed = 0.0, 0.0, [], 0
-        with engine.observe(shares.observe, shares.wants):
-            for ids_T in windows.ids:
-                want_TV = F.log_softmax(dense.logits(ids_T)[:-1].double(), dim=1)
-                got_TV = F.log_softmax(engine.logits(ids_T)[:-1].double(), dim=1)
-                dense_loss += F.nll_loss(want_TV, ids_T[1:], reduction="sum").item()
-                loss += F.nll_loss(got_TV, ids_T[1:], reduction="sum").item()
-                divergences.append((want_TV.exp() * (want_TV - got_TV)).sum(dim=1))
-                agreed += int((want_TV.argmax(1) == got_TV.argmax(1)).sum())
-                on_tokens(len(ids_T))
+        return compare(dense, engine, windows.ids, on_tokens)
+
+
+def compare(
+    dense: Engine,
+    engine: Engine,
+    windows: Sequence[Tensor],
+    on_tokens: Callable[[float], None] = lambda count: None,
+) -> EvalReport:
+    """Both engines on the same windows of token ids."""
+    shares = ShareCounter(engine)
+    loss, dense_loss, divergences, agreed = 0.0, 0.0, [], 0
+    with engine.observe(shares.observe, shares.wants):
+        for ids_T in windows:
+            want_TV = F.log_softmax(dense.logits(ids_T)[:-1].double(), dim=1)
+            got_TV = F.log_softmax(engine.logits(ids_T)[:-1].double(), dim=1)
+            dense_loss += F.nll_loss(want_TV, ids_T[1:], reduction="sum").item()
+            loss += F.nll_loss(got_TV, ids_T[1:], reduction="sum").item()
+            divergences.append((want_TV.exp() * (want_TV - got_TV)).sum(dim=1))
+            agreed += int((want_TV.argmax(1) == got_TV.argmax(1)).sum())
+            on_tokens(len(ids_T))
     divergence_T = torch.cat(divergences)
     count = len(divergence_T)
     if not count:

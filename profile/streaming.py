@@ -30,6 +30,7 @@ from sparkinfer.gguf_file import TensorEntry, prefetch, release
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.calibrate import free_memory_bytes
 from sparkinfer.profile.corpus import WINDOW
+from sparkinfer.profile.layer_trainer import Choices
 from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from sparkinfer.profile.states import FileStates, MemoryStates, States
 from sparkinfer.runtime.decoder import embed, run_layer
@@ -59,10 +60,10 @@ def plan_stream(
     *,
     device: torch.device,
     max_memory_bytes: int | None,
-    rank: int | None,
+    choices: Choices | None,
     folder: Path,
 ) -> StreamPlan | None:
-    """None where the whole model fits. `rank`: of the predictors to train; None trains none.
+    """None where the whole model fits. `choices`: of the predictors to train; None trains none.
 
     Raises SparkinferError where not even one layer fits."""
     longest = model.shape.context_length
@@ -70,7 +71,7 @@ def plan_stream(
         model,
         window=min(WINDOW, longest),
         context_length=min(DEFAULT_CONTEXT, longest),
-        rank=rank,
+        choices=choices,
     )
     plan = StreamPlan(device=device, needs=needs, max_memory_bytes=max_memory_bytes, folder=folder)
     if needs.whole_bytes <= room_of(device, max_memory_bytes).num_bytes:
@@ -86,7 +87,7 @@ def _room(model: ModelFile, plan: StreamPlan) -> Room:
         raise SparkinferError(
             f"{model.path}: {room.says}, one layer at a time takes"
             f" {format_bytes(room.taken_bytes + plan.needs.layer_bytes)}; give that much memory,"
-            " or where predictors are trained a smaller --predictor-rank"
+            " or where predictors are trained --predictor-form whole, or a small --predictor-rank"
         )
     return room
 

@@ -1,6 +1,6 @@
 """The state of predictor training: what a run saves and loads, and what processes share.
 
-What this module does not know: how predictors are trained; profile.training does."""
+What this module does not know: how predictors are trained; profile.layer_trainer does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,37 +9,85 @@ import torch
 from torch import Tensor
 
 from sparkinfer.budget import PREFILL_CHUNK
+from sparkinfer.profile.layer_trainer import KEPT_TOKENS, LayerTrainer
 from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.training import LayerTrainer, PredictorTrainer
-
-WEIGHTS = ("whiten_DD", "inner_RD", "up_FR", "bias_F")
+from sparkinfer.profile.training import Batch, LowRank
 
 
 class Sums:
-    """Two sums of every layer, a tensor and a number of tokens: moments, or held-out histograms.
+    """Tensors of every layer that grow in place; the shares of the processes add up.
 
     Sums of f64: over two processes they are those of one up to rounding."""
 
-    is_sum = True
-
-    def __init__(self, layers: Sequence[LayerTrainer], tensor: str, number: str) -> None:
-        self.layers, self.names = layers, (tensor, number)
-
-    def arrays(self) -> dict[str, Tensor]:
-        return {
-            f"{index}/{name}": torch.as_tensor(getattr(layer, name))
-            for index, layer in enumerate(self.layers)
-            for name in self.names
+    def __init__(self, sums_L: Sequence[dict[str, Tensor]]) -> None:
+        self.is_sum = True
+        self.tensors = {
+            f"{layer}/{name}": tensor
+            for layer, sums in enumerate(sums_L)
+            for name, tensor in sums.items()
         }
 
+    def arrays(self) -> dict[str, Tensor]:
+        return self.tensors
+
     def load(self, arrays: dict[str, Tensor]) -> None:
-        tensor, number = self.names
-        for index, layer in enumerate(self.layers):
-            getattr(layer, tensor).copy_(arrays[f"{index}/{tensor}"])
-            setattr(layer, number, int(arrays[f"{index}/{number}"]))
+        for name, tensor in self.tensors.items():
+            tensor.copy_(arrays[name])
+
+    def settle(self, total: dict[str, Tensor]) -> None:
+        """All processes have the whole from here on."""
+        self.load(total)
+        self.is_sum = False
 
     def check(self) -> None:
         pass
+
+
+class Kept:
+    """The tokens that every layer keeps; of several processes, one behind the other."""
+
+    def __init__(self, layers: Sequence[LayerTrainer], ranks: Ranks) -> None:
+        self.layers, self.ranks, self.is_sum = layers, ranks, True
+        self.settled: dict[str, Tensor] = {}
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Every process must call this together: each puts its tokens where they belong."""
+        if self.settled:
+            return self.settled
+        count = sum(len(batch.x_TD) for batch in self.layers[0].kept)
+        count_of_rank = torch.zeros(self.ranks.size, dtype=torch.int64)
+        count_of_rank[self.ranks.rank] = count
+        count_of_rank = self.ranks.sum(count_of_rank)
+        start, total = int(count_of_rank[: self.ranks.rank].sum()), int(count_of_rank.sum())
+        found: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            for name, width in (("x", layer.width), ("fires", layer.num_neurons),
+                                ("given", layer.num_neurons)):  # fmt: skip
+                rows = torch.zeros(total, width, device=layer.device)
+                pieces = [getattr(batch, _FIELDS[name]) for batch in layer.kept]
+                if pieces:
+                    rows[start : start + count] = torch.cat(pieces).float()
+                found[f"{index}/{name}"] = rows
+        return found
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        for index, layer in enumerate(self.layers):
+            rows = {name: arrays[f"{index}/{name}"].to(layer.device) for name in _FIELDS}
+            layer.kept = [
+                Batch(x_TD=rows["x"], fires_TF=rows["fires"] != 0, given_TF=rows["given"])
+            ]
+
+    def settle(self, total: dict[str, Tensor]) -> None:
+        """All processes have the same tokens from here on: the first ones of all."""
+        self.settled = {name: rows[:KEPT_TOKENS].contiguous() for name, rows in total.items()}
+        self.load(self.settled)
+        self.is_sum = False
+
+    def check(self) -> None:
+        pass
+
+
+_FIELDS = {"x": "x_TD", "fires": "fires_TF", "given": "given_TF"}
 
 
 class Weights:
@@ -47,44 +95,30 @@ class Weights:
 
     is_sum = False
 
-    def __init__(self, layers: Sequence[LayerTrainer], num_steps: int) -> None:
-        self.layers, self.num_steps = layers, num_steps
+    def __init__(self, layers: Sequence[LayerTrainer]) -> None:
+        self.networks = networks_of(layers)
 
     def arrays(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            found |= {f"{index}/{name}": getattr(layer, name).detach() for name in WEIGHTS}
-            for number, state in layer.optimizer.state_dict()["state"].items():
-                found |= {f"{index}/adam/{number}/{name}": value for name, value in state.items()}
-            rate = layer.optimizer.param_groups[0]["lr"]
-            found[f"{index}/rate"] = torch.tensor(rate, dtype=torch.float64)
-            found[f"{index}/steps"] = torch.tensor(layer.schedule.last_epoch)
-        return found
+        return {
+            f"{index}/{name}": tensor
+            for index, network in self.networks.items()
+            for name, tensor in network.state().items()
+        }
 
     def load(self, arrays: dict[str, Tensor]) -> None:
-        """Instead of the trainers' `start`."""
-        for index, layer in enumerate(self.layers):
-            device = layer.gate_FD.device
-            weights = [arrays[f"{index}/{name}"].to(device) for name in WEIGHTS]
-            layer.begin(weights[0], weights[1], weights[2], weights[3], self.num_steps)
-            state: dict[int, dict[str, Tensor]] = {}
-            prefix = f"{index}/adam/"
-            for key in (key for key in arrays if key.startswith(prefix)):
-                number, name = key.removeprefix(prefix).split("/")
-                state.setdefault(int(number), {})[name] = arrays[key]
-            groups = layer.optimizer.state_dict()["param_groups"]
-            layer.optimizer.load_state_dict({"state": state, "param_groups": groups})
-            layer.optimizer.param_groups[0]["lr"] = float(arrays[f"{index}/rate"])
-            layer.schedule.last_epoch = int(arrays[f"{index}/steps"])
-
-    def spread(self, ranks: Ranks) -> None:
-        """The first process's start for all: another processor may round its own otherwise."""
-        for layer in self.layers:
-            for name in WEIGHTS:
-                ranks.spread(getattr(layer, name).detach())
+        for index, network in self.networks.items():
+            prefix = f"{index}/"
+            network.load_state(
+                {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+            )
 
     def check(self) -> None:
         pass
+
+
+def networks_of(layers: Sequence[LayerTrainer]) -> dict[int, LowRank]:
+    """Of the layers that train one."""
+    return {i: layer.trained for i, layer in enumerate(layers) if layer.trained is not None}
 
 
 class SharedSteps:
@@ -93,25 +127,22 @@ class SharedSteps:
     The mean is by tokens; a process that has no text left takes part with nothing. A step of n
     processes is that of one process on n chunks, so there are n times fewer of them."""
 
-    def __init__(self, ranks: Ranks, trainer: PredictorTrainer) -> None:
-        self.ranks, self.layers = ranks, trainer.layers
+    def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
+        self.ranks, self.networks = ranks, networks_of(layers)
         self.length_of_rank: Sequence[int] = ()
-        self.steps = [0] * len(self.layers)  # of each layer, in this round
+        self.steps = dict.fromkeys(self.networks, 0)  # of each layer, in this round
         if ranks.size > 1:
-            for index, layer in enumerate(self.layers):
-                layer.optimizer.register_step_pre_hook(self._hook(index))
+            for index, network in self.networks.items():
+                network.before_step(self._hook(index))
 
     def begin(self, length_of_rank: Sequence[int]) -> None:
-        self.length_of_rank, self.steps = length_of_rank, [0] * len(self.layers)
+        self.length_of_rank, self.steps = length_of_rank, dict.fromkeys(self.networks, 0)
 
     def end(self) -> None:
         """The steps that others have and this process has no text for."""
         for _ in range(num_chunks(self.length_of_rank[self.ranks.rank]), self._num_steps):
-            for layer in self.layers:
-                for parameter in layer.optimizer.param_groups[0]["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
-                layer.optimizer.step()
-                layer.schedule.step()
+            for network in self.networks.values():
+                network.step_without_text()
 
     @property
     def _num_steps(self) -> int:
@@ -123,7 +154,7 @@ class SharedSteps:
             self.steps[index] += 1
             counts = [max(0, min(PREFILL_CHUNK, n - start)) for n in self.length_of_rank]
             share_of_mine = counts[self.ranks.rank] / sum(counts)
-            gradients = [p.grad for p in optimizer.param_groups[0]["params"]]
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
             flat = torch.cat([gradient.flatten() for gradient in gradients]) * share_of_mine
             sizes = [gradient.numel() for gradient in gradients]
             for gradient, mean in zip(gradients, self.ranks.sum(flat).split(sizes), strict=True):

@@ -1,209 +1,226 @@
-"""Trains the predictors of all layers while the model runs; no activation is ever stored.
+"""One low-rank predictor: its start, its training, and its matrices as a file will hold them.
 
-Per layer three phases, each over its own share of the text:
-1. the second moment M = E[x x^T] of the predictor's input is summed up. Then the start: the
-   truncated SVD of G M^(1/2), with G the gate matrix, gives the rank-R map closest to the gate
-   in the mean square over the text (whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
-   It is a useful predictor already.
-2. AdamW on a logistic loss; a neuron that fires weighs as much as it adds to the output,
-   |h_j| |down_j|, so that what is lost is what matters least.
-3. thresholds: the largest that keeps the wanted share of the contribution, on text unseen in 2.
+The start is the whitened SVD of profile.moments, with logits in units of what each neuron's
+estimate leaves open: P(gate > 0 | estimate) of a normal residual s is close to a logistic function
+of 1.7 estimate / s. Without that scale training first unlearns the start (docs/log.md).
 
-Letters: T tokens, D model width, F neurons, R rank, B histogram bins."""
+AdamW on a logistic loss; a neuron that fires weighs as much as it adds to the output,
+|h_j| |down_j|, so that what is lost is what matters least. It stops early when the loss on tokens
+that it does not train on has stopped falling, and the best weights are kept.
 
+SiLU and GELU neurons fire on both sides of zero, which no linear logit can say: there the
+predictor imitates the gate, and its score is |act(estimate)|.
+
+Letters: T tokens, D model width, F neurons, R rank."""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparkinfer.predictor_file import LayerPredictor
-from sparkinfer.runtime.feed_forward import Gate
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.architecture import SMOOTH
+from sparkinfer.profile.moments import Start
+from sparkinfer.profile.rounding import rounded, values_of
+from sparkinfer.runtime.feed_forward import Gate, Predictor
+from sparkinfer.runtime.matrix import Linear
 
-LOGIT_RANGE = 24.0
-NUM_BINS = 6144  # of 1/128 each
-LEARNING_RATE = 5e-3  # of 2e-3 and 6e-3 the larger named 1-2 % fewer neurons: docs/log.md
+LEARNING_RATE = 0.01  # of a tensor's root mean square; 0.003 and 0.03 are no better: docs/log.md
+LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in mean contributions
+CHECKS = 16  # times that the held-out loss is looked at
+PATIENCE = 4  # checks without a better loss before training stops
+Agree = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerQuality:
-    """Of one layer's predictor, on held-out tokens; shares in 0..1."""
+class Batch:
+    """Tokens of one layer: the predictor's input, what fires, and what it adds |h_j| |down_j|."""
 
-    density: float  # of neurons that fire
-    predicted_density: float  # of neurons that are named
-    recall: float  # of firings that are named
-    precision: float  # of named neurons that fire
-    contribution: float  # of sum |h_j| |down_j| that is named
+    x_TD: Tensor
+    fires_TF: Tensor
+    given_TF: Tensor
+
+    @property
+    def weight_TF(self) -> Tensor:
+        mean = self.given_TF.sum() / self.fires_TF.sum().clamp(min=1)
+        share_TF = (self.given_TF / mean.clamp(min=1e-30)).clamp(max=MAX_WEIGHT)
+        return torch.where(self.fires_TF, share_TF.float(), 1.0)
 
 
-class LayerTrainer:
-    """Phase by phase: `add_moment` often, `start`, `train` often, `measure` often, `finish`."""
+class LowRank:
+    """z = up (right whiten x) + bias; `is_trained` says whether a step was taken and kept."""
 
-    def __init__(
-        self,
-        gate: Gate,
-        gate_FD: Tensor,
-        down_norm_F: Tensor,
-        rank: int,
-        gate_bias_F: Tensor | None = None,
-    ) -> None:
-        self.gate, self.gate_FD, self.down_norm_F, self.rank = gate, gate_FD, down_norm_F, rank
-        self.gate_bias_F = gate_FD.new_zeros(len(gate_FD)) if gate_bias_F is None else gate_bias_F
-        width, device = gate_FD.shape[1], gate_FD.device
-        self.moment_DD = torch.zeros(width, width, dtype=torch.float64, device=device)
-        self.num_moment = 0
-        # Per logit bin: named neurons, firings, contribution.
-        self.held_out = torch.zeros(3, NUM_BINS, dtype=torch.float64, device=device)
-        self.num_held_out = 0
+    def __init__(self, start: Start, rank: int, gate: Gate, *, has_bias: bool = True) -> None:
+        self.start, self.gate, self.rank = start, gate, rank
+        self.is_smooth, self.has_bias = gate.activation in SMOOTH, has_bias
+        self.scale_F = LOGISTIC / start.residual_F(rank)
+        unit_F = torch.ones_like(self.scale_F) if self.is_smooth else self.scale_F
+        shift = gate.threshold if gate.activation == "fatrelu" else 0.0
+        bias_F = (start.bias_F - shift) * unit_F if has_bias else torch.zeros_like(unit_F)
+        self.right_RD = nn.Parameter(start.right_RD[:rank].clone())
+        self.up_FR = nn.Parameter((start.left_FR[:, :rank] * unit_F[:, None]).contiguous())
+        self.bias_F = nn.Parameter(bias_F, requires_grad=has_bias)
+        self.is_trained, self.is_done = False, False
+        self.optimizer: torch.optim.AdamW | None = None
 
-    def add_moment(self, x_TD: Tensor) -> None:
-        self.moment_DD += (x_TD.T @ x_TD).double()
-        self.num_moment += len(x_TD)
+    def scores(self, x_TD: Tensor) -> Tensor:
+        z_TF = (x_TD @ self.start.whiten_DD @ self.right_RD.T) @ self.up_FR.T + self.bias_F
+        return self.gate.smooth(z_TF).abs() if self.is_smooth else z_TF
 
-    def start(self, num_steps: int) -> None:
-        """The whitened SVD start, scaled so that logits have a spread of about 2."""
-        moment_DD = self.moment_DD / max(1, self.num_moment)
-        value_D, vector_DD = torch.linalg.eigh(moment_DD)
-        root_D = value_D.clamp(min=1e-6 * value_D.max().item()).sqrt()
-        whitened_FD = self.gate_FD.double() @ (vector_DD * root_D)
-        u_FR, s_R, v_RD = torch.linalg.svd(whitened_FD, full_matrices=False)
-        rank = self.rank
-        spread = whitened_FD.square().sum().div(len(whitened_FD)).sqrt()
-        scale = 2 / spread.clamp(min=1e-12)
-        threshold = self.gate.threshold if self.gate.activation == "fatrelu" else 0.0
-        self.begin(
-            (vector_DD / root_D).float(),
-            v_RD[:rank].float().contiguous(),
-            (u_FR[:, :rank] * s_R[:rank] * scale).float(),
-            ((self.gate_bias_F - threshold) * scale).float(),
-            num_steps,
+    def loss(self, batch: Batch) -> Tensor:
+        logit_TF = self.scores(batch.x_TD)
+        if self.is_smooth:
+            logit_TF = (logit_TF - self.gate.threshold) * self.scale_F
+        return F.binary_cross_entropy_with_logits(
+            logit_TF, batch.fires_TF.float(), weight=batch.weight_TF
         )
 
-    def begin(
-        self,
-        whiten_DD: Tensor,
-        inner_RD: Tensor,
-        up_FR: Tensor,
-        bias_F: Tensor,
-        num_steps: int,
-    ) -> None:
-        """Starts from these weights, those of `start` or of an earlier run."""
-        # Contiguous, as what is loaded is: products of another layout round otherwise.
-        self.whiten_DD = whiten_DD.contiguous()
-        self.inner_RD = nn.Parameter(inner_RD.contiguous())
-        self.up_FR = nn.Parameter(up_FR.contiguous())
-        self.bias_F = nn.Parameter(bias_F)
-        parameters = [self.inner_RD, self.up_FR, self.bias_F]
-        self.optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=0.0)
-        self.schedule = torch.optim.lr_scheduler.LinearLR(
-            self.optimizer, 1.0, 0.02, max(1, num_steps)
-        )
+    def begin(self, num_steps: int, held_out: Batch, agree: Agree = lambda tensor: None) -> None:
+        """Before the first step; `held_out` is never trained on. `agree` gives every process that
+        trains the same network the first one's values, in place."""
+        self.held_out, self.num_steps, self.steps = held_out, max(1, num_steps), 0
+        self.agree = agree
+        groups = [
+            {"params": [p], "lr": LEARNING_RATE * p.detach().square().mean().sqrt().item()}
+            for p in (self.right_RD, self.up_FR)
+        ]
+        if self.has_bias:
+            typical = self.bias_F.detach().square().mean().sqrt().item()
+            groups.append({"params": [self.bias_F], "lr": LEARNING_RATE * max(1.0, typical)})
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.02, self.num_steps)
+        self.best_loss, self.num_worse = self._held_out_loss(), 0
+        self.best = tuple(p.detach().clone() for p in self._parameters())
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        return (x_TD @ self.whiten_DD @ self.inner_RD.T) @ self.up_FR.T + self.bias_F
-
-    def contribution(self, hidden_TF: Tensor) -> Tensor:
-        return hidden_TF.abs() * self.down_norm_F
-
-    def train(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> float:
-        """One AdamW step; returns the loss."""
-        _, fires_TF = self.gate.act(gate_TF, is_dense=False)
-        given_TF = self.contribution(hidden_TF)
-        mean = given_TF.sum() / fires_TF.sum().clamp(min=1)
-        weight_TF = torch.where(
-            fires_TF, (given_TF / mean.clamp(min=1e-30)).clamp(max=MAX_WEIGHT), 1.0
-        )
-        loss_TF = F.binary_cross_entropy_with_logits(
-            self.logits(x_TD), fires_TF.float(), weight=weight_TF, reduction="none"
-        )
-        loss = loss_TF.mean()
+    def step(self, batch: Batch) -> None:
+        """One AdamW step, or nothing once training has stopped."""
+        if self.is_done:
+            return
+        assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        self.loss(batch).backward()
+        self._advance()
+
+    def step_without_text(self) -> None:
+        """Takes part in a step that other processes have text for."""
+        if self.is_done:
+            return
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        self._advance()
+
+    def before_step(self, hook: Callable[..., None]) -> None:
+        """`hook` is called with the optimizer when the gradients are there."""
+        assert self.optimizer is not None
+        self.optimizer.register_step_pre_hook(hook)
+
+    def end(self) -> None:
+        """Back to the weights with the least held-out loss."""
+        with torch.no_grad():
+            for parameter, kept in zip(self._parameters(), self.best, strict=True):
+                parameter.copy_(kept)
+        self.is_done, self.optimizer = True, None
+        self.best = tuple(p.detach() for p in self._parameters())
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that steps change: `load_state` of a network begun alike goes on from it."""
+        found = {f"now/{n}": p.detach() for n, p in enumerate(self._parameters())}
+        found |= {f"best/{n}": tensor for n, tensor in enumerate(self.best)}
+        numbers = [self.best_loss, self.num_worse, self.is_trained, self.is_done, self.steps]
+        found["numbers"] = torch.tensor(numbers, dtype=torch.float64)
+        if self.optimizer is not None:
+            for number, state in self.optimizer.state_dict()["state"].items():
+                found |= {f"adam/{number}/{name}": value for name, value in state.items()}
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            found["rates"] = torch.tensor(rates, dtype=torch.float64)
+        return found
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        assert self.optimizer is not None, "begin it first"
+        with torch.no_grad():
+            for number, parameter in enumerate(self._parameters()):
+                parameter.copy_(state[f"now/{number}"])
+                self.best[number].copy_(state[f"best/{number}"])
+        best_loss, *counts = state["numbers"].tolist()
+        self.best_loss, self.num_worse, self.steps = best_loss, int(counts[0]), int(counts[3])
+        self.is_trained, self.is_done = bool(counts[1]), bool(counts[2])
+        if "rates" not in state:
+            return  # training had ended
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key in (key for key in state if key.startswith("adam/")):
+            _, number_, name = key.split("/")
+            moments.setdefault(int(number_), {})[name] = state[key].clone()
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        for group, rate in zip(self.optimizer.param_groups, state["rates"].tolist(), strict=True):
+            group["lr"] = rate
+        self.schedule.last_epoch = self.steps
+
+    def predictor(self, kind: str) -> Predictor:
+        """As the runtime will run it, with matrices of `kind`; the threshold is still to be set."""
+        down_RD = (self.right_RD @ self.start.whiten_DD.T).detach()
+        up_FR = self.up_FR.detach()
+        down = rounded(down_RD, kind, self.start.moment_DD)
+        moment_RR = None
+        if kind == "q4_0":  # `up` learns what became of `down`
+            rounded_RD = values_of(down)
+            through_DR = (self.start.moment_DD @ rounded_RD.T).double()
+            moment_RR = rounded_RD.double() @ through_DR
+            ridge = 1e-6 * moment_RR.diagonal().mean().clamp(min=1e-30)
+            eye_RR = torch.eye(self.rank, dtype=torch.float64, device=up_FR.device)
+            cross_FR = up_FR.double() @ (down_RD.double() @ through_DR)
+            up_FR = torch.linalg.solve(moment_RR + ridge * eye_RR, cross_FR.T).T.float()
+        bias_F = self.bias_F.detach()
+        return Predictor(
+            kind="gate" if self.is_smooth else "linear",
+            down=Linear(weight=down),
+            up=Linear(
+                weight=rounded(up_FR, kind, moment_RR), bias_N=bias_F if bias_F.any() else None
+            ),
+            threshold=0.0,
+            gate=self.gate,
+        )
+
+    def _parameters(self) -> tuple[nn.Parameter, ...]:
+        return (self.right_RD, self.up_FR, self.bias_F)
+
+    def _advance(self) -> None:
+        assert self.optimizer is not None
         self.optimizer.step()
         self.schedule.step()
+        self.steps += 1
+        if self.steps % max(1, self.num_steps // CHECKS) == 0 or self.steps == self.num_steps:
+            self._check()
+
+    def _check(self) -> None:
+        loss = self._held_out_loss()
+        if loss < self.best_loss:
+            self.best_loss, self.num_worse, self.is_trained = loss, 0, True
+            self.best = tuple(p.detach().clone() for p in self._parameters())
+        else:
+            self.num_worse += 1
+            self.is_done = self.num_worse >= PATIENCE
+
+    def _held_out_loss(self) -> float:
+        with torch.no_grad():
+            loss = self.loss(self.held_out).double()
+        self.agree(loss)
         return loss.item()
 
-    @torch.no_grad()
-    def measure(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        """Adds held-out tokens to the histograms that thresholds are read from."""
-        _, fires_TF = self.gate.act(gate_TF, is_dense=False)
-        position = (self.logits(x_TD) + LOGIT_RANGE) * (NUM_BINS / (2 * LOGIT_RANGE))
-        bins = position.clamp(0, NUM_BINS - 1).long().flatten()
-        ones = torch.ones_like(bins, dtype=torch.float64)
-        amounts = (ones, fires_TF.flatten().double(), self.contribution(hidden_TF).flatten())
-        for row, amount in zip(self.held_out, amounts, strict=True):
-            row.index_add_(0, bins, amount.double())
-        self.num_held_out += len(x_TD)
 
-    def finish(self, target: float) -> tuple[LayerPredictor, float, LayerQuality]:
-        """Weights, the threshold that keeps `target` of the contribution, and its quality."""
-        named_B, fired_B, given_B = self.held_out.flip(1).cumsum(1).flip(1)  # of bins from b up
-        enough = given_B >= target * given_B[0]
-        first = int(enough.nonzero().max())
-        threshold = -LOGIT_RANGE + first * (2 * LOGIT_RANGE / NUM_BINS)
-        pairs = self.num_held_out * len(self.gate_FD)
-        quality = LayerQuality(
-            density=(fired_B[0] / pairs).item(),
-            predicted_density=(named_B[first] / pairs).item(),
-            recall=(fired_B[first] / fired_B[0].clamp(min=1)).item(),
-            precision=(fired_B[first] / named_B[first].clamp(min=1)).item(),
-            contribution=(given_B[first] / given_B[0].clamp(min=1e-30)).item(),
-        )
-        down_RD = self.inner_RD.detach() @ self.whiten_DD.T
-        weights = LayerPredictor(
-            down_RD=down_RD.contiguous().cpu().numpy(),
-            up_FR=self.up_FR.detach().contiguous().cpu().numpy(),
-            up_bias_F=self.bias_F.detach().cpu().numpy(),
-        )
-        # A logit equal to the lowest one kept must pass `logit > threshold`.
-        return weights, float("-inf") if first == 0 else threshold - 1e-6, quality
-
-
-class PredictorTrainer:
-    """An observer that hands each layer's tensors to its LayerTrainer, in the current phase."""
-
-    def __init__(self, layers: list[LayerTrainer], input_layer_offset: int) -> None:
-        self.layers, self.offset = layers, input_layer_offset
-        self.phase = "moment"
-        self.inputs: dict[int, Tensor] = {}
-        self.gate_TF: Tensor | None = None
-        self.losses: list[float] = []
-
-    def wants(self, name: str, layer: int | None) -> bool:
-        return name == "ffn_norm" or (name in ("ffn_gate", "ffn_hidden") and self.phase != "moment")
-
-    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
-        assert layer is not None
-        # The model runs in inference mode, whose tensors autograd does not take.
-        with torch.inference_mode(False), torch.enable_grad():
-            if name == "ffn_gate":
-                self.gate_TF = tensor.clone()
-            elif name == "ffn_norm":
-                self.inputs[layer] = tensor.clone()
-                if self.phase == "moment":
-                    self.layers[layer].add_moment(self._input(layer))
-            else:
-                assert self.gate_TF is not None
-                run = (
-                    self.layers[layer].train
-                    if self.phase == "train"
-                    else self.layers[layer].measure
-                )
-                loss = run(self._input(layer), self.gate_TF, tensor.clone())
-                if loss is not None:
-                    self.losses.append(loss)
-
-    def _input(self, layer: int) -> Tensor:
-        return self.inputs[max(0, layer - self.offset)]
-
-    def start(self, num_steps: int) -> None:
-        for layer in self.layers:
-            layer.start(num_steps)
-
-
-def row_norms(matrix: Matrix) -> Tensor:
-    """f32 [N]: the Euclidean length of each row."""
-    rows = torch.arange(matrix.num_rows, device=matrix.data.device)
-    return torch.cat([matrix.rows(piece).norm(dim=1) for piece in rows.split(1024)])
+def whole(start: Start, kind: str, gate: Gate) -> Predictor:
+    """The whole map in one matrix of `kind`: no training, and nearly the gate itself."""
+    return Predictor(
+        kind="gate" if gate.activation in SMOOTH else "linear",
+        down=None,
+        up=Linear(
+            weight=rounded(start.map_FD, kind, start.moment_DD),
+            bias_N=start.bias_F if start.bias_F.any() else None,
+        ),
+        threshold=0.0,
+        gate=gate,
+    )

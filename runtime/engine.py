@@ -10,7 +10,7 @@ What this module does not know: how layers are computed or where weights lie."""
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +28,7 @@ from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
 from sparkinfer.split_file import Split
+from sparkinfer.thresholds import replace_thresholds, with_thresholds
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,24 @@ class Engine:
         mode: Mode | None = None,
         device: str | None = None,
         context_length: int | None = None,
+        thresholds: str | Path | None = None,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
         mode: "dense", "exact" or "predicted"; None takes "predicted" where the file has
         predictors and "exact" otherwise. device: "cpu" or "cuda[:n]" for what is not on the CPU
         by plan; None takes CUDA where there is one. context_length: tokens the KV cache holds;
-        None takes the plan's, or the model's up to 4,096.
+        None takes the plan's, or the model's up to 4,096. thresholds: a profile whose thresholds
+        a SiLU or GELU model runs with instead of its own; mode "dense" does without any.
 
-        Raises SparkinferError for a wrong file, plan, mode or device."""
+        Raises SparkinferError for a wrong file, plan, mode, device or profile."""
         file = ModelFile.load(Path(model))
+        if thresholds is not None:
+            if mode == "dense":
+                raise SparkinferError(
+                    f"{thresholds}: mode dense does without thresholds; leave one of the two out"
+                )
+            file = with_thresholds(file, Path(thresholds))
         plan = None
         if split is not None:
             plan = Split.load(Path(split))
@@ -138,6 +147,17 @@ class Engine:
             device=gpu,
             traffic=traffic,
         )
+
+    def set_thresholds(self, threshold_L: Sequence[float]) -> None:
+        """Runs a SiLU or GELU model with other thresholds from here on.
+
+        Raises SparkinferError for other models, and unless there is a finite one a layer."""
+        self.model = replace_thresholds(self.model, threshold_L, str(self.model.path))
+        layers = tuple(
+            replace(layer, ffn=replace(layer.ffn, gate=replace(layer.ffn.gate, threshold=value)))
+            for layer, value in zip(self.layers, threshold_L, strict=True)
+        )
+        self._decoder = replace(self._live, weights=replace(self._live.weights, layers=layers))
 
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:

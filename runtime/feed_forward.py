@@ -53,7 +53,7 @@ class Gate:
         The threshold of SiLU and GELU is an approximation, so `dense` does without it; that of
         FATReLU is a part of the model (ProSparse, arXiv 2402.13516)."""
         if self.activation in SMOOTH:
-            value = self._smooth(gate)
+            value = self.smooth(gate)
             fires = value.abs() > self.threshold
             return (value, torch.ones_like(fires)) if is_dense else (value * fires, fires)
         fires = gate > self.opens_above
@@ -65,7 +65,8 @@ class Gate:
         assert self.activation not in SMOOTH, self.activation
         return self.threshold if self.activation == "fatrelu" else 0.0
 
-    def _smooth(self, gate: Tensor) -> Tensor:
+    def smooth(self, gate: Tensor) -> Tensor:
+        """SiLU or GELU, without a threshold."""
         if self.activation == "silu":
             return F.silu(gate)
         return F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
@@ -82,17 +83,20 @@ class Predictor:
     """See model_file.PredictorInfo for the arithmetic."""
 
     kind: PredictorKind
-    down: Linear  # [R, D]
-    up: Linear  # [F, R]
+    down: Linear | None  # [R, D]; None: `up` is the only matrix
+    up: Linear  # [F, R], or [F, D]
     threshold: float
+    gate: Gate
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        inner_TR = self.down.apply(x_TD)
-        return self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """[T, F]; a neuron is named where its score is above the threshold."""
+        inner_TR = x_TD if self.down is None else self.down.apply(x_TD)
+        logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
+        return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
 
     @property
     def num_bytes(self) -> int:
-        return self.down.num_bytes + self.up.num_bytes
+        return self.up.num_bytes + (0 if self.down is None else self.down.num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +165,10 @@ class FeedForward:
     def _named(self, x_TD: Tensor) -> Tensor:
         """bool [T, F]: the neurons that the predictor names."""
         assert self.predictor is not None
-        logits_TF = self.predictor.logits(x_TD)
+        score_TF = self.predictor.scores(x_TD)
         self.traffic.predictor += self.predictor.num_bytes
-        self.observers.show("ffn_predicted", self.layer, logits_TF)
-        return logits_TF > self.predictor.threshold
+        self.observers.show("ffn_predicted", self.layer, score_TF)
+        return score_TF > self.predictor.threshold
 
     def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """One token on the CPU: reads the rows of named gates and of open neurons, no others."""

@@ -144,9 +144,7 @@ class Builder:
             ffn=FeedForward(
                 layer=index,
                 num_neurons=self.model.shape.num_neurons,
-                gate=Gate(
-                    activation=self.model.activation, threshold=self.model.threshold_L[index]
-                ),
+                gate=self.gate(index),
                 blocks=self.blocks(index),
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
                 predictor=self.predictor(index, device) if self.mode == "predicted" else None,
@@ -155,6 +153,9 @@ class Builder:
                 traffic=self.traffic,
             ),
         )
+
+    def gate(self, index: int) -> Gate:
+        return Gate(activation=self.model.activation, threshold=self.model.threshold_L[index])
 
     def entry(self, index: int, name: str) -> TensorEntry:
         return self.model.tensors[f"blk.{index}.{name}"]
@@ -204,9 +205,10 @@ class Builder:
         assert info is not None
         return Predictor(
             kind=info.kind,
-            down=self.linear(index, "ffn_pred_down", device),
+            down=self.linear(index, "ffn_pred_down", device) if info.rank_L[index] else None,
             up=self.linear(index, "ffn_pred_up", device),
             threshold=info.threshold_L[index],
+            gate=self.gate(index),
         )
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:

@@ -17,7 +17,7 @@ NAMES = {
     "attn_norm": "[T, D] input of attention",
     "attn_out": "[T, D] output of attention",
     "ffn_norm": "[T, D] input of the feed-forward layer",
-    "ffn_predicted": "[T, F] logits of the predictor",
+    "ffn_predicted": "[T, F] scores of the predictor",
     "ffn_gate": "[T, F] gate pre-activations",
     "ffn_hidden": "[T, F] act(gate) * up, what the down projection takes",
     "ffn_out": "[T, D] output of the feed-forward layer",

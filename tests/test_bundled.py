@@ -19,7 +19,9 @@ from sparkinfer.budget import plan_bytes
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.collect import ProfileConfig, profile
+from sparkinfer.profile.collect import profile
+from sparkinfer.profile.config import ProfileConfig
+from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile.quality import EvalConfig, evaluate
 from sparkinfer.profile_file import Profile
 from sparkinfer.solver.solve import SolveConfig, solve
@@ -27,7 +29,6 @@ from sparkinfer.split_file import Split
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny-relu"
-RANK = 96  # as `make demo`
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,8 @@ def made(tmp_path_factory):
     profile(
         ProfileConfig(
             model=folder / "base.gguf", corpora=(folder / "train.txt",), output=folder / "profile",
-            train_predictors=folder, predictor_rank=RANK, max_tokens=65_536,
+            train_predictors=folder, predictors=PredictorOptions(form="whole"),
+            max_tokens=32_768,
         )
     )  # fmt: skip
     convert(

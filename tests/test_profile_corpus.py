@@ -13,7 +13,8 @@ import torch
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.profile import sources
-from sparkinfer.profile.collect import ProfileConfig, profile
+from sparkinfer.profile.collect import profile
+from sparkinfer.profile.config import ProfileConfig
 from sparkinfer.profile.corpus import read_windows, stretches
 from sparkinfer.profile.counting import _tables, histogram
 from sparkinfer.profile.native.library import count

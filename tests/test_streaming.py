@@ -21,7 +21,10 @@ from sparkinfer.gguf_file import TensorEntry, array_entry, prefetch, release
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile import memory, streaming
-from sparkinfer.profile.collect import ProfileConfig, profile
+from sparkinfer.profile.collect import profile
+from sparkinfer.profile.config import ProfileConfig
+from sparkinfer.profile.layer_trainer import Choices
+from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile.states import FileStates, MemoryStates
 from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile_file import Profile
@@ -73,7 +76,7 @@ def always_streams(monkeypatch):
 
 def stream_of(path, tmp_path, *, spills=False) -> LayerStream:
     model = ModelFile.load(path)
-    needs = memory.needs_of(model, window=256, context_length=256, rank=None)
+    needs = memory.needs_of(model, window=256, context_length=256, choices=None)
     if spills:
         needs = dataclasses.replace(needs, state_row_bytes=1 << 50)
     plan = StreamPlan(device=CPU, needs=needs, max_memory_bytes=None, folder=tmp_path)
@@ -144,7 +147,7 @@ def test_a_streamed_profile_is_the_ordinary_one(folder, tmp_path, case, monkeypa
 def test_streamed_predictors_are_the_ordinary_ones(folder, tmp_path, case, offset, request):
     config = ProfileConfig(
         model=folder / case, corpora=(folder / "text.txt",), output=tmp_path / "p",
-        max_tokens=4000, train_predictors=tmp_path / "whole", predictor_rank=16,
+        max_tokens=4000, train_predictors=tmp_path / "whole", predictors=PredictorOptions(rank=32),
         input_layer_offset=offset, device="cpu",
     )  # fmt: skip
     whole = profile(config)
@@ -189,13 +192,13 @@ def test_a_window_left_behind_is_noticed(folder, tmp_path):
 
 def test_a_model_streams_where_it_does_not_fit_and_only_there(folder, tmp_path, monkeypatch):
     model = ModelFile.load(folder / "llama")
-    needs = memory.needs_of(model, window=256, context_length=256, rank=None)
+    needs = memory.needs_of(model, window=256, context_length=256, choices=None)
 
-    def plan(free, max_memory=None, rank=None):
+    def plan(free, max_memory=None):
         monkeypatch.setattr(
             memory, "free_memory_bytes", lambda: round(free / memory.FREE_SHARE) + 1
         )
-        return plan_stream(model, device=CPU, max_memory_bytes=max_memory, rank=rank,
+        return plan_stream(model, device=CPU, max_memory_bytes=max_memory, choices=None,
                            folder=tmp_path)  # fmt: skip
 
     needs = dataclasses.replace(needs, whole_bytes=needs.layer_bytes + 1000)
@@ -214,9 +217,10 @@ def test_a_model_streams_where_it_does_not_fit_and_only_there(folder, tmp_path, 
 def test_training_needs_more_and_one_layer_less_than_all():
     model = make_model(shape=make_shape(num_layers=8, width=512, num_neurons=2048))
     bare, trained = (
-        memory.needs_of(model, window=128, context_length=128, rank=rank) for rank in (None, 64)
+        memory.needs_of(model, window=128, context_length=128, choices=choices)
+        for choices in (None, Choices(ranks=(64,)))
     )
-    lasting, passing = memory.trainer_bytes(512, 2048, 64)
+    lasting, passing = memory.trainer_bytes(512, 2048, Choices(ranks=(64,)))
     assert trained.whole_bytes - bare.whole_bytes == 8 * lasting + passing
     assert trained.layer_bytes - bare.layer_bytes == lasting + passing
     weights = sum(e.num_bytes for e in model.tensors.values())
@@ -277,9 +281,9 @@ CHILD = """
 import sys
 import time
 from pathlib import Path
-from pathlib import Path
-import sparkinfer.profile.stream_training
-from sparkinfer.profile.collect import ProfileConfig, profile
+import sparkinfer.profile.predictor_training
+from sparkinfer.profile.collect import profile
+from sparkinfer.profile.config import ProfileConfig
 from sparkinfer.profile.memory import resident_bytes
 
 folder, cap, options = Path(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])

@@ -10,7 +10,7 @@ from typing import Literal
 
 Layout = Literal["sparse", "stock"]
 Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
-PredictorKind = Literal["linear", "relu"]
+PredictorKind = Literal["linear", "relu", "gate"]
 # Activations whose small values are not zero: a threshold on |act(gate)| silences neurons.
 SMOOTH = ("silu", "gelu", "gelu_tanh")
 PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
@@ -89,7 +89,8 @@ class ModelShape:
 def layer_shapes(
     graph: Architecture, shape: ModelShape, layout: Layout, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """What every layer must have, by its name within the layer; `rank` is its predictor's."""
+    """What every layer must have, by its name within the layer; `rank` is its predictor's: 0 for
+    one that is a single matrix, None for no predictor."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,)}
@@ -108,15 +109,17 @@ def layer_shapes(
         shapes["ffn_gate.weight"] = (f, d)
     shapes["ffn_up.weight"] = (f, d)
     shapes |= {"ffn_down_t.weight": (f, d)} if layout == "sparse" else {"ffn_down.weight": (d, f)}
-    if rank is not None:
+    if rank:
         shapes |= {"ffn_pred_down.weight": (rank, d), "ffn_pred_up.weight": (f, rank)}
+    elif rank == 0:
+        shapes["ffn_pred_up.weight"] = (f, d)
     return _with_norm_biases(graph, shapes)
 
 
 def optional_layer_shapes(
     graph: Architecture, shape: ModelShape, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """What all layers may have, or none of them."""
+    """What all layers may have, or none of them; of predictors, what each may have or not."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {
@@ -133,8 +136,10 @@ def optional_layer_shapes(
     if graph.is_parallel:  # the attention's own norm, or that of one block after the other
         norms: dict[str, tuple[int, ...]] = {"attn_norm_2.weight": (d,), "ffn_norm.weight": (d,)}
         shapes |= _with_norm_biases(graph, norms)
+    if rank:
+        shapes["ffn_pred_down.bias"] = (rank,)
     if rank is not None:
-        shapes |= {"ffn_pred_down.bias": (rank,), "ffn_pred_up.bias": (f,)}
+        shapes["ffn_pred_up.bias"] = (f,)
     return shapes
 
 

@@ -4,42 +4,31 @@ Thin wrappers: each builds the config of one stage, runs it, and prints. A stage
 inside its command, so that `sparkinfer --help` needs no torch. People read stderr, programs
 read stdout: the text of `generate`, or one JSON object with --json."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sparkinfer.errors import Interrupted, SparkinferError
-from sparkinfer.sizes import format_bytes, parse_bytes
-from sparkinfer.written import Written
-
-FILE = click.Path(path_type=Path)
-force_option = click.option("--force", is_flag=True, help="Overwrite what exists.")
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-device_option = click.option("--device", help="cpu or cuda[:n]; CUDA where there is one.")
-mode_option = click.option(
-    "--mode",
-    type=click.Choice(["dense", "exact", "predicted"]),
-    help="How feed-forward layers run; predicted where the file has predictors, else exact.",
+from sparkinfer.commands.profile_command import profile
+from sparkinfer.commands.shared import (
+    FILE,
+    Size,
+    device_option,
+    finish,
+    force_option,
+    json_option,
+    mean,
+    mode_option,
+    say,
+    thresholds_option,
 )
-
-
-class Size(click.ParamType):
-    """A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as SparkInfer's --vram-budget)."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except SparkinferError as error:
-            self.fail(str(error), param, ctx)
+from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.sizes import format_bytes
+from sparkinfer.written import Written
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,18 +62,7 @@ def cli() -> None:
     """Run language models on machines whose GPU memory is too small for them."""
 
 
-def say(line: str) -> None:
-    click.echo(line, err=True)
-
-
-def finish(report: Any, as_json: bool, lines: list[str]) -> None:
-    """The report on stdout as JSON, or its short form on stderr."""
-    if as_json:
-        content = report if isinstance(report, dict) else asdict(report)
-        click.echo(json.dumps(content, default=str))
-    else:
-        for line in lines:
-            say(line)
+cli.add_command(profile)
 
 
 @cli.command()
@@ -139,88 +117,6 @@ def convert(
         f" {report.activation}, {'with' if report.has_predictors else 'no'} predictors,"
         f" {report.seconds:.1f} s"
     )
-    finish(report, as_json, lines)
-
-
-@cli.command()
-@click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
-@click.option("--corpus", "corpora", type=FILE, multiple=True,
-              help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
-@click.option("-o", "--output", type=FILE, required=True, help="The profile to write.")
-@click.option("--tokens", "max_tokens", type=int,
-              help="So many, or an error; 131,072 by default, or what there is.")  # fmt: skip
-@click.option("--text-key", default="text", show_default=True,
-              help="Of JSON lines, and the column of parquet.")  # fmt: skip
-@click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model.")
-@click.option("--train-predictors", type=FILE, help="Folder for predictors.safetensors.")
-@click.option("--predictor-rank", type=int, help="An eighth of the model width by default.")
-@click.option("--target-contribution", default=0.985, show_default=True,
-              help="Share of the neurons' contribution that predictors must name.")  # fmt: skip
-@click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
-              help="1: predict from the layer before.")  # fmt: skip
-@click.option("--target-sparsity", type=float, help="SiLU: thresholds for this silent share.")
-@click.option("--max-memory", "max_memory_bytes", type=Size(),
-              help="Of the device, e.g. 4GiB; a larger model goes through it layer by layer.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True)
-@device_option
-@force_option
-@json_option
-def profile(
-    files: tuple[Path, ...],
-    output: Path,
-    force: bool,
-    is_merge: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Count how often each neuron fires on a text, and train predictors on the way.
-
-    Stopped, it leaves OUTPUT.resume; the same command goes on from there. By torchrun -m
-    sparkinfer profile ... several processes share the text. With --merge it adds up profiles."""
-    if is_merge:
-        _merge(files, output, force, as_json)
-        return
-    if len(files) != 1:
-        raise click.UsageError("one model at a time; text goes behind --corpus")
-    from sparkinfer.profile.collect import DEFAULT_TOKENS, ProfileConfig
-    from sparkinfer.profile.collect import profile as run
-    from sparkinfer.profile.ranks import rank_here
-    from sparkinfer.progress import progress
-
-    config = ProfileConfig(model=files[0], output=output, force=force, **options)
-    is_first = rank_here() == 0
-    total = config.max_tokens or DEFAULT_TOKENS
-    with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
-        report = run(config, advance or (lambda count: None), say)
-    if not is_first:
-        return
-    density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
-    lines = [
-        f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
-        f" the hottest fifth takes {fifth:.0%} of the firings, {report.seconds:.0f} s"
-    ]
-    if report.quality_L:
-        named = mean([q.predicted_density for q in report.quality_L])
-        lines.append(
-            f"wrote {report.predictors}: predicted sparsity {1 - named:.1%},"
-            f" recall {mean([q.recall for q in report.quality_L]):.1%},"
-            f" precision {mean([q.precision for q in report.quality_L]):.1%},"
-            f" contribution {mean([q.contribution for q in report.quality_L]):.2%},"
-            f" {format_bytes(report.predictor_bytes)}"
-        )
-    finish(report, as_json, lines)
-
-
-def _merge(files: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
-    from sparkinfer.profile.merge import MergeConfig, merge
-
-    report = merge(MergeConfig(profiles=files, output=output, force=force))
-    lines = [f"note: {note}" for note in report.notes]
-    lines.append(
-        f"wrote {output}: {report.num_tokens:,} tokens of {len(files)} profiles,"
-        f" density {mean(report.density_L):.1%}"
-    )
-    lines += [f"  {c.num_tokens:>13,} tokens of {c.name}" for c in report.corpora]
     finish(report, as_json, lines)
 
 
@@ -282,6 +178,7 @@ def solve(model: Path, as_json: bool, **options: Any) -> None:
               help="0 is greedy.")  # fmt: skip
 @click.option("-s", "--seed", type=int, help="Makes a run repeatable.")
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int)
+@thresholds_option
 @mode_option
 @device_option
 @json_option
@@ -331,6 +228,7 @@ def generate(
 @click.option("--split", type=FILE, help="The plan.")
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True)
 @click.option("--seed", default=0, show_default=True)
+@thresholds_option
 @mode_option
 @device_option
 @json_option
@@ -351,10 +249,6 @@ def evaluate(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: A
         f" computed {mean(report.hidden_share_L):.1%} of the neurons, {report.num_tokens:,} tokens"
     )
     finish(report, as_json, [line])
-
-
-def mean(values: list[float] | tuple[float, ...]) -> float:
-    return sum(values) / len(values)
 
 
 @cli.command("inspect")

@@ -71,6 +71,11 @@ def type_of(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind.upper()]
 
 
+def is_whole_blocks(width: int, kind: str) -> bool:
+    """Whether rows of `width` values can have this type."""
+    return width % GGML_QUANT_SIZES[type_of(kind)][0] == 0
+
+
 def row_bytes(width: int, kind: str) -> int:
     """Bytes of one row of `width` values; asserts that it is a whole number of blocks."""
     block, size = GGML_QUANT_SIZES[type_of(kind)]

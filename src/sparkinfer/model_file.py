@@ -17,6 +17,7 @@ import numpy as np
 
 from sparkinfer.architecture import (
     ARCHITECTURES,
+    SMOOTH,
     Activation,
     Architecture,
     Layout,
@@ -43,9 +44,11 @@ Shapes = dict[str, tuple[int, ...]]
 class PredictorInfo:
     """How the predictors of all layers are to be read.
 
-    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, with act the identity ("linear") or
-    ReLU ("relu", DejaVu's form); a neuron is computed where its logit is above the threshold of
-    its layer. x is the FFN input of the layer `input_layer_offset` before it."""
+    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, with act the identity ("linear",
+    "gate") or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D
+    + up_bias. A neuron is computed where its score is above the threshold of its layer: the logit,
+    or for "gate", of smooth activations alone, |activation(logit)|.
+    x is the FFN input of the layer `input_layer_offset` before it."""
 
     kind: PredictorKind
     rank_L: tuple[int, ...]
@@ -127,6 +130,8 @@ class ModelFile:
                     f" wanted {list(shape)} of one of {', '.join(KINDS)}"
                 )
         self._check_options()
+        if self.predictor is not None:
+            self._check_predictor(self.predictor)
 
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
         """Every tensor that must be here, and every one that may."""
@@ -143,7 +148,7 @@ class ModelFile:
     def _check_options(self) -> None:
         """What is optional is in all layers or in none, and a layer has one order of blocks."""
         of_layer = [
-            {name for name in optional_layer_shapes(self.graph, self.shape, 1)
+            {name for name in optional_layer_shapes(self.graph, self.shape, None)
              if f"blk.{layer}.{name}" in self.tensors}
             for layer in range(self.shape.num_layers)
         ]  # fmt: skip
@@ -156,6 +161,18 @@ class ModelFile:
         if {"attn_norm_2.weight", "ffn_norm.weight"} <= of_layer[0]:
             raise SparkinferError(
                 f"{self.path}: attn_norm_2 and ffn_norm exclude each other; convert it again"
+            )
+
+    def _check_predictor(self, info: PredictorInfo) -> None:
+        if info.kind == "gate" and self.activation not in SMOOTH:
+            raise SparkinferError(
+                f"{self.path}: predictors of kind gate are for {', '.join(SMOOTH)}, the activation"
+                f" here is {self.activation}; train predictors for this model"
+            )
+        if info.kind == "relu" and 0 in info.rank_L:
+            raise SparkinferError(
+                f"{self.path}: predictors of kind relu have two matrices, layer"
+                f" {info.rank_L.index(0)} says rank 0; convert them again"
             )
 
     @property
@@ -251,7 +268,7 @@ def _predictor(read: KeyReader, num_layers: int) -> PredictorInfo | None:
         return None
     rank_L = read.floats(prefix + "rank", num_layers)
     offset = read.number(prefix + "input_layer_offset", 0)
-    if offset not in (0, 1) or not all(rank >= 1 and rank == int(rank) for rank in rank_L):
+    if offset not in (0, 1) or not all(rank >= 0 and rank == int(rank) for rank in rank_L):
         raise SparkinferError(
             f"{read.path}: predictors of ranks {list(rank_L)} and input_layer_offset {offset};"
             " wanted counts, and an offset of 0 or 1; convert them again"

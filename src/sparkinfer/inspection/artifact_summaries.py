@@ -75,7 +75,7 @@ class PredictorsSummary:
             model_id=predictors.model_id,
             predictor=predictors.info,
             num_layers=len(predictors.layers),
-            width=0 if first is None else first.down_RD.shape[1],
+            width=0 if first is None else first.width,
             num_neurons=0 if first is None else first.up_FR.shape[0],
             has_biases=any(array.ndim == 1 for array in arrays),
             weight_bytes=sum(array.nbytes for array in arrays),

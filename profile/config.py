@@ -1,0 +1,93 @@
+"""What a user may ask of `profile`, and whether a model and a text allow it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkinfer.architecture import SMOOTH
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.corpus import WINDOW
+from sparkinfer.profile.predictor_options import PredictorOptions, predictor_choices
+from sparkinfer.profile.run import SAVE_EVERY_S
+
+MIN_TRAINING_WINDOWS = 10
+DEFAULT_TOKENS = 131_072
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    model: Path
+    corpora: tuple[Path, ...]
+    output: Path
+    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or what there is; else so many or none
+    text_key: str = "text"  # of JSON lines and parquet
+    train_predictors: Path | None = None  # a folder for them and their report
+    predictors: PredictorOptions = PredictorOptions()
+    input_layer_offset: int = 0
+    target_sparsity: float | None = None  # SiLU: choose thresholds for this share of silent neurons
+    # SiLU: give each layer a share of its own, up to this relative increase of the perplexity, or
+    # to the target sparsity where there is one
+    perplexity_budget: float | None = None
+    max_memory_bytes: int | None = None  # see profile.memory.room_of; None: what is free
+    device: str | None = None
+    seed: int = 0
+    force: bool = False
+    save_every_s: float = SAVE_EVERY_S
+
+    def __post_init__(self) -> None:
+        if not self.corpora:
+            raise SparkinferError("no corpus; give one or more text files with --corpus")
+        if self.target_sparsity is not None and not 0 < self.target_sparsity < 1:
+            raise SparkinferError(
+                f"target_sparsity is {self.target_sparsity}, wanted more than 0 and less than 1"
+            )
+        budget = self.perplexity_budget
+        if budget is not None and not 0 < budget < math.inf:
+            raise SparkinferError(f"perplexity budget is {budget}, wanted more than 0, e.g. 0.01")
+        if self.seed < 0:
+            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise SparkinferError(f"tokens is {self.max_tokens}, wanted 1 or more")
+        if self.input_layer_offset not in (0, 1):
+            raise SparkinferError(f"input layer offset is {self.input_layer_offset}, wanted 0 or 1")
+
+    @property
+    def chooses_thresholds(self) -> bool:
+        return self.target_sparsity is not None or self.perplexity_budget is not None
+
+    def num_for_thresholds(self, num_windows: int) -> int:
+        """How many windows thresholds are chosen on, which are then not counted."""
+        return max(1, num_windows // 4) if self.chooses_thresholds else 0
+
+
+def check_model(config: ProfileConfig, model: ModelFile) -> None:
+    """Raises SparkinferError where the model is not for what is asked."""
+    if config.chooses_thresholds and model.activation not in SMOOTH:
+        raise SparkinferError(
+            f"{model.path}: thresholds are for SiLU and GELU models; the activation here is"
+            f" {model.activation}, whose neurons are silent by themselves; leave --target-sparsity"
+            " and --perplexity-budget out"
+        )
+    if config.train_predictors is None:
+        return
+    is_dense = model.activation in SMOOTH and not any(model.threshold_L)
+    if is_dense and not config.chooses_thresholds:
+        raise SparkinferError(
+            f"{model.path}: every neuron of a {model.activation} model without thresholds"
+            " fires, which leaves nothing to predict; give --target-sparsity, e.g. 0.5, or"
+            " --perplexity-budget, e.g. 0.01"
+        )
+    predictor_choices(config.predictors, model)
+
+
+def check_text(config: ProfileConfig, num_windows: int) -> None:
+    """Raises SparkinferError where there is too little text for what is asked."""
+    if config.chooses_thresholds and num_windows < 2:
+        raise SparkinferError("thresholds need two windows of text or more; give a longer corpus")
+    count = num_windows - config.num_for_thresholds(num_windows)
+    if config.train_predictors is not None and count < MIN_TRAINING_WINDOWS:
+        raise SparkinferError(
+            f"{count} windows of {WINDOW} tokens cannot train predictors,"
+            f" wanted {MIN_TRAINING_WINDOWS} or more; give a longer corpus or more --tokens"
+        )

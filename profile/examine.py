@@ -1,0 +1,74 @@
+"""A predictor with its threshold, on text that nothing was fitted to.
+
+The lost norm is here what it says: the output is computed with and without what is not named.
+
+Letters: T tokens, D model width, F neurons."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import LayerBytes
+from sparkinfer.profile.selection import Quality, bytes_per_token
+from sparkinfer.runtime.feed_forward import Predictor
+from sparkinfer.runtime.matrix import Matrix
+
+
+class Examiner:
+    """Counts over tokens; `promised` is the quality on the text that the threshold is from."""
+
+    def __init__(
+        self, predictor: Predictor, promised: Quality, down: Matrix, sizes: LayerBytes
+    ) -> None:
+        self.predictor = replace(predictor, threshold=promised.threshold)
+        self.promised, self.down, self.sizes = promised, down, sizes
+        device = down.data.device
+        self.fired_F = torch.zeros(down.num_rows, dtype=torch.int64, device=device)
+        self.num = torch.zeros(3, dtype=torch.int64, device=device)  # pairs, named, caught
+        # given, kept, lost square, output square
+        self.amount = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def sums(self) -> dict[str, Tensor]:
+        """The tensors themselves, which grow in place."""
+        return {"fired_F": self.fired_F, "num": self.num, "amount": self.amount}
+
+    @torch.no_grad()
+    def add(self, x_TD: Tensor, fires_TF: Tensor, hidden_TF: Tensor, norm_F: Tensor) -> None:
+        """`hidden_TF` is that of all neurons, `norm_F` the lengths of the rows of `down`."""
+        named_TF = self.predictor.scores(x_TD) > self.predictor.threshold
+        hidden_TF = hidden_TF * fires_TF
+        given_TF = hidden_TF.abs() * norm_F
+        self.fired_F += fires_TF.sum(dim=0)
+        counts = (fires_TF.new_ones(()).long() * fires_TF.numel(), named_TF.sum(),
+                  (named_TF & fires_TF).sum())  # fmt: skip
+        self.num += torch.stack(counts)
+        lost_TD = self.down.combine_many(hidden_TF * ~named_TF)
+        y_TD = self.down.combine_many(hidden_TF)
+        amounts = (given_TF, given_TF * named_TF, lost_TD.square(), y_TD.square())
+        self.amount += torch.stack([amount.double().sum() for amount in amounts])
+
+    @property
+    def hottest_fifth(self) -> float:
+        """Share of the firings that the hottest 20 % of the neurons take."""
+        sorted_F = self.fired_F.sort(descending=True).values
+        first = -(-len(sorted_F) // 5)
+        return (sorted_F[:first].sum() / sorted_F.sum().clamp(min=1)).item()
+
+    def quality(self) -> Quality:
+        fired = int(self.fired_F.sum())
+        pairs, num_named, num_caught = self.num.tolist()
+        given, kept, lost_square, output_square = self.amount.tolist()
+        named, caught = num_named / pairs, num_caught / pairs
+        return replace(
+            self.promised,
+            density=fired / pairs,
+            predicted_density=named,
+            recall=num_caught / max(1, fired),
+            precision=num_caught / max(1, num_named),
+            contribution=kept / max(given, 1e-30),
+            lost_norm=(lost_square / max(output_square, 1e-30)) ** 0.5,
+            bytes_per_token=bytes_per_token(
+                self.promised.num_bytes, named, caught, self.down.num_rows, self.sizes
+            ),
+        )

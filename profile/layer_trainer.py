@@ -1,0 +1,297 @@
+"""The predictor of each layer while the model runs: phases over the text, candidates, choice.
+
+1. moments: the second moments that the untrained starts follow from (profile.moments).
+2. keep: a few hundred tokens are held, for early stopping and to see which rank is worth training.
+3. train: one low-rank predictor, of that rank (profile.training).
+4. measure: every candidate is counted with every threshold, and the choice made
+   (profile.selection): low-rank ones of several ranks and types, trained or not, and the whole
+   gate in blocks.
+5. examine: what was chosen, its threshold fixed, on text that nothing was fitted to.
+
+No other activation is ever stored. What this module does not know: how the model computes.
+
+Letters: T tokens, D model width, F neurons, R rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import LayerBytes
+from sparkinfer.gguf_file import is_whole_blocks
+from sparkinfer.predictor_file import LayerPredictor
+from sparkinfer.profile.examine import Examiner
+from sparkinfer.profile.moments import Moments
+from sparkinfer.profile.rounding import values_of
+from sparkinfer.profile.selection import Candidate, Quality, Tally, Target, choose
+from sparkinfer.profile.training import Agree, Batch, LowRank, whole
+from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.matrix import Matrix
+
+Phase = Literal["moments", "keep", "train", "measure", "examine"]
+KEPT_TOKENS = 512
+# Shares of the windows that the phases take; training has the rest.
+SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Which predictors are considered. Types whose blocks do not fit are left out."""
+
+    ranks: tuple[int, ...]
+    kinds: tuple[str, ...] = ("f16", "q8_0", "q4_0")
+    forms: tuple[str, ...] = ("low-rank", "whole")
+    has_bias: bool = True
+    target: Target = Target()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerQuality:
+    """`chosen` and `start`, the untrained one of the same shape, on text that nothing was fitted
+    to; `candidates` on the text that the choice was made on."""
+
+    chosen: Quality
+    start: Quality
+    hottest_fifth: float  # share of the firings that the hottest 20 % of the neurons take
+    candidates: tuple[Quality, ...]
+    break_even_density: float  # below it, predicted reads fewer bytes than exact
+
+
+class LayerTrainer:
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        gate_FD: Tensor,
+        down: Matrix,
+        sizes: LayerBytes,
+        choices: Choices,
+        gate_bias_F: Tensor | None = None,
+        is_own_input: bool = True,
+    ) -> None:
+        self.gate, self.down, self.sizes, self.choices = gate, down, sizes, choices
+        self.down_norm_F = row_norms(down)
+        self.num_neurons, self.width = gate_FD.shape
+        self.device = gate_FD.device
+        self.moments = Moments(gate_FD, gate_bias_F, is_own_input=is_own_input)
+        self.kept: list[Batch] = []
+        self.candidates: list[Candidate] = []
+        self.trained: LowRank | None = None
+        self.tallies: list[Tally] = []
+        self.examiners: list[Examiner] = []
+        self.phase: Phase = "moments"
+
+    def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
+        """The phases in order; `num_steps` is that of the training, `agree` as for LowRank."""
+        self.phase = phase
+        if phase == "train":
+            self._begin_training(num_steps, agree)
+        elif phase == "measure":
+            self._begin_measuring()
+        elif phase == "examine":
+            self._begin_examining()
+
+    def add(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        """Tokens of the current phase: the predictor's input, gates, and act(gate) * up."""
+        take = {
+            "moments": self._add_moments,
+            "keep": self._keep,
+            "train": self._train,
+            "measure": self._measure,
+            "examine": self._examine,
+        }[self.phase]
+        take(x_TD, gate_TF, hidden_TF)
+
+    def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
+        _, fires_TF = self.gate.act(gate_TF, is_dense=False)
+        given_TF = hidden_TF.abs() * self.down_norm_F * fires_TF
+        return Batch(x_TD=x_TD, fires_TF=fires_TF, given_TF=given_TF)
+
+    def _add_moments(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        self.moments.add(x_TD, gate_TF)
+
+    def _keep(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        if sum(len(batch.x_TD) for batch in self.kept) < KEPT_TOKENS:
+            batch = self.batch(x_TD, gate_TF, hidden_TF)
+            self.kept.append(replace(batch, given_TF=batch.given_TF.half()))
+
+    def _begin_training(self, num_steps: int, agree: Agree) -> None:
+        """Makes the untrained candidates, and takes the best low-rank one on to be trained."""
+        self.start = self.moments.start()
+        for tensor in self.start.tensors():  # another processor may round its own otherwise
+            agree(tensor)
+        self.held_out, self.kept = joined(self.kept), []
+        if "whole" in self.choices.forms:
+            for kind in self._kinds(self.start.map_FD.shape[1]):
+                if kind != "f16":  # as many bytes as the gate itself
+                    made = whole(self.start, kind, self.gate)
+                    self.candidates.append(Candidate(predictor=made, is_trained=False))
+        if "low-rank" in self.choices.forms:
+            self._begin_low_rank(num_steps, agree)
+        assert self.candidates, "no form and type fits"
+
+    def _begin_low_rank(self, num_steps: int, agree: Agree) -> None:
+        made: list[Candidate] = []
+        for rank in self.choices.ranks:
+            network = self._low_rank(rank)
+            made += self._rounded(network)
+        tallies = self._tallies(made)
+        for tally in tallies:
+            self._count(tally, self.held_out)
+        qualities = [tally.quality(self.choices.target, self.sizes) for tally in tallies]
+        best = torch.tensor(choose(qualities, self.choices.target))
+        agree(best)
+        self.candidates += made
+        self.trained = self._low_rank(made[int(best)].rank)
+        self.trained.begin(num_steps, self.held_out, agree)
+
+    def _train(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        if self.trained is not None and not self.trained.is_done:
+            self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
+
+    def _begin_measuring(self) -> None:
+        if self.trained is not None:
+            self.trained.end()
+            if self.trained.is_trained:
+                self.candidates += self._rounded(self.trained)
+        self.tallies = self._tallies(self.candidates)
+
+    def _measure(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        batch = self.batch(x_TD, gate_TF, hidden_TF)
+        square = self._output_square(batch, hidden_TF)
+        for tally in self.tallies:
+            self._count(tally, batch, square)
+
+    def _begin_examining(self) -> None:
+        target = self.choices.target
+        self.qualities = [tally.quality(target, self.sizes) for tally in self.tallies]
+        index = choose(self.qualities, target)
+        chosen = self.qualities[index]
+        same = [
+            i
+            for i, q in enumerate(self.qualities)
+            if not q.is_trained and (q.rank, q.matrix_kind) == (chosen.rank, chosen.matrix_kind)
+        ]
+        self.examiners = [
+            Examiner(self.candidates[i].predictor, self.qualities[i], self.down, self.sizes)
+            for i in (index, same[0])
+        ]
+        self.predictor = self.candidates[index].predictor
+        self.candidates, self.tallies = [], []
+
+    def _examine(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        _, fires_TF = self.gate.act(gate_TF, is_dense=False)
+        for examiner in self.examiners:
+            examiner.add(x_TD, fires_TF, hidden_TF, self.down_norm_F)
+
+    def finish(self) -> tuple[LayerPredictor, LayerQuality]:
+        chosen, start = (examiner.quality() for examiner in self.examiners)
+        quality = LayerQuality(
+            chosen=chosen,
+            start=start,
+            hottest_fifth=self.examiners[0].hottest_fifth,
+            candidates=tuple(self.qualities),
+            break_even_density=self._break_even(chosen),
+        )
+        down, up = self.predictor.down, self.predictor.up
+        bias_F = up.bias_N
+        weights = LayerPredictor(
+            down_RD=None if down is None else values_of(down.weight).cpu().numpy(),
+            up_FR=values_of(up.weight).cpu().numpy(),
+            up_bias_F=None if bias_F is None else bias_F.cpu().numpy(),
+            matrix_kind=up.weight.kind,
+        )
+        return weights, quality
+
+    def _break_even(self, chosen: Quality) -> float:
+        """Exact reads every gate; predicted the predictor, and over-fetch times the density."""
+        gates = len(self.down_norm_F) * self.sizes.gate_row
+        overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
+        return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
+
+    def _low_rank(self, rank: int) -> LowRank:
+        return LowRank(self.start, rank, self.gate, has_bias=self.choices.has_bias)
+
+    def _kinds(self, *widths: int) -> list[str]:
+        return [k for k in self.choices.kinds if all(is_whole_blocks(w, k) for w in widths)]
+
+    def _rounded(self, network: LowRank) -> list[Candidate]:
+        width = self.start.map_FD.shape[1]
+        return [
+            Candidate(predictor=network.predictor(kind), is_trained=network.is_trained)
+            for kind in self._kinds(width, network.rank) or ["f16"]
+        ]
+
+    def _tallies(self, candidates: list[Candidate]) -> list[Tally]:
+        device = self.down_norm_F.device
+        with torch.no_grad():
+            return [
+                Tally(c, c.predictor.scores(self.held_out.x_TD).std().item(), device)
+                for c in candidates
+            ]
+
+    def _count(self, tally: Tally, batch: Batch, square: float | None = None) -> None:
+        with torch.no_grad():
+            score_TF = tally.candidate.predictor.scores(batch.x_TD)
+        square = batch.given_TF.square().sum().item() if square is None else square
+        tally.add(score_TF, batch.fires_TF, batch.given_TF, square)
+
+    def _output_square(self, batch: Batch, hidden_TF: Tensor) -> float:
+        y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
+        return y_TD.double().square().sum().item()
+
+
+class PredictorTrainer:
+    """An observer that hands each layer's tensors to its LayerTrainer."""
+
+    def __init__(self, layers: Sequence[LayerTrainer], input_layer_offset: int) -> None:
+        self.layers, self.offset = layers, input_layer_offset
+        self.inputs: dict[int, Tensor] = {}
+        self.gate_TF: Tensor | None = None
+
+    def wants(self, name: str, layer: int | None) -> bool:
+        return name in ("ffn_norm", "ffn_gate", "ffn_hidden")
+
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        # The model runs in inference mode, whose tensors autograd does not take.
+        with torch.inference_mode(False), torch.enable_grad():
+            if name == "ffn_norm":
+                self.inputs[layer] = tensor.clone()
+            elif name == "ffn_gate":
+                self.gate_TF = tensor.clone()
+            else:
+                assert self.gate_TF is not None
+                x_TD = self.inputs[max(0, layer - self.offset)]
+                self.layers[layer].add(x_TD, self.gate_TF, tensor.clone())
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """One behind the other; what is given, in f32."""
+    if len(batches) == 1:
+        return replace(batches[0], given_TF=batches[0].given_TF.float())
+    return Batch(
+        x_TD=torch.cat([b.x_TD for b in batches]),
+        fires_TF=torch.cat([b.fires_TF for b in batches]),
+        given_TF=torch.cat([b.given_TF for b in batches]).float(),
+    )
+
+
+def phases(count: int) -> dict[Phase, slice]:
+    """Which of `count` windows each phase takes, in the order of the phases; at least one each."""
+    sizes = {name: max(1, round(share * count)) for name, share in SHARES.items()}
+    pieces: dict[Phase, slice] = {}
+    start = 0
+    for name in get_args(Phase):
+        size = sizes.get(name, count - sum(sizes.values()))
+        pieces[name] = slice(start, start + size)
+        start += size
+    return pieces
+
+
+def row_norms(matrix: Matrix) -> Tensor:
+    """f32 [N]: the Euclidean length of each row."""
+    rows = torch.arange(matrix.num_rows, device=matrix.data.device)
+    return torch.cat([matrix.rows(piece).norm(dim=1) for piece in rows.split(1024)])

@@ -1,0 +1,116 @@
+"""Three pictures of a profile and the report on its predictors: an optional extra (`plots`).
+
+    python -m sparkinfer.profile.plots model.profile.safetensors predictors/report.json -o plots
+
+What this module does not know: how anything was measured.
+
+Letters: L layers, F neurons."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_file, require_file
+from sparkinfer.profile.report import FORMAT, VERSION
+from sparkinfer.profile_file import Profile
+
+
+def draw(profile: Path, report: Path | None, folder: Path) -> list[Path]:
+    """Writes density.png, firings.png and, with a report, recall.png; returns their paths."""
+    pyplot = _pyplot()
+    loaded = Profile.load(profile)
+    figures = {"density.png": _density(pyplot, loaded), "firings.png": _firings(pyplot, loaded)}
+    if report is not None:
+        figures["recall.png"] = _recall(pyplot, _read_report(report, loaded))
+    paths = []
+    for name, figure in figures.items():
+        with partial_file(folder / name) as partial:
+            figure.savefig(partial, format="png", dpi=120)
+        pyplot.close(figure)
+        paths.append(folder / name)
+    return paths
+
+
+def _density(pyplot: Any, profile: Profile) -> Any:
+    figure, axes = pyplot.subplots(layout="constrained")
+    axes.bar(np.arange(len(profile.density_L)), 100 * profile.density_L)
+    axes.set(xlabel="layer", ylabel="neurons that fire, %", title="Density")
+    return figure
+
+
+def _firings(pyplot: Any, profile: Profile) -> Any:
+    figure, axes = pyplot.subplots(layout="constrained")
+    counts_LF = -np.sort(-profile.active_count_LF, axis=1)
+    share_LF = np.cumsum(counts_LF, axis=1) / np.maximum(1, counts_LF.sum(axis=1, keepdims=True))
+    neurons_F = 100 * np.arange(1, counts_LF.shape[1] + 1) / counts_LF.shape[1]
+    for layer, share_F in enumerate(share_LF):
+        axes.plot(neurons_F, 100 * share_F, label=f"layer {layer}")
+    axes.set(xlabel="neurons, hottest first, %", ylabel="firings, %", title="Who fires")
+    axes.legend()
+    return figure
+
+
+def _recall(pyplot: Any, report: dict[str, Any]) -> Any:
+    """Of every candidate of every layer; the chosen ones stand out."""
+    figure, axes = pyplot.subplots(layout="constrained")
+    for layer, quality in enumerate(report["quality_L"]):
+        points = sorted((q["num_bytes"], 100 * q["recall"]) for q in quality["candidates"])
+        (line,) = axes.plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=0.5,
+                            label=f"layer {layer}")  # fmt: skip
+        chosen = quality["chosen"]
+        axes.plot(chosen["num_bytes"], 100 * chosen["recall"], "s", color=line.get_color())
+    axes.set(xlabel="bytes of the predictor", ylabel="firings that are named, %",
+             title="Recall against bytes, each at its threshold")  # fmt: skip
+    axes.legend()
+    return figure
+
+
+def _read_report(path: Path, profile: Profile) -> dict[str, Any]:
+    require_file(path, "predictor report (report.json)")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        head = (content["format"], content["version"], content["model_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SparkinferError(
+            f"{path}: not a predictor report ({error}); train predictors again"
+        ) from error
+    if head != (FORMAT, VERSION, profile.model_id) or not content.get("quality_L"):
+        raise SparkinferError(
+            f"{path}: not a report on predictors of model {profile.model_id[:12]}; give the one"
+            " that was written with the profile"
+        )
+    return content
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SparkinferError(
+            "plots need matplotlib, which is not installed; pip install 'sparkinfer[plots]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+@click.command()
+@click.argument("profile", type=click.Path(path_type=Path))
+@click.argument("report", type=click.Path(path_type=Path), required=False)
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="A folder.")
+def main(profile: Path, report: Path | None, output: Path) -> None:
+    """Density per layer, the cumulative curve of firings, and recall against bytes."""
+    try:
+        for path in draw(profile, report, output):
+            click.echo(f"wrote {path}", err=True)
+    except SparkinferError as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

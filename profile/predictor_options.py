@@ -1,0 +1,85 @@
+"""What a user may ask of the predictors, and what that means for a model."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from sparkinfer.architecture import SMOOTH
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.layer_trainer import Choices
+from sparkinfer.profile.selection import Target
+
+PredictorForm = Literal["auto", "low-rank", "whole"]
+PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
+PredictorFormat = Literal["sparkinfer", "dejavu"]
+BLOCK = 32  # ranks are whole blocks, so that every type can hold them
+# Of the model width. Half of it in q4_0 is two thirds of the whole gate in q4_0, for F = 4 D.
+RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorOptions:
+    """`auto` leaves form and type to what is measured; a rank of None considers several."""
+
+    rank: int | None = None
+    form: PredictorForm = "auto"
+    type: PredictorType = "auto"
+    format: PredictorFormat = "sparkinfer"
+    target: Target = Target()
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 1:
+            raise SparkinferError(f"predictor rank is {self.rank}, wanted 1 or more")
+        for name, known in (
+            ("form", PredictorForm), ("type", PredictorType), ("format", PredictorFormat)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value not in get_args(known):
+                raise SparkinferError(
+                    f"predictor {name} {value!r} is unknown; known: {', '.join(get_args(known))}"
+                )
+        if self.rank is not None and self.form == "whole":
+            raise SparkinferError("a whole predictor has no rank; leave --predictor-rank out")
+        if self.format == "dejavu" and (self.form == "whole" or self.type not in ("auto", "f16")):
+            raise SparkinferError(
+                "predictors in DejaVu's form are two matrices of f32 or f16;"
+                " leave --predictor-form and --predictor-type out"
+            )
+
+
+def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
+    """Raises SparkinferError for what this model's predictors cannot be."""
+    width, neurons = model.shape.width, model.shape.num_neurons
+    if options.rank is not None and options.rank > min(width, neurons):
+        raise SparkinferError(f"predictor rank {options.rank} is above the width {width}")
+    blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
+    fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
+    ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
+    # q8_0 loses nothing to f16 and takes half the bytes; f16 is for rows that are no whole blocks.
+    kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
+    rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
+                                       or options.rank % BLOCK == 0)  # fmt: skip
+    if options.type not in ("auto", "f16") and not rows_fit:
+        raise SparkinferError(
+            f"predictors of type {options.type} need a width ({width}) and a rank of whole blocks"
+            f" of {BLOCK}; give --predictor-type f16"
+        )
+    forms = ("low-rank", "whole") if options.form == "auto" else (options.form,)
+    if options.rank is not None:
+        forms = ("low-rank",)
+    if options.form == "whole" and (options.type == "f16" or width % BLOCK):
+        raise SparkinferError(
+            "a whole predictor in f16 reads as much as the gate it stands for; give"
+            " --predictor-type q4_0 or another form"
+        )
+    if options.format == "dejavu":
+        if model.activation in SMOOTH:
+            raise SparkinferError(
+                f"{model.path}: neurons of a {model.activation} model fire on both sides of zero,"
+                " which DejaVu's form cannot say; leave --predictor-format out"
+            )
+        forms, kinds = ("low-rank",), ("f16",)
+    return Choices(
+        ranks=ranks, kinds=kinds, forms=forms, target=options.target,
+        has_bias=options.format != "dejavu",
+    )  # fmt: skip

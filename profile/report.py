@@ -1,0 +1,125 @@
+"""What became of the predictors, in a few lines, as JSON, and as a table for people.
+
+Shares are of the text that nothing was fitted to, but for the candidates of a layer, which are of
+the text that the choice was made on. What this module does not know: where the figures come from.
+
+Letters: L layers."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparkinfer.files import partial_file
+from sparkinfer.profile.layer_trainer import LayerQuality
+from sparkinfer.profile.quality import EvalReport
+from sparkinfer.profile.selection import Quality
+from sparkinfer.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from sparkinfer.profile.collect import ProfileReport
+
+JSON_NAME = "report.json"
+MARKDOWN_NAME = "report.md"
+FORMAT, VERSION = "sparkinfer.predictor_report", 1
+
+
+def short_lines(report: "ProfileReport") -> list[str]:
+    """For the terminal; empty where no predictors were trained."""
+    if not report.quality_L:
+        return []
+    forms = [q.chosen.name for q in report.quality_L]
+    counted = {name: forms.count(name) for name in sorted(set(forms))}
+    what = ", ".join(f"{count} x {name}" for name, count in counted.items())
+    return [
+        f"wrote {report.predictors}: {what}; {format_bytes(report.predictor_bytes)},"
+        f" {report.predictor_bytes / report.ffn_bytes:.1%} of the feed-forward bytes",
+        f"chosen:    {_summary([q.chosen for q in report.quality_L])}",
+        f"untrained: {_summary([q.start for q in report.quality_L])}",
+        _of_model(report.quality),
+    ]
+
+
+def _of_model(quality: EvalReport | None) -> str:
+    if quality is None:
+        return "predicted mode: not measured, the model does not fit into the memory"
+    return (
+        f"predicted mode: perplexity {quality.perplexity:.3f} (dense"
+        f" {quality.dense_perplexity:.3f}, {quality.perplexity_increase:+.2%}), KL"
+        f" {quality.kl_mean:.5f} (p99 {quality.kl_p99:.4f}), same top token"
+        f" {quality.top1_agreement:.2%}, {quality.num_tokens:,} tokens"
+    )
+
+
+def _summary(qualities: Sequence[Quality]) -> str:
+    """Means over the layers."""
+    return (
+        f"predicted sparsity {1 - _mean([q.predicted_density for q in qualities]):.1%}"
+        f" (true {1 - _mean([q.density for q in qualities]):.1%}),"
+        f" recall {_mean([q.recall for q in qualities]):.1%},"
+        f" precision {_mean([q.precision for q in qualities]):.1%},"
+        f" contribution {_mean([q.contribution for q in qualities]):.2%},"
+        f" lost norm {_mean([q.lost_norm for q in qualities]):.2%}"
+    )
+
+
+def save_report(report: "ProfileReport", folder: Path) -> None:
+    """report.json and report.md."""
+    content = {"format": FORMAT, "version": VERSION, **asdict(report)}
+    with partial_file(folder / JSON_NAME) as partial:
+        partial.write_text(json.dumps(content, default=str, indent=1) + "\n")
+    with partial_file(folder / MARKDOWN_NAME) as partial:
+        partial.write_text(markdown(report))
+
+
+def markdown(report: "ProfileReport") -> str:
+    """The whole report for a reader."""
+    lines = [
+        "# Predictors",
+        "",
+        f"Model {report.model_id[:12]}, {report.num_tokens:,} tokens, {report.seconds:.0f} s."
+        f" The predictors take {format_bytes(report.predictor_bytes)},"
+        f" {report.predictor_bytes / report.ffn_bytes:.1%} of the feed-forward bytes.",
+        "",
+        f"On text that nothing was fitted to, {_of_model(report.quality)}.",
+        "",
+        "## Layers",
+        "",
+        "On the same text. *Lost norm*: |y - y_named| / |y| of the layer. *Break-even*: the density"
+        " below which predicted mode reads fewer bytes than exact.",
+        "",
+    ]
+    lines += _table(report.quality_L)
+    lines += ["", "## The same without training", ""]
+    lines += _quality_table([(str(i), q.start) for i, q in enumerate(report.quality_L)])
+    lines += ["", "## All candidates", "", "On the text that the choice was made on.", ""]
+    lines += _quality_table(
+        [(str(i), q) for i, layer in enumerate(report.quality_L) for q in layer.candidates]
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _table(quality_L: Sequence[LayerQuality]) -> list[str]:
+    rows = _quality_table([(str(i), q.chosen) for i, q in enumerate(quality_L)])
+    extra = [" hottest fifth | break-even |", " --- | --- |"]
+    extra += [f" {q.hottest_fifth:.1%} | {q.break_even_density:.1%} |" for q in quality_L]
+    return [row + more for row, more in zip(rows, extra, strict=True)]
+
+
+def _quality_table(rows: Sequence[tuple[str, Quality]]) -> list[str]:
+    head = ("layer", "predictor", "trained", "bytes", "density", "named", "recall", "precision",
+            "contribution", "lost norm", "bytes a token")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for label, q in rows:
+        cells = (
+            label, q.name, "yes" if q.is_trained else "no", f"{q.num_bytes:,}", f"{q.density:.2%}",
+            f"{q.predicted_density:.2%}", f"{q.recall:.2%}", f"{q.precision:.2%}",
+            f"{q.contribution:.3%}", f"{q.lost_norm:.2%}", f"{q.bytes_per_token:,.0f}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,138 @@
+"""The command `sparkinfer profile`."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparkinfer.commands.shared import (
+    FILE,
+    Size,
+    device_option,
+    finish,
+    force_option,
+    json_option,
+    mean,
+    say,
+)
+
+if TYPE_CHECKING:
+    from sparkinfer.profile.collect import ProfileReport
+
+
+@click.command()
+@click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
+@click.option("--corpus", "corpora", type=FILE, multiple=True,
+              help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
+@click.option("-o", "--output", type=FILE, required=True, help="The profile to write.")
+@click.option("--tokens", "max_tokens", type=int,
+              help="So many, or an error; 131,072 by default, or what there is.")  # fmt: skip
+@click.option("--text-key", default="text", show_default=True,
+              help="Of JSON lines, and the column of parquet.")  # fmt: skip
+@click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model.")
+@click.option("--train-predictors", type=FILE, help="Folder for the predictors and their report.")
+@click.option("--predictor-rank", type=int, help="Low-rank predictors of this rank, no others.")
+@click.option("--predictor-form", type=click.Choice(["auto", "low-rank", "whole"]),
+              default="auto", show_default=True, help="auto is measured.")  # fmt: skip
+@click.option("--predictor-type", type=click.Choice(["auto", "f16", "q8_0", "q4_0"]),
+              default="auto", show_default=True, help="auto is measured.")  # fmt: skip
+@click.option("--predictor-format", type=click.Choice(["sparkinfer", "dejavu"]),
+              default="sparkinfer", show_default=True,
+              help="dejavu: model_N.pt, as PowerInfer and SparkInfer take.")  # fmt: skip
+@click.option("--target-contribution", default=0.99, show_default=True,
+              help="Share of the neurons' contribution that predictors must name.")  # fmt: skip
+@click.option("--target-lost-norm", default=0.04, show_default=True,
+              help="Share of a layer's output that predictors may lose at most.")  # fmt: skip
+@click.option("--target-precision", default=0.75, show_default=True,
+              help="Share of the named neurons that should fire.")  # fmt: skip
+@click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
+              help="1: predict from the layer before.")  # fmt: skip
+@click.option("--target-sparsity", type=float, help="SiLU: thresholds for this silent share.")
+@click.option("--perplexity-budget", type=float,
+              help="SiLU: thresholds that raise the perplexity by this share, e.g. 0.01, with a"
+                   " sparsity for each layer; with --target-sparsity, until either is reached.")  # fmt: skip
+@click.option("--max-memory", "max_memory_bytes", type=Size(),
+              help="Of the device, e.g. 4GiB; a larger model goes through it layer by layer.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True)
+@device_option
+@force_option
+@json_option
+def profile(
+    files: tuple[Path, ...],
+    output: Path,
+    force: bool,
+    is_merge: bool,
+    predictor_rank: int | None,
+    predictor_form: Any,
+    predictor_type: Any,
+    predictor_format: Any,
+    target_contribution: float,
+    target_lost_norm: float,
+    target_precision: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Count how often each neuron fires on a text, and train predictors on the way.
+
+    Stopped, it leaves OUTPUT.resume; the same command goes on from there. By torchrun -m
+    sparkinfer profile ... several processes share the text. With --merge it adds up profiles."""
+    if is_merge:
+        _merge(files, output, force, as_json)
+        return
+    if len(files) != 1:
+        raise click.UsageError("one model at a time; text goes behind --corpus")
+    from sparkinfer.profile.collect import profile as run
+    from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig
+    from sparkinfer.profile.predictor_options import PredictorOptions
+    from sparkinfer.profile.ranks import rank_here
+    from sparkinfer.profile.selection import Target
+    from sparkinfer.progress import progress
+
+    predictors = PredictorOptions(
+        rank=predictor_rank, form=predictor_form, type=predictor_type, format=predictor_format,
+        target=Target(contribution=target_contribution, lost_norm=target_lost_norm,
+                      precision=target_precision),
+    )  # fmt: skip
+    config = ProfileConfig(
+        model=files[0], output=output, force=force, predictors=predictors, **options
+    )
+    is_first = rank_here() == 0
+    total = config.max_tokens or DEFAULT_TOKENS
+    with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
+        report = run(config, advance or (lambda count: None), say)
+    if is_first:
+        finish(report, as_json, _lines(report))
+
+
+def _lines(report: "ProfileReport") -> list[str]:
+    from sparkinfer.profile.report import short_lines
+
+    density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
+    lines = [
+        f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
+        f" the hottest fifth takes {fifth:.0%} of the firings, {report.seconds:.0f} s"
+    ]
+    if report.search:
+        found = report.search
+        lines.append(
+            f"thresholds silence {mean(found.sparsity_L):.1%} ("
+            + " ".join(f"{share:.0%}" for share in found.sparsity_L)
+            + f"): perplexity {found.perplexity_increase:+.2%} on {found.check_tokens:,} other"
+            f" tokens (the same share for every layer: {found.uniform_increase:+.2%}),"
+            f" {found.num_runs} measurements, {found.seconds:.0f} s"
+        )
+    return lines + short_lines(report)
+
+
+def _merge(files: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
+    from sparkinfer.profile.merge import MergeConfig, merge
+
+    report = merge(MergeConfig(profiles=files, output=output, force=force))
+    lines = [f"note: {note}" for note in report.notes]
+    lines.append(
+        f"wrote {output}: {report.num_tokens:,} tokens of {len(files)} profiles,"
+        f" density {mean(report.density_L):.1%}"
+    )
+    lines += [f"  {c.num_tokens:>13,} tokens of {c.name}" for c in report.corpora]
+    finish(report, as_json, lines)

@@ -1,0 +1,54 @@
+"""Options, sizes and output that several commands have in common."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import parse_bytes
+
+FILE = click.Path(path_type=Path)
+force_option = click.option("--force", is_flag=True, help="Overwrite what exists.")
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+device_option = click.option("--device", help="cpu or cuda[:n]; CUDA where there is one.")
+thresholds_option = click.option(
+    "--thresholds", type=FILE, help="Profile whose SiLU thresholds are used for this run."
+)
+mode_option = click.option(
+    "--mode",
+    type=click.Choice(["dense", "exact", "predicted"]),
+    help="How feed-forward layers run; predicted where the file has predictors, else exact.",
+)
+
+
+class Size(click.ParamType):
+    """A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as SparkInfer's --vram-budget)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except SparkinferError as error:
+            self.fail(str(error), param, ctx)
+
+
+def say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def finish(report: Any, as_json: bool, lines: list[str]) -> None:
+    """The report on stdout as JSON, or its short form on stderr."""
+    if as_json:
+        content = report if isinstance(report, dict) else asdict(report)
+        click.echo(json.dumps(content, default=str))
+    else:
+        for line in lines:
+            say(line)
+
+
+def mean(values: list[float] | tuple[float, ...]) -> float:
+    return sum(values) / len(values)

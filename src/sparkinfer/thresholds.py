@@ -1,0 +1,49 @@
+"""The thresholds of a profile, put in place of a model's own: by convert for good, by the engine
+for one run. What this module does not know: how they were chosen."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparkinfer.architecture import SMOOTH
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile_file import Profile
+
+
+def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
+    """The model with a profile's thresholds, at or below which |act(gate)| counts as zero.
+
+    Raises SparkinferError for another model's profile, and as `replace_thresholds`."""
+    profile = Profile.load(path)
+    if profile.model_id != model.model_id:
+        raise SparkinferError(
+            f"{path}: a profile of model {profile.model_id[:12]}, this is {model.model_id[:12]};"
+            " profile this model"
+        )
+    if profile.active_count_LF.shape != (model.shape.num_layers, model.shape.num_neurons):
+        raise SparkinferError(
+            f"{path}: counts are {list(profile.active_count_LF.shape)}, wanted"
+            f" {[model.shape.num_layers, model.shape.num_neurons]}; profile this model"
+        )
+    return replace_thresholds(model, profile.threshold_L, str(path))
+
+
+def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: str) -> ModelFile:
+    """The model with other thresholds, `source` being what an error names.
+
+    Raises SparkinferError unless they are a finite number from 0 for each layer of a SiLU or GELU
+    model; in others a threshold is a part of the activation."""
+    if model.activation not in SMOOTH:
+        raise SparkinferError(
+            f"{source}: thresholds are for SiLU and GELU models; this one is {model.activation},"
+            " which decides itself which neurons are zero; leave the thresholds out"
+        )
+    is_valid = all(0 <= threshold < math.inf for threshold in threshold_L)
+    if len(threshold_L) != model.shape.num_layers or not is_valid:
+        raise SparkinferError(
+            f"{source}: thresholds are {tuple(threshold_L)}, wanted {model.shape.num_layers} finite"
+            " numbers from 0; profile this model again"
+        )
+    return dataclasses.replace(model, threshold_L=tuple(threshold_L))

@@ -1,0 +1,445 @@
+"""Predictors: rounding, starts, choice, formats; oracles are numpy, gguf.quants and brute force."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from models import make_model, make_shape
+from reference import rel_error
+from torch.nn import functional as F
+
+from sparkinfer.budget import LayerBytes
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.encode import encode
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import array_entry
+from sparkinfer.model_file import ModelFile, PredictorInfo
+from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from sparkinfer.profile.dejavu import save_dejavu
+from sparkinfer.profile.examine import Examiner
+from sparkinfer.profile.layer_trainer import Choices, LayerTrainer, phases
+from sparkinfer.profile.moments import Moments
+from sparkinfer.profile.predictor_options import PredictorOptions, predictor_choices
+from sparkinfer.profile.rounding import rounded, values_of, with_feedback
+from sparkinfer.profile.selection import Candidate, Tally, Target, choose
+from sparkinfer.profile.training import Batch, LowRank, whole
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.loader import load_predictors
+from sparkinfer.runtime.matrix import Matrix
+
+RELU = Gate(activation="relu", threshold=0.0)
+WIDTH, NEURONS = 64, 96
+SIZES = LayerBytes(attention=0, predictor=0, gate_row=128, up_row=128, down_row=128)
+
+
+def inputs(count: int, seed: int = 0) -> torch.Tensor:
+    """[count, WIDTH], correlated as activations are."""
+    generator = torch.Generator().manual_seed(7)
+    mixing = torch.randn(WIDTH, WIDTH, generator=generator) * torch.logspace(0, -1.5, WIDTH)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=generator) @ mixing.T
+
+
+def weights(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(values: torch.Tensor) -> Matrix:
+    return Matrix(data=values, kind="f32", width=values.shape[1])
+
+
+def start_of(gate_FD, x_TD, bias_F=None):
+    moments = Moments(gate_FD, bias_F, is_own_input=True)
+    gate_TF = x_TD @ gate_FD.T + (0 if bias_F is None else bias_F)
+    moments.add(x_TD, gate_TF)
+    return moments.start()
+
+
+# ---- rounding --------------------------------------------------------------------------------
+
+
+def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
+    gate_FD, x_TD = weights(NEURONS, WIDTH), inputs(500)
+    gate_FD[3, :32] = 0  # a block without a scale
+    values = with_feedback(gate_FD, x_TD.T @ x_TD / len(x_TD))
+    q4_0 = GGMLQuantizationType.Q4_0
+    again = quants.quantize(values.numpy(), q4_0)
+    assert (quants.dequantize(again, q4_0) == values.numpy()).all()
+    assert (encode(values.numpy(), "q4_0", "test").reshape(again.shape) == again).all()
+    plain = torch.from_numpy(quants.dequantize(quants.quantize(gate_FD.numpy(), q4_0), q4_0))
+    want = x_TD @ gate_FD.T
+    assert rel_error(x_TD @ values.T, want) < 0.8 * rel_error(x_TD @ plain.T, want)
+    with pytest.raises(AssertionError):  # what the feedback did not round does not survive
+        assert (quants.dequantize(quants.quantize(1.01 * gate_FD.numpy(), q4_0), q4_0)
+                == gate_FD.numpy()).all()  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_a_rounded_matrix_is_what_a_file_will_hold(kind):
+    made = rounded(weights(NEURONS, WIDTH), kind, torch.eye(WIDTH))
+    encoded = encode(values_of(made).numpy(), kind, "test")
+    assert (encoded == made.data.numpy()).all()
+
+
+# ---- starts ----------------------------------------------------------------------------------
+
+
+def test_the_start_of_full_rank_is_the_gate_and_of_less_the_best_there_is():
+    gate_FD, x_TD, bias_F = weights(NEURONS, WIDTH), inputs(2000), weights(NEURONS)
+    start = start_of(gate_FD, x_TD, bias_F)
+    network = LowRank(start, WIDTH, RELU)
+    gates_TF = x_TD @ gate_FD.T + bias_F
+    far = gates_TF.abs() > 1e-2
+    with torch.no_grad():
+        assert ((network.scores(x_TD) > 0) == (gates_TF > 0))[far].all()
+    down_RD = start.right_RD[:8] @ start.whiten_DD.T
+    got = (x_TD @ down_RD.T @ start.left_FR[:, :8].T).double()
+    # Eckart-Young on the outputs themselves: no map of rank 8 comes closer on this text.
+    outputs = (x_TD @ gate_FD.T).double().numpy()
+    singular = np.linalg.svd(outputs, compute_uv=False)
+    best = math.sqrt((singular[8:] ** 2).sum())
+    assert np.linalg.norm(got.numpy() - outputs) == pytest.approx(best, rel=1e-3)
+    residual = start.residual_F(8).double().square().sum().sqrt() * math.sqrt(len(x_TD))
+    assert residual.item() == pytest.approx(best, rel=1e-3)
+
+
+def test_a_layer_ahead_start_is_the_regression_of_the_gates():
+    before_TD, gate_FD = inputs(4000), weights(NEURONS, WIDTH)
+    between_DD, shift_D = weights(WIDTH, WIDTH, seed=5), weights(WIDTH, seed=6)
+    x_TD = before_TD @ between_DD.T + shift_D
+    moments = Moments(gate_FD, None, is_own_input=False)
+    moments.add(before_TD, x_TD @ gate_FD.T)
+    start = moments.start()
+    fresh_TD = inputs(200, seed=9)
+    want = (fresh_TD @ between_DD.T + shift_D) @ gate_FD.T
+    assert rel_error(fresh_TD @ start.map_FD.T + start.bias_F, want) < 0.05
+    assert rel_error(fresh_TD @ gate_FD.T, want) > 0.5
+
+
+# ---- training --------------------------------------------------------------------------------
+
+
+def batch_of(x_TD, gate_FD, up_FD=None) -> Batch:
+    gate_TF = x_TD @ gate_FD.T
+    given = gate_TF.relu() * (1 if up_FD is None else (x_TD @ up_FD.T).abs())
+    return Batch(x_TD=x_TD, fires_TF=gate_TF > 0, given_TF=given)
+
+
+def test_training_lowers_the_held_out_loss_and_keeps_the_start_where_it_does_not():
+    gate_FD, up_FD = weights(NEURONS, WIDTH), weights(NEURONS, WIDTH, seed=2)
+    start, held_out = start_of(gate_FD, inputs(2000)), batch_of(inputs(512, 3), gate_FD, up_FD)
+    network = LowRank(start, 8, RELU)
+    network.begin(64, held_out)
+    before = network.best_loss
+    for seed in range(64):
+        network.step(batch_of(inputs(128, 100 + seed), gate_FD, up_FD))
+    network.end()
+    assert network.is_trained
+    with torch.no_grad():
+        assert network.loss(held_out).item() < 0.98 * before
+    wrong = LowRank(start, 8, RELU)
+    wrong.begin(64, held_out)
+    kept = wrong.up_FR.detach().clone()
+    for seed in range(64):  # the opposite of what fires
+        wrong.step(batch_of(inputs(128, 100 + seed), -gate_FD, up_FD))
+    assert wrong.is_done and wrong.steps < 64
+    wrong.end()
+    assert not wrong.is_trained and torch.equal(wrong.up_FR, kept)
+
+
+# ---- choice ----------------------------------------------------------------------------------
+
+
+def test_thresholds_and_qualities_agree_with_brute_force():
+    gate_FD, x_TD = weights(NEURONS, WIDTH), inputs(400)
+    down_FD = F.normalize(weights(NEURONS, 4096, seed=4), dim=1)  # wide: nearly orthogonal
+    batch = batch_of(x_TD, gate_FD)
+    predictor = LowRank(start_of(gate_FD, x_TD), 16, RELU).predictor("f16")
+    score_TF = predictor.scores(x_TD)
+    tally = Tally(Candidate(predictor=predictor, is_trained=False), score_TF.std().item(),
+                  score_TF.device)  # fmt: skip
+    y_TD = batch.given_TF @ down_FD
+    tally.add(score_TF, batch.fires_TF, batch.given_TF, y_TD.double().square().sum().item())
+    target = Target(contribution=0.97, lost_norm=0.5)
+    quality = tally.quality(target, SIZES)
+    named = (score_TF > quality.threshold).numpy()
+    fires, given = batch.fires_TF.numpy(), batch.given_TF.double().numpy()
+    assert quality.predicted_density == pytest.approx(named.mean())
+    assert quality.recall == pytest.approx((named & fires).sum() / fires.sum())
+    assert quality.precision == pytest.approx((named & fires).sum() / named.sum())
+    assert quality.contribution == pytest.approx((given * named).sum() / given.sum())
+    assert quality.contribution >= 0.97
+    higher = (score_TF > quality.threshold + 2 * tally.unit * 32 / 8192).numpy()
+    assert (given * higher).sum() / given.sum() < 0.97  # the threshold is the largest
+    lost = np.linalg.norm((given * ~named) @ down_FD.double().numpy()) / y_TD.double().norm()
+    assert quality.lost_norm == pytest.approx(lost.item(), rel=0.1)
+    opened = (named & fires).mean()
+    rows = NEURONS * (named.mean() * 128 + opened * 256)
+    assert quality.bytes_per_token == pytest.approx(predictor.num_bytes + rows)
+    tight = tally.quality(Target(contribution=0.5, lost_norm=0.05), SIZES)
+    assert tight.lost_norm <= 0.05 < tally.quality(target, SIZES).lost_norm
+    examiner = Examiner(predictor, quality, matrix(down_FD), SIZES)
+    examiner.add(x_TD, batch.fires_TF, batch.given_TF, down_FD.norm(dim=1))
+    examined = examiner.quality()
+    assert examined.lost_norm == pytest.approx(lost.item(), rel=1e-4)
+    assert examined.recall == pytest.approx(quality.recall)
+    top = np.sort(fires.sum(axis=0))[::-1]
+    assert examiner.hottest_fifth == pytest.approx(top[:20].sum() / top.sum())
+
+
+def test_the_fewest_bytes_win_among_the_precise():
+    gate_FD, x_TD = weights(NEURONS, WIDTH), inputs(300)
+    candidate = Candidate(predictor=whole(start_of(gate_FD, x_TD), "q8_0", RELU), is_trained=False)
+    tally = Tally(candidate, 1.0, x_TD.device)
+    batch = batch_of(x_TD, gate_FD)
+    tally.add(candidate.predictor.scores(x_TD), batch.fires_TF, batch.given_TF, 1e9)
+    one = tally.quality(Target(), SIZES)
+
+    def made(bytes_per_token, precision):
+        return dataclasses.replace(one, bytes_per_token=bytes_per_token, precision=precision)
+
+    three = [made(10, 0.2), made(30, 0.9), made(20, 0.8)]
+    assert choose(three, Target()) == 2
+    assert choose(three[:1], Target()) == 0
+    assert choose([made(9, 0.1), made(5, 0.2)], Target()) == 1
+
+
+def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
+    """A layer's trainer through all phases on synthetic tokens."""
+    down_FD, up_FD = weights(NEURONS, WIDTH, seed=3), weights(NEURONS, WIDTH, seed=2)
+    choices = Choices(ranks=(32,), kinds=("q8_0", "q4_0"), forms=forms)
+    trainer = LayerTrainer(gate=gate, gate_FD=gate_FD, down=matrix(down_FD), sizes=SIZES,
+                           choices=choices)  # fmt: skip
+    tokens = [inputs(64, seed) for seed in range(windows)]
+    for phase, piece in phases(windows).items():
+        trainer.enter(phase, piece.stop - piece.start)
+        for x_TD in tokens[piece]:
+            gate_TF = x_TD @ gate_FD.T
+            hidden_TF = gate.act(gate_TF, is_dense=True)[0] * (x_TD @ up_FD.T)
+            trainer.add(x_TD, gate_TF, hidden_TF)
+    return trainer.finish()
+
+
+def test_every_phase_gets_windows_and_no_window_serves_two():
+    for count in (10, 11, 100):
+        pieces = [list(range(count))[piece] for piece in phases(count).values()]
+        assert [w for piece in pieces for w in piece] == list(range(count))
+        assert all(pieces)
+
+
+def test_a_layer_gets_what_it_was_promised_and_a_start_beside_it():
+    weights_, quality = run_trainer(RELU, weights(NEURONS, WIDTH))
+    assert quality.chosen.contribution > 0.98 and quality.chosen.precision > 0.75
+    assert quality.chosen.bytes_per_token == pytest.approx(
+        weights_.up_FR.size * {"q8_0": 34, "q4_0": 18}[weights_.matrix_kind] / 32
+        + NEURONS * 128 * quality.chosen.predicted_density
+        + NEURONS * 256 * quality.chosen.recall * quality.chosen.density,
+    ) or weights_.down_RD is not None  # fmt: skip
+    kinds = {(q.form, q.matrix_kind) for q in quality.candidates}
+    assert kinds == {(f, k) for f in ("low-rank", "whole") for k in ("q8_0", "q4_0")}
+    assert not quality.start.is_trained and quality.start.rank == quality.chosen.rank
+
+
+@pytest.mark.parametrize("form", ["whole", "low-rank"])
+def test_silu_neurons_are_named_on_both_sides_of_zero(form):
+    gate_FD = 0.15 * weights(NEURONS, WIDTH)
+    gate = Gate(activation="silu", threshold=0.15)
+    x_TD = inputs(400, seed=77)
+    gate_TF = x_TD @ gate_FD.T
+    fires_TF = gate.act(gate_TF, is_dense=False)[1]
+    below_TF = fires_TF & (gate_TF < 0)
+    assert below_TF.float().mean() > 0.02
+    start = start_of(gate_FD, inputs(2000))
+    predictor = (
+        whole(start, "q8_0", gate) if form == "whole"
+        else LowRank(start, WIDTH, gate).predictor("q8_0")
+    )  # fmt: skip
+    named_TF = predictor.scores(x_TD) > 0.15
+    assert (named_TF & below_TF).sum() > 0.9 * below_TF.sum()
+    assert (named_TF & fires_TF).sum() > 0.9 * named_TF.sum()
+    line_TF = gate_TF > 0.25  # no threshold on the gate itself says it
+    assert not (line_TF & below_TF).any()
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def mixed(model: ModelFile, folder, **changes) -> Predictors:
+    """Layer 0 of one matrix in q4_0, layer 1 of rank 32 in q8_0, in a folder."""
+    shape = model.shape
+    gate_FD = torch.from_numpy(model.tensors["blk.0.ffn_gate.weight"].read().astype(np.float32))
+    up = values_of(rounded(gate_FD, "q4_0", torch.eye(shape.width)))
+    low = [values_of(rounded(weights(*dims), "q8_0")) for dims in
+           ((32, shape.width), (shape.num_neurons, 32))]  # fmt: skip
+    layers = (
+        LayerPredictor(down_RD=None, up_FR=up.numpy(), matrix_kind="q4_0"),
+        LayerPredictor(down_RD=low[0].numpy(), up_FR=low[1].numpy(), matrix_kind="q8_0",
+                       up_bias_F=np.ones(shape.num_neurons, np.float32)),
+    )  # fmt: skip
+    info = PredictorInfo(kind="linear", rank_L=(0, 32), threshold_L=(0.0, -1.0))
+    made = Predictors(model_id=model.model_id, info=info, layers=layers)
+    made = dataclasses.replace(made, **changes)
+    made.save(folder / FILE_NAME)
+    return made
+
+
+def small_model(tmp_path, **options) -> ModelFile:
+    model = make_model(shape=make_shape(num_layers=2, width=64), **options)
+    model.save(tmp_path / "plain.gguf")
+    return ModelFile.load(tmp_path / "plain.gguf")
+
+
+def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
+    plain = small_model(tmp_path)
+    made = mixed(plain, tmp_path)
+    assert Predictors.load(tmp_path / FILE_NAME).layers[0].matrix_kind == "q4_0"
+    convert(ConvertConfig(source=plain.path, output=tmp_path / "m.gguf", predictors=tmp_path))
+    model = ModelFile.load(tmp_path / "m.gguf")
+    assert model.predictor == made.info
+    kinds = {n: e.kind for n, e in model.tensors.items() if "ffn_pred" in n}
+    assert kinds == {
+        "blk.0.ffn_pred_up.weight": "q4_0", "blk.1.ffn_pred_down.weight": "q8_0",
+        "blk.1.ffn_pred_up.weight": "q8_0", "blk.1.ffn_pred_up.bias": "f32",
+    }  # fmt: skip
+    first, second = load_predictors(model, torch.device("cpu"))
+    x_TD = weights(5, 64)
+    up, down = (torch.from_numpy(a) for a in (made.layers[1].up_FR, made.layers[1].down_RD))
+    assert rel_error(first.scores(x_TD), x_TD @ torch.from_numpy(made.layers[0].up_FR).T) < 1e-5
+    assert rel_error(second.scores(x_TD), x_TD @ down.T @ up.T + 1) < 1e-5
+    assert rel_error(first.scores(x_TD[:1]), first.scores(x_TD)[:1]) < 1e-5  # the C++ kernels
+    assert first.num_bytes == model.tensors["blk.0.ffn_pred_up.weight"].num_bytes
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"matrix_kind": "q9"}, "matrix kind"),
+        ({"up_FR": np.zeros((192, 48), np.float32)}, "no whole blocks"),
+        ({"up_FR": np.full((192, 64), np.nan, np.float32)}, "NaN"),
+        ({"down_RD": np.zeros((8, 64), np.float32)}, "stated rank is 0"),
+    ],
+)
+def test_wrong_predictors_of_one_matrix_are_refused(tmp_path, changes, words):
+    plain = small_model(tmp_path)
+    good = mixed(plain, tmp_path)
+    layers = (dataclasses.replace(good.layers[0], **changes), good.layers[1])
+    with pytest.raises(SparkinferError, match=words):
+        mixed(plain, tmp_path, layers=layers)
+
+
+def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
+    model = make_model(predictor_rank=8)
+    info = dataclasses.replace(model.predictor, kind="gate")
+    with pytest.raises(SparkinferError, match="predictors of kind gate are for silu"):
+        dataclasses.replace(model, predictor=info).save(tmp_path / "m")
+    info = dataclasses.replace(model.predictor, kind="relu", rank_L=(0, 8))
+    tensors = {n: e for n, e in model.tensors.items() if n != "blk.0.ffn_pred_down.weight"}
+    tensors["blk.0.ffn_pred_up.weight"] = tensors["blk.0.ffn_gate.weight"]
+    with pytest.raises(SparkinferError, match="have two matrices"):
+        dataclasses.replace(model, predictor=info, tensors=tensors).save(tmp_path / "m")
+
+
+def test_a_silu_predictor_with_the_gate_itself_gives_what_exact_gives(tmp_path):
+    model = make_model(activation="silu")
+    count = model.shape.num_layers
+    tensors = dict(model.tensors)
+    for layer in range(count):
+        gate = model.tensors[f"blk.{layer}.ffn_gate.weight"].read()
+        tensors[f"blk.{layer}.ffn_pred_up.weight"] = array_entry(gate, "f32")
+    thresholds = (0.1,) * count
+    info = PredictorInfo(kind="gate", rank_L=(0,) * count, threshold_L=(0.0999,) * count)
+    dataclasses.replace(
+        model, tensors=tensors, predictor=info, threshold_L=thresholds
+    ).save(tmp_path / "m")  # fmt: skip
+    ids = list(range(3, 30))
+    with (
+        Engine.load(tmp_path / "m", mode="exact") as exact,
+        Engine.load(tmp_path / "m", mode="predicted") as predicted,
+        Engine.load(tmp_path / "m", mode="dense") as dense,
+    ):
+        want = exact.logits(ids)
+        assert rel_error(predicted.logits(ids), want) < 1e-5
+        assert rel_error(dense.logits(ids), want) > 1e-3
+
+
+# ---- DejaVu's form ---------------------------------------------------------------------------
+
+
+def linear_predictors(model, thresholds, **changes) -> Predictors:
+    shape = model.shape
+    layers = tuple(
+        LayerPredictor(
+            down_RD=weights(32, shape.width, seed=layer).numpy(),
+            up_FR=weights(shape.num_neurons, 32, seed=10 + layer).numpy(),
+            **changes,
+        )
+        for layer in range(shape.num_layers)
+    )
+    info = PredictorInfo(kind="linear", rank_L=(32,) * len(layers), threshold_L=thresholds,
+                         input_layer_offset=1)  # fmt: skip
+    return Predictors(model_id=model.model_id, info=info, layers=layers)
+
+
+def test_dejavus_form_names_the_same_neurons(tmp_path):
+    plain = small_model(tmp_path)
+    made = linear_predictors(plain, (-2.0, -0.5))
+    folder = tmp_path / "dejavu"
+    assert save_dejavu(made, folder) == -2.0
+    assert json.loads((folder / "config.json").read_text())["input_layer_offset"] == 1
+    state = torch.load(folder / "model_1.pt", weights_only=True)
+    assert {n: tuple(t.shape) for n, t in state.items()} == {
+        "fc1.weight": (64, 64), "fc2.weight": (plain.shape.num_neurons, 64)}  # fmt: skip
+    convert(ConvertConfig(source=plain.path, output=tmp_path / "m", predictors=folder,
+                          outtype="f32"))  # fmt: skip
+    model = ModelFile.load(tmp_path / "m")
+    assert model.predictor.kind == "relu" and model.predictor.input_layer_offset == 1
+    x_TD = weights(50, 64, seed=20)
+    for layer, read in enumerate(load_predictors(model, torch.device("cpu"))):
+        ours = made.layers[layer]
+        logit_TF = x_TD @ torch.from_numpy(ours.down_RD).T @ torch.from_numpy(ours.up_FR).T
+        margin_TF = logit_TF - made.info.threshold_L[layer]
+        named_TF = read.scores(x_TD) > read.threshold
+        assert (named_TF == (margin_TF > 0))[margin_TF.abs() > 1e-3].all()
+        assert 0.1 < named_TF.float().mean() < 0.9
+
+
+@pytest.mark.parametrize(
+    "thresholds, changes, words",
+    [
+        ((-1.0, 1.0), {}, "of one sign"),
+        ((-1.0, -math.inf), {}, "finite"),
+        ((-1.0, -1.0), {"up_bias_F": np.ones(192, np.float32)}, "with biases"),
+    ],
+)
+def test_what_dejavus_form_cannot_say_is_refused(tmp_path, thresholds, changes, words):
+    with pytest.raises(SparkinferError, match=words):
+        save_dejavu(linear_predictors(small_model(tmp_path), thresholds, **changes), tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"rank": 0}, "wanted 1 or more"),
+        ({"form": "fourier"}, "is unknown"),
+        ({"rank": 8, "form": "whole"}, "has no rank"),
+        ({"format": "dejavu", "type": "q4_0"}, "DejaVu's form"),
+        ({"rank": 65}, "above the width"),
+        ({"rank": 40, "type": "q4_0"}, "whole blocks"),
+        ({"form": "whole", "type": "f16"}, "as much as the gate"),
+    ],
+)
+def test_wrong_options_are_refused(options, words):
+    model = make_model(shape=make_shape(width=64))
+    with pytest.raises(SparkinferError, match=words):
+        predictor_choices(PredictorOptions(**options), model)
+
+
+def test_dejavus_form_is_refused_for_silu():
+    with pytest.raises(SparkinferError, match="both sides of zero"):
+        predictor_choices(PredictorOptions(format="dejavu"), make_model(activation="silu"))
