@@ -1,7 +1,5 @@
 """Three pictures of a profile and the report on its predictors: an optional extra (`plots`).
 
-    python -m sparkinfer.profile.plots model.profile.safetensors predictors/report.json -o plots
-
 What this module does not know: how anything was measured.
 
 Letters: L layers, F neurons."""
@@ -10,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
 from sparkinfer.errors import SparkinferError
@@ -18,10 +15,12 @@ from sparkinfer.files import partial_file, require_file
 from sparkinfer.profile.report import FORMAT, VERSION
 from sparkinfer.profile_file import Profile
 
+MAX_NAMED = 12  # layers in a legend
+
 
 def draw(profile: Path, report: Path | None, folder: Path) -> list[Path]:
     """Writes density.png, firings.png and, with a report, recall.png; returns their paths."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     loaded = Profile.load(profile)
     figures = {"density.png": _density(pyplot, loaded), "firings.png": _firings(pyplot, loaded)}
     if report is not None:
@@ -50,7 +49,7 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
     for layer, share_F in enumerate(share_LF):
         axes.plot(neurons_F, 100 * share_F, label=f"layer {layer}")
     axes.set(xlabel="neurons, hottest first, %", ylabel="firings, %", title="Who fires")
-    axes.legend()
+    _name_layers(axes, len(counts_LF))
     return figure
 
 
@@ -65,8 +64,15 @@ def _recall(pyplot: Any, report: dict[str, Any]) -> Any:
         axes.plot(chosen["num_bytes"], 100 * chosen["recall"], "s", color=line.get_color())
     axes.set(xlabel="bytes of the predictor", ylabel="firings that are named, %",
              title="Recall against bytes, each at its threshold")  # fmt: skip
-    axes.legend()
+    _name_layers(axes, len(report["quality_L"]))
     return figure
+
+
+def _name_layers(axes: Any, num_layers: int) -> None:
+    if num_layers <= MAX_NAMED:
+        axes.legend()
+    else:
+        axes.text(0.98, 0.02, f"{num_layers} layers", ha="right", transform=axes.transAxes)
 
 
 def _read_report(path: Path, profile: Profile) -> dict[str, Any]:
@@ -86,7 +92,8 @@ def _read_report(path: Path, profile: Profile) -> dict[str, Any]:
     return content
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """Raises SparkinferError where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -97,20 +104,3 @@ def _pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
-
-
-@click.command()
-@click.argument("profile", type=click.Path(path_type=Path))
-@click.argument("report", type=click.Path(path_type=Path), required=False)
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="A folder.")
-def main(profile: Path, report: Path | None, output: Path) -> None:
-    """Density per layer, the cumulative curve of firings, and recall against bytes."""
-    try:
-        for path in draw(profile, report, output):
-            click.echo(f"wrote {path}", err=True)
-    except SparkinferError as error:
-        raise click.ClickException(str(error)) from error
-
-
-if __name__ == "__main__":
-    main()

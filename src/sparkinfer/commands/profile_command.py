@@ -54,6 +54,7 @@ if TYPE_CHECKING:
                    " sparsity for each layer; with --target-sparsity, until either is reached.")  # fmt: skip
 @click.option("--max-memory", "max_memory_bytes", type=Size(),
               help="Of the device, e.g. 4GiB; a larger model goes through it layer by layer.")  # fmt: skip
+@click.option("--plots", type=FILE, help="Folder for plots of density, firings and recall.")
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @force_option
@@ -70,6 +71,7 @@ def profile(
     target_contribution: float,
     target_lost_norm: float,
     target_precision: float,
+    plots: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -84,8 +86,10 @@ def profile(
         raise click.UsageError("one model at a time; text goes behind --corpus")
     from sparkinfer.profile.collect import profile as run
     from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig
+    from sparkinfer.profile.plots import draw, load_pyplot
     from sparkinfer.profile.predictor_options import PredictorOptions
     from sparkinfer.profile.ranks import rank_here
+    from sparkinfer.profile.report import JSON_NAME
     from sparkinfer.profile.selection import Target
     from sparkinfer.progress import progress
 
@@ -97,12 +101,19 @@ def profile(
     config = ProfileConfig(
         model=files[0], output=output, force=force, predictors=predictors, **options
     )
+    if plots:
+        load_pyplot()  # or an error, before the work
     is_first = rank_here() == 0
     total = config.max_tokens or DEFAULT_TOKENS
     with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
         report = run(config, advance or (lambda count: None), say)
-    if is_first:
-        finish(report, as_json, _lines(report))
+    if not is_first:
+        return
+    lines = _lines(report)
+    if plots:
+        folder = config.train_predictors
+        lines += [f"wrote {p}" for p in draw(output, folder and folder / JSON_NAME, plots)]
+    finish(report, as_json, lines)
 
 
 def _lines(report: "ProfileReport") -> list[str]:

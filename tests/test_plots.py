@@ -1,0 +1,58 @@
+"""Plots of a profile: what is drawn is what was counted; oracle is numpy on the counts."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from models import make_model, make_profile
+from test_profile_corpus import text_of
+
+from sparkinfer.cli import cli
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile import plots
+from sparkinfer.profile_file import Profile
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_curves_are_those_of_the_counts():
+    profile = make_profile(make_model())
+    pyplot = plots.load_pyplot()
+    bars = plots._density(pyplot, profile).axes[0].patches
+    assert np.allclose([bar.get_height() for bar in bars], 100 * profile.density_L)
+    lines = plots._firings(pyplot, profile).axes[0].lines
+    assert len(lines) == len(profile.density_L)
+    for counts_F, line in zip(profile.active_count_LF, lines, strict=True):
+        x, y = line.get_data()
+        for share in (10, 50, 100):
+            first = np.sort(counts_F)[::-1][: int(share * len(counts_F) / 100)]
+            at = np.interp(100 * len(first) / len(counts_F), x, y)
+            assert at == pytest.approx(100 * first.sum() / counts_F.sum())
+    assert (np.diff(lines[0].get_ydata(), 2) <= 1e-9).all()  # hottest first
+    pyplot.close("all")
+
+
+def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
+    (tmp_path / "t.txt").write_text(text_of(0, 12_000))
+    words = ["profile", codec_model, "--corpus", tmp_path / "t.txt", "-o", tmp_path / "p",
+             "--tokens", 4000, "--train-predictors", tmp_path / "pred", "--predictor-rank", 32,
+             "--plots", tmp_path / "plots"]  # fmt: skip
+    done = CliRunner().invoke(cli, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert names == {"density.png", "firings.png", "recall.png"}
+    assert all((tmp_path / "plots" / name).read_bytes().startswith(PNG) for name in names)
+    assert (tmp_path / "pred" / "report.md").read_text().startswith("# Predictors")
+    other = tmp_path / "other"
+    make_profile(make_model()).save(other)
+    with pytest.raises(SparkinferError, match="not a report on predictors of model"):
+        plots.draw(other, tmp_path / "pred" / "report.json", tmp_path / "plots")
+    assert Profile.load(tmp_path / "p").num_tokens == 4000
+
+
+def test_without_matplotlib_it_refuses_before_the_work(tmp_path, codec_model, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    words = ["profile", codec_model, "--corpus", codec_model, "-o", tmp_path / "p", "--plots", "x"]
+    done = CliRunner().invoke(cli, list(map(str, words)))
+    assert isinstance(done.exception, SparkinferError)
+    assert "pip install 'sparkinfer[plots]'" in str(done.exception)
+    assert not (tmp_path / "p").exists()
