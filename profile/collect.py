@@ -20,9 +20,11 @@ from sparkinfer.profile.corpus import Windows, read_windows, spread_windows
 from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile.layer_trainer import LayerQuality, phases
 from sparkinfer.profile.predictor_options import predictor_choices
-from sparkinfer.profile.predictor_output import ModelQuality, PredictorOutput
+from sparkinfer.profile.predictor_output import PredictorOutput, measure
 from sparkinfer.profile.predictor_training import Trained, train_whole
+from sparkinfer.profile.quality import EvalReport
 from sparkinfer.profile.ranks import Ranks
+from sparkinfer.profile.report import report_paths, save_report
 from sparkinfer.profile.resume import Settings, resume_path
 from sparkinfer.profile.run import Run
 from sparkinfer.profile.sources import STDIN
@@ -39,7 +41,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
     """`quality_L` is of the predictors, where some were trained, and `quality` of the model with
-    them, where it fits into the memory."""
+    them, or with thresholds, where it fits into the memory."""
 
     output: Path
     model_id: str
@@ -52,7 +54,7 @@ class ProfileReport:
     predictor_bytes: int  # as they will be in a model file
     ffn_bytes: int  # of all gates, ups and downs
     quality_L: tuple[LayerQuality, ...]
-    quality: ModelQuality | None
+    quality: EvalReport | None
     seconds: float
 
 
@@ -61,7 +63,7 @@ class Outcome:
     profile: Profile
     search: ThresholdReport | None = None
     trained: Trained | None = None
-    quality: ModelQuality | None = None
+    quality: EvalReport | None = None
 
 
 def profile(
@@ -103,7 +105,8 @@ def profile(
 def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
     """Raises SparkinferError for what can be known to fail before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
-    check_output(config.output, force=config.force, inputs=inputs)
+    for path in (config.output, *report_paths(config.output)):
+        check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
     if files:
         files.check(model.shape.num_layers)
@@ -219,9 +222,10 @@ def _run_whole(
         else:
             run.phase(ids)
     counted = run.total("counter")
-    if files and trained:
-        predictors, examined = trained[0], ids[phases(len(ids))["examine"]]
-        quality = run.ranks.first_only(lambda: files.measure(engine, gates, predictors, examined))
+    if trained or config.chooses_thresholds:
+        predictors = trained and trained[0]
+        examined = ids[phases(len(ids))["examine"]] if trained else ids
+        quality = run.ranks.first_only(lambda: measure(engine, gates, predictors, examined))
     return Outcome(
         profile=_profile(engine.model, gates, windows, counted),
         search=found,
@@ -310,5 +314,6 @@ def _save(
     config: ProfileConfig, files: PredictorOutput | None, outcome: Outcome, report: ProfileReport
 ) -> None:
     if files and outcome.trained:
-        files.save(outcome.trained[0], report)
+        files.save(outcome.trained[0])
+    save_report(report)
     outcome.profile.save(config.output)

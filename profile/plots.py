@@ -12,19 +12,21 @@ import numpy as np
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
-from sparkinfer.profile.report import FORMAT, VERSION
+from sparkinfer.profile.report import FORMAT, VERSION, report_paths
 from sparkinfer.profile_file import Profile
 
 MAX_NAMED = 12  # layers in a legend
 
 
-def draw(profile: Path, report: Path | None, folder: Path) -> list[Path]:
-    """Writes density.png, firings.png and, with a report, recall.png; returns their paths."""
+def draw(profile: Path, folder: Path) -> list[Path]:
+    """Of a profile and the report beside it: writes density.png, firings.png and, where
+    predictors were trained, recall.png; returns their paths."""
     pyplot = load_pyplot()
     loaded = Profile.load(profile)
+    report = _read_report(report_paths(profile)[0], loaded)
     figures = {"density.png": _density(pyplot, loaded), "firings.png": _firings(pyplot, loaded)}
-    if report is not None:
-        figures["recall.png"] = _recall(pyplot, _read_report(report, loaded))
+    if report["quality_L"]:
+        figures["recall.png"] = _recall(pyplot, report)
     paths = []
     for name, figure in figures.items():
         with partial_file(folder / name) as partial:
@@ -76,18 +78,17 @@ def _name_layers(axes: Any, num_layers: int) -> None:
 
 
 def _read_report(path: Path, profile: Profile) -> dict[str, Any]:
-    require_file(path, "predictor report (report.json)")
+    require_file(path, "report of a profile")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         head = (content["format"], content["version"], content["model_id"])
     except (ValueError, KeyError, TypeError) as error:
         raise SparkinferError(
-            f"{path}: not a predictor report ({error}); train predictors again"
+            f"{path}: not the report of a profile ({error}); profile again"
         ) from error
-    if head != (FORMAT, VERSION, profile.model_id) or not content.get("quality_L"):
+    if head != (FORMAT, VERSION, profile.model_id) or "quality_L" not in content:
         raise SparkinferError(
-            f"{path}: not a report on predictors of model {profile.model_id[:12]}; give the one"
-            " that was written with the profile"
+            f"{path}: not the report of a profile of model {profile.model_id[:12]}; profile again"
         )
     return content
 

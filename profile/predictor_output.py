@@ -1,11 +1,10 @@
-"""Trained predictors: what they do to the model, and the files that they become.
+"""What predictors and thresholds do to the model, and the files that predictors become.
 
 What this module does not know: how predictors are trained."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,21 +15,15 @@ from sparkinfer.predictor_file import FILE_NAME, Predictors
 from sparkinfer.profile.dejavu import check_dejavu_output, save_dejavu
 from sparkinfer.profile.predictor_options import PredictorFormat
 from sparkinfer.profile.quality import EvalReport, compare
-from sparkinfer.profile.report import JSON_NAME, MARKDOWN_NAME, save_report
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.feed_forward import Gate
-
-if TYPE_CHECKING:
-    from sparkinfer.profile.collect import ProfileReport
+from sparkinfer.runtime.feed_forward import Gate, Mode
 
 MAX_TOKENS = 8192  # of the text on which the model is compared with its dense self
-
-ModelQuality = EvalReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorOutput:
-    """A folder for predictors in one of two formats, and for the report on them."""
+    """A folder for predictors in one of two formats."""
 
     folder: Path
     format: PredictorFormat
@@ -46,35 +39,35 @@ class PredictorOutput:
             check_dejavu_output(self.folder, num_layers, force=self.force)
         else:
             check_output(self.path, force=self.force)
-        for name in (JSON_NAME, MARKDOWN_NAME):
-            check_output(self.folder / name, force=self.force)
 
-    def measure(
-        self,
-        dense: Engine,
-        gates: tuple[Gate, ...],
-        predictors: Predictors,
-        windows: Sequence[Tensor],
-    ) -> ModelQuality:
-        """The model with these predictors against its dense self."""
-        model = with_predictors(dense.model, gates, predictors)
-        chosen, left = [], MAX_TOKENS
-        for ids in windows:
-            chosen.append(ids[: max(2, left)])
-            left -= len(ids)
-            if left <= 0:
-                break
-        device, context = str(dense.device), dense.context_length
-        with Engine.of(model, mode="predicted", device=device, context_length=context) as engine:
-            return compare(dense, engine, chosen)
-
-    def save(self, predictors: Predictors, report: "ProfileReport") -> None:
-        """Both files or a SparkinferError."""
+    def save(self, predictors: Predictors) -> None:
         if self.format == "dejavu":
             save_dejavu(predictors, self.folder)
         else:
             predictors.save(self.path)
-        save_report(report, self.folder)
+
+
+def measure(
+    dense: Engine,
+    gates: tuple[Gate, ...],
+    predictors: Predictors | None,
+    windows: Sequence[Tensor],
+) -> EvalReport:
+    """The model with these thresholds, and in mode predicted where there are predictors, against
+    its dense self."""
+    model = replace(dense.model, threshold_L=tuple(gate.threshold for gate in gates))
+    if predictors is not None:
+        model = with_predictors(model, gates, predictors)
+    chosen, left = [], MAX_TOKENS
+    for ids in windows:
+        chosen.append(ids[: max(2, left)])
+        left -= len(ids)
+        if left <= 0:
+            break
+    mode: Mode = "exact" if predictors is None else "predicted"
+    device, context = str(dense.device), dense.context_length
+    with Engine.of(model, mode=mode, device=device, context_length=context) as engine:
+        return compare(dense, engine, chosen)
 
 
 def with_predictors(model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors) -> ModelFile:

@@ -20,15 +20,20 @@ from sparkinfer.sizes import format_bytes
 if TYPE_CHECKING:
     from sparkinfer.profile.collect import ProfileReport
 
-JSON_NAME = "report.json"
-MARKDOWN_NAME = "report.md"
-FORMAT, VERSION = "sparkinfer.predictor_report", 1
+FORMAT, VERSION = "sparkinfer.profile_report", 1
+
+
+def report_paths(output: Path) -> tuple[Path, Path]:
+    """The JSON and the Markdown beside a profile: of model.profile.safetensors
+    model.profile.report.json and model.profile.report.md."""
+    stem = output.name.removesuffix(".safetensors")
+    return output.with_name(stem + ".report.json"), output.with_name(stem + ".report.md")
 
 
 def short_lines(report: "ProfileReport") -> list[str]:
-    """For the terminal; empty where no predictors were trained."""
+    """For the terminal: of predictors and thresholds, where there are any."""
     if not report.quality_L:
-        return []
+        return [_of_model(report.quality)] if report.quality else []
     forms = [q.chosen.name for q in report.quality_L]
     counted = {name: forms.count(name) for name in sorted(set(forms))}
     what = ", ".join(f"{count} x {name}" for name, count in counted.items())
@@ -43,9 +48,9 @@ def short_lines(report: "ProfileReport") -> list[str]:
 
 def _of_model(quality: EvalReport | None) -> str:
     if quality is None:
-        return "predicted mode: not measured, the model does not fit into the memory"
+        return "not compared with its dense self: the model does not fit into the memory"
     return (
-        f"predicted mode: perplexity {quality.perplexity:.3f} (dense"
+        f"mode {quality.mode}: perplexity {quality.perplexity:.3f} (dense"
         f" {quality.dense_perplexity:.3f}, {quality.perplexity_increase:+.2%}), KL"
         f" {quality.kl_mean:.5f} (p99 {quality.kl_p99:.4f}), same top token"
         f" {quality.top1_agreement:.2%}, {quality.num_tokens:,} tokens"
@@ -64,30 +69,52 @@ def _summary(qualities: Sequence[Quality]) -> str:
     )
 
 
-def save_report(report: "ProfileReport", folder: Path) -> None:
-    """report.json and report.md."""
+def save_report(report: "ProfileReport") -> None:
+    """Both files, beside the profile."""
+    json_path, markdown_path = report_paths(report.output)
     content = {"format": FORMAT, "version": VERSION, **asdict(report)}
-    with partial_file(folder / JSON_NAME) as partial:
+    with partial_file(json_path) as partial:
         partial.write_text(json.dumps(content, default=str, indent=1) + "\n")
-    with partial_file(folder / MARKDOWN_NAME) as partial:
+    with partial_file(markdown_path) as partial:
         partial.write_text(markdown(report))
 
 
 def markdown(report: "ProfileReport") -> str:
     """The whole report for a reader."""
     lines = [
+        "# Profile",
+        "",
+        f"Model {report.model_id[:12]}, {report.num_tokens:,} tokens, {report.seconds:.0f} s.",
+        "",
+    ]
+    if report.quality is not None:
+        lines += [f"On text that nothing was fitted to, {_of_model(report.quality)}.", ""]
+    lines += [
+        "| layer | density: neurons that fire | firings of the hottest fifth | threshold |",
+        "| --- | --- | --- | --- |",
+    ]
+    columns = zip(report.density_L, report.hottest_fifth_L, report.threshold_L, strict=True)
+    lines += [
+        f"| {layer} | {density:.2%} | {fifth:.1%} | {threshold:.4g} |"
+        for layer, (density, fifth, threshold) in enumerate(columns)
+    ]
+    if report.quality_L:
+        lines += _of_predictors(report)
+    return "\n".join(lines) + "\n"
+
+
+def _of_predictors(report: "ProfileReport") -> list[str]:
+    lines = [
+        "",
         "# Predictors",
         "",
-        f"Model {report.model_id[:12]}, {report.num_tokens:,} tokens, {report.seconds:.0f} s."
-        f" The predictors take {format_bytes(report.predictor_bytes)},"
+        f"They take {format_bytes(report.predictor_bytes)},"
         f" {report.predictor_bytes / report.ffn_bytes:.1%} of the feed-forward bytes.",
         "",
-        f"On text that nothing was fitted to, {_of_model(report.quality)}.",
+        "## Chosen",
         "",
-        "## Layers",
-        "",
-        "On the same text. *Lost norm*: |y - y_named| / |y| of the layer. *Break-even*: the density"
-        " below which predicted mode reads fewer bytes than exact.",
+        "On text that nothing was fitted to. *Lost norm*: |y - y_named| / |y| of the layer."
+        " *Break-even*: the density below which predicted mode reads fewer bytes than exact.",
         "",
     ]
     lines += _table(report.quality_L)
@@ -97,7 +124,7 @@ def markdown(report: "ProfileReport") -> str:
     lines += _quality_table(
         [(str(i), q) for i, layer in enumerate(report.quality_L) for q in layer.candidates]
     )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _table(quality_L: Sequence[LayerQuality]) -> list[str]:

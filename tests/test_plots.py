@@ -41,11 +41,12 @@ def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
     names = {path.name for path in (tmp_path / "plots").iterdir()}
     assert names == {"density.png", "firings.png", "recall.png"}
     assert all((tmp_path / "plots" / name).read_bytes().startswith(PNG) for name in names)
-    assert (tmp_path / "pred" / "report.md").read_text().startswith("# Predictors")
+    assert "# Predictors" in (tmp_path / "p.report.md").read_text()
     other = tmp_path / "other"
     make_profile(make_model()).save(other)
-    with pytest.raises(SparkinferError, match="not a report on predictors of model"):
-        plots.draw(other, tmp_path / "pred" / "report.json", tmp_path / "plots")
+    (tmp_path / "p.report.json").rename(tmp_path / "other.report.json")
+    with pytest.raises(SparkinferError, match="not the report of a profile of model"):
+        plots.draw(other, tmp_path / "plots")
     assert Profile.load(tmp_path / "p").num_tokens == 4000
 
 

@@ -89,7 +89,6 @@ def profile(
     from sparkinfer.profile.plots import draw, load_pyplot
     from sparkinfer.profile.predictor_options import PredictorOptions
     from sparkinfer.profile.ranks import rank_here
-    from sparkinfer.profile.report import JSON_NAME
     from sparkinfer.profile.selection import Target
     from sparkinfer.progress import progress
 
@@ -111,8 +110,7 @@ def profile(
         return
     lines = _lines(report)
     if plots:
-        folder = config.train_predictors
-        lines += [f"wrote {p}" for p in draw(output, folder and folder / JSON_NAME, plots)]
+        lines += [f"wrote {path}" for path in draw(output, plots)]
     finish(report, as_json, lines)
 
 
