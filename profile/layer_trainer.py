@@ -25,7 +25,7 @@ from sparkinfer.predictor_file import LayerPredictor
 from sparkinfer.profile.examine import Examiner
 from sparkinfer.profile.moments import Moments
 from sparkinfer.profile.rounding import values_of
-from sparkinfer.profile.selection import Candidate, Quality, Tally, Target, choose
+from sparkinfer.profile.selection import Candidate, Quality, Tally, Target, bytes_per_token, choose
 from sparkinfer.profile.training import Agree, Batch, LowRank, whole
 from sparkinfer.runtime.feed_forward import Gate
 from sparkinfer.runtime.matrix import Matrix
@@ -141,7 +141,7 @@ class LayerTrainer:
         for tally in tallies:
             self._count(tally, self.held_out)
         qualities = [tally.quality(self.choices.target, self.sizes) for tally in tallies]
-        best = torch.tensor(choose(qualities, self.choices.target))
+        best = torch.tensor(self._choose(qualities))
         agree(best)
         self.candidates += made
         self.trained = self._low_rank(made[int(best)].rank)
@@ -167,7 +167,7 @@ class LayerTrainer:
     def _begin_examining(self) -> None:
         target = self.choices.target
         self.qualities = [tally.quality(target, self.sizes) for tally in self.tallies]
-        index = choose(self.qualities, target)
+        index = self._choose(self.qualities)
         chosen = self.qualities[index]
         same = [
             i
@@ -204,6 +204,11 @@ class LayerTrainer:
             matrix_kind=up.weight.kind,
         )
         return weights, quality
+
+    def _choose(self, qualities: list[Quality]) -> int:
+        density = qualities[0].density
+        exact = bytes_per_token(0, 1.0, density, self.num_neurons, self.sizes)
+        return choose(qualities, self.choices.target, exact)
 
     def _break_even(self, chosen: Quality) -> float:
         """Exact reads every gate; predicted the predictor, and over-fetch times the density."""

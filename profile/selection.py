@@ -8,7 +8,8 @@ token reads follows,
     predictor + named * gate_row + open * (up_row + down_row)
 
 and the least wins among those whose named neurons fire often enough (`precision`): a row that is
-named in vain comes from the slow memory, the predictor mostly from the fast one.
+named in vain comes from the slow memory, the predictor mostly from the fast one. A precise one
+that reads more than mode exact is of no use: the whole gate in q4_0 for a model in q4_0.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
 orthogonal directions, so |sum lost h_j down_j|^2 is the sum of (h_j |down_j|)^2 to 1-3 %
@@ -17,6 +18,7 @@ orthogonal directions, so |sum lost h_j down_j|^2 is the sum of (h_j |down_j|)^2
 Letters: T tokens, F neurons, B histogram bins."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -157,7 +159,12 @@ def bytes_per_token(
     return predictor_bytes + num_neurons * (named * sizes.gate_row + opened * rest)
 
 
-def choose(qualities: list[Quality], target: Target) -> int:
-    """The index of the fewest bytes among those precise enough; where none is, among all."""
-    precise = [i for i, q in enumerate(qualities) if q.precision >= target.precision]
+def choose(qualities: Sequence[Quality], target: Target, exact_bytes: float) -> int:
+    """The index of the fewest bytes a token among those precise enough; where none of them is
+    below `exact_bytes`, which a token reads without a predictor, among all."""
+    precise = [
+        i
+        for i, q in enumerate(qualities)
+        if q.precision >= target.precision and q.bytes_per_token < exact_bytes
+    ]
     return min(precise or range(len(qualities)), key=lambda i: qualities[i].bytes_per_token)

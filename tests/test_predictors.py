@@ -205,9 +205,11 @@ def test_the_fewest_bytes_win_among_the_precise():
         return dataclasses.replace(one, bytes_per_token=bytes_per_token, precision=precision)
 
     three = [made(10, 0.2), made(30, 0.9), made(20, 0.8)]
-    assert choose(three, Target()) == 2
-    assert choose(three[:1], Target()) == 0
-    assert choose([made(9, 0.1), made(5, 0.2)], Target()) == 1
+    assert choose(three, Target(), 100) == 2
+    assert choose(three[:1], Target(), 100) == 0
+    assert choose([made(9, 0.1), made(5, 0.2)], Target(), 100) == 1
+    assert choose(three, Target(), 25) == 2
+    assert choose(three, Target(), 20) == 0  # a precise one is not worth more than none
 
 
 def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
