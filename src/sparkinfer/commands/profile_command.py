@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--predictor-format", type=click.Choice(["sparkinfer", "dejavu"]),
               default="sparkinfer", show_default=True,
               help="dejavu: model_N.pt, as PowerInfer and SparkInfer take.")  # fmt: skip
-@click.option("--target-contribution", default=0.99, show_default=True,
+@click.option("--target-contribution", default=0.992, show_default=True,
               help="Share of the neurons' contribution that predictors must name.")  # fmt: skip
 @click.option("--target-lost-norm", default=0.04, show_default=True,
               help="Share of a layer's output that predictors may lose at most.")  # fmt: skip
