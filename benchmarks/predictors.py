@@ -12,13 +12,13 @@ by the same code, with the threshold that keeps the same share of the output.
 Letters: T tokens, D model width, F neurons, R rank."""
 
 import json
-import platform
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
 import torch
+from machine import machine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -169,7 +169,7 @@ def main(
                     **mean(found), "seconds": seconds
                 }  # fmt: skip
     report = {
-        "model": model.name, "tokens": tokens, "machine": platform.processor(),
+        "benchmark": "predictors", "model": model.name, "tokens": tokens, "machine": machine(),
         "ffn_bytes_per_layer": len(gates) and sizes[0].neuron * engine.model.shape.num_neurons,
         "target": asdict(Target()), "results": results,
     }  # fmt: skip

@@ -649,7 +649,7 @@ def test_thresholds_of_a_profile(silu, relu, tmp_path):
     refuse(model.path, tmp_path, "thresholds are", thresholds=tmp_path / "n.safetensors")
     of_relu = make_profile(run(relu, tmp_path / "r.gguf"))
     of_relu.save(tmp_path / "r.safetensors")
-    refuse(relu, tmp_path, "for silu models", thresholds=tmp_path / "r.safetensors")
+    refuse(relu, tmp_path, "for SiLU and GELU models", thresholds=tmp_path / "r.safetensors")
 
 
 # ------------------------------------------------------------------ tokenizer
