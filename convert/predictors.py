@@ -62,8 +62,11 @@ def add_predictors(
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
     for layer in range(model.shape.num_layers):
         predictor = source.read(layer)
+        if predictor.matrix_kind is not None:
+            entries |= predictor.entries(layer)
+            continue
         for name, array in predictor.arrays(layer).items():
-            array_kind = (predictor.matrix_kind or kind) if array.ndim == 2 else "f32"
+            array_kind = kind if array.ndim == 2 else "f32"
             read = partial(_read_rows, source, layer, name, array_kind)
             entries[name] = TensorEntry(shape=array.shape, kind=array_kind, read_rows=read)
     model = dataclasses.replace(model, predictor=source.info, tensors=entries)
@@ -198,7 +201,7 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
         if tensor.shape != wanted:
             raise _wrong_shape(path, _name(layer, name), tensor.shape, wanted)
     arrays = {PARTS[name]: tensor.read().float().numpy() for name, tensor in state.items()}
-    predictor = LayerPredictor(
+    predictor = LayerPredictor.of(
         down_RD=arrays["down_RD"],
         up_FR=arrays["up_FR"],
         down_bias_R=arrays.get("down_bias_R"),
@@ -222,7 +225,7 @@ def _wrong_shape(
 
 def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: ModelShape) -> None:
     """Raises SparkinferError unless the arrays are finite and fit the model."""
-    if predictor.down_RD is not None and not predictor.down_RD.size:
+    if predictor.down is not None and not predictor.down.data.size:
         raise SparkinferError(f"{path}: the predictor has rank 0; get it again")
     wanted = predictor.wanted_shapes(shape.num_neurons, shape.width)
     for name, array in predictor.arrays(layer).items():

@@ -54,8 +54,9 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
         raise SparkinferError("predictors with biases have no DejaVu form; train them without")
     threshold = _common_threshold(info.threshold_L)
     for layer, predictor in enumerate(predictors.layers):
-        assert predictor.down_RD is not None
-        down_RD, up_FR = torch.from_numpy(predictor.down_RD), torch.from_numpy(predictor.up_FR)
+        assert predictor.down is not None
+        down_RD = torch.from_numpy(predictor.down.values())
+        up_FR = torch.from_numpy(predictor.up.values())
         scale = threshold / info.threshold_L[layer]
         state = {
             "fc1.weight": torch.cat([down_RD, -down_RD]),

@@ -24,7 +24,7 @@ from sparkinfer.gguf_file import is_whole_blocks
 from sparkinfer.predictor_file import LayerPredictor
 from sparkinfer.profile.examine import Examiner
 from sparkinfer.profile.moments import Moments
-from sparkinfer.profile.rounding import values_of
+from sparkinfer.profile.rounding import stored
 from sparkinfer.profile.selection import Candidate, Quality, Tally, Target, bytes_per_token, choose
 from sparkinfer.profile.training import Agree, Batch, LowRank, whole
 from sparkinfer.runtime.feed_forward import Gate
@@ -198,10 +198,9 @@ class LayerTrainer:
         down, up = self.predictor.down, self.predictor.up
         bias_F = up.bias_N
         weights = LayerPredictor(
-            down_RD=None if down is None else values_of(down.weight).cpu().numpy(),
-            up_FR=values_of(up.weight).cpu().numpy(),
+            down=None if down is None else stored(down.weight),
+            up=stored(up.weight),
             up_bias_F=None if bias_F is None else bias_F.cpu().numpy(),
-            matrix_kind=up.weight.kind,
         )
         return weights, quality
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import Tensor
 
 from sparkinfer.files import check_output
-from sparkinfer.gguf_file import array_entry
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import FILE_NAME, Predictors
 from sparkinfer.profile.dejavu import check_dejavu_output, save_dejavu
@@ -71,11 +70,10 @@ def measure(
 
 
 def with_predictors(model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors) -> ModelFile:
-    """The model as `convert` would make it; matrices are f32 here, with the rounded values."""
+    """The model as `convert` would make it."""
     entries = {n: e for n, e in model.tensors.items() if ".ffn_pred_" not in n}
     for layer, predictor in enumerate(predictors.layers):
-        arrays = predictor.arrays(layer)
-        entries |= {name: array_entry(array, "f32") for name, array in arrays.items()}
+        entries |= predictor.entries(layer)
     return replace(
         model,
         tensors=entries,

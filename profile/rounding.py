@@ -13,6 +13,7 @@ from gguf import quants
 from torch import Tensor
 
 from sparkinfer.gguf_file import is_whole_blocks, type_of
+from sparkinfer.predictor_file import StoredMatrix
 from sparkinfer.runtime.matrix import Matrix, unpack
 
 BLOCK = 32
@@ -33,6 +34,10 @@ def rounded(weight_NM: Tensor, kind: str, moment_MM: Tensor | None = None) -> Ma
     values = np.ascontiguousarray(weight_NM.cpu().numpy())
     data = torch.from_numpy(quants.quantize(values, type_of(kind))).to(weight_NM.device)
     return Matrix(data=data, kind=kind, width=width)
+
+
+def stored(matrix: Matrix) -> StoredMatrix:
+    return StoredMatrix(matrix.data.cpu().numpy(), matrix.kind)
 
 
 def values_of(matrix: Matrix) -> Tensor:

@@ -143,7 +143,7 @@ def make_inputs(folder: Path) -> None:
     Predictors(
         model_id=model.model_id,
         info=PredictorInfo(kind="linear", rank_L=(4,), threshold_L=(0.0,), density_L=(0.5,)),
-        layers=(LayerPredictor(down_RD=weights, up_FR=weights.T.copy()),),
+        layers=(LayerPredictor.of(down_RD=weights, up_FR=weights.T.copy()),),
     ).save(folder / "ours" / FILE_NAME)
     silu = random_llama(folder / "silu", hidden_act="silu", **sizes)
     (folder / "stock").mkdir()

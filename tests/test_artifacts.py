@@ -24,7 +24,7 @@ from sparkinfer.split_file import Split
 def make_predictors(**changes):
     random = np.random.default_rng(0)
     layers = tuple(
-        LayerPredictor(
+        LayerPredictor.of(
             down_RD=random.standard_normal((3, 8)).astype(np.float32),
             up_FR=random.standard_normal((10, 3)).astype(np.float32),
             up_bias_F=np.zeros(10, np.float32),
@@ -199,7 +199,7 @@ def test_a_contradictory_profile_is_not_written(tmp_path, change, message):
 
 def test_wrong_predictors_are_not_written(tmp_path):
     bad = make_predictors()
-    bad.layers[1].up_FR[3, 1] = np.nan
+    bad.layers[1].up.data[3, 1] = np.nan
     with pytest.raises(SparkinferError, match="blk.1.ffn_pred_up.weight has NaN"):
         bad.save(tmp_path / "p")
     with pytest.raises(SparkinferError, match="1 predictors, 2 ranks"):

@@ -575,7 +575,7 @@ def our_predictors(model: ModelFile, folder: Path, **changes) -> Path:
     """Saves linear predictors of rank 8 in our own form."""
     random = np.random.default_rng(3)
     layers = [
-        LayerPredictor(
+        LayerPredictor.of(
             down_RD=random.standard_normal((8, 64)).astype(np.float32),
             up_FR=random.standard_normal((160, 8)).astype(np.float32),
             up_bias_F=random.standard_normal(160).astype(np.float32),
@@ -622,7 +622,7 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
     }
     for number, (words, changes) in enumerate(wrong.items()):
         if changes.get("layers", 0) is None:
-            zeros = LayerPredictor(
+            zeros = LayerPredictor.of(
                 down_RD=np.zeros((8, 64), np.float32), up_FR=np.zeros((160, 8), np.float32)
             )
             changes = {**changes, "layers": (zeros, zeros)}

@@ -19,7 +19,7 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import array_entry
 from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors, StoredMatrix
 from sparkinfer.profile.dejavu import save_dejavu
 from sparkinfer.profile.examine import Examiner
 from sparkinfer.profile.layer_trainer import Choices, LayerTrainer, phases
@@ -239,10 +239,10 @@ def test_a_layer_gets_what_it_was_promised_and_a_start_beside_it():
     weights_, quality = run_trainer(RELU, weights(NEURONS, WIDTH))
     assert quality.chosen.contribution > 0.98 and quality.chosen.precision > 0.75
     assert quality.chosen.bytes_per_token == pytest.approx(
-        weights_.up_FR.size * {"q8_0": 34, "q4_0": 18}[weights_.matrix_kind] / 32
+        math.prod(weights_.up.shape) * {"q8_0": 34, "q4_0": 18}[weights_.matrix_kind] / 32
         + NEURONS * 128 * quality.chosen.predicted_density
         + NEURONS * 256 * quality.chosen.recall * quality.chosen.density,
-    ) or weights_.down_RD is not None  # fmt: skip
+    ) or weights_.down is not None  # fmt: skip
     kinds = {(q.form, q.matrix_kind) for q in quality.candidates}
     assert kinds == {(f, k) for f in ("low-rank", "whole") for k in ("q8_0", "q4_0")}
     assert not quality.start.is_trained and quality.start.rank == quality.chosen.rank
@@ -280,8 +280,8 @@ def mixed(model: ModelFile, folder, **changes) -> Predictors:
     low = [values_of(rounded(weights(*dims), "q8_0")) for dims in
            ((32, shape.width), (shape.num_neurons, 32))]  # fmt: skip
     layers = (
-        LayerPredictor(down_RD=None, up_FR=up.numpy(), matrix_kind="q4_0"),
-        LayerPredictor(down_RD=low[0].numpy(), up_FR=low[1].numpy(), matrix_kind="q8_0",
+        LayerPredictor.of(down_RD=None, up_FR=up.numpy(), kind="q4_0"),
+        LayerPredictor.of(down_RD=low[0].numpy(), up_FR=low[1].numpy(), kind="q8_0",
                        up_bias_F=np.ones(shape.num_neurons, np.float32)),
     )  # fmt: skip
     info = PredictorInfo(kind="linear", rank_L=(0, 32), threshold_L=(0.0, -1.0))
@@ -311,8 +311,9 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
     }  # fmt: skip
     first, second = load_predictors(model, torch.device("cpu"))
     x_TD = weights(5, 64)
-    up, down = (torch.from_numpy(a) for a in (made.layers[1].up_FR, made.layers[1].down_RD))
-    assert rel_error(first.scores(x_TD), x_TD @ torch.from_numpy(made.layers[0].up_FR).T) < 1e-5
+    up, down = (torch.from_numpy(m.values()) for m in (made.layers[1].up, made.layers[1].down))
+    whole_up = torch.from_numpy(made.layers[0].up.values())
+    assert rel_error(first.scores(x_TD), x_TD @ whole_up.T) < 1e-5
     assert rel_error(second.scores(x_TD), x_TD @ down.T @ up.T + 1) < 1e-5
     assert rel_error(first.scores(x_TD[:1]), first.scores(x_TD)[:1]) < 1e-5  # the C++ kernels
     assert first.num_bytes == model.tensors["blk.0.ffn_pred_up.weight"].num_bytes
@@ -321,10 +322,11 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"matrix_kind": "q9"}, "matrix kind"),
-        ({"up_FR": np.zeros((192, 48), np.float32)}, "no whole blocks"),
-        ({"up_FR": np.full((192, 64), np.nan, np.float32)}, "NaN"),
-        ({"down_RD": np.zeros((8, 64), np.float32)}, "stated rank is 0"),
+        ({"up": StoredMatrix(np.zeros((192, 37), np.uint8), "q4_0")}, "no whole blocks"),
+        ({"up": StoredMatrix(np.zeros((192, 36), np.int8), "q4_0")}, "wanted a matrix of uint8"),
+        ({"up": StoredMatrix.of(np.full((192, 64), np.nan), "f32")}, "NaN"),
+        ({"up": StoredMatrix(np.full((192, 36), 255, np.uint8), "q4_0")}, "NaN"),
+        ({"down": StoredMatrix.of(np.zeros((8, 64)), "q4_0")}, "stated rank is 0"),
     ],
 )
 def test_wrong_predictors_of_one_matrix_are_refused(tmp_path, changes, words):
@@ -333,6 +335,29 @@ def test_wrong_predictors_of_one_matrix_are_refused(tmp_path, changes, words):
     layers = (dataclasses.replace(good.layers[0], **changes), good.layers[1])
     with pytest.raises(SparkinferError, match=words):
         mixed(plain, tmp_path, layers=layers)
+
+
+def test_an_unknown_type_in_the_file_is_refused(tmp_path):
+    mixed(small_model(tmp_path), tmp_path)
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes().replace(b"q4_0", b"q9_9"))
+    with pytest.raises(SparkinferError, match="matrix kind 'q9_9' is not of f32"):
+        Predictors.load(path)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
+def test_a_file_has_the_bytes_of_the_type(tmp_path, kind):
+    """As gguf packs them, not unpacked values."""
+    values = weights(192, 64).numpy()
+    layer = LayerPredictor.of(down_RD=None, up_FR=values, kind=kind)
+    info = PredictorInfo(kind="linear", rank_L=(0,), threshold_L=(0.0,))
+    Predictors(model_id="m", info=info, layers=(layer,)).save(tmp_path / "p")
+    read = Predictors.load(tmp_path / "p").layers[0].up
+    quant = GGMLQuantizationType[kind.upper()]
+    packed = quants.quantize(values, quant)
+    assert (tmp_path / "p").stat().st_size < packed.nbytes + 2000
+    assert read.shape == (192, 64) and read.data.tobytes() == packed.tobytes()
+    assert (read.values() == quants.dequantize(packed, quant)).all()
 
 
 def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
@@ -376,7 +401,7 @@ def test_a_silu_predictor_with_the_gate_itself_gives_what_exact_gives(tmp_path):
 def linear_predictors(model, thresholds, **changes) -> Predictors:
     shape = model.shape
     layers = tuple(
-        LayerPredictor(
+        LayerPredictor.of(
             down_RD=weights(32, shape.width, seed=layer).numpy(),
             up_FR=weights(shape.num_neurons, 32, seed=10 + layer).numpy(),
             **changes,
@@ -404,7 +429,8 @@ def test_dejavus_form_names_the_same_neurons(tmp_path):
     x_TD = weights(50, 64, seed=20)
     for layer, read in enumerate(load_predictors(model, torch.device("cpu"))):
         ours = made.layers[layer]
-        logit_TF = x_TD @ torch.from_numpy(ours.down_RD).T @ torch.from_numpy(ours.up_FR).T
+        down_RD, up_FR = (torch.from_numpy(m.values()) for m in (ours.down, ours.up))
+        logit_TF = x_TD @ down_RD.T @ up_FR.T
         margin_TF = logit_TF - made.info.threshold_L[layer]
         named_TF = read.scores(x_TD) > read.threshold
         assert (named_TF == (margin_TF > 0))[margin_TF.abs() > 1e-3].all()

@@ -3,59 +3,144 @@
 Specified in docs/formats.md; their arithmetic stands at model_file.PredictorInfo. `profile`
 writes them, `convert` puts them into a model file. What this module does not know: training."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize, quantize
 
 from sparkinfer.architecture import PredictorKind
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import is_whole_blocks
-from sparkinfer.model_file import KINDS, PredictorInfo
+from sparkinfer.gguf_file import TensorEntry, array_entry, type_of
+from sparkinfer.model_file import PredictorInfo
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 FORMAT = "sparkinfer.predictors"
 VERSION = 2
 FILE_NAME = "predictors.safetensors"
+CHECKED_VALUES = 1 << 22  # unpacked at a time
+
+
+STORED = {"f32": np.float32, "f16": np.float16, "q8_0": np.uint8, "q4_0": np.uint8}
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """Rows as a model file holds them: f32 or f16 values, or the bytes of whole blocks."""
+
+    data: np.ndarray
+    kind: str
+
+    @classmethod
+    def of(cls, values: np.ndarray, kind: str) -> "StoredMatrix":
+        """f32 values, rounded to the type. The width must be whole blocks of it."""
+        if kind in ("f32", "f16"):
+            return cls(values.astype(STORED[kind]), kind)
+        return cls(quantize(np.ascontiguousarray(values, np.float32), type_of(kind)), kind)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the values."""
+        block, size = GGML_QUANT_SIZES[type_of(self.kind)]
+        row_bytes = self.data.shape[1] * self.data.itemsize
+        return self.data.shape[0], row_bytes // size * block
+
+    def values(self) -> np.ndarray:
+        """f32, exactly what the stored ones are."""
+        if self.kind in ("f32", "f16"):
+            return self.data.astype(np.float32)
+        return dequantize(self.data, type_of(self.kind))
+
+    def entry(self) -> TensorEntry:
+        return TensorEntry(shape=self.shape, kind=self.kind, read_rows=lambda a, b: self.data[a:b])
+
+    def check(self, name: str) -> None:
+        """Raises SparkinferError unless it is a matrix of its type and finite."""
+        block, size = GGML_QUANT_SIZES[type_of(self.kind)]
+        data, dtype = self.data, STORED[self.kind]
+        if data.dtype != dtype or data.ndim != 2 or not data.size:
+            raise SparkinferError(
+                f"{name} is {data.dtype} {data.shape}, wanted a matrix of {np.dtype(dtype)}"
+            )
+        if data.shape[1] * data.itemsize % size:
+            raise SparkinferError(
+                f"{name} has rows of {data.shape[1] * data.itemsize} bytes, no whole blocks of"
+                f" {self.kind} ({size} bytes for {block} values)"
+            )
+        rows = max(1, CHECKED_VALUES // self.shape[1])
+        for start in range(0, len(data), rows):
+            piece = StoredMatrix(data[start : start + rows], self.kind).values()
+            if not np.isfinite(piece).all():
+                raise SparkinferError(f"{name} has NaN or infinite values")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPredictor:
-    """f32 weights of one layer: down [R, D], up [F, R], optional biases [R] and [F].
+    """Weights of one layer: down [R, D], up [F, R], both of one type, optional f32 biases [R] and
+    [F]. Without `down` there is one matrix, up [F, D]."""
 
-    Without `down` there is one matrix, up [F, D]. `matrix_kind` is the type that the matrices
-    are to have in a model file, and to which their values are rounded already; None leaves it to
-    whoever writes that file."""
-
-    down_RD: np.ndarray | None
-    up_FR: np.ndarray
+    down: StoredMatrix | None
+    up: StoredMatrix
     down_bias_R: np.ndarray | None = None
     up_bias_F: np.ndarray | None = None
-    matrix_kind: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        down_RD: np.ndarray | None,
+        up_FR: np.ndarray,
+        down_bias_R: np.ndarray | None = None,
+        up_bias_F: np.ndarray | None = None,
+        kind: str = "f32",
+    ) -> "LayerPredictor":
+        """Of f32 weights, rounded to the type."""
+        return cls(
+            down=None if down_RD is None else StoredMatrix.of(down_RD, kind),
+            up=StoredMatrix.of(up_FR, kind),
+            down_bias_R=down_bias_R,
+            up_bias_F=up_bias_F,
+        )
+
+    @property
+    def matrix_kind(self) -> str | None:
+        """The type that the matrices must have in a model file, because the threshold was set on
+        them as they are; None (f32 weights) leaves it to whoever writes that file."""
+        return None if self.up.kind == "f32" else self.up.kind
 
     @property
     def rank(self) -> int:
-        return 0 if self.down_RD is None else self.down_RD.shape[0]
+        return 0 if self.down is None else self.down.shape[0]
 
     @property
     def width(self) -> int:
         """D, of the input."""
-        return (self.up_FR if self.down_RD is None else self.down_RD).shape[1]
+        return (self.up if self.down is None else self.down).shape[1]
+
+    def matrices(self, layer: int) -> dict[str, StoredMatrix]:
+        """By their names in a model file."""
+        named = {"ffn_pred_down.weight": self.down, "ffn_pred_up.weight": self.up}
+        return {f"blk.{layer}.{name}": m for name, m in named.items() if m is not None}
+
+    def biases(self, layer: int) -> dict[str, np.ndarray]:
+        """By their names in a model file."""
+        named = {"ffn_pred_down.bias": self.down_bias_R, "ffn_pred_up.bias": self.up_bias_F}
+        return {f"blk.{layer}.{name}": a for name, a in named.items() if a is not None}
+
+    def entries(self, layer: int) -> dict[str, TensorEntry]:
+        """As tensors of a model file."""
+        found = {name: matrix.entry() for name, matrix in self.matrices(layer).items()}
+        return found | {n: array_entry(a, "f32") for n, a in self.biases(layer).items()}
 
     def arrays(self, layer: int) -> dict[str, np.ndarray]:
-        """By their names in a model file."""
-        named = {
-            "ffn_pred_down.weight": self.down_RD,
-            "ffn_pred_up.weight": self.up_FR,
-            "ffn_pred_down.bias": self.down_bias_R,
-            "ffn_pred_up.bias": self.up_bias_F,
-        }
-        return {f"blk.{layer}.{name}": a for name, a in named.items() if a is not None}
+        """f32 values, by their names in a model file."""
+        return {n: m.values() for n, m in self.matrices(layer).items()} | self.biases(layer)
 
     def wanted_shapes(self, num_neurons: int, width: int) -> dict[str, tuple[int, ...]]:
         """What each array's shape must be, by its name within the layer."""
-        if self.down_RD is None:
+        if self.down is None:
             return {"ffn_pred_up.weight": (num_neurons, width), "ffn_pred_up.bias": (num_neurons,)}
         return {
             "ffn_pred_down.weight": (self.rank, width),
@@ -81,9 +166,7 @@ class Predictors:
             kinds = metadata["matrix_kind_L"]
             if not isinstance(kinds, list) or len(kinds) != len(info.rank_L):
                 raise SparkinferError("matrix_kind_L is not a list with one type a layer")
-            layers = [
-                replace(_take(arrays, layer), matrix_kind=kind) for layer, kind in enumerate(kinds)
-            ]
+            layers = [_take(arrays, layer, kind) for layer, kind in enumerate(kinds)]
             if arrays:
                 raise SparkinferError(f"unknown array {min(arrays)!r}")
             predictors = cls(model_id=metadata["model_id"], info=info, layers=tuple(layers))
@@ -96,7 +179,8 @@ class Predictors:
         self.validate()
         arrays: dict[str, np.ndarray] = {}
         for layer, predictor in enumerate(self.layers):
-            arrays |= predictor.arrays(layer)
+            arrays |= {n: m.data for n, m in predictor.matrices(layer).items()}
+            arrays |= predictor.biases(layer)
         metadata = {
             "model_id": self.model_id,
             "info": asdict(self.info),
@@ -132,12 +216,17 @@ class Predictors:
             _check(layer, predictor)
 
 
-def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerPredictor:
+def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredictor:
     """Removes the arrays of a layer; KeyError where there is no predictor."""
-    prefix = f"blk.{layer}.ffn_pred_"
+    if kind is not None and kind not in STORED:
+        raise SparkinferError(
+            f"layer {layer}: matrix kind {str(kind)[:40]!r} is not of {', '.join(STORED)}"
+        )
+    stored, prefix = str(kind or "f32"), f"blk.{layer}.ffn_pred_"
+    down = arrays.pop(prefix + "down.weight", None)
     return LayerPredictor(
-        down_RD=arrays.pop(prefix + "down.weight", None),
-        up_FR=arrays.pop(prefix + "up.weight"),
+        down=None if down is None else StoredMatrix(down, stored),
+        up=StoredMatrix(arrays.pop(prefix + "up.weight"), stored),
         down_bias_R=arrays.pop(prefix + "down.bias", None),
         up_bias_F=arrays.pop(prefix + "up.bias", None),
     )
@@ -145,19 +234,21 @@ def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerPredictor:
 
 def _check(layer: int, predictor: LayerPredictor) -> None:
     """Raises SparkinferError unless shapes, types and values of one layer are right."""
-    first = predictor.up_FR if predictor.down_RD is None else predictor.down_RD
-    wanted = predictor.wanted_shapes(predictor.up_FR.shape[0], first.shape[-1])
-    kind = predictor.matrix_kind
-    if kind is not None and kind not in KINDS:
-        raise SparkinferError(f"layer {layer}: matrix kind {str(kind)[:40]!r} is not of {KINDS}")
-    for name, array in predictor.arrays(layer).items():
-        shape = wanted.get(name.split(".", 2)[2])
-        if array.shape != shape or array.dtype != np.float32 or not array.size:
-            raise SparkinferError(f"{name} is {array.dtype} {array.shape}, wanted float32 {shape}")
-        if not np.isfinite(array).all():
+    for name, matrix in predictor.matrices(layer).items():
+        matrix.check(name)
+    wanted = predictor.wanted_shapes(predictor.up.shape[0], predictor.width)
+    for name, matrix in predictor.matrices(layer).items():
+        shape = wanted[name.split(".", 2)[2]]
+        if matrix.shape != shape:
+            raise SparkinferError(f"{name} is {matrix.shape}, wanted {shape}")
+    for name, bias in predictor.biases(layer).items():
+        bias_shape = wanted.get(name.split(".", 2)[2])
+        if bias.shape != bias_shape or bias.dtype != np.float32:
+            raise SparkinferError(
+                f"{name} is {bias.dtype} {bias.shape}, wanted float32 {bias_shape}"
+            )
+        if not np.isfinite(bias).all():
             raise SparkinferError(f"{name} has NaN or infinite values")
-        if kind is not None and array.ndim == 2 and not is_whole_blocks(array.shape[1], kind):
-            raise SparkinferError(f"{name} has rows of {array.shape[1]}, no whole blocks of {kind}")
 
 
 def _info(

@@ -76,7 +76,7 @@ class PredictorsSummary:
             predictor=predictors.info,
             num_layers=len(predictors.layers),
             width=0 if first is None else first.width,
-            num_neurons=0 if first is None else first.up_FR.shape[0],
+            num_neurons=0 if first is None else first.up.shape[0],
             has_biases=any(array.ndim == 1 for array in arrays),
             weight_bytes=sum(array.nbytes for array in arrays),
         )
