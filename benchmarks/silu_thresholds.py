@@ -132,7 +132,7 @@ def _path(meter: Meter, num_layers: int) -> dict[float, Allocation]:
 
 def _row(checker: Meter, sparsity_L: tuple[float, ...]) -> dict:
     """What the thresholds that are set do on the held-out text."""
-    counter = ShareCounter(checker.engine)
+    counter = ShareCounter(checker.engine.model)
     with checker.engine.observe(counter.observe, counter.wants):
         cost = checker.run()
     silent_L = [1 - share for share in counter.hidden_share_L]

@@ -20,7 +20,7 @@ from sparkinfer.profile.corpus import Windows, read_windows, spread_windows
 from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile.layer_trainer import LayerQuality, phases
 from sparkinfer.profile.predictor_options import predictor_choices
-from sparkinfer.profile.predictor_output import PredictorOutput, measure
+from sparkinfer.profile.predictor_output import MAX_TOKENS, PredictorOutput, changed, measure
 from sparkinfer.profile.predictor_training import Trained, train_whole
 from sparkinfer.profile.quality import EvalReport
 from sparkinfer.profile.ranks import Ranks
@@ -28,6 +28,7 @@ from sparkinfer.profile.report import report_paths, save_report
 from sparkinfer.profile.resume import Settings, resume_path
 from sparkinfer.profile.run import Run
 from sparkinfer.profile.sources import STDIN
+from sparkinfer.profile.streamed_quality import compare_streamed
 from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile.thresholds import Found, Goal, ThresholdReport, search, thresholds_for
 from sparkinfer.profile_file import Profile
@@ -41,7 +42,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
     """`quality_L` is of the predictors, where some were trained, and `quality` of the model with
-    them, or with thresholds, where it fits into the memory."""
+    them, or with thresholds, where there was room for its hidden states."""
 
     output: Path
     model_id: str
@@ -203,7 +204,14 @@ def _run_streamed(
         windows = _windows(stream, config, Ranks())
         check_text(config, len(windows.ids))
         gates, counter, trained = collect_streamed(stream, windows.ids, config, on_tokens)
-    return Outcome(profile=_profile(model, gates, windows, counter.arrays()), trained=trained)
+    quality = None
+    if trained or config.chooses_thresholds:
+        ids = windows.ids[config.num_for_thresholds(len(windows.ids)) :]
+        examined = ids[phases(len(ids))["examine"]] if trained else ids
+        other, mode = changed(model, gates, trained and trained[0])
+        quality = compare_streamed(model, other, mode, plan, examined, MAX_TOKENS)
+    result = _profile(model, gates, windows, counter.arrays())
+    return Outcome(profile=result, trained=trained, quality=quality)
 
 
 def _run_whole(

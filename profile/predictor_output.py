@@ -54,19 +54,25 @@ def measure(
 ) -> EvalReport:
     """The model with these thresholds, and in mode predicted where there are predictors, against
     its dense self."""
-    model = replace(dense.model, threshold_L=tuple(gate.threshold for gate in gates))
-    if predictors is not None:
-        model = with_predictors(model, gates, predictors)
+    model, mode = changed(dense.model, gates, predictors)
     chosen, left = [], MAX_TOKENS
     for ids in windows:
         chosen.append(ids[: max(2, left)])
         left -= len(ids)
         if left <= 0:
             break
-    mode: Mode = "exact" if predictors is None else "predicted"
     device, context = str(dense.device), dense.context_length
     with Engine.of(model, mode=mode, device=device, context_length=context) as engine:
         return compare(dense, engine, chosen)
+
+
+def changed(
+    model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors | None
+) -> tuple[ModelFile, Mode]:
+    """The model with these thresholds and predictors, and the mode that uses them."""
+    if predictors is not None:
+        return with_predictors(model, gates, predictors), "predicted"
+    return replace(model, threshold_L=tuple(gate.threshold for gate in gates)), "exact"
 
 
 def with_predictors(model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors) -> ModelFile:

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.feed_forward import Mode
+
+PIECE = 64  # tokens whose probabilities are in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,39 +89,55 @@ def compare(
     on_tokens: Callable[[float], None] = lambda count: None,
 ) -> EvalReport:
     """Both engines on the same windows of token ids."""
-    shares = ShareCounter(engine)
-    loss, dense_loss, divergences, agreed = 0.0, 0.0, [], 0
+    shares, comparison = ShareCounter(engine.model), Comparison()
     with engine.observe(shares.observe, shares.wants):
         for ids_T in windows:
-            want_TV = F.log_softmax(dense.logits(ids_T)[:-1].double(), dim=1)
-            got_TV = F.log_softmax(engine.logits(ids_T)[:-1].double(), dim=1)
-            dense_loss += F.nll_loss(want_TV, ids_T[1:], reduction="sum").item()
-            loss += F.nll_loss(got_TV, ids_T[1:], reduction="sum").item()
-            divergences.append((want_TV.exp() * (want_TV - got_TV)).sum(dim=1))
-            agreed += int((want_TV.argmax(1) == got_TV.argmax(1)).sum())
+            comparison.add(dense.logits(ids_T)[:-1], engine.logits(ids_T)[:-1], ids_T[1:])
             on_tokens(len(ids_T))
-    divergence_T = torch.cat(divergences)
-    count = len(divergence_T)
-    if not count:
-        raise SparkinferError("the corpus has single tokens only; give a longer text")
-    return EvalReport(
-        mode=engine.mode,
-        num_tokens=count,
-        perplexity=math.exp(loss / count),
-        dense_perplexity=math.exp(dense_loss / count),
-        kl_mean=divergence_T.mean().item(),
-        kl_p99=divergence_T.quantile(0.99).item(),
-        top1_agreement=agreed / count,
-        named_share_L=shares.named_share_L,
-        hidden_share_L=shares.hidden_share_L,
-    )
+    return comparison.report(engine.mode, shares)
+
+
+class Comparison:
+    """Sums up what two models say of the same tokens, in float64."""
+
+    def __init__(self) -> None:
+        self.loss, self.dense_loss, self.agreed = 0.0, 0.0, 0
+        self.divergences: list[Tensor] = []
+
+    def add(self, dense_TV: Tensor, other_TV: Tensor, next_T: Tensor) -> None:
+        """Logits of both, and the tokens that really followed."""
+        pieces = (tensor.split(PIECE) for tensor in (dense_TV, other_TV, next_T))
+        for dense_PV, other_PV, next_P in zip(*pieces, strict=True):
+            want_PV, got_PV = (F.log_softmax(x.double(), dim=1) for x in (dense_PV, other_PV))
+            self.dense_loss += F.nll_loss(want_PV, next_P, reduction="sum").item()
+            self.loss += F.nll_loss(got_PV, next_P, reduction="sum").item()
+            self.divergences.append((want_PV.exp() * (want_PV - got_PV)).sum(dim=1))
+            self.agreed += int((want_PV.argmax(1) == got_PV.argmax(1)).sum())
+
+    def report(self, mode: Mode, shares: "ShareCounter") -> EvalReport:
+        """Raises SparkinferError where nothing was added."""
+        count = sum(map(len, self.divergences))
+        if not count:
+            raise SparkinferError("the corpus has single tokens only; give a longer text")
+        divergence_T = torch.cat(self.divergences)
+        return EvalReport(
+            mode=mode,
+            num_tokens=count,
+            perplexity=math.exp(self.loss / count),
+            dense_perplexity=math.exp(self.dense_loss / count),
+            kl_mean=divergence_T.mean().item(),
+            kl_p99=divergence_T.quantile(0.99).item(),
+            top1_agreement=self.agreed / count,
+            named_share_L=shares.named_share_L,
+            hidden_share_L=shares.hidden_share_L,
+        )
 
 
 class ShareCounter:
     """An observer: which share of the neurons is named, and which adds to the output."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.thresholds = engine.model.predictor.threshold_L if engine.model.predictor else ()
+    def __init__(self, model: ModelFile) -> None:
+        self.thresholds = model.predictor.threshold_L if model.predictor else ()
         self.named: dict[int, list[float]] = {}
         self.hidden: dict[int, list[float]] = {}
 

@@ -48,7 +48,7 @@ def short_lines(report: "ProfileReport") -> list[str]:
 
 def _of_model(quality: EvalReport | None) -> str:
     if quality is None:
-        return "not compared with its dense self: the model does not fit into the memory"
+        return "not compared with its dense self: no room for its hidden states"
     return (
         f"mode {quality.mode}: perplexity {quality.perplexity:.3f} (dense"
         f" {quality.dense_perplexity:.3f}, {quality.perplexity_increase:+.2%}), KL"

@@ -33,8 +33,9 @@ from sparkinfer.profile.corpus import WINDOW
 from sparkinfer.profile.layer_trainer import Choices
 from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from sparkinfer.profile.states import FileStates, MemoryStates, States
+from sparkinfer.runtime.attention import Norm
 from sparkinfer.runtime.decoder import embed, run_layer
-from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime.feed_forward import Mode, Traffic
 from sparkinfer.runtime.loader import Builder, Layer, Placement
 from sparkinfer.runtime.matrix import matrix_of
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
@@ -101,15 +102,19 @@ class LayerStream:
         model: ModelFile,
         plan: StreamPlan,
         say: Callable[[str], None] = lambda line: None,
+        *,
+        mode: Mode = "dense",
     ) -> None:
         self.model, self.plan, self.say = model, plan, say
+        info = model.predictor if mode == "predicted" else None
+        self.input_layer_offset = info.input_layer_offset if info else 0
         self.context_length = min(model.shape.context_length, DEFAULT_CONTEXT)
         self.codec = TextCodec.of(model)
         self.observers = Observers()
         self._builder = Builder(
             model,
             Placement.on_one_device(model.shape.num_layers, plan.device),
-            "dense",
+            mode,
             min(WINDOW, model.shape.context_length),
             self.observers,
             Traffic(),
@@ -133,9 +138,17 @@ class LayerStream:
         if self.plan.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def run(self, windows: Sequence[Tensor], on_tokens: OnTokens) -> None:
+    @staticmethod
+    def output_norm(model: ModelFile) -> Norm | None:
+        """On the CPU."""
+        placement = Placement.on_one_device(model.shape.num_layers, CPU)
+        builder = Builder(model, placement, "dense", 1, Observers(), Traffic(), lambda line: None)
+        return builder.norm("output_norm", CPU)
+
+    def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
         """Every window through every layer; `on_tokens` hears of them a layer's share at a time."""
-        for step in self.steps(windows, on_tokens):
+        keeps_inputs = self.input_layer_offset == 1
+        for step in self.steps(windows, on_tokens, keeps_inputs=keeps_inputs):
             step.advance(0, len(windows))
 
     def steps(
@@ -310,7 +323,7 @@ class StreamedLayer:
                 waiting.states.read(at, at + count).to(self.layer.device),
                 start=start,
                 turn=rotary.turn(start, count) if rotary else None,
-                predictor_input_TD=None,  # dense: no predictor runs
+                predictor_input_TD=self.before_TD if self.stream.input_layer_offset else None,
                 observers=self.stream.observers,
             )
             waiting.states.write(at, x_TD)

@@ -143,6 +143,15 @@ def test_a_streamed_profile_is_the_ordinary_one(folder, tmp_path, case, monkeypa
     assert "GB to read" in lines[1]
 
 
+def assert_same_quality(a, b):
+    """Of a model in memory and of one that streams; something is lost in both."""
+    assert a.kl_mean > 1e-7
+    assert a.mode == b.mode and a.num_tokens == b.num_tokens
+    for field in ("perplexity", "dense_perplexity", "kl_mean", "kl_p99", "top1_agreement"):
+        assert getattr(a, field) == pytest.approx(getattr(b, field), rel=1e-6), field
+    assert a.named_share_L == b.named_share_L and a.hidden_share_L == b.hidden_share_L
+
+
 @pytest.mark.parametrize("case, offset", [("llama", 0), ("llama", 1), ("falcon-40b", 1)])
 def test_streamed_predictors_are_the_ordinary_ones(folder, tmp_path, case, offset, request):
     config = ProfileConfig(
@@ -156,6 +165,7 @@ def test_streamed_predictors_are_the_ordinary_ones(folder, tmp_path, case, offse
         dataclasses.replace(config, output=tmp_path / "q", train_predictors=tmp_path / "streamed")
     )
     assert whole.quality_L == streamed.quality_L
+    assert_same_quality(whole.quality, streamed.quality)
     a, b = (Predictors.load(tmp_path / name / "predictors.safetensors")
             for name in ("whole", "streamed"))  # fmt: skip
     assert a.info == b.info
@@ -174,6 +184,7 @@ def test_streamed_thresholds_are_the_ordinary_ones(tmp_path, folder, request):
     streamed = profile(dataclasses.replace(config, output=tmp_path / "q"))
     assert whole.threshold_L == streamed.threshold_L
     assert whole.density_L == streamed.density_L
+    assert_same_quality(whole.quality, streamed.quality)
 
 
 def test_a_window_left_behind_is_noticed(folder, tmp_path):
