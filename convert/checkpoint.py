@@ -64,6 +64,11 @@ class Checkpoint:
                 )
         return cls(folder=folder, config=config, tensors=tensors)
 
+    @property
+    def max_rows(self) -> int:
+        """The size of the largest dimension of any tensor."""
+        return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
+
     def read(self, name: str) -> Tensor:
         """The weights as they are stored: a view of the file, mapped while anybody holds it.
 
