@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparkinfer.convert.json_file import read_object
 from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.convert.safetensors_source import read_safetensors
 from sparkinfer.convert.source_tensor import SourceTensor
 from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_object
 from sparkinfer.model_file import compute_model_id, sample_bytes
 
 Reader = Callable[[Path], dict[str, SourceTensor]]

@@ -65,9 +65,9 @@ class KeyReader:
             )
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("sparkinfer.version", np.uint32(VERSION))
-        if version != VERSION:
+        if not isinstance(version, np.integer) or version != VERSION:
             raise SparkinferError(
-                f"{path}: format version {version}, this program reads {VERSION};"
+                f"{path}: format version {str(version)[:20]!r}, this program reads {VERSION};"
                 " convert the checkpoint again"
             )
         self._refuse_unknown()
