@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparkinfer.convert.json_file import read_object
 from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.convert.safetensors_source import read_safetensors
 from sparkinfer.convert.source_tensor import SourceTensor
 from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_object
 from sparkinfer.model_file import compute_model_id, sample_bytes
 
 Reader = Callable[[Path], dict[str, SourceTensor]]
@@ -63,6 +63,11 @@ class Checkpoint:
                     f" {', '.join(DTYPES)}; convert the checkpoint that it was made from"
                 )
         return cls(folder=folder, config=config, tensors=tensors)
+
+    @property
+    def max_rows(self) -> int:
+        """The size of the largest dimension of any tensor."""
+        return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
 
     def read(self, name: str) -> Tensor:
         """The weights as they are stored: a view of the file, mapped while anybody holds it.

@@ -21,16 +21,28 @@ UNGATED = {"relu": "relu", "fatrelu": "fatrelu", "silu": "silu"} | GELUS
 
 
 class ConfigReader:
-    """`prefix` stands before a key's name in a refusal."""
+    """`values` are what the file says, `defaults` what transformers' config class takes for keys
+    that it does not say. `max_rows` is the size of the largest dimension of any tensor, and
+    `prefix` stands before a key's name in a refusal."""
 
-    def __init__(self, path: Path, values: Mapping[str, object], prefix: str = "") -> None:
-        self.path, self.values, self.prefix = path, values, prefix
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, object],
+        *,
+        defaults: Mapping[str, object] = {},  # noqa: B006  # never changed
+        max_rows: int = MAX_COUNT,
+        prefix: str = "",
+    ) -> None:
+        self.path, self.prefix, self.max_rows = path, prefix, max_rows
+        self.said, self.values = values, {**defaults, **values}
 
     def positive(self, key: str, default: float | None = None) -> float:
+        """`default` stands for a key that is null, or missing."""
         value = self.values.get(key)
         number = _number(default if value is None else value)
         if number is None or number <= 0:
-            found = f"is {value!r}" if key in self.values else "is missing"
+            found = f"is {repr(value)[:60]}" if key in self.values else "is missing"
             raise SparkinferError(
                 f"{self.path}: {self.prefix}{key} {found}, wanted a positive number"
             )
@@ -45,12 +57,17 @@ class ConfigReader:
             )
         return int(value)
 
-    def flag(self, key: str) -> bool | None:
-        """None where the config does not say."""
+    def flag(self, key: str) -> bool:
         value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise SparkinferError(f"{self.path}: {key} is {value!r}, wanted true or false")
+        if not isinstance(value, bool):
+            raise SparkinferError(f"{self.path}: {key} is {repr(value)[:60]}, wanted true or false")
         return value
+
+    def is_tied(self) -> bool | None:
+        """Whether the output head is the embedding; None where only transformers' default says so:
+        it then takes a head that is there all the same."""
+        is_tied = self.flag("tie_word_embeddings")
+        return None if is_tied and "tie_word_embeddings" not in self.said else is_tied
 
     def refuse(
         self, key: str, *plain: object, why: str = "the graph does not compute that"
@@ -97,20 +114,40 @@ class ConfigReader:
             )
         return heads, kv_heads, head_width
 
-    def with_rope(self, shape: ModelShape) -> tuple[ModelShape, np.ndarray | None]:
+    def check_size(self, shape: ModelShape, num_positions: int = 0) -> None:
+        """Raises SparkinferError for a matrix with more rows than any tensor of the checkpoint
+        has: called before anything of that size is made."""
+        sizes = {
+            "hidden_size": shape.width,
+            "vocab_size": shape.vocab_size,
+            "the width of the heads": shape.num_heads * shape.head_width,
+            "the width of the feed-forward layers": shape.num_neurons,
+            "max_position_embeddings": num_positions,
+        }
+        name, size = max(sizes.items(), key=lambda item: item[1])
+        if size > self.max_rows:
+            raise SparkinferError(
+                f"{self.path}: {name} is {size}, but the largest tensor has {self.max_rows} rows;"
+                " config and weights are not of one model"
+            )
+
+    def with_rope(
+        self, shape: ModelShape, known: tuple[str, ...] = ROPE_TYPES
+    ) -> tuple[ModelShape, np.ndarray | None]:
         """The shape with its rotary constants, and what divides the frequencies (f32 [W / 2]).
 
         From `rope_scaling` (transformers 4) or `rope_parameters` (5); where both are given
         transformers takes the first, and so does this."""
+        self.check_size(shape)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
         if not isinstance(values, dict):
             raise SparkinferError(f"{self.path}: {key} is {values!r}, wanted an object or null")
-        rope = ConfigReader(self.path, values, key + ".")
+        rope = ConfigReader(self.path, values, prefix=key + ".")
         kind = values.get("rope_type", values.get("type", "default"))  # old ones spell it `type`
-        if kind not in ROPE_TYPES:
+        if kind not in known:
             raise SparkinferError(
-                f"{self.path}: {key} is of type {kind!r}; known: {', '.join(ROPE_TYPES)}"
+                f"{self.path}: {key} is of type {str(kind)[:60]!r}; known: {', '.join(known)}"
             )
         for reader in (self, rope):
             reader.refuse("partial_rotary_factor", 1.0, 1)
@@ -127,6 +164,7 @@ class ConfigReader:
         Within one window attention is the same with and without it, so a model that has one is
         given that much context."""
         window = self.values.get("sliding_window")
+        self._check_layer_types(has_window=is_used and window is not None)
         if not is_used or window is None:
             return context_length, ()
         length = self.count("sliding_window")
@@ -136,6 +174,16 @@ class ConfigReader:
             f"context {context_length:,} cut to {length:,}: attention slides over so many tokens,"
             " and that is computed for the first window only",
         )
+
+    def _check_layer_types(self, *, has_window: bool) -> None:
+        known = ["full_attention", *(["sliding_attention"] if has_window else [])]
+        types = self.values.get("layer_types") or []
+        found = [t for t in types if t not in known] if isinstance(types, list) else [types]
+        if found:
+            raise SparkinferError(
+                f"{self.path}: layer_types has {str(found[0])[:60]!r}, wanted {' or '.join(known)}:"
+                " the graph does not compute that; this checkpoint is not supported"
+            )
 
 
 def _number(value: object) -> float | None:

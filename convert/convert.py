@@ -66,7 +66,7 @@ def convert(
     the source, and what else a user should know, or raises SparkinferError.
     Raises SparkinferError, with nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
-    check_output(config.output, force=config.force, inputs=(config.source,))
+    _check_output(config, config.source)
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     draft = _from_model_file(config) if is_file else _from_checkpoint(config)
     model, notes = draft.model, draft.notes
@@ -82,7 +82,7 @@ def convert(
 
     def check(written: Path) -> None:
         if verify:
-            said.extend(verify(_written(draft, written)))
+            said.extend(verify(_written(draft, config.output, written)))
 
     try:
         model.save(config.output, on_bytes, check)
@@ -105,15 +105,30 @@ def convert(
     )
 
 
-def _written(draft: Draft, path: Path) -> Written:
+def _written(draft: Draft, output: Path, path: Path) -> Written:
     return Written(
-        source=draft.source, path=path, restored=lambda: draft.restored(ModelFile.load(path))
+        source=draft.source,
+        path=path,
+        output=output,
+        restored=lambda: draft.restored(ModelFile.load(path)),
     )
 
 
+def _check_output(config: ConvertConfig, source: Path) -> None:
+    """Raises SparkinferError for an output that is among the files that are read.
+
+    The one place that lists them: a model file, or all of a checkpoint's folder; the folder of
+    the predictors; the profile of the thresholds."""
+    files = [path for path in (source, config.thresholds) if path is not None]
+    folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
+    check_output(config.output, force=config.force, inputs=files, folders=folders)
+
+
 def _from_checkpoint(config: ConvertConfig) -> Draft:
-    checkpoint = Checkpoint.open(find_folder(config.source))
-    plan = read_blueprint(checkpoint.folder / "config.json", checkpoint.config)
+    folder = find_folder(config.source)
+    _check_output(config, folder)
+    checkpoint = Checkpoint.open(folder)
+    plan = read_blueprint(folder / "config.json", checkpoint.config, checkpoint.max_rows)
     if config.activation is not None:
         raise SparkinferError(
             f"{config.source}: a checkpoint says its activation; --activation is for GGUF files"

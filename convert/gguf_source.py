@@ -5,6 +5,7 @@ and packed again a few rows at a time.
 
 Letters: N rows, M values of a row."""
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from sparkinfer.model_file import KINDS, ModelFile, read_model_gguf
 from sparkinfer.written import Restored
 
 FLOATS = ("f32", "f16", "bf16")
+BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite, or no number
 DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
 
@@ -36,7 +38,14 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     keys = keys | _activation_keys(config, keys, found)
     types = TensorTypes(outtype=config.outtype or "f16", overrides=config.tensor_types)
     old, new = (DOWN, DOWN_T) if config.layout == "sparse" else (DOWN_T, DOWN)
-    names = {name.replace(old, new): name for name in tensors}
+    names: dict[str, str] = {}
+    for name in tensors:
+        both = names.setdefault(name.replace(old, new), name)
+        if both != name:
+            raise SparkinferError(
+                f"{config.source}: holds {both} and {name}, one matrix twice; only one of them"
+                " can be right: get the file again"
+            )
     entries = {
         target: _entry(config, types, target, tensors[name], is_transposed=target != name)
         for target, name in names.items()
@@ -48,8 +57,13 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
             " another type or the other layout"
         )
     model = ModelFile.of(config.source, keys, entries)
-    notes = _activation_notes(keys, model)
-    return model, (*notes, *_error_notes(tensors, entries, names))
+    notes = (*_activation_notes(keys, model), *_error_notes(tensors, entries, names))
+    copied = {
+        name: _checked(entry, f"{config.source}: tensor {name!r}")
+        for name, entry in entries.items()
+        if entry is tensors[names[name]]
+    }
+    return dataclasses.replace(model, tensors=entries | copied), notes
 
 
 def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
@@ -106,6 +120,30 @@ def _entry(
         return encode(read(start, stop), kind, label)
 
     return TensorEntry(shape=shape, kind=kind, read_rows=read_rows)
+
+
+def _checked(entry: TensorEntry, label: str) -> TensorEntry:
+    """A tensor that is copied as it is, refused where it holds what `encode` would refuse."""
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        data = entry.read_rows(start, stop)
+        if not _is_finite(data, entry.kind):
+            raise SparkinferError(
+                f"{label} has NaN or infinite values; its file is damaged: get it again"
+            )
+        return data
+
+    return dataclasses.replace(entry, read_rows=read_rows)
+
+
+def _is_finite(data: np.ndarray, kind: str) -> bool:
+    """Of values as they are stored; a block is finite if its scale is, the f16 it begins with."""
+    if kind in ("f32", "f16"):
+        return bool(np.isfinite(data).all())
+    if kind == "bf16":
+        return bool(((data.view(np.uint16) & BF16_EXPONENT) != BF16_EXPONENT).all())
+    blocks = data.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])
+    return bool(np.isfinite(np.ascontiguousarray(blocks[:, :2]).view(np.float16)).all())
 
 
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:

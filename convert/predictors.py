@@ -20,10 +20,10 @@ import numpy as np
 from sparkinfer.architecture import ModelShape
 from sparkinfer.convert.checkpoint import DTYPES
 from sparkinfer.convert.encode import encode
-from sparkinfer.convert.json_file import read_object
 from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.json_file import read_object
 from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 

@@ -10,11 +10,11 @@ import numpy as np
 from gguf import Keys, SpecialVocab
 
 from sparkinfer.architecture import Layout
-from sparkinfer.convert.json_file import parse_object, read_object, read_text
 from sparkinfer.convert.llama_differences import differences
 from sparkinfer.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value
+from sparkinfer.json_file import parse_object, read_object, read_text
 from sparkinfer.model_file import END_KEY, TEMPLATE_KEY, TOKENIZER_KEY
 
 ID_KEYS = {

@@ -110,7 +110,7 @@ def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | Non
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
     if files:
-        files.check(model.shape.num_layers)
+        files.check(model.shape.num_layers, inputs)
 
 
 def _stream_plan(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output, partial_file
+from sparkinfer.files import partial_file
 from sparkinfer.predictor_file import Predictors
 
 CONFIG = "config.json"
@@ -27,7 +27,7 @@ def dejavu_paths(folder: Path, num_layers: int) -> list[Path]:
     return [folder / f"model_{layer}.pt" for layer in range(num_layers)] + [folder / CONFIG]
 
 
-def check_dejavu_output(folder: Path, num_layers: int, *, force: bool) -> None:
+def check_dejavu_output(folder: Path, num_layers: int) -> None:
     """Raises SparkinferError where a file of another number of layers or of our form is there."""
     wanted = {path.name for path in dejavu_paths(folder, num_layers)}
     for path in sorted(folder.glob("*")) if folder.is_dir() else []:
@@ -35,8 +35,6 @@ def check_dejavu_output(folder: Path, num_layers: int, *, force: bool) -> None:
             raise SparkinferError(
                 f"{path}: would be read together with model_0.pt, ...; give an empty folder"
             )
-    for path in dejavu_paths(folder, num_layers):
-        check_output(path, force=force)
 
 
 def save_dejavu(predictors: Predictors, folder: Path) -> float:

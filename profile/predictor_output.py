@@ -11,7 +11,7 @@ from torch import Tensor
 from sparkinfer.files import check_output
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import FILE_NAME, Predictors
-from sparkinfer.profile.dejavu import check_dejavu_output, save_dejavu
+from sparkinfer.profile.dejavu import check_dejavu_output, dejavu_paths, save_dejavu
 from sparkinfer.profile.predictor_options import PredictorFormat
 from sparkinfer.profile.quality import EvalReport, compare
 from sparkinfer.runtime.engine import Engine
@@ -32,12 +32,15 @@ class PredictorOutput:
     def path(self) -> Path:
         return self.folder if self.format == "dejavu" else self.folder / FILE_NAME
 
-    def check(self, num_layers: int) -> None:
-        """Raises SparkinferError for what exists already; called before the work starts."""
+    def check(self, num_layers: int, inputs: Sequence[Path]) -> None:
+        """Raises SparkinferError for what exists already or is one of `inputs`; called before the
+        work starts."""
+        paths = [self.path]
         if self.format == "dejavu":
-            check_dejavu_output(self.folder, num_layers, force=self.force)
-        else:
-            check_output(self.path, force=self.force)
+            check_dejavu_output(self.folder, num_layers)
+            paths = dejavu_paths(self.folder, num_layers)
+        for path in paths:
+            check_output(path, force=self.force, inputs=inputs)
 
     def save(self, predictors: Predictors) -> None:
         if self.format == "dejavu":

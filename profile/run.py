@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparkinfer.errors import Interrupted
+from sparkinfer.files import remove_stale
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import Position, Settings, load_position, save_position
 from sparkinfer.runtime.engine import Engine
@@ -147,7 +148,7 @@ class Run:
         """Removes the resume file; called when the outputs are written."""
         if self.ranks.is_first:
             self.path.unlink(missing_ok=True)
-            self.path.with_name(self.path.name + ".partial").unlink(missing_ok=True)
+            remove_stale(self.path)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -22,6 +22,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # slow to import, and the child counts the memory of what it needs
+    from sparkinfer.model_file import ModelFile
 
 MEMORY_BYTES = 1 << 30
 EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 1 << 24, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF,
@@ -101,6 +105,8 @@ def spots_of(path: Path) -> list[tuple[int, int]]:
         end = raw.index(b"PK\3\4", pickle)
         return [(0, pickle), (pickle, end), (pickle, end), (directory, len(raw)),
                 (directory, len(raw)), (len(raw) - 98, len(raw)), whole]  # fmt: skip
+    if path.name == TARGETS["plan"]:
+        return [(0, 24), (24, raw.rindex(b"ffn_hot") + 40), whole]
     if path.suffix == ".gguf":
         end = raw.rindex(b"weight") + 40
         tensors = raw.index(b"token_embd")
@@ -152,6 +158,23 @@ def make_inputs(folder: Path) -> None:
     (folder / "gguf").mkdir()
     convert(ConvertConfig(source=folder / "plain.gguf", output=folder / "gguf" / "model.gguf",
                           predictors=folder / "ours"))  # fmt: skip
+    make_inspected(folder, model)
+    shutil.copytree(whole, folder / "values")
+
+
+def make_inspected(folder: Path, model: "ModelFile") -> None:
+    """A profile, a plan (with its profile beside it) and a machine."""
+    import numpy as np
+    from models import make_machine, make_profile
+    from test_runtime import make_split
+
+    (folder / "profile").mkdir()
+    (folder / "machine").mkdir()
+    make_profile(model).save(folder / "profile" / TARGETS["profile"])
+    make_machine().save(folder / "machine" / TARGETS["machine"])
+    shutil.copytree(folder / "profile", folder / "plan")
+    hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
+    make_split(model, hot).save(folder / "plan" / TARGETS["plan"])
 
 
 # By kind: the file that is damaged, and whether the folder is a source, predictors, or a file's.
@@ -164,7 +187,48 @@ TARGETS = {
     "ours": "predictors.safetensors",
     "config": "config.json",
     "index": "model.safetensors.index.json",
+    "values": "config.json",
+    "profile": "model.profile.safetensors",
+    "plan": "model.split.gguf",
+    "machine": "machine.json",
 }
+INSPECTED = ("profile", "plan", "machine")
+# Put in the place of a value of config.json: whole JSON that means something else.
+ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, 1e308, 10**9, 10**30, "", "x", "llama", [], [0],
+       ["x"], {}, {"type": "linear", "factor": 2.0}, {"rope_type": "default"})  # fmt: skip
+
+
+def another_value(raw: bytes, rng: random.Random) -> bytes:
+    """config.json with another value, one less or one more."""
+    values = json.loads(raw)
+    for _ in range(rng.choice((1, 1, 2))):
+        key = rng.choice([*values, "sliding_window", "layer_types", "is_causal", "rope_scaling"])
+        if rng.random() < 0.1:
+            values.pop(key, None)
+        else:
+            values[key] = rng.choice(ODD)
+    return json.dumps(values).encode()
+
+
+def inspect_damaged(path: Path) -> str:
+    """Shows what a file of ours holds, and of a profile or a plan its export."""
+    from sparkinfer.export.export import ExportConfig, export
+    from sparkinfer.inspection.inspect_file import inspect_file
+    from sparkinfer.inspection.tables import print_summary
+    from sparkinfer.inspection.to_json import to_json
+
+    output = path.parent.parent / "output" / "out"
+    with contextlib.redirect_stdout(io.StringIO()):
+        summary = inspect_file(path)
+        print_summary(summary, all_tensors=True)
+        json.loads(to_json(summary))
+    if path.suffix == ".safetensors":
+        export(ExportConfig(source=path, output=output, format="powerinfer-activations"))
+    if path.suffix == ".gguf":
+        profile = path.parent / TARGETS["profile"]
+        export(ExportConfig(source=path, output=output, profile=profile, format="gpuidx"))
+    shutil.rmtree(output.parent, ignore_errors=True)
+    return "done"
 
 
 def convert_damaged(inputs: Path, kind: str, number: int, work: Path) -> str:
@@ -181,7 +245,13 @@ def convert_damaged(inputs: Path, kind: str, number: int, work: Path) -> str:
     if not folder.exists():
         shutil.copytree(inputs / kind, folder)
     try:
-        (folder / target).write_bytes(mutated(raw, spots_of(inputs / kind / target), rng))
+        damaged = (
+            another_value(raw, rng) if kind == "values"
+            else mutated(raw, spots_of(inputs / kind / target), rng)
+        )  # fmt: skip
+        (folder / target).write_bytes(damaged)
+        if kind in INSPECTED:
+            return inspect_damaged(folder / target)
         output = work / "output" / "out.gguf"
         output.parent.mkdir(exist_ok=True)
         if kind == "stock":
@@ -245,7 +315,10 @@ def outcome_of(case: Callable[[], str], work: Path) -> str:
 
 def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
     if any(text.split(":")[0] in TARGETS for text in ranges):
-        import sparkinfer.convert.convert  # noqa: F401  # before the limit is taken
+        # before the limit is taken
+        import sparkinfer.convert.convert
+        import sparkinfer.export.powerinfer_activations
+        import sparkinfer.inspection.tables  # noqa: F401
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))

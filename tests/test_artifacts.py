@@ -212,7 +212,7 @@ def test_a_machine_with_a_figure_that_is_not_positive_is_refused(tmp_path):
     content = json.loads((tmp_path / "m").read_text())
     content["gpus"][0]["bandwidth_gb_per_s"]["best"] = float("nan")
     (tmp_path / "m").write_text(json.dumps(content))
-    with pytest.raises(SparkinferError, match="bandwidth_gb_per_s is nan"):
+    with pytest.raises(SparkinferError, match="bandwidth_gb_per_s.best is nan"):
         Machine.load(tmp_path / "m")
 
 

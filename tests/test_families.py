@@ -209,6 +209,15 @@ REFUSED = {
     "partial_rotary_factor": ("phi3", {"partial_rotary_factor": 0.75}),
     "no tensor for 'blk.0.attn_k.bias'": ("llama", {"architectures": ["Qwen2ForCausalLM"]}),
     "no tensor for 'blk.0.attn_k_norm.weight'": ("llama", {"architectures": ["Qwen3ForCausalLM"]}),
+    "max_position_embeddings is 1000000002": ("opt", {"max_position_embeddings": 10**9}),
+    "do_layer_norm_before is None": ("opt", {"do_layer_norm_before": None}),
+    "no tensor for 'blk.0.ffn_norm": ("falcon-7b", {"parallel_attn": None}),
+    "type 'linear'; known: default": ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "attention_bias is True": ("mistral", {"attention_bias": True}),
+    "has 'sliding_attention', wanted full_attention:": (
+        "qwen2",
+        {"layer_types": ["sliding_attention"] * 3},
+    ),
     "no rule for tensor": ("qwen2", {"architectures": ["LlamaForCausalLM"]}),
 }
 

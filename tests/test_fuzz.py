@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from fuzz import TARGETS, make_inputs, mutated, outcome_of, run_cases, spots_of, wrong_outcomes
 
-# Two processes of about the same length: 2,000 damaged weights and headers, 250 of JSON.
+# Two processes of about the same length: 2,000 damaged weights and headers, 250 of JSON, 120
+# configs of another meaning, 300 files that inspect and export read.
 CASES = (
-    {"safetensors": 450, "gguf": 450, "ours": 150, "index": 100},
-    {"bin": 450, "stock": 250, "pt": 250, "config": 150},
+    {"safetensors": 450, "gguf": 450, "ours": 150, "index": 100, "profile": 100, "plan": 100},
+    {"bin": 450, "stock": 250, "pt": 250, "config": 150, "values": 120, "machine": 100},
 )
 
 
@@ -50,6 +51,7 @@ def test_inputs_that_are_whole_are_done(inputs, tmp_path, monkeypatch):
     import fuzz
 
     monkeypatch.setattr(fuzz, "mutated", lambda raw, spots, rng: raw)
+    monkeypatch.setattr(fuzz, "another_value", lambda raw, rng: raw)
     for kind in TARGETS:
         case = lambda kind=kind: fuzz.convert_damaged(inputs, kind, 1, tmp_path)  # noqa: E731
         assert outcome_of(case, tmp_path) == "done", kind

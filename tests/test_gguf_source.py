@@ -322,8 +322,8 @@ def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype
     """A family that is wrong about its checkpoint: values read back, logits do not."""
     from sparkinfer.convert import convert as module
 
-    def changed(path, config):
-        plan = right(path, config)
+    def changed(*arguments):
+        plan = right(*arguments)
         if wrong == "order":
             return dataclasses.replace(plan, rows={})
         if wrong == "activation":

@@ -18,9 +18,9 @@ from test_families import CASES
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from sparkinfer import safetensors_file
+from sparkinfer import json_file, safetensors_file
 from sparkinfer.cli import main
-from sparkinfer.convert import hub, json_file, torch_zip
+from sparkinfer.convert import hub, torch_zip
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig

@@ -120,4 +120,4 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with partial_file(tmp_path / "x") as unfinished:
         unfinished.write_text("whole")
         assert synced == []
-    assert synced == [(str(tmp_path / "x.partial"), False), (str(tmp_path), True)]
+    assert synced == [(str(unfinished), False), (str(tmp_path), True)]

@@ -7,23 +7,27 @@ import numpy as np
 from sparkinfer.architecture import ModelShape
 from sparkinfer.convert.blueprint import Blueprint, NameOf, Rows, gguf_names
 from sparkinfer.convert.config_reader import UNGATED, ConfigReader
+from sparkinfer.convert.families.family import Family
 from sparkinfer.errors import SparkinferError
 
 OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
 BIASES = ("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias")
+# transformers takes null for false in these, where other families refuse it.
+FLAGS = ("alibi", "bias", "multi_query", "new_decoder_architecture", "parallel_attn")
 OLD_KEYS = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
             "n_head_kv": "num_kv_heads"}  # fmt: skip
 
 
 def falcon(read: ConfigReader) -> Blueprint:
     """FalconForCausalLM, and RWForCausalLM, which is its name in older files."""
-    renamed = {OLD_KEYS.get(key, key): value for key, value in read.values.items()}
-    read = ConfigReader(read.path, renamed)
+    said = {OLD_KEYS.get(key, key): value for key, value in read.said.items()}
+    said |= {key: False for key in FLAGS if key in said and said[key] is None}
+    read = ConfigReader(read.path, said, defaults=FALCON.defaults, max_rows=read.max_rows)
     read.refuse("alibi", False, why="attention biased by distance (ALiBi) is not computed")
     shape = _shape(read)
     shape, factors = read.with_rope(shape)
-    activation = read.activation("activation", UNGATED) if "activation" in renamed else "gelu"
+    activation = read.activation("activation", UNGATED)
     options = (*_norms(read), *(BIASES if read.flag("bias") else ()))
     order = qkv_order(shape)
     rows = {
@@ -35,7 +39,7 @@ def falcon(read: ConfigReader) -> Blueprint:
         shape=shape,
         activation=activation,
         threshold=read.threshold(activation),
-        is_tied=read.flag("tie_word_embeddings"),
+        is_tied=read.is_tied(),
         name_of=_names(shape.num_layers),
         rope_factors=factors,
         options=options,
@@ -56,7 +60,7 @@ def qkv_order(shape: ModelShape) -> np.ndarray:
 def _shape(read: ConfigReader) -> ModelShape:
     is_new, has_one_key = read.flag("new_decoder_architecture"), read.flag("multi_query")
     kv_heads = read.count("num_kv_heads", read.count("num_attention_heads"))
-    if not is_new and has_one_key is not False:
+    if not is_new and has_one_key:
         kv_heads = 1
     heads, kv_heads, head_width = read.heads("num_attention_heads", kv_heads)
     width = read.count("hidden_size")
@@ -68,8 +72,8 @@ def _shape(read: ConfigReader) -> ModelShape:
         num_kv_heads=kv_heads,
         head_width=head_width,
         vocab_size=read.count("vocab_size"),
-        context_length=read.count("max_position_embeddings", 2048),
-        norm_epsilon=read.positive("layer_norm_epsilon", 1e-5),
+        context_length=read.count("max_position_embeddings"),
+        norm_epsilon=read.positive("layer_norm_epsilon"),
     )
 
 
@@ -82,9 +86,9 @@ def _norms(read: ConfigReader) -> tuple[str, ...]:
             f"{read.path}: num_ln_in_parallel_attn is {num_norms!r} and new_decoder_architecture"
             f" {is_new!r}; transformers has no such layer; this checkpoint is not supported"
         )
-    if not is_new and is_parallel is False:
+    if not is_new and not is_parallel:
         return NEXT_NORM
-    if is_new and is_parallel is False:
+    if not is_parallel:
         raise SparkinferError(
             f"{read.path}: new_decoder_architecture with parallel_attn false; transformers has no"
             " such layer; this checkpoint is not supported"
@@ -103,3 +107,18 @@ def _names(num_layers: int) -> NameOf:
         return known(source)
 
     return name_of
+
+
+FALCON = Family(
+    blueprint=falcon,
+    defaults={
+        "tie_word_embeddings": True,
+        "activation": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2048,
+        "multi_query": True,
+        "parallel_attn": True,
+        "new_decoder_architecture": False,
+        "bias": False,
+    },
+)

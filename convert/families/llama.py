@@ -10,6 +10,7 @@ import gguf
 from sparkinfer.architecture import GATED_BIASES, PROJECTION_BIASES, ModelShape
 from sparkinfer.convert.blueprint import IGNORED, Blueprint, gguf_names, rotary_rows
 from sparkinfer.convert.config_reader import GATED, ConfigReader
+from sparkinfer.convert.families.family import Family
 
 # Predictors inside a TurboSparse checkpoint; what they are trained for is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
@@ -28,6 +29,8 @@ def prosparse(read: ConfigReader) -> Blueprint:
 
 def mistral(read: ConfigReader) -> Blueprint:
     """MistralForCausalLM."""
+    for key in ("attention_bias", "mlp_bias"):
+        read.refuse(key, False, why="transformers has no such layer")
     return _llama(read, GATED)
 
 
@@ -50,7 +53,7 @@ def _llama(
         shape=shape,
         activation=activation,
         threshold=read.threshold(activation),
-        is_tied=read.flag("tie_word_embeddings"),
+        is_tied=read.is_tied(),
         name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, shape.num_layers),
         rope_factors=factors,
         options=options,
@@ -76,3 +79,12 @@ def llama_shape(read: ConfigReader, has_window: bool = True) -> tuple[ModelShape
         norm_epsilon=read.positive("rms_norm_eps"),
     )
     return shape, notes
+
+
+# mistral has no key for biases, and no layers with them.
+DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+MISTRAL_DEFAULTS = DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}
+LLAMA = Family(blueprint=llama, defaults=DEFAULTS)
+PROSPARSE = Family(blueprint=prosparse, defaults=DEFAULTS)
+MISTRAL = Family(blueprint=mistral, defaults=MISTRAL_DEFAULTS)
+BAMBOO = Family(blueprint=bamboo, defaults=MISTRAL_DEFAULTS)

@@ -9,6 +9,7 @@ import numpy as np
 from sparkinfer.architecture import PROJECTION_BIASES, ModelShape
 from sparkinfer.convert.blueprint import IGNORED, Blueprint, Rows
 from sparkinfer.convert.config_reader import UNGATED, ConfigReader
+from sparkinfer.convert.families.family import Family
 
 # transformers' OPTLearnedPositionalEmbedding starts at this row; PowerInfer keeps the rows before.
 FIRST_POSITION = 2
@@ -50,11 +51,12 @@ def opt(read: ConfigReader) -> Blueprint:
         vocab_size=read.count("vocab_size"),
         context_length=context,
         norm_epsilon=1e-5,  # of torch.nn.LayerNorm; the config has none
-        is_post_norm=read.flag("do_layer_norm_before") is False,
+        is_post_norm=not read.flag("do_layer_norm_before"),
     )
+    read.check_size(shape, FIRST_POSITION + context)
     activation = read.activation("activation_function", UNGATED)
-    has_biases = read.flag("enable_bias") is not False
-    is_affine = read.flag("layer_norm_elementwise_affine") is not False
+    has_biases = read.flag("enable_bias")
+    is_affine = read.flag("layer_norm_elementwise_affine")
     positions = Rows(
         source="position_embd.weight",
         order=np.arange(FIRST_POSITION, FIRST_POSITION + context),
@@ -65,7 +67,7 @@ def opt(read: ConfigReader) -> Blueprint:
         shape=shape,
         activation=activation,
         threshold=read.threshold(activation),
-        is_tied=read.flag("tie_word_embeddings"),
+        is_tied=read.is_tied(),
         name_of=_name_of,
         options=(*PROJECTION_BIASES, "ffn_up.bias", "ffn_down.bias") if has_biases else (),
         rows={"position_embd.weight": positions},
@@ -82,3 +84,14 @@ def _name_of(source: str) -> str | None:
     if layer is None:
         return f"{OUTER[name]}.{part}" if name in OUTER else None
     return f"blk.{layer}.{INNER[name]}.{part}" if name in INNER else None
+
+
+OPT = Family(
+    blueprint=opt,
+    defaults={
+        "tie_word_embeddings": True,
+        "do_layer_norm_before": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+    },
+)

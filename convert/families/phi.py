@@ -7,6 +7,7 @@ import numpy as np
 
 from sparkinfer.convert.blueprint import Blueprint, Rows, adjacent_pairs, gguf_names
 from sparkinfer.convert.config_reader import GATED, ConfigReader
+from sparkinfer.convert.families.family import Family
 from sparkinfer.convert.families.llama import llama_shape
 
 
@@ -14,7 +15,7 @@ def phi3(read: ConfigReader) -> Blueprint:
     """Phi3ForCausalLM with ordinary rotary embeddings (the long-context ones are refused)."""
     read.refuse("attention_bias", False)
     shape, notes = llama_shape(read)
-    shape, factors = read.with_rope(shape)
+    shape, factors = read.with_rope(shape, ("default",))
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     neurons = np.arange(shape.num_neurons)
     parts = {
@@ -34,7 +35,7 @@ def phi3(read: ConfigReader) -> Blueprint:
         shape=shape,
         activation=activation,
         threshold=read.threshold(activation),
-        is_tied=read.flag("tie_word_embeddings"),
+        is_tied=read.is_tied(),
         name_of=gguf_names(gguf.MODEL_ARCH.PHI3, shape.num_layers),
         rope_factors=factors,
         rows={
@@ -43,3 +44,6 @@ def phi3(read: ConfigReader) -> Blueprint:
         },
         notes=notes,
     )
+
+
+PHI3 = Family(blueprint=phi3, defaults={"tie_word_embeddings": False})

@@ -5,6 +5,7 @@ import gguf
 from sparkinfer.architecture import PROJECTION_BIASES
 from sparkinfer.convert.blueprint import Blueprint, gguf_names
 from sparkinfer.convert.config_reader import GATED, ConfigReader
+from sparkinfer.convert.families.family import Family
 from sparkinfer.convert.families.llama import llama_shape
 
 
@@ -22,7 +23,7 @@ def qwen3(read: ConfigReader) -> Blueprint:
 def _qwen(
     read: ConfigReader, architecture: str, arch: gguf.MODEL_ARCH, options: tuple[str, ...]
 ) -> Blueprint:
-    shape, notes = llama_shape(read, has_window=bool(read.flag("use_sliding_window")))
+    shape, notes = llama_shape(read, has_window=read.flag("use_sliding_window"))
     shape, factors = read.with_rope(shape)
     activation = read.activation("hidden_act", GATED)
     return Blueprint(
@@ -30,9 +31,19 @@ def _qwen(
         shape=shape,
         activation=activation,
         threshold=read.threshold(activation),
-        is_tied=read.flag("tie_word_embeddings"),
+        is_tied=read.is_tied(),
         name_of=gguf_names(arch, shape.num_layers),
         rope_factors=factors,
         options=options,
         notes=notes,
     )
+
+
+DEFAULTS = {
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+QWEN2 = Family(blueprint=qwen2, defaults=DEFAULTS)
+QWEN3 = Family(blueprint=qwen3, defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False})

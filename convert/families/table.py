@@ -1,34 +1,36 @@
 """Which family reads which checkpoint. docs/adding-a-family.md says how to add one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from sparkinfer.convert.blueprint import Blueprint
 from sparkinfer.convert.config_reader import ConfigReader
-from sparkinfer.convert.families.falcon import falcon
-from sparkinfer.convert.families.llama import bamboo, llama, mistral, prosparse
-from sparkinfer.convert.families.opt import opt
-from sparkinfer.convert.families.phi import phi3
-from sparkinfer.convert.families.qwen import qwen2, qwen3
+from sparkinfer.convert.families.falcon import FALCON
+from sparkinfer.convert.families.family import Family
+from sparkinfer.convert.families.llama import BAMBOO, LLAMA, MISTRAL, PROSPARSE
+from sparkinfer.convert.families.opt import OPT
+from sparkinfer.convert.families.phi import PHI3
+from sparkinfer.convert.families.qwen import QWEN2, QWEN3
 from sparkinfer.errors import SparkinferError
 
 # By `architectures` of config.json.
-FAMILIES: dict[str, Callable[[ConfigReader], Blueprint]] = {
-    "LlamaForCausalLM": llama,
-    "SparseLlamaForCausalLM": prosparse,
-    "MistralForCausalLM": mistral,
-    "BambooForCausalLM": bamboo,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-    "OPTForCausalLM": opt,
-    "FalconForCausalLM": falcon,
-    "RWForCausalLM": falcon,
-    "Phi3ForCausalLM": phi3,
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": LLAMA,
+    "SparseLlamaForCausalLM": PROSPARSE,
+    "MistralForCausalLM": MISTRAL,
+    "BambooForCausalLM": BAMBOO,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "OPTForCausalLM": OPT,
+    "FalconForCausalLM": FALCON,
+    "RWForCausalLM": FALCON,
+    "Phi3ForCausalLM": PHI3,
 }
 
 
-def read_blueprint(path: Path, config: Mapping[str, object]) -> Blueprint:
-    """Raises SparkinferError, naming the key, for a model that would be computed wrongly.
+def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
+    """Raises SparkinferError, naming the key, for a model that would be computed wrongly, or that
+    has more rows in a matrix than the checkpoint in any tensor (`max_rows`).
 
     Only the config is read: Python that a checkpoint brings along is never run."""
     architectures = config.get("architectures")
@@ -38,6 +40,7 @@ def read_blueprint(path: Path, config: Mapping[str, object]) -> Blueprint:
         raise SparkinferError(
             f"{path}: architecture {name!r} is unknown; known: {', '.join(FAMILIES)}"
         )
-    read = ConfigReader(path, config)
+    read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
+    read.refuse("is_causal", True, why="attention that looks ahead is not computed")
     read.refuse("quantization_config", why="its weights are packed; take the original checkpoint")
-    return family(read)
+    return family.blueprint(read)

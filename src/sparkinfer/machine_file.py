@@ -3,14 +3,15 @@
 Specified in docs/formats.md. What this module does not know: how to measure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file, require_file
+from sparkinfer.files import partial_file
+from sparkinfer.json_file import read_object
+from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.machine"
 VERSION = 2
@@ -99,23 +100,16 @@ class Machine:
     @classmethod
     def load(cls, path: Path) -> "Machine":
         """Raises SparkinferError for anything but a whole, valid machine file."""
-        require_file(path, "machine file (sparkinfer calibrate)")
+        values = read_object(path, "machine file (sparkinfer calibrate)")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found, version = content.pop("format", None), content.pop("version", None)
+            found, version = values.pop("format", None), values.pop("version", None)
             if found != FORMAT:
-                raise SparkinferError(f"format {found!r}, wanted {FORMAT!r}")
+                raise SparkinferError(f"format {repr(found)[:60]}, wanted {FORMAT!r}")
             if version != VERSION:
-                raise SparkinferError(f"version {version}, this program reads {VERSION}")
-            unknown = content.keys() ^ {field.name for field in fields(cls)}
-            if unknown:
-                raise SparkinferError(f"key {min(unknown)!r} is unknown or missing")
-            content["gpus"] = tuple(_gpu(gpu) for gpu in content["gpus"])
-            for key in ("cpu_bandwidth_gb_per_s", "cpu_sum_gb_per_s"):
-                content[key] = {int(n): _figure(f) for n, f in content[key].items()}
-            machine = cls(**content)
+                raise SparkinferError(f"version {repr(version)[:60]}, this program reads {VERSION}")
+            machine = _machine(Fields(values, keys={field.name for field in fields(cls)}))
             machine.validate()
-        except (SparkinferError, TypeError, ValueError, AttributeError, KeyError) as error:
+        except SparkinferError as error:
             raise SparkinferError(
                 f"{path}: not a machine file of this version ({error});"
                 " run sparkinfer calibrate again"
@@ -149,17 +143,49 @@ class Machine:
                 raise SparkinferError(f"{name} is {number}, wanted more than 0")
 
 
-def _figure(value: Mapping[str, Any]) -> Figure:
-    if not isinstance(value, dict):
-        raise SparkinferError(f"figure {value!r} is not an object")
-    figure = Figure(**value)
-    if figure.quartiles is None:
-        return figure
-    low, median, high = figure.quartiles
-    return Figure(best=figure.best, quartiles=(low, median, high), rounds=figure.rounds)
+def _machine(read: Fields) -> Machine:
+    versions = read.part("versions")
+    return Machine(
+        cpu_name=read.text("cpu_name"),
+        num_threads=read.count("num_threads"),
+        memory_bytes=read.count("memory_bytes"),
+        free_bytes=read.count("free_bytes"),
+        cpu_bandwidth_gb_per_s=_by_threads(read.part("cpu_bandwidth_gb_per_s")),
+        cpu_sum_gb_per_s=_by_threads(read.part("cpu_sum_gb_per_s")),
+        gpus=tuple(map(_gpu, read.parts("gpus", {field.name for field in fields(Gpu)}))),
+        versions={name: versions.text(name) for name in versions.values},
+    )
 
 
-def _gpu(value: Mapping[str, Any]) -> Gpu:
-    plain = {"name", "source", "memory_bytes", "free_bytes"}
-    read: dict[str, Any] = {k: v if k in plain else _figure(v) for k, v in value.items()}
-    return Gpu(**read)
+def _by_threads(read: Fields) -> dict[int, Figure]:
+    for name in read.values:
+        if not (name.isascii() and name.isdecimal() and len(name) < 6):
+            raise SparkinferError(f"{read.name} has {name[:60]!r}, wanted numbers of threads")
+    return {int(name): _figure(read, name) for name in read.values}
+
+
+def _figure(parent: Fields, key: str) -> Figure:
+    read = parent.part(key, {field.name for field in fields(Figure)})
+    rounds = read.count("rounds")
+    if read.values["quartiles"] is None:
+        return Figure(best=read.number("best"), rounds=rounds)
+    quartiles = read.numbers("quartiles")
+    if len(quartiles) != 3:
+        raise SparkinferError(f"{read.name} has {len(quartiles)} quartiles, wanted three")
+    low, median, high = quartiles
+    return Figure(best=read.number("best"), quartiles=(low, median, high), rounds=rounds)
+
+
+def _gpu(read: Fields) -> Gpu:
+    return Gpu(
+        name=read.text("name"),
+        source=read.text("source"),
+        memory_bytes=read.count("memory_bytes"),
+        free_bytes=read.count("free_bytes"),
+        bandwidth_gb_per_s=_figure(read, "bandwidth_gb_per_s"),
+        host_to_device_gb_per_s=_figure(read, "host_to_device_gb_per_s"),
+        host_to_device_pageable_gb_per_s=_figure(read, "host_to_device_pageable_gb_per_s"),
+        copy_latency_s=_figure(read, "copy_latency_s"),
+        launch_s=_figure(read, "launch_s"),
+        round_trip_s=_figure(read, "round_trip_s"),
+    )

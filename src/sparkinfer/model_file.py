@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+from gguf.quants import dequantize
 
 from sparkinfer.architecture import (
     ARCHITECTURES,
@@ -29,7 +30,7 @@ from sparkinfer.architecture import (
     outer_shapes,
 )
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, Value, open_gguf, write_gguf
+from sparkinfer.gguf_file import TensorEntry, Value, open_gguf, type_of, write_gguf
 from sparkinfer.model_keys import VERSION, KeyReader, shape_keys
 from sparkinfer.powerinfer_file import adopt
 
@@ -89,7 +90,7 @@ class ModelFile:
             model_id=str(keys["sparkinfer.model_id"]),
             shape=shape,
             activation=read.activation(),
-            threshold_L=read.floats("sparkinfer.ffn.threshold", shape.num_layers, 0.0),
+            threshold_L=read.thresholds("sparkinfer.ffn.threshold", shape.num_layers),
             predictor=_predictor(read, shape.num_layers),
             tensors=tensors,
             extra_keys={k: v for k, v in keys.items() if _is_extra(k, read.graph.name)},
@@ -130,6 +131,7 @@ class ModelFile:
                     f" wanted {list(shape)} of one of {', '.join(KINDS)}"
                 )
         self._check_options()
+        self._check_rotary()
         if self.predictor is not None:
             self._check_predictor(self.predictor)
 
@@ -161,6 +163,18 @@ class ModelFile:
         if {"attn_norm_2.weight", "ffn_norm.weight"} <= of_layer[0]:
             raise SparkinferError(
                 f"{self.path}: attn_norm_2 and ffn_norm exclude each other; convert it again"
+            )
+
+    def _check_rotary(self) -> None:
+        """Raises SparkinferError unless what divides the frequencies is finite and above zero."""
+        entry = self.tensors.get("rope_freqs.weight")
+        if entry is None:
+            return
+        factors = dequantize(entry.read(), type_of(entry.kind))
+        if not ((factors > 0) & (factors < np.inf)).all():
+            raise SparkinferError(
+                f"{self.path}: rope_freqs.weight is not all finite and above zero: positions would"
+                " not turn; get the file again"
             )
 
     def _check_predictor(self, info: PredictorInfo) -> None:

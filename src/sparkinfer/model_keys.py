@@ -30,7 +30,6 @@ NORM_EPSILON = {
 SILENT_KEYS = {
     "tensor_data_layout",
     "use_parallel_residual",
-    "attention.causal",
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
 }
@@ -43,6 +42,7 @@ KNOWN_KEYS = SILENT_KEYS | {
     "attention.head_count_kv",
     "attention.key_length",
     "attention.value_length",
+    "attention.causal",
     *NORM_EPSILON.values(),
     "rope.dimension_count",
     "rope.freq_base",
@@ -65,9 +65,9 @@ class KeyReader:
             )
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("sparkinfer.version", np.uint32(VERSION))
-        if version != VERSION:
+        if not isinstance(version, np.integer) or version != VERSION:
             raise SparkinferError(
-                f"{path}: format version {version}, this program reads {VERSION};"
+                f"{path}: format version {str(version)[:20]!r}, this program reads {VERSION};"
                 " convert the checkpoint again"
             )
         self._refuse_unknown()
@@ -94,6 +94,20 @@ class KeyReader:
         if not np.isfinite(value):
             raise SparkinferError(f"{self.path}: key {key!r} is {value}, wanted a finite number")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above zero."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise SparkinferError(f"{self.path}: key {key!r} is {value}, wanted more than 0")
+        return value
+
+    def thresholds(self, key: str, count: int) -> tuple[float, ...]:
+        """Finite numbers from 0 on; zeros where the file does not say."""
+        values = self.floats(key, count, 0.0)
+        if not all(0 <= value < np.inf for value in values):
+            raise SparkinferError(f"{self.path}: key {key!r} is not all finite and from 0 on")
+        return values
 
     def floats(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
         values = self.keys.get(key, None if default is None else [default] * count)
@@ -129,13 +143,17 @@ class KeyReader:
         name, count = self.graph.name, self.count
         heads, width = count("attention.head_count"), count("embedding_length")
         head_width = count("attention.key_length", width // heads)
-        scaling = self.keys.get(f"{name}.rope.scaling.type", "none")
         is_whole = count("rope.dimension_count", head_width) == head_width
         same_value_width = count("attention.value_length", head_width) == head_width
-        if scaling not in ("none", "linear") or not is_whole or not same_value_width:
+        if not is_whole or not same_value_width:
             raise SparkinferError(
-                f"{self.path}: this kind of rotary embedding is not supported"
-                f" (scaling {scaling!r}, wanted none or linear, over whole heads)"
+                f"{self.path}: rotary embeddings over a part of a head, or values of another width"
+                " than keys, are not supported"
+            )
+        if self.keys.get(f"{name}.attention.causal", True) is not True:
+            raise SparkinferError(
+                f"{self.path}: attention.causal is not true: attention that looks ahead is not"
+                " computed; this file is not supported"
             )
         if heads % count("attention.head_count_kv", heads) or head_width % 2:
             raise SparkinferError(
@@ -157,13 +175,24 @@ class KeyReader:
             head_width=head_width,
             vocab_size=embedding.shape[0] if embedding else count("vocab_size"),
             context_length=count("context_length"),
-            norm_epsilon=self.number(f"{name}.{NORM_EPSILON[self.graph.norm]}"),
-            rope_theta=self.number(f"{name}.rope.freq_base", 10000.0),
-            rope_linear_factor=(
-                self.number(f"{name}.rope.scaling.factor") if scaling == "linear" else 1.0
-            ),
+            norm_epsilon=self.positive(f"{name}.{NORM_EPSILON[self.graph.norm]}"),
+            rope_theta=self.positive(f"{name}.rope.freq_base", 10000.0),
+            rope_linear_factor=self._rope_linear_factor(),
             is_post_norm=self.keys.get("sparkinfer.is_post_norm", False) is True,
         )
+
+    def _rope_linear_factor(self) -> float:
+        """llama.cpp takes a file that says no type for linear, by the factor it says or 1."""
+        prefix = f"{self.graph.name}.rope.scaling."
+        scaling = self.keys.get(prefix + "type")
+        if scaling not in (None, "none", "linear"):
+            raise SparkinferError(
+                f"{self.path}: this kind of rotary embedding is not supported"
+                f" (scaling {scaling!r}, wanted none or linear)"
+            )
+        if scaling == "none":
+            return 1.0
+        return self.positive(prefix + "factor", 1.0 if scaling is None else None)
 
 
 def shape_keys(graph: Architecture, s: ModelShape) -> dict[str, Value]:

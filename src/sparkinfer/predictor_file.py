@@ -3,9 +3,9 @@
 Specified in docs/formats.md; their arithmetic stands at model_file.PredictorInfo. `profile`
 writes them, `convert` puts them into a model file. What this module does not know: training."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
@@ -16,6 +16,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry, type_of
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.safetensors_file import load_arrays, save_arrays
+from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.predictors"
 VERSION = 2
@@ -162,16 +163,19 @@ class Predictors:
         keys = {"model_id", "info", "matrix_kind_L"}
         metadata, arrays = load_arrays(path, FORMAT, VERSION, keys)
         try:
-            info = _info(**metadata["info"])
-            kinds = metadata["matrix_kind_L"]
-            if not isinstance(kinds, list) or len(kinds) != len(info.rank_L):
+            read = Fields(metadata)
+            info = _info(read.part("info", {field.name for field in fields(PredictorInfo)}))
+            kinds = read.items("matrix_kind_L")
+            if len(kinds) != len(info.rank_L):
                 raise SparkinferError("matrix_kind_L is not a list with one type a layer")
             layers = [_take(arrays, layer, kind) for layer, kind in enumerate(kinds)]
             if arrays:
                 raise SparkinferError(f"unknown array {min(arrays)!r}")
-            predictors = cls(model_id=metadata["model_id"], info=info, layers=tuple(layers))
+            predictors = cls(
+                model_id=read.text_or_none("model_id"), info=info, layers=tuple(layers)
+            )
             predictors.validate()
-        except (SparkinferError, TypeError, KeyError) as error:
+        except (SparkinferError, KeyError) as error:  # KeyError: a layer has no predictor
             raise SparkinferError(f"{path}: {error}; train the predictors again") from error
         return predictors
 
@@ -251,18 +255,11 @@ def _check(layer: int, predictor: LayerPredictor) -> None:
             raise SparkinferError(f"{name} has NaN or infinite values")
 
 
-def _info(
-    *,
-    kind: PredictorKind,
-    rank_L: list[int],
-    threshold_L: list[float],
-    input_layer_offset: int,
-    density_L: list[float],
-) -> PredictorInfo:
+def _info(read: Fields) -> PredictorInfo:
     return PredictorInfo(
-        kind=kind,
-        rank_L=tuple(rank_L),
-        threshold_L=tuple(threshold_L),
-        input_layer_offset=input_layer_offset,
-        density_L=tuple(density_L),
+        kind=cast(PredictorKind, read.choice("kind", get_args(PredictorKind))),
+        rank_L=tuple(read.counts("rank_L")),
+        threshold_L=tuple(read.numbers("threshold_L", may_be_infinite=True)),
+        input_layer_offset=read.count("input_layer_offset", most=1),
+        density_L=tuple(read.numbers("density_L")),
     )

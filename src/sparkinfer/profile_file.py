@@ -12,6 +12,7 @@ import numpy as np
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.safetensors_file import load_arrays, save_arrays
+from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.profile"
 VERSION = 1
@@ -78,16 +79,24 @@ class Profile:
         metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
         if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
             raise SparkinferError(f"{path}: holds {sorted(arrays)}; profile the model again")
+        read = Fields(metadata)
         try:
             profile = cls(
-                model_id=metadata["model_id"],
-                num_tokens=metadata["num_tokens"],
-                threshold_L=tuple(metadata["threshold_L"]),
-                corpora=tuple(Corpus(**corpus) for corpus in metadata["corpora"]),
+                model_id=read.text("model_id"),
+                num_tokens=read.count("num_tokens", least=1),
+                threshold_L=tuple(read.numbers("threshold_L")),
+                corpora=tuple(
+                    Corpus(
+                        name=corpus.text("name"),
+                        sha256=corpus.text("sha256"),
+                        num_tokens=corpus.count("num_tokens"),
+                    )
+                    for corpus in read.parts("corpora", {"name", "sha256", "num_tokens"})
+                ),
                 **arrays,
             )
             profile.validate()
-        except (SparkinferError, TypeError, KeyError) as error:
+        except SparkinferError as error:
             raise SparkinferError(f"{path}: {error}; profile the model again") from error
         return profile
 
@@ -108,7 +117,12 @@ class Profile:
     def validate(self) -> None:
         """Raises SparkinferError where the numbers contradict each other."""
         counts, histogram = self.active_count_LF, self.gate_histogram_LB
-        if counts.ndim != 2 or counts.dtype != np.int64 or histogram.dtype != np.int64:
+        if (
+            counts.ndim != 2
+            or not counts.size
+            or counts.dtype != np.int64
+            or histogram.dtype != np.int64
+        ):
             raise SparkinferError(f"counts are {counts.dtype} {counts.shape}, wanted int64 [L, F]")
         if histogram.shape != (len(counts), NUM_BINS) or len(self.threshold_L) != len(counts):
             raise SparkinferError(

@@ -64,7 +64,7 @@ def load_arrays(
     found = header.pop("version", None)
     if found != str(version):
         raise SparkinferError(
-            f"{path}: version {found}, this program reads {version}; make it again"
+            f"{path}: version {str(found)[:20]!r}, this program reads {version}; make it again"
         )
     if header.keys() != keys:
         wrong = min(header.keys() ^ keys)

@@ -5,7 +5,7 @@ run it. Its byte counts are checked against a model file by `check_against`."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from sparkinfer.budget import ITEMS, Items, plan_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
 from sparkinfer.model_file import ModelFile
+from sparkinfer.typed import Fields
 
 VERSION = 1
 ARCHITECTURE = "sparkinfer-split"
@@ -47,13 +48,15 @@ class Split:
         keys, tensors = read_gguf(path, "split file (sparkinfer solve)")
         if keys.get("general.architecture") != ARCHITECTURE:
             raise SparkinferError(f"{path}: not a split file; make one with sparkinfer solve")
-        if keys.get(_PREFIX + "version") != VERSION:
+        version = keys.get(_PREFIX + "version")
+        if not isinstance(version, np.integer) or version != VERSION:
             raise SparkinferError(
-                f"{path}: version {keys.get(_PREFIX + 'version')}, this program reads {VERSION};"
+                f"{path}: version {str(version)[:20]!r}, this program reads {VERSION};"
                 " run sparkinfer solve again"
             )
         try:
-            counts = _list(keys, "hot_count")
+            read = Fields({k.removeprefix(_PREFIX): v for k, v in keys.items()})
+            counts = read.counts("hot_count")
             names = [f"blk.{layer}.ffn_hot" for layer in range(len(counts))]
             none = np.zeros(0, np.int32)
             hot = tuple(
@@ -64,15 +67,23 @@ class Split:
                 raise SparkinferError(f"unknown tensor {min(tensors)!r}")
             split = cls(
                 hot=hot,
-                dense_on_gpu=tuple(bool(flag) for flag in _list(keys, "dense_on_gpu")),
-                gpu_bytes={item: int(_scalar(keys, f"gpu_bytes.{item}")) for item in ITEMS},
-                cpu_bytes={item: int(_scalar(keys, f"cpu_bytes.{item}")) for item in ITEMS},
-                **{name: _scalar(keys, name) for name in _SCALARS},
+                dense_on_gpu=tuple(map(bool, read.counts("dense_on_gpu", most=1))),
+                gpu_bytes={item: read.count(f"gpu_bytes.{item}") for item in ITEMS},
+                cpu_bytes={item: read.count(f"cpu_bytes.{item}") for item in ITEMS},
+                model_id=read.text("model_id"),
+                mode=cast(PlanMode, read.choice("mode", get_args(PlanMode))),
+                vram_budget_bytes=read.count("vram_budget_bytes"),
+                context_length=read.count("context_length", least=1),
+                head_on_gpu=read.flag("head_on_gpu"),
+                status=read.text("status"),
+                objective_s=read.number("objective_s", above=0),
+                bound_s=read.number("bound_s", least=0),
+                solve_s=read.number("solve_s", least=0),
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
                 raise SparkinferError("hot_count differs from the tensors")
-        except (SparkinferError, KeyError, TypeError, ValueError) as error:
+        except (SparkinferError, KeyError) as error:  # KeyError: a layer's tensor is missing
             raise SparkinferError(f"{path}: {error}; run sparkinfer solve again") from error
         return split
 
@@ -147,15 +158,3 @@ _SCALARS = {
     "bound_s": np.float64,
     "solve_s": np.float64,
 }
-
-
-def _scalar(keys: dict[str, Value], name: str):  # type: ignore[no-untyped-def]  # str, int or float
-    value = keys[_PREFIX + name]
-    return value.item() if isinstance(value, np.number) else value
-
-
-def _list(keys: dict[str, Value], name: str) -> list[int]:
-    value = keys[_PREFIX + name]
-    if not isinstance(value, list):
-        raise SparkinferError(f"{name} is not a list")
-    return [int(item) for item in value]

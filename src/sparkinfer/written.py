@@ -22,11 +22,13 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """`source` is a checkpoint folder or a GGUF; `path` is not yet the file's final name.
+    """`source` is a checkpoint folder or a GGUF; `path` is not yet the file's final name, which is
+    `output`.
 
     `restored` gives every tensor once, and raises SparkinferError for one whose values are not
     those of the source to the rounding of its type."""
 
     source: Path
     path: Path
+    output: Path
     restored: Callable[[], Iterator[Restored]]

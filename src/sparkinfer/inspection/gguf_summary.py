@@ -180,7 +180,7 @@ def _tokenizer_facts(keys: Mapping[str, Value]) -> TokenizerFacts:
         is_whole=TOKENIZER_KEY in keys,
         model=name if isinstance(name, str) else None,
         num_tokens=len(tokens) if isinstance(tokens, list) else 0,
-        special_ids={k: int(v) for k, v in ids.items() if isinstance(v, np.number)},
+        special_ids={k: int(v) for k, v in ids.items() if isinstance(v, np.integer)},
         has_chat_template=TEMPLATE_KEY in keys,
     )
 

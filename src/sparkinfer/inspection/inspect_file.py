@@ -3,7 +3,6 @@
 The kind is told by content, never by the name. What this module does not know: what the facts of
 each kind are (see gguf_summary and artifact_summaries), or how to show them."""
 
-import json
 import struct
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from sparkinfer.inspection.artifact_summaries import (
     SplitSummary,
 )
 from sparkinfer.inspection.gguf_summary import GgufSummary, summarise_gguf
+from sparkinfer.json_file import parse_object, read_object
 
 Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
 
@@ -48,7 +48,7 @@ def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
     if format == predictor_file.FORMAT:
         return PredictorsSummary.load(path)
     raise SparkinferError(
-        f"{path}: a safetensors file of format {format!r}, wanted {profile_file.FORMAT!r} or"
+        f"{path}: a safetensors file of format {repr(format)[:60]}, wanted {profile_file.FORMAT!r} or"
         f" {predictor_file.FORMAT!r}; weights are read by sparkinfer convert, from their folder"
     )
 
@@ -64,26 +64,18 @@ def _safetensors_metadata(path: Path) -> dict[str, object]:
             )
         text = file.read(num_bytes)
     try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise SparkinferError(
-            f"{path}: begins like a safetensors file, but its header is not JSON ({error});"
-            " make or copy it again"
-        ) from error
+        header = parse_object(path, text.decode(), "safetensors header")
+    except UnicodeDecodeError as error:
+        raise SparkinferError(f"{path}: the header is not text; make or copy it again") from error
     metadata = header.get("__metadata__")
     return metadata if isinstance(metadata, dict) else {}
 
 
 def _summarise_json(path: Path) -> MachineSummary:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SparkinferError(
-            f"{path}: begins like JSON, but is not whole ({error}); make or copy it again"
-        ) from error
+    content = read_object(path, "machine file (sparkinfer calibrate)")
     if content.get("format") != machine_file.FORMAT:
         raise SparkinferError(
-            f"{path}: JSON of format {content.get('format')!r}, wanted {machine_file.FORMAT!r}"
+            f"{path}: JSON of format {repr(content.get('format'))[:60]}, wanted {machine_file.FORMAT!r}"
             " (sparkinfer calibrate)"
         )
     return MachineSummary.load(path)

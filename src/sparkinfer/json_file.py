@@ -25,7 +25,7 @@ def read_text(path: Path, what: str) -> str:
         return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SparkinferError(
-            f"{path}: cannot be read as text ({error}); wanted a {what}; download it again"
+            f"{path}: cannot be read as text ({error}); wanted a {what}; get it again"
         ) from error
 
 
@@ -44,7 +44,7 @@ def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # JSON's error, too many digits, surrogates
         raise SparkinferError(
-            f"{path}: not JSON ({str(error)[:200]}); wanted a {what}; download it again"
+            f"{path}: not JSON, or not whole ({str(error)[:200]}); wanted a {what}; get it again"
         ) from error
     if not isinstance(value, dict):
         raise SparkinferError(

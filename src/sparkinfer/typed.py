@@ -1,0 +1,119 @@
+"""Strict reads of the values in our own files' JSON objects and GGUF keys.
+
+A value of another type than is wanted is refused by its name: none is turned into the other, and
+none comes through to where its type is taken for granted. What this module does not know: the
+file (whoever catches the error puts its name before)."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeVar
+
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+
+T = TypeVar("T")
+MAX_COUNT = (1 << 63) - 1  # what an int64 holds; every count of ours does
+
+
+class Fields:
+    """The values of an object by their keys; `name` stands for it in a refusal."""
+
+    def __init__(self, values: object, name: str = "", keys: set[str] | None = None) -> None:
+        """Raises SparkinferError for what is no object, and where its keys are not `keys`."""
+        if not isinstance(values, Mapping):
+            raise SparkinferError(f"{name or 'the content'} is {_shown(values)}, wanted an object")
+        self.values, self.name = values, name
+        wrong = sorted(str(key) for key in values.keys() ^ keys) if keys is not None else []
+        if wrong:
+            raise SparkinferError(f"key {self._name(wrong[0])[:80]!r} is unknown or missing")
+
+    def text(self, key: str) -> str:
+        value = self._get(key)
+        return value if isinstance(value, str) else self._refuse(key, value, "a text")
+
+    def text_or_none(self, key: str) -> str | None:
+        return None if self._get(key) is None else self.text(key)
+
+    def choice(self, key: str, known: tuple[str, ...]) -> str:
+        value = self._get(key)
+        if isinstance(value, str) and value in known:
+            return value
+        return self._refuse(key, value, f"one of {', '.join(known)}")
+
+    def flag(self, key: str) -> bool:
+        value = self._get(key)
+        return value if isinstance(value, bool) else self._refuse(key, value, "true or false")
+
+    def count(self, key: str, least: int = 0, most: int = MAX_COUNT) -> int:
+        return self._count(key, self._get(key), least, most)
+
+    def counts(self, key: str, most: int = MAX_COUNT) -> list[int]:
+        return self._each(key, lambda name, value: self._count(name, value, 0, most))
+
+    def number(self, key: str, *, least: float = -math.inf, above: float = -math.inf) -> float:
+        """A finite number from `least` on, and larger than `above`."""
+        value = self._number(key, self._get(key))
+        if not (math.isfinite(value) and value >= least and value > above):
+            bound = f" above {above}" if above > -math.inf else ""
+            bound = bound or (f" from {least} on" if least > -math.inf else "")
+            self._refuse(key, value, f"a finite number{bound}")
+        return value
+
+    def numbers(self, key: str, *, may_be_infinite: bool = False) -> list[float]:
+        def read(name: str, value: object) -> float:
+            number = self._number(name, value)
+            if math.isnan(number) or not (may_be_infinite or math.isfinite(number)):
+                self._refuse(name, value, "a finite number")
+            return number
+
+        return self._each(key, read)
+
+    def part(self, key: str, keys: set[str] | None = None) -> "Fields":
+        """An object within this one."""
+        return Fields(self._get(key), self._name(key), keys)
+
+    def parts(self, key: str, keys: set[str]) -> list["Fields"]:
+        return self._each(key, lambda name, value: Fields(value, self._name(name), keys))
+
+    def items(self, key: str) -> list[object]:
+        value = self._get(key)
+        return value if isinstance(value, list) else self._refuse(key, value, "a list")
+
+    def _each(self, key: str, read: Callable[[str, object], T]) -> list[T]:
+        return [read(f"{key}[{i}]", _plain(v)) for i, v in enumerate(self.items(key))]
+
+    def _count(self, key: str, value: object, least: int, most: int) -> int:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+            return value
+        return self._refuse(key, value, f"a whole number from {least} to {most}")
+
+    def _number(self, key: str, value: object) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (isinstance(value, int) and abs(value) > MAX_COUNT):
+            return self._refuse(key, value, "a number")
+        assert isinstance(value, int | float)
+        return float(value)
+
+    def _get(self, key: str) -> object:
+        if key not in self.values:
+            raise SparkinferError(f"key {self._name(key)!r} is missing")
+        return _plain(self.values[key])
+
+    def _name(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
+
+    def _refuse(self, key: str, value: object, wanted: str) -> NoReturn:
+        raise SparkinferError(f"{self._name(key)} is {_shown(value)}, wanted {wanted}")
+
+
+def _plain(value: object) -> object:
+    """GGUF's numbers are numpy's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _shown(value: object) -> str:
+    """Short, and in one line."""
+    if isinstance(value, int) and abs(value) > 10**60:
+        return "a number of more than 60 digits"
+    return repr(value)[:60]

@@ -1,0 +1,240 @@
+"""Our own files with values of any type in any place: `inspect` and `export` show them, or refuse in
+one line; what has no meaning is refused.
+
+Oracle: none is needed but that the program lives; what must be refused is listed."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import make_machine, make_model, make_profile
+from test_runtime import make_split
+
+from sparkinfer.budget import ITEMS
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import read_gguf, write_gguf
+from sparkinfer.inspection.inspect_file import inspect_file
+from sparkinfer.inspection.tables import print_summary
+from sparkinfer.inspection.to_json import to_json
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import PredictorInfo
+from sparkinfer.predictor_file import LayerPredictor, Predictors
+from sparkinfer.profile_file import Profile
+from sparkinfer.safetensors_file import load_arrays, save_arrays
+from sparkinfer.split_file import ARCHITECTURE, Split
+from sparkinfer.typed import Fields
+
+VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, float("nan"), float("inf"), True,
+          [], [None], ["x"], [float("inf")], {}, {"a": 1}]  # fmt: skip
+# GGUF has neither null nor objects.
+GGUF_VALUES = ["x", "", "\x1b[31m\n", np.int32(-1), np.uint32(0), np.float32(0.5), np.uint64(2**63),
+               np.float64("nan"), np.float32("inf"), np.float64("-inf"), True, ["x"], [0.5],
+               [float("inf")], [1], [-1, 0, 0]]  # fmt: skip
+SPLIT, PREDICTOR_KEYS = "sparkinfer.split.", {"model_id", "info", "matrix_kind_L"}
+PROFILE_KEYS = {"model_id", "num_tokens", "threshold_L", "corpora"}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+def outcome(path: Path) -> str:
+    """ "shown", or the message of a refusal, which is one line of what can be printed."""
+    try:
+        summary = inspect_file(path)
+        json.loads(to_json(summary))
+        print_summary(summary, all_tensors=True)
+    except SparkinferError as error:
+        assert "\n" not in str(error) and "\x1b" not in str(error) and len(str(error)) < 600
+        return str(error)
+    return "shown"
+
+
+def places(values: object, path: tuple = ()) -> list[tuple]:
+    """Where the values of an object are, and those within them."""
+    found = [path] if path else []
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(
+        values, list) else ()  # fmt: skip
+    return found + [place for key, value in items for place in places(value, (*path, key))]
+
+
+def with_value(values: dict, path: tuple, value: object) -> dict:
+    changed = at = copy.deepcopy(values)
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return changed
+
+
+def outcomes(path: Path, values: dict, write) -> dict[tuple, str]:
+    """Of every value in every place of an object."""
+    found = {}
+    alike = {"host_to_device_gb_per_s", "host_to_device_pageable_gb_per_s", "copy_latency_s",
+             "bandwidth_gb_per_s", "round_trip_s", "2"}  # read by the same line as others  # fmt: skip
+    for place in [place for place in places(values) if not alike & set(place)]:
+        for number, value in enumerate(VALUES):
+            write(with_value(values, place, value))
+            found[*place, number] = outcome(path)
+    return found
+
+
+def refused(found: dict[tuple, str], *place) -> set[int]:
+    """The numbers of the values that are refused in a place."""
+    return {key[-1] for key, said in found.items() if key[:-1] == place and said != "shown"}
+
+
+def test_a_machine(tmp_path, capsys):
+    path = tmp_path / "m.json"
+    make_machine().save(path)
+    values = json.loads(path.read_text())
+    found = outcomes(path, values, lambda v: path.write_text(json.dumps(v)))
+    every = set(range(len(VALUES)))
+    numbers = {4, 5, 6, 7}
+    assert refused(found, "versions") == every - {VALUES.index({})}
+    assert refused(found, "free_bytes") >= every - numbers
+    assert refused(found, "gpus", 0, "launch_s", "best") >= every - numbers
+    assert refused(found, "cpu_name") == every - {1, 2, 3}
+    path.write_text(json.dumps(values))
+    assert outcome(path) == "shown" and Machine.load(path)
+
+
+def test_a_profile_and_predictors(tmp_path, model, capsys):
+    path = tmp_path / "p.safetensors"
+    every = set(range(len(VALUES)))
+    make_profile(model).save(path)
+    metadata, arrays = load_arrays(path, "sparkinfer.profile", 1, PROFILE_KEYS)
+
+    def write(values):
+        save_arrays(path, "sparkinfer.profile", 1, values, arrays)
+
+    found = outcomes(path, metadata, write)
+    assert refused(found, "model_id") == every - {1, 2, 3}
+    assert refused(found, "threshold_L") == refused(found, "num_tokens") == every
+    assert refused(found, "threshold_L", 0) >= {0, 1, 9, 10, 11, 12}
+    assert refused(found, "corpora") == every - {VALUES.index([])}
+    weights = np.ones((4, 64), np.float32)
+    layer = LayerPredictor(down_RD=weights, up_FR=np.ones((160, 4), np.float32))
+    info = PredictorInfo(kind="linear", rank_L=(4,), threshold_L=(0.0,), density_L=(0.5,))
+    Predictors(model_id="a", info=info, layers=(layer,)).save(path)
+    metadata, arrays = load_arrays(path, "sparkinfer.predictors", 2, PREDICTOR_KEYS)
+
+    def write(values):
+        save_arrays(path, "sparkinfer.predictors", 2, values, arrays)
+
+    found = outcomes(path, metadata, write)
+    assert refused(found, "model_id") == every - {0, 1, 2, 3}
+    assert refused(found, "info") == refused(found, "info", "kind") == every
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_counts_of_nothing(tmp_path, model, capsys, shape):
+    path = tmp_path / "p.safetensors"
+    make_profile(model).save(path)
+    metadata, arrays = load_arrays(path, "sparkinfer.profile", 1, PROFILE_KEYS)
+    metadata["threshold_L"] = [0.0] * shape[0]
+    arrays["active_count_LF"] = np.zeros(shape, np.int64)
+    arrays["gate_histogram_LB"] = np.zeros((shape[0], arrays["gate_histogram_LB"].shape[1]), int)
+    save_arrays(path, "sparkinfer.profile", 1, metadata, arrays)
+    assert "counts are" in outcome(path)
+    out = str(tmp_path / "activation")
+    assert main(["export", str(path), "--format", "powerinfer-activations", "-o", out]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_plan(tmp_path, model, capsys):
+    path, profile = tmp_path / "s.gguf", tmp_path / "p.safetensors"
+    make_profile(model).save(profile)
+    hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
+    make_split(model, hot).save(path)
+    keys, tensors = read_gguf(path, "split")
+    keys.pop("general.architecture")
+    said = {}
+    alike = tuple(item for item in ITEMS if item != "neurons")  # read by the same line
+    for key in [k for k in keys if k.startswith(SPLIT) and not k.endswith(alike)]:
+        for number, value in enumerate(GGUF_VALUES):
+            write_gguf(path.with_name("x"), ARCHITECTURE, keys | {key: value}, tensors)
+            name = key.removeprefix(SPLIT)
+            said[name, number] = outcome(path.with_name("x"))
+    every = set(range(len(GGUF_VALUES)))
+    assert refused(said, "objective_s") >= every - {5}
+    assert refused(said, "hot_count") == every
+    assert refused(said, "context_length") == every
+    assert refused(said, "gpu_bytes.neurons") >= every - {4}
+    assert refused(said, "solve_s") == every - {4, 5}
+    assert refused(said, "model_id") == every - {0, 2}  # the writer leaves out empty texts
+    write_gguf(path, ARCHITECTURE, keys | {SPLIT + "gpu_bytes.neurons": np.float32("inf")}, tensors)
+    arguments = ["--profile", str(profile), "-o", str(tmp_path / "o"), "--format", "gpuidx"]
+    capsys.readouterr()
+    assert main(["export", str(path), *arguments]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_ids_of_tokens_that_are_no_numbers(tmp_path, model, capsys):
+    path = tmp_path / "m.gguf"
+    for value in (np.float32("nan"), np.float32("inf"), np.uint32(3), "x"):
+        keys = {**model._own_keys(), "tokenizer.ggml.eos_token_id": value}
+        write_gguf(path, "llama", keys, model.tensors)
+        assert outcome(path) == "shown"
+        shown = inspect_file(path).tokenizer.special_ids
+        assert shown == ({"eos": 3} if isinstance(value, np.uint32) else {})
+
+
+DEEP = {
+    "deep.json": b'{"a": ' + b"[" * 100_000,
+    "deep.safetensors": (100_000).to_bytes(8, "little") + b'{"a":' + b"[" * 99_995,
+    "long.json": b'{"format": ' + b"9" * 5_000 + b"}",
+    "list.json": b'{"format": ["x"]}',
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_json_that_is_too_much_for_a_parser(tmp_path, name):
+    (tmp_path / name).write_bytes(DEEP[name])
+    assert outcome(tmp_path / name) != "shown"
+
+
+def test_plans_and_profiles_still_load(tmp_path, model):
+    hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
+    split = make_split(model, hot)
+    split.save(tmp_path / "s.gguf")
+    again = Split.load(tmp_path / "s.gguf")
+    assert (again.objective_s, again.gpu_bytes) == (split.objective_s, split.gpu_bytes)
+    make_profile(model).save(tmp_path / "p")
+    assert Profile.load(tmp_path / "p").corpora == make_profile(model).corpora
+
+
+@pytest.mark.parametrize(
+    "read, value, words",
+    [
+        (lambda f: f.count("a"), 1.0, "a is 1.0, wanted a whole number from 0 to"),
+        (lambda f: f.count("a"), True, "a is True, wanted a whole number"),
+        (lambda f: f.number("a", above=0), 0, "wanted a finite number above 0"),
+        (lambda f: f.number("a"), 10**400, "more than 60 digits, wanted a number"),
+        (lambda f: f.numbers("a"), [0, "x"], r"a\[1\] is 'x', wanted a number"),
+        (lambda f: f.numbers("a"), [float("inf")], r"a\[0\] is inf, wanted a finite"),
+        (lambda f: f.part("a").text("b"), {"b": 3}, "a.b is 3, wanted a text"),
+        (lambda f: f.part("a", {"c"}), {"b": 3}, "key 'a.b' is unknown or missing"),
+        (lambda f: f.flag("a"), 1, "a is 1, wanted true or false"),
+        (lambda f: f.choice("a", ("x", "y")), "z", "a is 'z', wanted one of x, y"),
+        (lambda f: f.text("b"), 1, "key 'b' is missing"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_name(read, value, words):
+    with pytest.raises(SparkinferError, match=words):
+        read(Fields({"a": value}))
+
+
+def test_numbers_of_gguf_are_numbers():
+    fields = Fields({"a": np.uint32(3), "b": np.float32(0.5), "c": [1, 2], "d": [float("-inf")]})
+    assert fields.count("a") == 3 and fields.number("b") == 0.5 and fields.counts("c") == [1, 2]
+    assert fields.numbers("d", may_be_infinite=True) == [float("-inf")]

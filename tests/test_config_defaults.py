@@ -1,0 +1,103 @@
+"""What a config leaves unsaid: we take what transformers' config class takes, for every key that is
+read, or refuse. Oracle: the defaults of the config classes of transformers."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_families import CASES
+
+from sparkinfer.convert import config_reader
+from sparkinfer.convert.families.table import FAMILIES, read_blueprint
+from sparkinfer.errors import SparkinferError
+
+PATH = Path("config.json")
+ROWS = 1 << 20
+
+
+def config_of(case: str) -> dict:
+    """All keys that transformers has, so that each can be left out."""
+    config = CASES[case]
+    values = config.to_dict() | {"architectures": [FIRST[type(config).__name__]]}
+    values["max_position_embeddings"] = 10_000  # over any window
+    return {key: value for key, value in values.items() if key != "layer_types"}
+
+
+FIRST = {
+    "LlamaConfig": "LlamaForCausalLM", "MistralConfig": "MistralForCausalLM",
+    "Qwen2Config": "Qwen2ForCausalLM", "Qwen3Config": "Qwen3ForCausalLM",
+    "OPTConfig": "OPTForCausalLM", "FalconConfig": "FalconForCausalLM",
+    "Phi3Config": "Phi3ForCausalLM",
+}  # fmt: skip
+
+
+def facts(values: dict) -> object:
+    """What a config comes to: a blueprint without its functions, or a refusal."""
+    try:
+        plan = read_blueprint(PATH, values, ROWS)
+    except SparkinferError:
+        return "refused"
+    rows = {name: (r.source, r.order.tolist(), r.num_rows) for name, r in plan.rows.items()}
+    # None is a head that may be there or not; a config that says that it is tied has none.
+    is_tied = plan.is_tied is not False
+    factors = None if plan.rope_factors is None else np.asarray(plan.rope_factors).tolist()
+    kept = dataclasses.replace(plan, rows={}, rope_factors=None, name_of=str, is_tied=is_tied)
+    return kept, rows, factors
+
+
+class Recorder(dict):
+    """Notes the keys that are asked for."""
+
+    asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+
+def keys_read(values: dict, monkeypatch) -> set[str]:
+    Recorder.asked = set()
+    init = config_reader.ConfigReader.__init__
+
+    def recording(self, *arguments, **options):
+        init(self, *arguments, **options)
+        if not self.prefix:
+            self.values = Recorder(self.values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(config_reader.ConfigReader, "__init__", recording)
+        read_blueprint(PATH, values, ROWS)
+    return Recorder.asked
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_missing_key_is_what_transformers_takes_for_it(case, monkeypatch):
+    values, fields = config_of(case), type(CASES[case]).__dataclass_fields__
+    keys = keys_read(values, monkeypatch)
+    assert len(keys) > 12 and facts(values) != "refused"
+    for key in keys & values.keys() & fields.keys():
+        without = {k: v for k, v in values.items() if k != key}
+        found = facts(without)
+        default = fields[key].default
+        assert found == "refused" or found == facts(without | {key: default}), key
+
+
+def test_the_table_of_defaults_is_that_of_transformers():
+    classes = {FIRST[type(config).__name__]: type(config) for config in CASES.values()}
+    for name, kind in classes.items():
+        for key, value in FAMILIES[name].defaults.items():
+            field = kind.__dataclass_fields__.get(key)
+            # mistral's class has no key for biases, and no layers with them
+            assert (False if field is None else field.default) == value, (name, key)
+
+
+def test_the_comparison_notices_another_default():
+    values = config_of("mistral")
+    assert facts(values) != facts(values | {"sliding_window": 8})
+    assert facts(values) != facts(values | {"rms_norm_eps": 0.5})
+    assert facts(values | {"sliding_window": None}) == facts(values)

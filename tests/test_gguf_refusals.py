@@ -1,0 +1,126 @@
+"""GGUF files that others made, or that are damaged: what would run otherwise than llama.cpp runs it
+is refused. Oracle: llama.cpp's reading of the keys (llama-model.cpp), told beside each."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import random_llama
+
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
+from sparkinfer.model_file import ModelFile
+
+OWN = ("general.architecture", "sparkinfer.model_id")
+
+
+@pytest.fixture(scope="module")
+def silu(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("hf") / "hf", hidden_act="silu")
+
+
+@pytest.fixture(scope="module")
+def stock(silu, tmp_path_factory):
+    """By type, a file of the stock layout."""
+    folder = tmp_path_factory.mktemp("stock")
+
+    def get(kind: str = "f32") -> Path:
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            convert(ConvertConfig(source=silu, output=path, outtype=kind, layout="stock"))
+        return path
+
+    return get
+
+
+def changed(source: Path, path: Path, keys: dict, tensors: dict[str, TensorEntry]) -> Path:
+    """The file with other keys (None: without them) and tensors."""
+    old_keys, old_tensors = read_gguf(source, "model file")
+    new = {k: v for k, v in (old_keys | keys).items() if v is not None and k not in OWN}
+    write_gguf(path, "llama", new, old_tensors | tensors)
+    return path
+
+
+KEYS = {
+    "attention.causal is not true": {"llama.attention.causal": False},
+    "rope.freq_base' is 0.0, wanted more": {"llama.rope.freq_base": np.float32(0)},
+    "rope.freq_base' is -1.0, wanted more": {"llama.rope.freq_base": np.float32(-1)},
+    "rms_epsilon' is -1.0, wanted more": {
+        "llama.attention.layer_norm_rms_epsilon": np.float32(-1),
+    },
+    "factor' is 0.0, wanted more": {"llama.rope.scaling.factor": np.float32(0)},
+    "factor' is None, wanted a number": {"llama.rope.scaling.type": "linear"},
+    "scaling 'yarn', wanted none or linear": {"llama.rope.scaling.type": "yarn"},
+    "threshold' is not all finite": {"sparkinfer.ffn.threshold": [0.0, float("inf"), 0.0]},
+    "threshold' is not all finite and from 0": {"sparkinfer.ffn.threshold": [0.0, -1.0, 0.0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", KEYS)
+def test_keys_that_would_be_computed_wrongly_are_refused(stock, tmp_path, words):
+    path = changed(stock(), tmp_path / "in.gguf", KEYS[words], {})
+    with pytest.raises(SparkinferError, match=words) as caught:
+        convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
+
+
+@pytest.mark.parametrize(
+    "kind, factor", [(None, 4.0), ("linear", 4.0), ("none", 1.0)]
+)  # without a type llama.cpp takes linear, and for none it ignores the factor
+def test_the_linear_factor_is_that_of_llama_cpp(stock, tmp_path, kind, factor):
+    keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": np.float32(4)}
+    path = changed(stock(), tmp_path / "in.gguf", keys | {"llama.attention.causal": True}, {})
+    assert ModelFile.load(path).shape.rope_linear_factor == factor
+    convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
+    assert ModelFile.load(tmp_path / "out.gguf").shape.rope_linear_factor == factor
+    assert ModelFile.load(stock()).shape.rope_linear_factor == 1.0
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])
+def test_frequency_factors_are_finite_and_above_zero(stock, tmp_path, value):
+    factors = np.ones(8, np.float32)
+    good = {"rope_freqs.weight": array_entry(factors, "f32")}
+    ModelFile.load(changed(stock(), tmp_path / "good.gguf", {}, good))
+    factors[3] = value
+    path = changed(stock(), tmp_path / "in.gguf", {}, good)
+    with pytest.raises(SparkinferError, match="rope_freqs.weight is not all finite and above"):
+        convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
+
+
+@pytest.mark.parametrize("layout", ["sparse", "stock"])
+def test_one_matrix_twice_is_refused(stock, tmp_path, layout):
+    down = ModelFile.load(stock()).tensors["blk.1.ffn_down.weight"]
+    twice = {"blk.1.ffn_down_t.weight": array_entry(down.read().T, "f32")}
+    path = changed(stock(), tmp_path / "in.gguf", {}, twice)
+    options = {"layout": layout, "activation": "silu"}
+    with pytest.raises(SparkinferError, match="one matrix twice"):
+        convert(ConvertConfig(source=path, output=tmp_path / "out.gguf", **options))
+
+
+def damaged(entry: TensorEntry, value: float) -> TensorEntry:
+    """With a value, or the scale of a block, in its third row."""
+    data = np.array(entry.read())
+    if entry.kind in ("f32", "f16"):
+        data[2, 5] = value
+    elif entry.kind == "bf16":
+        data[2].view(np.uint16)[5] = np.float32(value).view(np.uint32) >> 16
+    else:
+        data[2, :2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    return dataclasses.replace(entry, read_rows=lambda a, b: data[a:b])
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_what_is_copied_as_it_is_must_be_finite(stock, tmp_path, kind, value):
+    name = "blk.1.ffn_up.weight"
+    entry = ModelFile.load(stock(kind)).tensors[name]
+    path = changed(stock(kind), tmp_path / "in.gguf", {}, {name: damaged(entry, value)})
+    with pytest.raises(SparkinferError, match=f"{name}' has NaN or infinite values"):
+        convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
+    assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
+    good = changed(stock(kind), tmp_path / "good.gguf", {}, {name: damaged(entry, 0.5)})
+    convert(ConvertConfig(source=good, output=tmp_path / "out.gguf"))

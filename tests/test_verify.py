@@ -1,0 +1,123 @@
+"""The comparison of a written file with its source: right files pass for every type by a wide
+margin, and files that are wrong by a little do not.
+
+Oracle: transformers."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import edit_config, random_llama, random_model
+from test_families import CASES, FALCON, GATED, OPT
+from transformers import FalconConfig, LlamaConfig, OPTConfig
+
+from sparkinfer.convert import convert as convert_module
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.verify import BOUND, Verification, verify
+
+OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+# What right files of all families and types are apart from transformers, measured: 7e-7 at most.
+MARGIN = 20
+
+
+def verification(source: Path, output: Path, outtype: str) -> Verification:
+    found: list[Verification] = []
+
+    def check(written):
+        found.append(verify(written))
+        return [found[0].line]
+
+    convert(ConvertConfig(source=source, output=output, outtype=outtype, force=True), verify=check)
+    return found[0]
+
+
+RIGHT = {"llama": OUTTYPES, "qwen3": ("bf16", "q8_0"), "opt-norm-after": ("q4_0",),
+         "falcon-40b": ("f16",), "phi3": ("q4_0",)}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_files_are_far_below_the_bound_in_every_type(tmp_path, case):
+    folder = random_model(tmp_path / "hf", CASES[case])
+    for outtype in RIGHT[case]:
+        error = verification(folder, tmp_path / "m", outtype).relative_error
+        assert error is not None and error < BOUND / MARGIN, outtype
+
+
+SMALL = GATED | {"initializer_range": 0.02}
+LINEAR = {"rope_type": "linear", "factor": 1.1, "rope_theta": 1e4}
+
+
+def shape(**changes):
+    return lambda plan: dataclasses.replace(
+        plan, shape=dataclasses.replace(plan.shape, **changes)
+    )  # fmt: skip
+
+
+def changed(**changes):
+    return lambda plan: dataclasses.replace(plan, **changes)
+
+
+# By what is wrong: a checkpoint, and what a family has misread of it.
+MUTATIONS = {
+    "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
+    "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_linear_factor=1.0)),
+    "rope theta": (LlamaConfig(**SMALL), shape(rope_theta=1.2e4)),
+    "llama epsilon": (LlamaConfig(**GATED, rms_norm_eps=1e-5), shape(norm_epsilon=1e-6)),
+    "opt epsilon": (OPTConfig(**OPT), shape(norm_epsilon=1e-3)),
+    "falcon epsilon": (
+        FalconConfig(**FALCON, layer_norm_epsilon=1e-6), shape(norm_epsilon=1e-5),
+    ),
+    "form of gelu": (LlamaConfig(**GATED, hidden_act="gelu_new"), changed(activation="gelu")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("outtype", ["f16", "q4_0"])
+@pytest.mark.parametrize("wrong", MUTATIONS)
+def test_a_graph_that_is_wrong_by_a_little_is_refused(tmp_path, monkeypatch, wrong, outtype):
+    config, mutate = MUTATIONS[wrong]
+    folder = random_model(tmp_path / "hf", config)
+    right = convert_module.read_blueprint
+    monkeypatch.setattr(convert_module, "read_blueprint", lambda *args: mutate(right(*args)))
+    with pytest.raises(SparkinferError, match="m: its logits differ from transformers'"):
+        verification(folder, tmp_path / "m", outtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# Nothing of these is a part of what is computed, and transformers refuses them in its own ways.
+ODD = [
+    {"model_type": ["llama"]}, {"model_type": "unheard of"}, {"eos_token_id": [0, "x", -1]},
+    {"use_cache": "maybe"}, {"pad_token_id": 99999}, {"max_position_embeddings": 64.0},
+    {"hidden_act": "relu", "attention_dropout": "x"}, {"torch_dtype": 7}, {"dtype": "no type"},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": "x"}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("llama") / "hf")
+
+
+@pytest.mark.parametrize("change", ODD, ids=str)
+def test_what_transformers_cannot_run_is_said_in_a_line(llama, tmp_path, change, capfd):
+    folder = Path(shutil.copytree(llama, tmp_path / "hf"))
+    edit_config(folder, lambda config: config.update(change))
+    capfd.readouterr()
+    found = verification(folder, tmp_path / "m", "f16")
+    assert "\n" not in found.line
+    if found.relative_error is None:
+        assert found.line.startswith("values verified, logits not: transformers ")
+    told = capfd.readouterr()
+    assert not told.out and "[transformers]" not in told.err
+
+
+def test_two_words_on_what_a_model_is_are_refused(llama, tmp_path, capfd):
+    folder = Path(shutil.copytree(llama, tmp_path / "hf"))
+    edit_config(folder, lambda config: config.update(model_type="gpt2"))
+    capfd.readouterr()
+    with pytest.raises(SparkinferError, match="model_type is 'gpt2', which is GPT2LMHeadModel"):
+        verification(folder, tmp_path / "m", "f16")
+    assert "UNEXPECTED" not in "".join(capfd.readouterr())
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
