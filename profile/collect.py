@@ -2,6 +2,7 @@
 
 What this module does not know: how the model computes; it sees it through observers only."""
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def profile(
             return report
         with _engine(config, ranks, device) as engine:
             run, windows = _begin(config, engine, ranks, on_tokens)
-            outcome = _run_whole(config, run, windows, files, say)
+            with run.signals():
+                outcome = _run_whole(config, run, windows, files, say)
         report = _report(config, model, files, outcome, time.perf_counter() - began)
         ranks.first_only(lambda: _save(config, files, outcome, report))
         run.finish()
@@ -178,7 +180,8 @@ def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ra
     trains = config.train_predictors is not None
     return {
         "model": engine.model.model_id,
-        "model file bytes": engine.model.path.stat().st_size,  # of another type, other roundings
+        "types": _types(engine.model),
+        "thresholds of the model": str(engine.model.threshold_L),
         "corpus": ", ".join(f"{c.name} {c.sha256}" for c in windows.corpora),
         "text key": config.text_key,
         "tokens": config.max_tokens or DEFAULT_TOKENS,
@@ -192,6 +195,12 @@ def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ra
         "input layer offset": config.input_layer_offset if trains else None,
         "processes": ranks.size if trains else None,  # counts are the same for any number
     }
+
+
+def _types(model: ModelFile) -> str:
+    """A digest of what `convert` decides: activation, tensors and their types (other roundings)."""
+    tensors = sorted((name, entry.kind, entry.shape) for name, entry in model.tensors.items())
+    return hashlib.sha256(repr((model.activation, tensors)).encode()).hexdigest()
 
 
 # ---- the work -----------------------------------------------------------------------------------
@@ -267,11 +276,13 @@ def _gates(
     found = Found(len(zeros_L))
     run.add("thresholds", found)
     if not run.has("thresholds"):
+        run.save()  # a search is long, and nothing of it is saved on the way
         run.ranks.first_only(
             lambda: found.set(*search(engine, histogram_LB, tune, check, goal, say))
         )
         for tensor in found.arrays().values():
             run.ranks.spread(tensor)
+        run.save()
     return gates_of(model, found.threshold_L), found.report
 
 
@@ -321,7 +332,8 @@ def _report(
 def _save(
     config: ProfileConfig, files: PredictorOutput | None, outcome: Outcome, report: ProfileReport
 ) -> None:
+    outcome.profile.validate()
     if files and outcome.trained:
         files.save(outcome.trained[0])
-    save_report(report)
     outcome.profile.save(config.output)
+    save_report(report)

@@ -55,20 +55,35 @@ class Counter:
     def _add(self, layer: int, gate_TF: Tensor) -> None:
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         count_F, histogram_B = self._count[layer], self._histogram[layer]
+        # Of SiLU and GELU the histogram has every magnitude, also of what a threshold silences.
+        value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
         if gate_TF.device.type == "cpu":
-            # The native counter leaves out what does not fire, as `act` does.
-            value_TF = gate.act(gate_TF, is_dense=False)[0] if is_magnitude else gate_TF
-            threshold = gate.threshold if is_magnitude else gate.opens_above
-            first, edge = _tables()
-            count(
-                value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
-                count_F=count_F, histogram_B=histogram_B,
-            )  # fmt: skip
+            if is_magnitude and gate.threshold > 0:
+                self._count_native(value_TF, gate.threshold, True, count_F, _no_bins())
+                self._count_native(value_TF, -1.0, True, torch.zeros_like(count_F), histogram_B)
+            else:
+                threshold = gate.threshold if is_magnitude else gate.opens_above
+                self._count_native(value_TF, threshold, is_magnitude, count_F, histogram_B)
             return
-        value_TF, fires_TF = gate.act(gate_TF, is_dense=False)
-        histogram_B += histogram(value_TF)
+        active_TF, fires_TF = gate.act(gate_TF, is_dense=False)
+        histogram_B += histogram(value_TF if is_magnitude else active_TF)
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
             count_F += part_TF.sum(dim=0, dtype=torch.uint8)
+
+    def _count_native(
+        self,
+        value_TF: Tensor,
+        threshold: float,
+        is_magnitude: bool,
+        count_F: Tensor,
+        bins_B: Tensor,
+    ) -> None:
+        """What is not above the threshold is put into bin 0."""
+        first, edge = _tables()
+        count(
+            value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
+            count_F=count_F, histogram_B=bins_B,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raises SparkinferError for NaN: such a model has no firings to count."""
@@ -107,6 +122,10 @@ def histogram(value: Tensor) -> Tensor:
     for part in bins_A.split(1 << 24):  # histc counts in f32
         total_B += torch.histc(part.float(), NUM_BINS, 0, NUM_BINS).long()
     return total_B
+
+
+def _no_bins() -> Tensor:
+    return torch.zeros(NUM_BINS, dtype=torch.int64)
 
 
 @cache

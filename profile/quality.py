@@ -36,6 +36,8 @@ class EvalConfig:
             raise SparkinferError("no corpus; give one or more text files with --corpus")
         if self.max_tokens < 2:
             raise SparkinferError(f"tokens is {self.max_tokens}, wanted 2 or more")
+        if self.seed < 0:
+            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

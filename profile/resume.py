@@ -2,6 +2,7 @@
 
 Specified in docs/formats.md. What this module does not know: what is counted or trained."""
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.numpy import load, save
 from sparkinfer.errors import SparkinferError
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
-FORMAT, VERSION = "sparkinfer.resume", 1
+FORMAT, VERSION = "sparkinfer.resume", 2
 Settings = dict[str, str | int | float | bool | None]
 
 
@@ -28,6 +29,15 @@ class Position:
         """The arrays of one part of the run, by their names there; {} where it has none."""
         prefix = part + "/"
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
+
+    def digest(self) -> str:
+        """Of the place and of every array; what goes on from a damaged file would count wrong."""
+        found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
+        for name in sorted(self.arrays):
+            array = np.ascontiguousarray(self.arrays[name])
+            found.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
+            found.update(array.data if array.size else b"")
+        return found.hexdigest()
 
     def to_bytes(self) -> bytes:
         place = np.array([self.phase, self.done], np.int64)
@@ -45,7 +55,10 @@ def resume_path(output: Path) -> Path:
 
 
 def save_position(path: Path, settings: Settings, position: Position) -> None:
-    metadata = {"settings": settings, "phase": position.phase, "done": position.done}
+    metadata = {
+        "settings": settings, "phase": position.phase, "done": position.done,
+        "digest": position.digest(),
+    }  # fmt: skip
     save_arrays(path, FORMAT, VERSION, metadata, position.arrays)
 
 
@@ -57,16 +70,21 @@ def load_position(path: Path, settings: Settings, *, force: bool) -> Position | 
     if not path.exists():
         return None
     try:
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, {"settings", "phase", "done"})
+        metadata, arrays = load_arrays(
+            path, FORMAT, VERSION, {"settings", "phase", "done", "digest"}
+        )
         _compare(path, metadata["settings"], settings)
         phase, done = metadata["phase"], metadata["done"]
         if not all(type(number) is int and number >= 0 for number in (phase, done)):
             raise SparkinferError(f"{path}: stands at window {done!r} of phase {phase!r}")
+        position = Position(phase=phase, done=done, arrays=arrays)
+        if position.digest() != metadata["digest"]:
+            raise SparkinferError(f"{path}: is damaged (its contents are not what was saved)")
     except SparkinferError as error:
         if force:
             return None
         raise SparkinferError(f"{error}; delete it, or start over it with --force") from error
-    return Position(phase=phase, done=done, arrays=arrays)
+    return position
 
 
 def _compare(path: Path, found: object, wanted: Settings) -> None:

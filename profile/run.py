@@ -71,6 +71,7 @@ class Run:
         self._phase, self._done = -1, 0
         self._saved_at, self._save_s = time.monotonic(), 0.0
         self._signal: int | None = None
+        self._in_phase = False
 
     def has(self, name: str) -> bool:
         """Whether the run that this one goes on with had come to that part."""
@@ -102,10 +103,11 @@ class Run:
         elif self.position.phase == self._phase:
             self._done = min(self.position.done, len(windows))
         self.on_tokens(sum(map(len, windows[: self._done])))
-        with self._signals():
-            while self._done < len(windows):
-                self._round(windows[self._done : self._done + self.ranks.size], lockstep)
-                self._pause()
+        self._in_phase = True
+        while self._done < len(windows):
+            self._round(windows[self._done : self._done + self.ranks.size], lockstep)
+            self._pause()
+        self._in_phase = False
 
     def _round(self, windows: Sequence[Tensor], lockstep: Lockstep | None) -> None:
         """One window for each process; at the end of a phase some have none."""
@@ -127,10 +129,12 @@ class Run:
         if order:
             self.save()
         if order == _STOP:
-            raise Interrupted(
-                f"interrupted; {self.path} has what was done, the same command goes on from there",
-                self._signal or signal.SIGTERM,
-            )
+            raise self._interrupted(self._signal or signal.SIGTERM)
+
+    def _interrupted(self, number: int) -> Interrupted:
+        goes_on = f"{self.path} has what was done, the same command goes on from there"
+        saved = goes_on if self.path.exists() else "nothing was saved yet"
+        return Interrupted(f"interrupted; {saved}", number)
 
     def save(self) -> None:
         began = time.monotonic()
@@ -151,8 +155,9 @@ class Run:
             remove_stale(self.path)
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM ends the run after the window; a second one at once."""
+    def signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM ends the run after the window, between phases at once; so
+        does a second one."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python hears signals in the main thread only
             return
@@ -161,6 +166,8 @@ class Run:
             self._signal = number
             if self.ranks.size == 1:  # torchrun sends the same signal twice
                 signal.signal(number, before[signal.Signals(number)])
+            if not self._in_phase:
+                raise self._interrupted(number)
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

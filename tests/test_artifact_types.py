@@ -123,7 +123,7 @@ def test_a_profile_and_predictors(tmp_path, model, capsys):
     assert refused(found, "threshold_L", 0) >= {0, 1, 9, 10, 11, 12}
     assert refused(found, "corpora") == every - {VALUES.index([])}
     weights = np.ones((4, 64), np.float32)
-    layer = LayerPredictor(down_RD=weights, up_FR=np.ones((160, 4), np.float32))
+    layer = LayerPredictor.of(down_RD=weights, up_FR=np.ones((160, 4), np.float32))
     info = PredictorInfo(kind="linear", rank_L=(4,), threshold_L=(0.0,), density_L=(0.5,))
     Predictors(model_id="a", info=info, layers=(layer,)).save(path)
     metadata, arrays = load_arrays(path, "sparkinfer.predictors", 2, PREDICTOR_KEYS)

@@ -7,6 +7,7 @@ one more for a bias). Every neuron that fires in one and not in the other must b
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
@@ -17,6 +18,7 @@ from sparkinfer import Engine
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.profile.counting import Counter
+from sparkinfer.profile_file import EDGES
 from sparkinfer.runtime.feed_forward import Gate
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-relu"
@@ -104,3 +106,26 @@ def test_counts_are_those_of_transformers_but_for_gates_within_rounding(tmp_path
         assert not (want_TF.abs() <= bound_TF)[wrong].all()
     print(f"{case}: {num_differing} of {NUM_TOKENS * count_LF.numel():,} gates differ")
     assert num_differing <= 1e-5 * NUM_TOKENS * count_LF.numel()
+
+
+@pytest.mark.parametrize("activation, threshold", [("relu", 0.0), ("fatrelu", 0.5), ("silu", 0.25)])
+def test_a_gate_at_its_threshold_does_not_fire_and_silu_keeps_its_magnitudes(activation, threshold):
+    gate = Gate(activation=activation, threshold=threshold)
+    exact = {"relu": 0.0, "fatrelu": 0.5}.get(activation)
+    gate_TF = torch.linspace(-4, 4, 120).reshape(3, 40)
+    if exact is not None:
+        gate_TF[1, 7] = exact
+    counter = Counter((gate,), 40)
+    counter.observe("ffn_gate", 0, gate_TF)
+    counted = counter.arrays()
+    values = gate_TF.double().numpy()
+    if activation == "silu":
+        size = np.abs(values / (1 + np.exp(-values)))
+        fires = size > threshold
+    else:
+        fires = values > threshold
+        size = np.where(fires, values, 0)
+    assert (counted["active_count_LF"][0].numpy() == fires.sum(axis=0)).all()
+    want = np.histogram(size, bins=[*EDGES, np.inf])[0]
+    assert np.abs(counted["gate_histogram_LB"][0].numpy() - want).max() <= 1  # at an edge
+    assert want[0] < 40 or activation != "silu"

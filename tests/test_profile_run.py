@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
 from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile import run as run_module
 from sparkinfer.profile.collect import profile
@@ -23,6 +25,7 @@ from sparkinfer.profile.config import ProfileConfig
 from sparkinfer.profile.merge import MergeConfig, merge
 from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile_file import Profile
+from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -159,6 +162,117 @@ def test_a_damaged_resume_file_is_refused(files):
     (files / "p.resume").write_bytes(b"nonsense" * 10)
     with pytest.raises(SparkinferError, match="not a whole safetensors file.*delete it"):
         profile(config(files, "p"))
+
+
+@pytest.mark.parametrize("change", ["done", "phase", "counts", "missing"])
+def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
+    """Whole, and of this run, but not what was saved: it would count wrong without a word."""
+    stopped_at(monkeypatch, 5)
+    with pytest.raises(Interrupted):
+        profile(config(files, "cut"))
+    path = files / "cut.resume"
+    metadata, arrays = load_arrays(
+        path, "sparkinfer.resume", 2, {"settings", "phase", "done", "digest"}
+    )
+    if change in metadata:
+        metadata[change] += 3
+    elif change == "counts":
+        arrays["counter/active_count_LF"][1, 3] ^= 1
+    else:
+        del arrays["counter/num_tokens"]
+    save_arrays(path, "sparkinfer.resume", 2, metadata, arrays)
+    with pytest.raises(SparkinferError, match="is damaged .* delete it"):
+        profile(config(files, "cut"))
+    assert not (files / "cut").exists() and not (files / "cut.report.json").exists()
+
+
+def test_the_resume_file_of_other_thresholds_is_refused(tmp_path, codec_model, monkeypatch):
+    """Model files of one checkpoint, of the same size."""
+    (tmp_path / "t.txt").write_text(text_of(0, 12_000))
+    model = ModelFile.load(codec_model)
+    silu = dataclasses.replace(model, activation="silu")
+    for name, threshold in (("a", 0.05), ("b", 0.2)):
+        thresholds = (threshold,) * model.shape.num_layers
+        dataclasses.replace(silu, threshold_L=thresholds).save(tmp_path / name)
+    stopped_at(monkeypatch, 5)
+    one = ProfileConfig(model=tmp_path / "a", corpora=(tmp_path / "t.txt",),
+                        output=tmp_path / "p", max_tokens=4000)  # fmt: skip
+    with pytest.raises(Interrupted):
+        profile(one)
+    assert (tmp_path / "a").stat().st_size == (tmp_path / "b").stat().st_size
+    (tmp_path / "b").rename(tmp_path / "a")
+    with pytest.raises(SparkinferError, match="begun with thresholds of the model .*0.05"):
+        profile(one)
+
+
+def test_a_signal_between_phases_ends_at_once_and_says_what_is_saved(files, monkeypatch):
+    from sparkinfer.profile import predictor_training
+
+    def enter(self, phase, *rest):
+        if phase == "train":
+            os.kill(os.getpid(), signal.SIGINT)
+        original(self, phase, *rest)
+
+    original = predictor_training.LayerTrainer.enter
+    monkeypatch.setattr(predictor_training.LayerTrainer, "enter", enter)
+    with pytest.raises(Interrupted, match="nothing was saved yet"):
+        profile(config(files, "cut", **training(files, "cut")))
+    assert not list(files.glob("cut*"))
+    with pytest.raises(Interrupted, match="cut.resume has what was done"):
+        profile(config(files, "cut", save_every_s=0.0, **training(files, "cut")))
+
+
+def test_two_processes_take_the_same_steps(monkeypatch):
+    """Each with text of its own, one with less: bit for bit the same weights after every step."""
+    import threading
+
+    from test_predictors import RELU, batch_of, inputs, start_of, weights
+
+    from sparkinfer.budget import PREFILL_CHUNK
+    from sparkinfer.profile.trainer_state import SharedSteps
+    from sparkinfer.profile.training import LowRank
+
+    gate_FD, barrier, shared = weights(96, 64), threading.Barrier(2), {}
+
+    class Ranks:
+        size = 2
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def sum(self, tensor):
+            shared[self.rank] = tensor.clone()
+            barrier.wait()
+            total = shared[0] + shared[1]
+            barrier.wait()
+            return total
+
+    def run(rank, lengths, found):
+        torch.set_num_threads(1)
+        network = LowRank(start_of(gate_FD, inputs(2000)), 8, RELU)
+        network.begin(8, batch_of(inputs(64, 3), gate_FD))
+        layer = type("Layer", (), {"trained": network})()
+        steps = SharedSteps(Ranks(rank), [layer])
+        for turn in range(2):
+            steps.begin(lengths)
+            for start in range(0, lengths[rank], PREFILL_CHUNK):
+                size = min(PREFILL_CHUNK, lengths[rank] - start)
+                network.step(batch_of(inputs(size, 10 * rank + turn + start), gate_FD))
+            steps.end()
+        found[rank] = network
+
+    found = {}
+    lengths = (2 * PREFILL_CHUNK, PREFILL_CHUNK - 5)
+    threads = [threading.Thread(target=run, args=(rank, lengths, found)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0].steps == found[1].steps == 4
+    for mine, other in zip(found[0].state().values(), found[1].state().values(), strict=True):
+        assert torch.equal(mine, other)
+    alone = LowRank(start_of(gate_FD, inputs(2000)), 8, RELU)
+    assert not torch.equal(alone.up_FR, found[0].up_FR)
 
 
 # ---- several processes -----------------------------------------------------------------------

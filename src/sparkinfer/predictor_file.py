@@ -222,7 +222,7 @@ class Predictors:
 
 def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredictor:
     """Removes the arrays of a layer; KeyError where there is no predictor."""
-    if kind is not None and kind not in STORED:
+    if kind is not None and not (isinstance(kind, str) and kind in STORED):
         raise SparkinferError(
             f"layer {layer}: matrix kind {str(kind)[:40]!r} is not of {', '.join(STORED)}"
         )
