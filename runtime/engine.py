@@ -118,7 +118,7 @@ class Engine:
         if plan is None:
             placement = Placement.on_one_device(file.shape.num_layers, gpu)
         else:
-            placement = Placement.of_split(plan, gpu)
+            placement = Placement.of_split(plan, _gpus(plan, gpu))
         observers, traffic = Observers(), Traffic()
         weights = load_weights(
             file, placement, mode, context_length, observers, traffic,
@@ -295,10 +295,25 @@ def _bytes_by_role(
         num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
         dense_on_gpu=plan.dense_on_gpu if plan else [False] * num_layers,
         head_on_gpu=plan.head_on_gpu if plan else False,
+        workspace=plan.cpu_bytes["workspace"] if plan else None,
+        home=plan.home if plan else (),
     )
     if plan is not None:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
+
+
+def _gpus(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
+    """The devices that a plan's GPUs are: the CPU for all of them, or those from `first` on."""
+    if first.type == "cpu":
+        return (first,) * len(plan.budgets)
+    start, wanted = first.index or 0, len(plan.budgets)
+    if start + wanted > torch.cuda.device_count():
+        raise SparkinferError(
+            f"the plan is for {wanted} GPUs, and from {first} on there are"
+            f" {torch.cuda.device_count() - start}; run sparkinfer solve with a budget for each"
+        )
+    return tuple(torch.device("cuda", start + number) for number in range(wanted))
 
 
 def device_of(device: str | None) -> torch.device:

@@ -17,8 +17,8 @@ from sparkinfer.architecture import (
     outer_shapes,
 )
 from sparkinfer.gguf_file import TensorEntry, Value, array_entry, type_of
-from sparkinfer.machine_file import Figure, Gpu, Machine
-from sparkinfer.model_file import ModelFile, PredictorInfo
+from sparkinfer.machine_file import CpuCosts, Figure, Gpu, Machine
+from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 
 
@@ -188,9 +188,16 @@ def make_machine(
     launch_s: float = 4e-6,
     round_trip_s: float = 15e-6,
     memory_bytes: int = 24 << 30,
+    host_bytes: int = 64 << 30,
     num_gpus: int = 1,
+    chosen_share: float = 1.0,
+    layer_s: float = 1e-12,
+    token_s: float = 1e-12,
 ) -> Machine:
-    """A machine with these figures; two threads reach `cpu_gb_per_s`, one half of it."""
+    """A machine with these figures; two threads reach `cpu_gb_per_s`, one half of it.
+
+    Rows of every type are read at that rate, chosen ones at `chosen_share` of it."""
+    rate, chosen = Figure(best=cpu_gb_per_s), Figure(best=chosen_share * cpu_gb_per_s)
     gpu = Gpu(
         name="synthetic GPU",
         source="synthetic",
@@ -206,12 +213,19 @@ def make_machine(
     return Machine(
         cpu_name="synthetic CPU",
         num_threads=2,
-        memory_bytes=64 << 30,
-        free_bytes=48 << 30,
+        memory_bytes=host_bytes,
+        free_bytes=host_bytes,
         cpu_bandwidth_gb_per_s={1: Figure(best=cpu_gb_per_s / 2), 2: Figure(best=cpu_gb_per_s)},
         cpu_sum_gb_per_s={
             2: Figure(best=cpu_gb_per_s, quartiles=(0.8 * cpu_gb_per_s,) * 3, rounds=7)
         },
+        cpu_costs=CpuCosts(
+            all_rows_gb_per_s=dict.fromkeys(KINDS, rate),
+            chosen_rows_gb_per_s=dict.fromkeys(KINDS, chosen),
+            kv_gb_per_s=rate,
+            layer_s=dict.fromkeys(("exact", "predicted"), Figure(best=layer_s)),
+            token_s=Figure(best=token_s),
+        ),
         gpus=(gpu,) * num_gpus,
         versions={},
     )
