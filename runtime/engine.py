@@ -213,6 +213,20 @@ class Engine:
     def _step(self, ids_T: Tensor, position: int) -> Tensor:
         return self._live.logits(self._live.forward(ids_T, position))[0]
 
+    @torch.inference_mode()
+    def decode_seconds(self, *, steps: int, start: int = 0) -> float:
+        """What decode steps at the positions from `start` take, sampling included: for benchmarks.
+
+        Which tokens they are does not matter to the time, so no text is needed; what stands in
+        the cache before `start` is taken as it is."""
+        assert steps >= 1 and start + steps <= self.context_length, (steps, start)
+        self._user += 1
+        sampler, token_id = Sampler(0.0, None), 0
+        began = time.perf_counter()
+        for position in range(start, start + steps):
+            token_id = sampler.sample(self._step(torch.tensor([token_id]), position))
+        return time.perf_counter() - began
+
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
