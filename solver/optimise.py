@@ -72,7 +72,7 @@ class Answer:
         return 1 - self.bound_s / self.objective_s
 
 
-def find_placement(problem: Problem, *, time_limit_s: float) -> Answer:
+def find_placement(problem: Problem, *, time_limit_s: float) -> Answer | None:
     """`find_plan` for one GPU."""
     alone = replace(problem, need_bytes=0)
     pipeline = Pipeline(problems=(alone,), need_bytes=problem.need_bytes)

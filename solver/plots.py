@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sparkinfer.files import partial_file
-from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.solver.solve import SolveConfig
 from sparkinfer.solver.sweep import Sweep
@@ -32,7 +32,7 @@ def plot_sweep(found: Sweep, path: Path) -> None:
     curves = [
         ("limit of this machine for the plan's bytes", "limit_s", GREY, ":"),
         ("this plan", "objective_s", BLUE, "-"),
-        ("llama.cpp's layer split (dense)", "layer_split_s", ORANGE, "--"),
+        ("llama.cpp's layer split (dense), at best", "layer_split_s", ORANGE, "--"),
     ]
     for label, field, colour, style in curves:
         speed = [1 / getattr(point, field) for point in found.points]
@@ -44,6 +44,9 @@ def plot_sweep(found: Sweep, path: Path) -> None:
             label=f"everything fits from {found.fits_from_bytes / GIB:.1f} GiB on",
         )  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda speed, _: f"{speed:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("GPU memory granted (GiB)")
     axes.set_ylabel("predicted tokens a second (log scale)")
     axes.set_title(
@@ -58,8 +61,11 @@ def plot_sweep(found: Sweep, path: Path) -> None:
 
 def plot_heat_map(config: SolveConfig, path: Path) -> None:
     """The plan at the config's output: layers by ranks of hotness, coloured by device."""
-    split, profile = Split.load(config.output), Profile.load(config.profile)
-    model = ModelFile.load(config.model)
+    draw_heat_map(Split.load(config.output), Profile.load(config.profile), config.model.name, path)
+
+
+def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None:
+    """The same of what is loaded; `name` is the model's."""
     device_LR = device_of_ranks(split, profile)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
@@ -77,11 +83,11 @@ def plot_heat_map(config: SolveConfig, path: Path) -> None:
     names = ["CPU", *(f"GPU {number}" for number in range(num_gpus))]
     handles = [Patch(color=colours(number), label=name) for number, name in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8)
-    head = f"GPU {split.home[-1] if split.home else 0}" if split.head_on_gpu else "CPU"
+    head = f"GPU {split.home[-1] if split.home else 0}" if split.head_on_gpu else "the CPU"
     budgets = " + ".join(f"{limit / GIB:.2f} GiB" for limit in split.budgets)
     figure.suptitle(
-        f"{model.path.name} in {budgets}: {1 / split.objective_s:,.1f} tokens/s predicted;"
-        f" output head on the {head}",
+        f"{name} in {budgets}: {1 / split.objective_s:,.1f} tokens/s predicted;"
+        f" output head on {head}",
         fontsize=10,
     )
     _save(figure, path)

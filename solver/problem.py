@@ -57,6 +57,7 @@ from sparkinfer.budget import (
     transposed_kind,
     workspace_bytes,
 )
+from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Gpu, Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
@@ -270,8 +271,15 @@ def _dense_cpu_seconds(
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
-    """Neurons that the predictor names for each one that fires, f64 [L]; 1 where unknown."""
+    """Neurons that the predictor names for each one that fires, f64 [L]; 1 where unknown.
+
+    Raises SparkinferError for a share of neurons that is none."""
     named = model.predictor.density_L if model.predictor is not None else ()
+    if not all(0 <= share <= 1 for share in named):
+        raise SparkinferError(
+            f"{model.path}: predictors that name {list(named)} of the neurons, wanted shares from 0"
+            " to 1; train them again"
+        )
     if not named:
         return np.ones(model.shape.num_layers)
     density_L = profile.density_L

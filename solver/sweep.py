@@ -10,7 +10,7 @@ from pathlib import Path
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file
 from sparkinfer.solver.advice import advise
-from sparkinfer.solver.inputs import Workspace
+from sparkinfer.solver.inputs import Inputs, Workspace
 from sparkinfer.solver.optimise import find_plan
 from sparkinfer.solver.problem import placement_bytes
 from sparkinfer.solver.solve import SolveConfig, inputs_of
@@ -65,11 +65,17 @@ def sweep(
 ) -> Sweep:
     """Plans for budgets from `first` to `last`, evenly apart; a budget in which nothing fits has
     the plan of the CPU alone. Raises SparkinferError where no budget has a plan."""
-    if num_budgets < 2:
-        raise SparkinferError(f"{num_budgets} budgets; wanted 2 or more")
-    began, inputs = time.perf_counter(), inputs_of(config, workspace)
+    inputs = inputs_of(config, workspace)
     if not inputs.machine.gpus:
         raise SparkinferError(f"{config.machine}: no GPU, so there is no curve over its memory")
+    return sweep_of(inputs, first=first, last=last, num_budgets=num_budgets)
+
+
+def sweep_of(inputs: Inputs, *, first: int, last: int, num_budgets: int) -> Sweep:
+    """The same of inputs that are loaded."""
+    if num_budgets < 2:
+        raise SparkinferError(f"{num_budgets} budgets; wanted 2 or more")
+    began = time.perf_counter()
     points, advice = [], None
     for number in range(num_budgets):
         budget = first + (last - first) * number // (num_budgets - 1)
@@ -97,11 +103,11 @@ def sweep(
         )
     if advice is None:
         raise SparkinferError(
-            f"{config.model}: at no budget up to {last:,} bytes does main memory hold the rest;"
+            f"{inputs.paths[0]}: at no budget up to {last:,} bytes does main memory hold the rest;"
             " give larger budgets or more --host-budget"
         )
     return Sweep(
-        model=config.model.name,
+        model=inputs.paths[0].name,
         gpu=inputs.gpus[0].name,
         cpu=inputs.machine.cpu_name,
         mode=inputs.mode,

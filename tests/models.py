@@ -118,7 +118,13 @@ def _random_entry(
     return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 
-def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0) -> ModelFile:
+def shape_only(
+    shape: ModelShape,
+    *,
+    kind: str = "f16",
+    predictor_rank: int = 0,
+    architecture: str = "llama",
+) -> ModelFile:
     """A model of any size that has a tensor table and no weights: reading one raises."""
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -128,13 +134,14 @@ def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0)
     if predictor_rank:
         ranks = (predictor_rank,) * shape.num_layers
         predictor = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=(0.0,) * len(ranks))
-    wanted = required_shapes("llama", shape, predictor)
+    wanted = required_shapes(architecture, shape, predictor)
     tensors = {
         name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
         for name, dims in wanted.items()
     }
     return ModelFile(
         path=Path("shape-only.gguf"),
+        architecture=architecture,
         layout="sparse",
         model_id=hashlib.sha256(str(shape).encode()).hexdigest(),
         shape=shape,

@@ -101,7 +101,7 @@ class Split:
         keys[_PREFIX + "hot_count"] = [len(ids) for ids in self.hot]
         if self.home:
             keys[_PREFIX + "home"] = list(self.home)
-            keys[_PREFIX + "gpu_budget_bytes"] = [np.uint64(n) for n in self.gpu_budget_bytes]
+            keys[_PREFIX + "gpu_budget_bytes"] = [str(n) for n in self.gpu_budget_bytes]
         for side in ("gpu_bytes", "cpu_bytes"):
             for item, count in getattr(self, side).items():
                 keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)

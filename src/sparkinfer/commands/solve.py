@@ -112,7 +112,7 @@ def _speed_lines(report: SolveReport) -> list[str]:
         (
             "llama.cpp's layer split",
             advice.layer_split_s,
-            f"dense, {advice.layer_split_layers} of {report.num_layers} layers on GPUs",
+            f"dense, at best; {advice.layer_split_layers} of {report.num_layers} layers on GPUs",
         ),
         ("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth, no waiting"),
     ]
