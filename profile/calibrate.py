@@ -3,8 +3,9 @@
 Each figure is the best of several rounds with their spread beside it: what a plan needs is what
 the machine can do undisturbed, and what a person needs is to see whether it was.
 
-The CPU's figures are those of the runtime's own row products over an f16 matrix, which plans are
-made with, and of torch's sum beside them. Both read a buffer that no cache holds.
+The CPU's bandwidths by number of threads are those of the runtime's own row products over an f16
+matrix and of torch's sum beside them; both read a buffer that no cache holds. What plans are priced
+with is measured in `calibrate_cpu`.
 What this module does not know: models."""
 
 import os
@@ -17,7 +18,8 @@ import torch
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
-from sparkinfer.machine_file import Figure, Gpu, Machine
+from sparkinfer.machine_file import CpuCosts, Figure, Gpu, Machine
+from sparkinfer.profile.calibrate_cpu import measure_costs
 from sparkinfer.profile.calibrate_gpu import measure_gpu
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
 from sparkinfer.runtime.kernels.cpu import library
@@ -25,7 +27,11 @@ from sparkinfer.runtime.kernels.cpu import library
 BUFFER_BYTES = 256 << 20  # or twice the last cache, where that is known and larger
 MAX_BUFFER_BYTES = 1 << 30
 ROW_VALUES = 4096
-CPU_LIMIT_S, GPU_LIMIT_S = 10.0, 10.0  # in all; the fewest rounds are run in any case
+CPU_LIMIT_S, COSTS_LIMIT_S, GPU_LIMIT_S = (
+    8.0,
+    8.0,
+    10.0,
+)  # in all; the fewest rounds are run in any case
 
 Say = Callable[[str], None]
 OnProbe = Callable[[float], None]
@@ -60,6 +66,7 @@ def calibrate(
         gpus = _of_another_machine(borrowed)
         say(f"no GPU here; figures of {gpus[0].name} ({gpus[0].source}) from {config.gpu_from}")
     kernels, sums = measure_cpu(say, on_probe)
+    costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
     machine = Machine(
         cpu_name=_cpu_name(),
         num_threads=num_cores(),
@@ -67,6 +74,7 @@ def calibrate(
         free_bytes=free,
         cpu_bandwidth_gb_per_s=kernels,
         cpu_sum_gb_per_s=sums,
+        cpu_costs=costs,
         gpus=gpus,
         versions={"python": platform.python_version(), "torch": torch.__version__},
     )
@@ -91,6 +99,7 @@ def report(machine: Machine) -> list[str]:
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
         for n, figure in machine.cpu_bandwidth_gb_per_s.items()
     ]
+    lines += [] if machine.cpu_costs is None else [_costs_line(machine.cpu_costs)]
     for gpu in machine.gpus:
         if gpu.source == "measured":
             lines.append(
@@ -110,6 +119,19 @@ def report(machine: Machine) -> list[str]:
                 " processors; calibrate again when the machine is idle"
             )
     return lines
+
+
+def _costs_line(costs: CpuCosts) -> str:
+    rates = ", ".join(
+        f"{kind} {figure.best:.1f} ({costs.chosen_rows_gb_per_s[kind].best:.1f})"
+        for kind, figure in costs.all_rows_gb_per_s.items()
+    )
+    return (
+        f"CPU with all threads, all rows (chosen ones) in GB/s: {rates}; cache {costs.kv_gb_per_s.best:.1f};"
+        f" a layer {1e6 * costs.layer_s['exact'].best:.0f} us, with predictor"
+        f" {1e6 * costs.layer_s['predicted'].best:.0f} us, a token"
+        f" {1e6 * costs.token_s.best:.0f} us"
+    )
 
 
 def _median(figure: Figure) -> float:

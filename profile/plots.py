@@ -1,4 +1,4 @@
-"""Three pictures of a profile and the report on its predictors: an optional extra (`plots`).
+"""Three pictures of a profile and the report on its predictors.
 
 What this module does not know: how anything was measured.
 
@@ -21,7 +21,7 @@ MAX_NAMED = 12  # layers in a legend
 def draw(profile: Path, folder: Path) -> list[Path]:
     """Of a profile and the report beside it: writes density.png, firings.png and, where
     predictors were trained, recall.png; returns their paths."""
-    pyplot = load_pyplot()
+    pyplot = _pyplot()
     loaded = Profile.load(profile)
     report = _read_report(report_paths(profile)[0], loaded)
     figures = {"density.png": _density(pyplot, loaded), "firings.png": _firings(pyplot, loaded)}
@@ -93,15 +93,10 @@ def _read_report(path: Path, profile: Profile) -> dict[str, Any]:
     return content
 
 
-def load_pyplot() -> Any:
-    """Raises SparkinferError where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise SparkinferError(
-            "plots need matplotlib, which is not installed; pip install 'sparkinfer[plots]'"
-        ) from error
-    matplotlib.use("Agg")
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
     from matplotlib import pyplot
 
     return pyplot

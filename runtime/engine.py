@@ -127,7 +127,7 @@ class Engine:
         if plan is None:
             placement = Placement.on_one_device(file.shape.num_layers, gpu)
         else:
-            placement = Placement.of_split(plan, gpu)
+            placement = Placement.of_split(plan, _gpus(plan, gpu))
         observers, traffic = Observers(), Traffic()
         weights = load_weights(
             file, placement, mode, context_length, observers, traffic,
@@ -233,6 +233,20 @@ class Engine:
     def _step(self, ids_T: Tensor, position: int) -> Tensor:
         return self._live.logits(self._live.forward(ids_T, position))[0]
 
+    @torch.inference_mode()
+    def decode_seconds(self, *, steps: int, start: int = 0) -> float:
+        """What decode steps at the positions from `start` take, sampling included: for benchmarks.
+
+        Which tokens they are does not matter to the time, so no text is needed; what stands in
+        the cache before `start` is taken as it is."""
+        assert steps >= 1 and start + steps <= self.context_length, (steps, start)
+        self._user += 1
+        sampler, token_id = Sampler(0.0, None), 0
+        began = time.perf_counter()
+        for position in range(start, start + steps):
+            token_id = sampler.sample(self._step(torch.tensor([token_id]), position))
+        return time.perf_counter() - began
+
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
@@ -315,10 +329,25 @@ def _bytes_by_role(
         num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
         dense_on_gpu=plan.dense_on_gpu if plan else [False] * num_layers,
         head_on_gpu=plan.head_on_gpu if plan else False,
+        workspace=plan.cpu_bytes["workspace"] if plan else None,
+        home=plan.home if plan else (),
     )
     if plan is not None:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
+
+
+def _gpus(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
+    """The devices that a plan's GPUs are: the CPU for all of them, or those from `first` on."""
+    if first.type == "cpu":
+        return (first,) * len(plan.budgets)
+    start, wanted = first.index or 0, len(plan.budgets)
+    if start + wanted > torch.cuda.device_count():
+        raise SparkinferError(
+            f"the plan is for {wanted} GPUs, and from {first} on there are"
+            f" {torch.cuda.device_count() - start}; run sparkinfer solve with a budget for each"
+        )
+    return tuple(torch.device("cuda", start + number) for number in range(wanted))
 
 
 def device_of(device: str | None) -> torch.device:

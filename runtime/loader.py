@@ -57,17 +57,20 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which device has which part. `hot` is None where no layer is divided."""
+    """Which device has which part. `hot` is None where no layer is divided.
 
-    gpu: torch.device  # the CPU, where there is none
+    What a layer has on a GPU is on the GPU that it calls home; the last home is the head's."""
+
+    homes: tuple[torch.device, ...]  # one a layer, and the head's; the CPU, where there is no GPU
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool
     hot: tuple[np.ndarray, ...] | None
 
     @classmethod
-    def of_split(cls, split: Split, gpu: torch.device) -> "Placement":
+    def of_split(cls, split: Split, gpus: tuple[torch.device, ...]) -> "Placement":
+        home = split.home or (0,) * (len(split.hot) + 1)
         return cls(
-            gpu=gpu,
+            homes=tuple(gpus[index] for index in home),
             dense_on_gpu=split.dense_on_gpu,
             head_on_gpu=split.head_on_gpu,
             hot=split.hot,
@@ -75,10 +78,15 @@ class Placement:
 
     @classmethod
     def on_one_device(cls, num_layers: int, device: torch.device) -> "Placement":
-        return cls(gpu=device, dense_on_gpu=(True,) * num_layers, head_on_gpu=True, hot=None)
+        homes = (device,) * (num_layers + 1)
+        return cls(homes=homes, dense_on_gpu=(True,) * num_layers, head_on_gpu=True, hot=None)
 
-    def device(self, is_on_gpu: bool) -> torch.device:
-        return self.gpu if is_on_gpu else torch.device("cpu")
+    def dense_device(self, layer: int) -> torch.device:
+        return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
+
+    @property
+    def head_device(self) -> torch.device:
+        return self.homes[-1] if self.head_on_gpu else torch.device("cpu")
 
 
 def load_weights(
@@ -92,7 +100,7 @@ def load_weights(
 ) -> Weights:
     """`notice` hears what a user should know, e.g. the error of a transposed down projection."""
     builder = Builder(model, placement, mode, context_length, observers, traffic, notice)
-    head_device = placement.device(placement.head_on_gpu)
+    head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
     embedding = matrix_of(model.tensors["token_embd.weight"], embedding_device)
     positions = model.tensors.get("position_embd.weight")
@@ -131,7 +139,7 @@ class Builder:
     notice: Callable[[str], None]
 
     def layer(self, index: int) -> Layer:
-        device = self.placement.device(self.placement.dense_on_gpu[index])
+        device = self.placement.dense_device(index)
         attn_norm = self.norm(f"blk.{index}.attn_norm", device)
         assert attn_norm is not None
         return Layer(
@@ -214,14 +222,14 @@ class Builder:
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
         """The hot neurons with matrices of their own, the cold ones as rows of the file's."""
         num_neurons, cpu = self.model.shape.num_neurons, torch.device("cpu")
-        down = self.down(index)
+        down, gpu = self.down(index), self.placement.homes[index]
         if self.placement.hot is None:
-            return (self.block(index, down, self.placement.gpu, np.arange(num_neurons), "all"),)
+            return (self.block(index, down, gpu, np.arange(num_neurons), "all"),)
         hot = self.placement.hot[index].astype(np.int64)
         cold = np.setdiff1d(np.arange(num_neurons), hot)
         blocks = []
         if len(hot):
-            blocks.append(self.block(index, down, self.placement.gpu, hot, "own"))
+            blocks.append(self.block(index, down, gpu, hot, "own"))
         if len(cold):
             blocks.append(self.block(index, down, cpu, cold, "shared" if len(hot) else "all"))
         return tuple(blocks)

@@ -1,29 +1,38 @@
 """The placement as an integer program: neurons of a layer in groups of like hotness, PuLP, HiGHS.
 
-Sets     l = 0..L-1 layers, g = 0..G-1 groups of a layer (consecutive ranks, sizes n_lg)
-Binary   hot_l_g      the neurons of group g are on the GPU, all of them or none
-         has_hot_l    any of the layer's groups is
-         dense_l      the layer's dense block is on the GPU
-         split_l      the layer's parts are not all on one device
-         head         the output head is on the GPU
+Sets     l = 0..L-1 layers, g = 0..G-1 groups of a layer (consecutive ranks, sizes n_lg),
+         k = 0..K-1 GPUs
+Binary   hot_l_g_k    the neurons of group g are on GPU k, all of them or none
+         has_hot_l_k  any of the layer's groups is
+         dense_l_k    the layer's dense block is on GPU k
+         split_l_k    the layer's parts are on GPU k and on the CPU
+         head_k       the output head is on GPU k
+         home_i_k     GPU k is the home of layer i (of the head for i = L); only where K > 1
 Real     seconds_l    T_l >= 0
          head_seconds
 
-With t_lg the touched bytes of a group, b_l the bytes of a neuron, and the dense block's seconds
-D_l = dense_l * dense_gpu_s_l + (1 - dense_l) * dense_cpu_s_l:
+With t_lg the touched bytes of a group, b_l the bytes of a neuron, B_k the rate of GPU k, B_l that
+of the CPU for the layer's neurons, and the dense block's seconds
+D_l = dense_cpu_s_l + sum_k dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
 
     minimise    sum_l seconds_l + head_seconds
-    gpu_side_l              seconds_l >= D_l + sum_g hot_l_g t_lg / B_g + launch * has_hot_l
-    cpu_side_l              seconds_l >= D_l + sum_g (1 - hot_l_g) t_lg / B_c + round_trip * split_l
-    hot_is_seen_l_g         hot_l_g <= has_hot_l
-    cold_is_split_l_g       dense_l - hot_l_g <= split_l    (dense block there, cold group here)
-    hot_is_split_l          has_hot_l - dense_l <= split_l  (dense block here, hot group there)
-    least_hot_l             sum_g n_lg hot_l_g >= C_l * has_hot_l
-    head_time               head_seconds = head * head_gpu_s + (1 - head) * head_cpu_s
-    budget                  sum_l (dense_bytes_l dense_l + sum_g n_lg b_l hot_l_g)
-                            + head_bytes head <= budget - workspace
+    gpu_side_l_k       seconds_l >= D_l + sum_g hot_l_g_k t_lg / B_k + launch_k has_hot_l_k
+    cpu_side_l         seconds_l >= D_l + sum_g (1 - sum_k hot_l_g_k) t_lg / B_l
+                                    + sum_k round_trip_k split_l_k
+    hot_is_seen_l_g_k  hot_l_g_k <= has_hot_l_k
+    cold_is_split_l_g_k  dense_l_k - hot_l_g_k <= split_l_k  (dense block there, cold group here)
+    hot_is_split_l_k   has_hot_l_k - dense_l_k <= split_l_k  (dense block here, hot group there)
+    least_hot_l_k      sum_g n_lg hot_l_g_k >= C_l_k has_hot_l_k
+    head_time          head_seconds = head_cpu_s + sum_k head_k (head_gpu_s_k - head_cpu_s)
+    budget_k           sum_l (dense_bytes_l dense_l_k + sum_g n_lg b_l hot_l_g_k)
+                       + head_bytes head_k <= budget_k - workspace_k
+    host               the same sum over all k >= need        (only where need > 0)
+    one_home_i         sum_k home_i_k = 1                     (this and the next where K > 1)
+    hot_at_home_l_k, dense_at_home_l_k, head_at_home_k    has_hot, dense, head <= home
+    order_i_k          sum_(j <= k) home_(i+1)_j <= sum_(j <= k) home_i_j
 
-The workspace needs no variable: what takes none, the CPU-only placement, keeps to that as well.
+The workspace needs no variable: what takes none, the CPU-only placement, keeps to that as well. A
+GPU whose budget does not hold its workspace gets no variables at all.
 Hot and cold neurons of one layer need no rule of their own: with the dense block on the GPU the
 cold ones split the layer, with it on the CPU the hot ones do. Nothing forces hot groups to be
 the hottest: where the GPU is the longer side, another choice can balance the layer better.
@@ -55,14 +64,14 @@ import highspy
 import numpy as np
 import pulp
 
-from sparkinfer.solver.problem import (
-    Placement,
-    Problem,
-    ffn_seconds,
-    is_feasible,
-    on_one_device,
-    placement_seconds,
+from sparkinfer.solver.pipeline import (
+    Pipeline,
+    PipelinePlacement,
+    cpu_only_plan,
+    plan_is_feasible,
+    plan_seconds,
 )
+from sparkinfer.solver.problem import Placement, ffn_seconds
 
 MAX_GROUPS = 1000  # over all layers, but at least one a layer; the start's edges come on top
 GROUPED_GAP = 1e-3  # finer than this the grouping itself is the error
@@ -72,19 +81,32 @@ THOUSANDTHS = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedResult:
-    """What HiGHS found; seconds of a token, except `solve_s`."""
+    """What HiGHS found; seconds of a token, except `solve_s`.
 
-    status: Literal["optimal", "time_limit"]
+    `plan` is None, and `objective_s` infinite, where there is none of whole groups."""
+
+    status: Literal["optimal", "time_limit", "infeasible"]
     objective_s: float  # of the placement, recomputed in numpy
     bound_s: float  # HiGHS's own, for placements of whole groups: not a certificate
     is_neuron_granular: bool
     num_groups: int
     solve_s: float
-    placement: Placement
+    plan: PipelinePlacement | None
 
     @property
     def gap(self) -> float:
         return max(0.0, 1 - self.bound_s / self.objective_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """The variables of one layer on one GPU."""
+
+    gpu: int
+    hot_G: list[pulp.LpVariable]
+    has_hot: pulp.LpVariable
+    dense: pulp.LpVariable
+    split: pulp.LpVariable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,33 +116,36 @@ class _Layer:
     starts_G: np.ndarray
     sizes_G: np.ndarray
     touched_G: np.ndarray
-    hot_G: list[pulp.LpVariable]
-    has_hot: pulp.LpVariable
-    dense: pulp.LpVariable
-    split: pulp.LpVariable
+    sides: list[_Side]
     seconds: pulp.LpVariable
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
     lp: pulp.LpProblem
+    gpus: list[int]  # those that hold their workspace
     layers: list[_Layer]
-    head: pulp.LpVariable
+    heads: list[pulp.LpVariable]
     head_seconds: pulp.LpVariable
+    homes: list[list[pulp.LpVariable]]  # [I][K], empty where there is one GPU
     second: float  # how many of the objective's units a second is
 
 
 def solve_grouped(
-    *, problem: Problem, start: Placement, time_limit_s: float, max_groups: int = MAX_GROUPS
+    *,
+    pipeline: Pipeline,
+    start: PipelinePlacement | None,
+    time_limit_s: float,
+    max_groups: int = MAX_GROUPS,
 ) -> GroupedResult:
     """The best placement of whole groups, to the gap above or as far as the time goes.
 
     `start` must be feasible, its hot neurons the hottest of each layer."""
     began = time.perf_counter()
-    assert problem.room_bytes >= 0, "the budget does not hold the workspace"
-    assert is_feasible(problem, start), "the start breaks the budget or a layer's minimum"
-    program = _build(problem, start=start, max_groups=max_groups)
-    _set_start(problem, program, start)
+    assert start is None or plan_is_feasible(pipeline, start), "the start is not feasible"
+    program = _build(pipeline, start=start, max_groups=max_groups)
+    if start is not None:
+        _set_start(pipeline, program, start)
     is_neuron_granular = all((layer.sizes_G == 1).all() for layer in program.layers)
     solver = _StartedHiGHS(
         msg=False,
@@ -131,19 +156,25 @@ def solve_grouped(
     highs = program.lp.solverModel
     found = highs.getModelStatus()
     statuses = highspy.HighsModelStatus
-    assert found in (statuses.kOptimal, statuses.kTimeLimit), found
-    placement = _read(problem, program)
-    # A rounding of HiGHS could cost a byte too many; the start never does.
-    if not is_feasible(problem, placement):
-        placement = start
+    known = (statuses.kOptimal, statuses.kTimeLimit, statuses.kInfeasible)
+    assert found in known, found
+    plan: PipelinePlacement | None = start
+    is_solved = found == statuses.kOptimal or highs.getInfo().primal_solution_status == 2
+    if is_solved and found != statuses.kInfeasible:
+        plan = _read(pipeline, program)
+        # A rounding of HiGHS could cost a byte too many; the start never does.
+        if not plan_is_feasible(pipeline, plan):
+            plan = start
+    names = {statuses.kOptimal: "optimal", statuses.kTimeLimit: "time_limit"}
+    status: Literal["optimal", "time_limit", "infeasible"] = names.get(found, "infeasible")  # type: ignore[assignment]
     return GroupedResult(
-        status="optimal" if found == statuses.kOptimal else "time_limit",
-        objective_s=placement_seconds(problem, placement),
+        status=status,
+        objective_s=np.inf if plan is None else plan_seconds(pipeline, plan),
         bound_s=max(0.0, highs.getInfo().mip_dual_bound / program.second),
         is_neuron_granular=is_neuron_granular,
-        num_groups=sum(len(layer.hot_G) for layer in program.layers),
+        num_groups=sum(len(layer.starts_G) for layer in program.layers),
         solve_s=time.perf_counter() - began,
-        placement=placement,
+        plan=plan,
     )
 
 
@@ -151,41 +182,59 @@ class _StartedHiGHS(pulp.HiGHS):
     """PuLP's HiGHS, begun at the initial values of the variables: PuLP itself drops them."""
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
-        solution = highspy.HighsSolution()
-        solution.col_value = [float(variable.varValue) for variable in lp.variables()]
-        solution.value_valid = True
-        lp.solverModel.setSolution(solution)
+        values = [variable.varValue for variable in lp.variables()]
+        if None not in values:
+            solution = highspy.HighsSolution()
+            solution.col_value = [float(value) for value in values]
+            solution.value_valid = True
+            lp.solverModel.setSolution(solution)
         super().callSolver(lp)
 
 
-def _build(problem: Problem, *, start: Placement, max_groups: int) -> _Program:
+def _build(pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: int) -> _Program:
     """The program of the module's docstring."""
     lp = pulp.LpProblem("placement", pulp.LpMinimize)
-    cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
-    second = THOUSANDTHS / cpu_only_s
-    edges = _group_edges(problem, start=start, max_groups=max_groups)
-    layers = [_add_layer(lp, problem, layer, edges[layer], second) for layer in range(len(edges))]
-    head = _binary(lp, "head")
+    second = THOUSANDTHS / plan_seconds(pipeline, cpu_only_plan(pipeline))
+    gpus = [k for k, problem in enumerate(pipeline.problems) if problem.room_bytes >= 0]
+    edges = _group_edges(pipeline, start=start, max_groups=max_groups)
+    layers = [
+        _add_layer(lp, pipeline, gpus, layer, starts_G, second)
+        for layer, starts_G in enumerate(edges)
+    ]
+    heads = [_binary(lp, f"head_{gpu}") for gpu in gpus]
     head_seconds = lp.add_variable("head_seconds", lowBound=0)
-    head_gpu, head_cpu = problem.head_gpu_s * second, problem.head_cpu_s * second
-    lp += head_seconds + (head_cpu - head_gpu) * head == head_cpu, "head_time"
-    lp += _gpu_bytes(problem, layers, head), "budget"
+    head_cpu = pipeline.model.head_cpu_s * second
+    gains = [
+        (pipeline.problems[gpu].head_gpu_s * second - head_cpu) * head
+        for gpu, head in zip(gpus, heads, strict=True)
+    ]
+    lp += head_seconds - pulp.lpSum(gains) == head_cpu, "head_time"
+    _add_budgets(lp, pipeline, gpus, layers, heads)
+    homes = _add_homes(lp, gpus, layers, heads) if len(gpus) > 1 else []
     lp.setObjective(pulp.lpSum([layer.seconds for layer in layers] + [head_seconds]))
     return _Program(
         lp=lp,
+        gpus=gpus,
         layers=layers,
-        head=head,
+        heads=heads,
         head_seconds=head_seconds,
+        homes=homes,
         second=second,
     )
 
 
-def _group_edges(problem: Problem, *, start: Placement, max_groups: int) -> list[np.ndarray]:
+def _group_edges(
+    pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: int
+) -> list[np.ndarray]:
     """First ranks of each layer's groups: even sizes, and the start's number of hot neurons."""
-    per_layer = max(1, max_groups // problem.num_layers)
-    size = -(-problem.num_neurons // per_layer)
-    even = np.arange(0, problem.num_neurons, size)
-    return [np.unique(np.append(even, n % problem.num_neurons)) for n in start.num_hot_L]
+    model = pipeline.model
+    per_layer = max(1, max_groups // (model.num_layers * pipeline.num_gpus))
+    size = -(-model.num_neurons // per_layer)
+    even = np.arange(0, model.num_neurons, size)
+    if start is None:
+        return [even] * model.num_layers
+    counts = start.placement.num_hot_L
+    return [np.unique(np.append(even, n % model.num_neurons)) for n in counts]
 
 
 def _binary(lp: pulp.LpProblem, name: str) -> pulp.LpVariable:
@@ -197,82 +246,146 @@ def _weighted(weights_G: np.ndarray, variables: list[pulp.LpVariable]) -> pulp.L
 
 
 def _add_layer(
-    lp: pulp.LpProblem, problem: Problem, index: int, starts_G: np.ndarray, second: float
+    lp: pulp.LpProblem,
+    pipeline: Pipeline,
+    gpus: list[int],
+    index: int,
+    starts_G: np.ndarray,
+    second: float,
 ) -> _Layer:
     """Adds one layer's variables and the constraints that concern it alone."""
+    model = pipeline.model
     layer = _Layer(
         starts_G=starts_G,
-        sizes_G=np.diff(np.append(starts_G, problem.num_neurons)),
-        touched_G=np.add.reduceat(problem.touched_LF[index], starts_G),
-        hot_G=[_binary(lp, f"hot_{index}_{group}") for group in range(len(starts_G))],
-        has_hot=_binary(lp, f"has_hot_{index}"),
-        dense=_binary(lp, f"dense_{index}"),
-        split=_binary(lp, f"split_{index}"),
+        sizes_G=np.diff(np.append(starts_G, model.num_neurons)),
+        touched_G=np.add.reduceat(model.touched_LF[index], starts_G),
+        sides=[_side(lp, index, gpu, len(starts_G)) for gpu in gpus],
         seconds=lp.add_variable(f"seconds_{index}", lowBound=0),
     )
-    gpu_unit, cpu_unit = problem.gpu_s_per_byte * second, problem.cpu_s_per_byte * second
-    dense_gpu = float(problem.dense_gpu_s_L[index]) * second
-    dense_cpu = float(problem.dense_cpu_s_L[index]) * second
-    dense_seconds = dense_cpu + (dense_gpu - dense_cpu) * layer.dense
-    all_cold = float(layer.touched_G.sum()) * cpu_unit
-    launch, round_trip = problem.launch_s * second, problem.round_trip_s * second
-    hot_gpu = _weighted(layer.touched_G * gpu_unit, layer.hot_G)
-    hot_cpu = _weighted(layer.touched_G * cpu_unit, layer.hot_G)
-    lp += (
-        layer.seconds >= dense_seconds + hot_gpu + launch * layer.has_hot,
-        f"gpu_side_{index}",
-    )
-    lp += (
-        layer.seconds >= dense_seconds + all_cold - hot_cpu + round_trip * layer.split,
-        f"cpu_side_{index}",
-    )
-    for group, hot in enumerate(layer.hot_G):
-        lp += hot <= layer.has_hot, f"hot_is_seen_{index}_{group}"
-        lp += layer.dense - hot <= layer.split, f"cold_is_split_{index}_{group}"
-    lp += layer.has_hot - layer.dense <= layer.split, f"hot_is_split_{index}"
-    num_hot = _weighted(layer.sizes_G, layer.hot_G)
-    lp += num_hot >= int(problem.min_hot_L[index]) * layer.has_hot, f"least_hot_{index}"
+    cpu_unit = float(model.cpu_s_per_byte_L[index]) * second
+    dense_cpu = float(model.dense_cpu_s_L[index]) * second
+    dense_seconds, cpu_side = dense_cpu, float(layer.touched_G.sum()) * cpu_unit
+    for side in layer.sides:
+        problem = pipeline.problems[side.gpu]
+        dense_gpu = float(problem.dense_gpu_s_L[index]) * second
+        dense_seconds = dense_seconds + (dense_gpu - dense_cpu) * side.dense
+        cpu_side = cpu_side - _weighted(layer.touched_G * cpu_unit, side.hot_G)
+        cpu_side = cpu_side + problem.round_trip_s * second * side.split
+    lp += layer.seconds >= dense_seconds + cpu_side, f"cpu_side_{index}"
+    for side in layer.sides:
+        problem, name = pipeline.problems[side.gpu], f"{index}_{side.gpu}"
+        gpu_side = _weighted(layer.touched_G * problem.gpu_s_per_byte * second, side.hot_G)
+        gpu_side = gpu_side + problem.launch_s * second * side.has_hot
+        lp += layer.seconds >= dense_seconds + gpu_side, f"gpu_side_{name}"
+        for group, hot in enumerate(side.hot_G):
+            lp += hot <= side.has_hot, f"hot_is_seen_{index}_{group}_{side.gpu}"
+            lp += side.dense - hot <= side.split, f"cold_is_split_{index}_{group}_{side.gpu}"
+        lp += side.has_hot - side.dense <= side.split, f"hot_is_split_{name}"
+        num_hot, least = _weighted(layer.sizes_G, side.hot_G), int(problem.min_hot_L[index])
+        lp += num_hot >= least * side.has_hot, f"least_hot_{name}"
     return layer
 
 
-def _gpu_bytes(problem: Problem, layers: list[_Layer], head: pulp.LpVariable) -> pulp.LpConstraint:
-    """The budget, in units of the largest neuron."""
-    unit = float(problem.neuron_bytes_L.max())
-    terms = [(head, problem.head_bytes / unit)]
+def _side(lp: pulp.LpProblem, index: int, gpu: int, num_groups: int) -> _Side:
+    return _Side(
+        gpu=gpu,
+        hot_G=[_binary(lp, f"hot_{index}_{group}_{gpu}") for group in range(num_groups)],
+        has_hot=_binary(lp, f"has_hot_{index}_{gpu}"),
+        dense=_binary(lp, f"dense_{index}_{gpu}"),
+        split=_binary(lp, f"split_{index}_{gpu}"),
+    )
+
+
+def _add_budgets(
+    lp: pulp.LpProblem,
+    pipeline: Pipeline,
+    gpus: list[int],
+    layers: list[_Layer],
+    heads: list[pulp.LpVariable],
+) -> None:
+    """The budgets of the GPUs and of the host, in units of the largest neuron."""
+    model = pipeline.model
+    unit = float(model.neuron_bytes_L.max())
+    everything: list[tuple[pulp.LpVariable, float]] = []
+    for position, (gpu, head) in enumerate(zip(gpus, heads, strict=True)):
+        terms = [(head, model.head_bytes / unit)]
+        for index, layer in enumerate(layers):
+            side = layer.sides[position]
+            terms.append((side.dense, int(model.dense_bytes_L[index]) / unit))
+            sizes = (layer.sizes_G * int(model.neuron_bytes_L[index]) / unit).tolist()
+            terms.extend(zip(side.hot_G, sizes, strict=True))
+        everything += terms
+        room = pipeline.problems[gpu].room_bytes / unit
+        lp += pulp.LpAffineExpression(terms) <= room, f"budget_{gpu}"
+    if pipeline.need_bytes > 0:
+        lp += pulp.LpAffineExpression(everything) >= pipeline.need_bytes / unit, "host"
+
+
+def _add_homes(
+    lp: pulp.LpProblem, gpus: list[int], layers: list[_Layer], heads: list[pulp.LpVariable]
+) -> list[list[pulp.LpVariable]]:
+    """The homes of the layers and the head, and that they never fall."""
+    homes = [[_binary(lp, f"home_{i}_{k}") for k in gpus] for i in range(len(layers) + 1)]
+    for item, home_K in enumerate(homes):
+        lp += pulp.lpSum(home_K) == 1, f"one_home_{item}"
     for index, layer in enumerate(layers):
-        neuron_bytes = int(problem.neuron_bytes_L[index])
-        terms.append((layer.dense, int(problem.dense_bytes_L[index]) / unit))
-        sizes = (layer.sizes_G * neuron_bytes / unit).tolist()
-        terms.extend(zip(layer.hot_G, sizes, strict=True))
-    return pulp.LpAffineExpression(terms) <= problem.room_bytes / unit
+        for side, home in zip(layer.sides, homes[index], strict=True):
+            lp += side.has_hot <= home, f"hot_at_home_{index}_{side.gpu}"
+            lp += side.dense <= home, f"dense_at_home_{index}_{side.gpu}"
+        for count in range(1, len(gpus)):
+            before, after = pulp.lpSum(homes[index][:count]), pulp.lpSum(homes[index + 1][:count])
+            lp += after <= before, f"order_{index}_{gpus[count - 1]}"
+    for gpu, head, home in zip(gpus, heads, homes[-1], strict=True):
+        lp += head <= home, f"head_at_home_{gpu}"
+    return homes
 
 
-def _set_start(problem: Problem, program: _Program, start: Placement) -> None:
+def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) -> None:
     """Gives every variable its value in the start."""
-    num_hot_L, dense_L = start.num_hot_L, start.dense_L
-    touched_L = np.take_along_axis(problem.prefix_LN, num_hot_L[:, None], axis=1)[:, 0]
-    seconds_L = ffn_seconds(
-        problem, hot_touched_L=touched_L, num_hot_L=num_hot_L, dense_L=dense_L
-    ) + np.where(dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
+    model, placement = pipeline.model, start.placement
+    num_hot_L, dense_L = placement.num_hot_L, placement.dense_L
+    # A GPU without variables holds nothing: its layers may count as those of any other.
+    usable = np.array(program.gpus)
+    home_I = usable[np.searchsorted(usable, start.home_I).clip(max=len(usable) - 1)]
+    touched_L = np.take_along_axis(model.prefix_LN, num_hot_L[:, None], axis=1)[:, 0]
     for index, layer in enumerate(program.layers):
-        num_hot, dense = int(num_hot_L[index]), bool(dense_L[index])
-        is_split = num_hot < problem.num_neurons if dense else num_hot > 0
-        for hot, first in zip(layer.hot_G, layer.starts_G, strict=True):
-            hot.varValue = int(first < num_hot)
-        layer.has_hot.varValue = int(num_hot > 0)
-        layer.dense.varValue = int(dense)
-        layer.split.varValue = int(is_split)
-        layer.seconds.varValue = float(seconds_L[index]) * program.second
-    head_s = problem.head_gpu_s if start.head else problem.head_cpu_s
-    program.head.varValue = int(start.head)
+        num_hot, dense, home = int(num_hot_L[index]), bool(dense_L[index]), int(home_I[index])
+        is_split = num_hot < model.num_neurons if dense else num_hot > 0
+        for side in layer.sides:
+            is_home = side.gpu == home
+            for hot, first in zip(side.hot_G, layer.starts_G, strict=True):
+                hot.varValue = int(is_home and first < num_hot)
+            side.has_hot.varValue = int(is_home and num_hot > 0)
+            side.dense.varValue = int(is_home and dense)
+            side.split.varValue = int(is_home and is_split)
+        problem = pipeline.problems[home]
+        ffn_L = ffn_seconds(problem, hot_touched_L=touched_L, num_hot_L=num_hot_L, dense_L=dense_L)
+        dense_s = (problem.dense_gpu_s_L if dense else problem.dense_cpu_s_L)[index]
+        layer.seconds.varValue = float(ffn_L[index] + dense_s) * program.second
+    for gpu, head in zip(program.gpus, program.heads, strict=True):
+        head.varValue = int(placement.head and home_I[-1] == gpu)
+    problem = pipeline.problems[int(home_I[-1])]
+    head_s = problem.head_gpu_s if placement.head else problem.head_cpu_s
     program.head_seconds.varValue = head_s * program.second
+    for item, home_K in enumerate(program.homes):
+        for gpu, variable in zip(program.gpus, home_K, strict=True):
+            variable.varValue = int(home_I[item] == gpu)
 
 
-def _read(problem: Problem, program: _Program) -> Placement:
+def _read(pipeline: Pipeline, program: _Program) -> PipelinePlacement:
     """The placement that the variables say."""
-    hot_LF = np.zeros(problem.touched_LF.shape, bool)
+    model = pipeline.model
+    hot_LF = np.zeros(model.touched_LF.shape, bool)
+    dense_L = np.zeros(model.num_layers, bool)
+    home_I = np.full(model.num_layers + 1, program.gpus[0])
     for index, layer in enumerate(program.layers):
-        chosen_G = np.array([hot.varValue > 0.5 for hot in layer.hot_G])
-        hot_LF[index] = np.repeat(chosen_G, layer.sizes_G)
-    dense_L = np.array([layer.dense.varValue > 0.5 for layer in program.layers])
-    return Placement(hot_LF=hot_LF, dense_L=dense_L, head=program.head.varValue > 0.5)
+        for side in layer.sides:
+            chosen_G = np.array([hot.varValue > 0.5 for hot in side.hot_G])
+            hot_LF[index] |= np.repeat(chosen_G, layer.sizes_G)
+            dense_L[index] |= side.dense.varValue > 0.5
+    for item, home_K in enumerate(program.homes):
+        home_I[item] = program.gpus[int(np.argmax([home.varValue for home in home_K]))]
+    head = any(head.varValue > 0.5 for head in program.heads)
+    return PipelinePlacement(
+        placement=Placement(hot_LF=hot_LF, dense_L=dense_L, head=head), home_I=home_I
+    )

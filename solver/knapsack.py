@@ -7,7 +7,7 @@ one option is taken, (dense block here or there, n hot neurons), and bytes are c
     best[item, r] = min over options with u <= r units [seconds + best[item - 1, r - u]]
 
 With the bytes of every option rounded down to units, and M_l of n neurons taken as in
-`lagrangian` (no more than that of any n neurons), the result is no more than T of any placement:
+`lagrangian` (no more than that of any n neurons; what the host cannot hold does not enter), the result is no more than T of any placement:
 a bound, at most (L + 1) units of memory better than what can be had. With bytes rounded up and
 the n hottest neurons, it is a placement that fits.
 
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.solver.lagrangian import least_split_seconds
 from sparkinfer.solver.problem import (
     Placement,
     Problem,
@@ -104,7 +103,7 @@ def _layer_item(problem: Problem, layer: int, is_relaxed: bool) -> _Item:
     for dense in (False, True):
         seconds_C = _hottest_seconds(problem, layer, count_C, dense)
         if is_relaxed:
-            seconds_C[1:-1] = least_split_seconds(problem, layer, count_C[1:-1])
+            seconds_C[1:-1] = problem.least_split_s_LN[layer, count_C[1:-1]]
         dense_s = (problem.dense_gpu_s_L if dense else problem.dense_cpu_s_L)[layer]
         seconds.append(seconds_C + dense_s)
         num_bytes.append(
@@ -127,7 +126,7 @@ def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: b
     has_hot_C, has_cold_C = count_C > 0, count_C < problem.num_neurons
     gpu_C = hot_C * problem.gpu_s_per_byte + problem.launch_s * has_hot_C
     is_split_C = has_cold_C if dense else has_hot_C
-    cpu_C = cold_C * problem.cpu_s_per_byte + problem.round_trip_s * is_split_C
+    cpu_C = cold_C * problem.cpu_s_per_byte_L[layer] + problem.round_trip_s * is_split_C
     return np.maximum(gpu_C, cpu_C)
 
 

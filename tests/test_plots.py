@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def test_curves_are_those_of_the_counts():
     profile = make_profile(make_model())
-    pyplot = plots.load_pyplot()
+    pyplot = plots._pyplot()
     bars = plots._density(pyplot, profile).axes[0].patches
     assert np.allclose([bar.get_height() for bar in bars], 100 * profile.density_L)
     lines = plots._firings(pyplot, profile).axes[0].lines
@@ -48,12 +48,3 @@ def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
     with pytest.raises(SparkinferError, match="not the report of a profile of model"):
         plots.draw(other, tmp_path / "plots")
     assert Profile.load(tmp_path / "p").num_tokens == 4000
-
-
-def test_without_matplotlib_it_refuses_before_the_work(tmp_path, codec_model, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    words = ["profile", codec_model, "--corpus", codec_model, "-o", tmp_path / "p", "--plots", "x"]
-    done = CliRunner().invoke(cli, list(map(str, words)))
-    assert isinstance(done.exception, SparkinferError)
-    assert "pip install 'sparkinfer[plots]'" in str(done.exception)
-    assert not (tmp_path / "p").exists()

@@ -23,6 +23,7 @@ from sparkinfer.solver.formulation import solve_grouped
 from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
 from sparkinfer.solver.lagrangian import search
 from sparkinfer.solver.optimise import find_placement
+from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
 from sparkinfer.solver.problem import (
     Problem,
     build_problem,
@@ -74,6 +75,9 @@ def tiny(seed: int, num_neurons: int | None = None):
         gpu_gb_per_s=cpu * random.choice([0.7, 1.5, 3, 20]),
         launch_s=random.choice([1e-9, 5e-7, 2e-6]),
         round_trip_s=random.choice([1e-9, 1e-6, 4e-6]),
+        chosen_share=random.choice([1.0, 0.6]),
+        layer_s=random.choice([1e-9, 3e-6]),
+        token_s=2e-6,
     )
     profile = make_profile(model, random.beta(0.5, 1.0, (num_layers, num_neurons)))
     whole = budget.plan_bytes(
@@ -88,16 +92,16 @@ def tiny(seed: int, num_neurons: int | None = None):
     return model, profile, machine, limit, "predicted" if has_predictor else "exact"
 
 
-def layer_options(model, profile, machine, mode, layer, subsets):
+def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
     """(GPU bytes, seconds) of every way to place one layer, from the definition, in plain loops."""
-    sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[0]
+    sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[gpu_number]
     gpu_rate, cpu_rate = (
         gpu.bandwidth_gb_per_s.best * 1e9,
         max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
     )
     kv = budget.kv_bytes_per_layer(model, 8)
     fired = [count / profile.num_tokens for count in profile.active_count_LF[layer]]
-    gate = [1.0] * len(fired)
+    gate, costs = [1.0] * len(fired), machine.cpu_costs
     if mode == "predicted":
         known = model.predictor.density_L
         factor = known[layer] / (sum(fired) / len(fired)) if known else 1.0
@@ -106,9 +110,16 @@ def layer_options(model, profile, machine, mode, layer, subsets):
         g * sizes.gate_row + a * (sizes.up_row + sizes.down_row)
         for g, a in zip(gate, fired, strict=True)
     ]
+    chosen_rate = costs.chosen_rows_gb_per_s["f32"].best * 1e9
+    gate_rate = chosen_rate if mode == "predicted" else cpu_rate
+    all_cold_s = sum(
+        g * sizes.gate_row / gate_rate + a * (sizes.up_row + sizes.down_row) / chosen_rate
+        for g, a in zip(gate, fired, strict=True)
+    )
+    cold_rate = sum(touched) / all_cold_s if sum(touched) else cpu_rate
     least, saved = len(fired), 0.0
     for number, neuron in enumerate(sorted(touched, reverse=True), 1):
-        saved += neuron / cpu_rate
+        saved += neuron / cold_rate
         if saved > gpu.launch_s.best + gpu.round_trip_s.best:
             least = number
             break
@@ -120,13 +131,14 @@ def layer_options(model, profile, machine, mode, layer, subsets):
         cold = set(range(len(fired))) - set(hot)
         devices = {on_gpu} | ({True} if hot else set()) | ({False} if cold else set())
         hot_s = sum(touched[j] for j in hot) / gpu_rate + (gpu.launch_s.best if hot else 0)
-        cold_s = sum(touched[j] for j in cold) / cpu_rate
+        cold_s = sum(touched[j] for j in cold) / cold_rate
         cold_s += gpu.round_trip_s.best if len(devices) == 2 else 0
         dense = sizes.attention + sizes.predictor + kv
         options.append(
             (
                 dense * on_gpu + len(hot) * sizes.neuron,
-                read / (gpu_rate if on_gpu else cpu_rate) + max(hot_s, cold_s),
+                (read / gpu_rate if on_gpu else read / cpu_rate + costs.layer_s[mode].best)
+                + max(hot_s, cold_s),
             )
         )
     return np.array(options)
@@ -147,7 +159,7 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
         gpu.bandwidth_gb_per_s.best * 1e9,
     )
     num_bytes = np.array([0, head])
-    seconds = np.array([head / rates[0], head / rates[1]])
+    seconds = np.array([head / rates[0], head / rates[1]]) + machine.cpu_costs.token_s.best
     for layer in range(model.shape.num_layers):
         subsets = list(all_subsets(units_of_layer(layer)))
         options = layer_options(model, profile, machine, mode, layer, subsets)
@@ -155,6 +167,14 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
         seconds = np.add.outer(seconds, options[:, 1]).ravel()
     num_bytes = num_bytes + budget.workspace_bytes(model, 8) * (num_bytes > 0)
     return seconds[num_bytes <= limit].min()
+
+
+def solve_alone(problem: Problem, start, **changes):
+    """The integer program for one GPU."""
+    home_I = np.zeros(problem.num_layers + 1, np.int64)
+    pipeline = Pipeline(problems=(problem,), need_bytes=0)
+    plan = PipelinePlacement(placement=start, home_I=home_I)
+    return solve_grouped(pipeline=pipeline, start=plan, **changes)
 
 
 def problem_of(model, profile, machine, limit, mode, context_length=8) -> Problem:
@@ -193,9 +213,7 @@ def test_groups_agree_with_brute_force_over_groups(seed):
     case = tiny(seed, num_neurons=5)
     problem = problem_of(*case)
     start = on_one_device(problem, gpu=False)
-    grouped = solve_grouped(
-        problem=problem, start=start, time_limit_s=20, max_groups=2 * problem.num_layers
-    )
+    grouped = solve_alone(problem, start, time_limit_s=20, max_groups=2 * problem.num_layers)
     assert not grouped.is_neuron_granular and grouped.num_groups == 2 * problem.num_layers
 
     def units_of_layer(layer):
@@ -205,7 +223,7 @@ def test_groups_agree_with_brute_force_over_groups(seed):
     best = brute_force(*case, units_of_layer)
     assert best * (1 - HIGHS) <= grouped.objective_s <= best * (1 + 1e-3)
     assert grouped.bound_s <= best * (1 + HIGHS)
-    assert problem.budget_bytes >= placement_bytes(problem, grouped.placement)
+    assert problem.budget_bytes >= placement_bytes(problem, grouped.plan.placement)
 
 
 # --- hand-solved cases ---------------------------------------------------------------------------
@@ -231,7 +249,7 @@ def by_hand(touched, **changes) -> Problem:
         "workspace_bytes": 0,
         "budget_bytes": 0,
         "gpu_s_per_byte": 0.25,
-        "cpu_s_per_byte": 1.0,
+        "cpu_s_per_byte_L": np.array([1.0]),
         "launch_s": 0.5,
         "round_trip_s": 0.25,
     }
@@ -271,7 +289,7 @@ def test_hand_solved(changes, seconds, hot, dense, head):
     assert answer.bound_s <= answer.objective_s
     # The integer program finds the same from the worst start there is.
     start = on_one_device(problem, gpu=False)
-    grouped = solve_grouped(problem=problem, start=start, time_limit_s=5)
+    grouped = solve_alone(problem, start, time_limit_s=5)
     assert grouped.objective_s == pytest.approx(seconds, rel=CLOSE)
 
 
@@ -550,7 +568,9 @@ def test_notes_say_what_the_figures_leave_open(folder, tmp_path):
     assert report.mode == "predicted"
     files = {"profile": folder / "profile.safetensors", "mode": "exact"}
     report = solve(config_of(folder, tmp_path / "exact", 0, **files))
-    assert report.mode == "exact" and report.notes[:-1] == ()
+    words = ("not measured here", "everything fits from", "helps on this machine")
+    assert report.mode == "exact" and len(report.notes) == len(words)
+    assert all(word in note for word, note in zip(words, report.notes, strict=True))
 
 
 def test_synthetic_models_load_again(tmp_path):
@@ -606,9 +626,9 @@ def test_a_time_limit_still_gives_a_plan_and_says_so():
     assert any("was stopped after" in note for note in answer.notes)
     assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
     start = on_one_device(problem, gpu=False)
-    grouped = solve_grouped(problem=problem, start=start, time_limit_s=1e-3)
+    grouped = solve_alone(problem, start, time_limit_s=1e-3)
     assert grouped.status == "time_limit" and grouped.gap > 0.1
-    assert is_feasible(problem, grouped.placement)
+    assert is_feasible(problem, grouped.plan.placement)
 
 
 def test_few_layers_with_large_fixed_costs():

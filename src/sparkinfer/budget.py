@@ -6,7 +6,7 @@ Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C cont
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkinfer.gguf_file import row_bytes
+from sparkinfer.gguf_file import TensorEntry, row_bytes
 from sparkinfer.model_file import ModelFile
 
 # What a plan's bytes are itemised into, in the order in which they are worth their bytes.
@@ -39,11 +39,24 @@ class LayerBytes:
         return self.gate_row + self.up_row + self.down_row
 
 
+def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
+    """The tensors of a layer by their names within it."""
+    prefix = f"blk.{layer}."
+    return {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
+
+
+def is_dense(name: str) -> bool:
+    """Whether a layer's tensor is of the dense block: attention, norms, the last bias."""
+    return name.startswith(("attn_", "ffn_norm", "ffn_down.bias"))
+
+
+def is_predictor(name: str) -> bool:
+    return name.startswith("ffn_pred_")
+
+
 def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
     """From the tensor table of a model file, to the byte."""
-    prefix = f"blk.{layer}."
-    entries = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
-    dense = ("attn_", "ffn_norm", "ffn_down.bias")
+    entries = layer_tensors(model, layer)
     down = entries.get("ffn_down_t.weight")
 
     def row(name: str) -> int:
@@ -51,8 +64,8 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         return entries[f"{name}.weight"].row_bytes + bias
 
     return LayerBytes(
-        attention=sum(e.num_bytes for n, e in entries.items() if n.startswith(dense)),
-        predictor=sum(e.num_bytes for n, e in entries.items() if n.startswith("ffn_pred_")),
+        attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
+        predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
         gate_row=row(model.gate_name),
         up_row=row("ffn_up") if model.graph.is_gated else 0,
         down_row=down.row_bytes if down else row_bytes(model.shape.width, transposed_kind(model)),
@@ -112,23 +125,54 @@ def plan_bytes(
     num_hot: Sequence[int],
     dense_on_gpu: Sequence[bool],
     head_on_gpu: bool,
+    workspace: int | None = None,
+    home: Sequence[int] = (),
 ) -> tuple[Items, Items]:
-    """Itemised bytes (GPU, CPU) of a plan, recomputed from the model file alone.
+    """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
 
-    The embedding matrix is only ever read one row a token, so an untied one stays on the CPU."""
-    gpu, cpu = dict.fromkeys(ITEMS, 0), dict.fromkeys(ITEMS, 0)
+    As `plan_bytes_of_gpus`."""
+    gpus, cpu = plan_bytes_of_gpus(
+        model,
+        context_length=context_length,
+        num_hot=num_hot,
+        dense_on_gpu=dense_on_gpu,
+        head_on_gpu=head_on_gpu,
+        workspace=workspace,
+        home=home,
+    )
+    return {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, cpu
+
+
+def plan_bytes_of_gpus(
+    model: ModelFile,
+    *,
+    context_length: int,
+    num_hot: Sequence[int],
+    dense_on_gpu: Sequence[bool],
+    head_on_gpu: bool,
+    workspace: int | None = None,
+    home: Sequence[int] = (),
+) -> tuple[list[Items], Items]:
+    """Itemised bytes (of each GPU, CPU).
+
+    `home` names the GPU of each layer and of the head; () where there is one. `workspace` is that
+    of every device that holds anything, the estimate above where it was not measured. The
+    embedding matrix is only ever read one row a token, so an untied one stays on the CPU."""
+    home = home or (0,) * (model.shape.num_layers + 1)
+    workspace = workspace_bytes(model, context_length) if workspace is None else workspace
+    gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
+    cpu = dict.fromkeys(ITEMS, 0)
     for layer, (hot, is_on_gpu) in enumerate(zip(num_hot, dense_on_gpu, strict=True)):
-        sizes = layer_bytes(model, layer)
+        sizes, gpu = layer_bytes(model, layer), gpus[home[layer]]
         side = gpu if is_on_gpu else cpu
         side["attention"] += sizes.attention
         side["predictor"] += sizes.predictor
         side["kv_cache"] += kv_bytes_per_layer(model, context_length)
         gpu["neurons"] += hot * sizes.neuron
         cpu["neurons"] += (model.shape.num_neurons - hot) * sizes.neuron
-    (gpu if head_on_gpu else cpu)["head"] += head_bytes(model)
+    (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)
     cpu["embedding"] += embedding_bytes(model)
-    workspace = workspace_bytes(model, context_length)
     cpu["workspace"] += workspace
-    if any(num_hot) or any(dense_on_gpu) or head_on_gpu:
-        gpu["workspace"] += workspace
-    return gpu, cpu
+    for gpu in gpus:
+        gpu["workspace"] += workspace if any(gpu.values()) else 0
+    return gpus, cpu

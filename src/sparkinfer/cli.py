@@ -141,31 +141,42 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.argument("model", type=FILE)
 @click.option("--profile", type=FILE, required=True)
 @click.option("--machine", type=FILE, required=True)
-@click.option("-vb", "--vram-budget", "vram_budget_bytes", type=Size(), required=True,
-              help="e.g. 8GiB; a bare number is GiB.")  # fmt: skip
-@click.option("-o", "--output", type=FILE, required=True, help="The split file to write.")
+@click.option("-vb", "--vram-budget", "budgets", type=Size(), multiple=True,
+              help="e.g. 8GiB; a bare number is GiB. Once for each GPU.")  # fmt: skip
+@click.option("--host-budget", "host_budget_bytes", type=Size(),
+              help="Main memory that may be used; all that the machine has.")  # fmt: skip
+@click.option("-o", "--output", type=FILE, required=True,
+              help="The split file to write; with --sweep the curve (JSON), a picture beside it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Tokens to reserve KV cache for; the model's own, up to 4,096.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["exact", "predicted"]), help="How it will be run.")
 @click.option("--time-limit", "time_limit_s", default=30.0, show_default=True, help="Seconds.")
+@click.option("--explain", "explained", is_flag=True, help="Where each byte of VRAM goes.")
+@click.option("--heat-map", type=FILE, help="A picture (PNG) of the plan: layers by hotness.")
+@click.option("--sweep", "sweep_range", metavar="FROM:TO",
+              help="The curve of speed over budgets, e.g. 2GiB:24GiB, instead of a plan.")  # fmt: skip
+@click.option("--sweep-points", default=23, show_default=True, help="Budgets in the curve.")
+@click.option("--check", "is_check", is_flag=True,
+              help="Whether the plan at --output is still right for these files; writes nothing.")  # fmt: skip
 @force_option
 @json_option
-def solve(model: Path, as_json: bool, **options: Any) -> None:
+def solve(
+    budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None,
+    sweep_points: int, is_check: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Place neurons on the GPU under a VRAM budget and write the split file."""
+    from sparkinfer.commands.solve import run_check, run_solve, run_sweep
     from sparkinfer.solver.solve import SolveConfig
-    from sparkinfer.solver.solve import solve as run
 
-    report = run(SolveConfig(model=model, **options))
-    used = sum(report.gpu_bytes.values())
-    lines = [f"note: {note}" for note in report.notes]
-    lines += [f"  GPU {k:10} {format_bytes(v):>11}" for k, v in report.gpu_bytes.items() if v]
-    lines.append(
-        f"wrote {report.output}: {report.num_hot:,} of {report.num_neurons:,} neurons and"
-        f" {format_bytes(used)} of {format_bytes(options['vram_budget_bytes'])} on the GPU,"
-        f" {report.hot_traffic_share:.0%} of the feed-forward traffic;"
-        f" {report.tokens_per_s:,.1f} tokens/s predicted, {report.status},"
-        f" gap {report.gap:.2%}, {report.solve_s:.1f} s"
-    )
+    if not budgets and not sweep_range and not is_check:
+        raise click.UsageError("Missing option '-vb' / '--vram-budget'.")
+    config = SolveConfig(vram_budget_bytes=budgets or (0,), **options)
+    if is_check:
+        report, lines = run_check(config)
+    elif sweep_range:
+        report, lines = run_sweep(config, sweep_range, sweep_points)
+    else:
+        report, lines = run_solve(config, explained=explained, heat_map=heat_map)
     finish(report, as_json, lines)
 
 

@@ -14,7 +14,7 @@ from sparkinfer.json_file import read_object
 from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.machine"
-VERSION = 2
+VERSION = 3
 # Half of the rounds differ by more than this share of their median: something else was running.
 DOUBTFUL_SPREAD = 0.25
 
@@ -73,9 +73,32 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CpuCosts:
+    """What the runtime itself reaches with all threads: what plans are priced with.
+
+    Rates in GB/s by type of the matrix: of all its rows in turn, and of chosen ones. `kv_gb_per_s`
+    is the cache's while one token attends to it. `layer_s` (by mode) and `token_s` are what a
+    layer and a token take where there are next to no bytes to read."""
+
+    all_rows_gb_per_s: dict[str, Figure]
+    chosen_rows_gb_per_s: dict[str, Figure]
+    kv_gb_per_s: Figure
+    layer_s: dict[str, Figure]
+    token_s: Figure
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        named = {f"cpu rows of {kind}": f for kind, f in self.all_rows_gb_per_s.items()}
+        named |= {f"cpu chosen rows of {k}": f for k, f in self.chosen_rows_gb_per_s.items()}
+        named |= {f"cpu layer in {mode} mode": f for mode, f in self.layer_s.items()}
+        return named | {"cpu cache": self.kv_gb_per_s, "cpu token": self.token_s}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """`cpu_bandwidth_gb_per_s` is what the runtime's own row products read, `cpu_sum_gb_per_s`
-    what torch's sum reads, each by number of threads."""
+    what torch's sum reads, each by number of threads. `cpu_costs` is None in the file of a card
+    alone."""
 
     cpu_name: str
     num_threads: int
@@ -83,8 +106,28 @@ class Machine:
     free_bytes: int
     cpu_bandwidth_gb_per_s: dict[int, Figure]
     cpu_sum_gb_per_s: dict[int, Figure]
+    cpu_costs: CpuCosts | None
     gpus: tuple[Gpu, ...]
     versions: dict[str, str]
+
+    def cpu_rate(self, kind: str, *, chosen: bool) -> float:
+        """Bytes a second of a matrix of this type. Raises SparkinferError where not measured."""
+        costs = self.costs
+        rates = costs.chosen_rows_gb_per_s if chosen else costs.all_rows_gb_per_s
+        if kind not in rates:
+            raise SparkinferError(
+                f"the machine file has no rate for matrices of {kind}; run sparkinfer calibrate"
+            )
+        return rates[kind].best * 1e9
+
+    @property
+    def costs(self) -> CpuCosts:
+        if self.cpu_costs is None:
+            raise SparkinferError(
+                "the machine file is that of a card alone; sparkinfer calibrate --gpu-from FILE"
+                " measures this machine and takes the card from it"
+            )
+        return self.cpu_costs
 
     @property
     def best_cpu_bandwidth_gb_per_s(self) -> float:
@@ -95,6 +138,7 @@ class Machine:
         """All of them, by a name for people."""
         named = {f"cpu with {n} threads": f for n, f in self.cpu_bandwidth_gb_per_s.items()}
         named |= {f"cpu sum with {n} threads": f for n, f in self.cpu_sum_gb_per_s.items()}
+        named |= {} if self.cpu_costs is None else self.cpu_costs.figures
         return named | {f"{g.name} {name}": f for g in self.gpus for name, f in g.figures.items()}
 
     @classmethod
@@ -152,6 +196,9 @@ def _machine(read: Fields) -> Machine:
         free_bytes=read.count("free_bytes"),
         cpu_bandwidth_gb_per_s=_by_threads(read.part("cpu_bandwidth_gb_per_s")),
         cpu_sum_gb_per_s=_by_threads(read.part("cpu_sum_gb_per_s")),
+        cpu_costs=None
+        if read.values["cpu_costs"] is None
+        else _costs(read.part("cpu_costs", {field.name for field in fields(CpuCosts)})),
         gpus=tuple(map(_gpu, read.parts("gpus", {field.name for field in fields(Gpu)}))),
         versions={name: versions.text(name) for name in versions.values},
     )
@@ -174,6 +221,20 @@ def _figure(parent: Fields, key: str) -> Figure:
         raise SparkinferError(f"{read.name} has {len(quartiles)} quartiles, wanted three")
     low, median, high = quartiles
     return Figure(best=read.number("best"), quartiles=(low, median, high), rounds=rounds)
+
+
+def _costs(read: Fields) -> CpuCosts:
+    def table(key: str) -> dict[str, Figure]:
+        part = read.part(key)
+        return {name: _figure(part, name) for name in part.values}
+
+    return CpuCosts(
+        all_rows_gb_per_s=table("all_rows_gb_per_s"),
+        chosen_rows_gb_per_s=table("chosen_rows_gb_per_s"),
+        kv_gb_per_s=_figure(read, "kv_gb_per_s"),
+        layer_s=table("layer_s"),
+        token_s=_figure(read, "token_s"),
+    )
 
 
 def _gpu(read: Fields) -> Gpu:

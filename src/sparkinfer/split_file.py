@@ -9,16 +9,18 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
-from sparkinfer.budget import ITEMS, Items, plan_bytes
+from sparkinfer.budget import ITEMS, Items, plan_bytes_of_gpus
 from sparkinfer.errors import SparkinferError
+from sparkinfer.files import sha256_of
 from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
 from sparkinfer.model_file import ModelFile
 from sparkinfer.typed import Fields
 
-VERSION = 1
+VERSION = 2
 ARCHITECTURE = "sparkinfer-split"
 PlanMode = Literal["exact", "predicted"]
 _PREFIX = "sparkinfer.split."
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,16 @@ class Split:
     objective_s: float  # predicted seconds a token
     bound_s: float  # no plan is faster than this
     solve_s: float
+    # The GPU of each layer, and last that of the head: never falling; () where there is one GPU.
+    home: tuple[int, ...] = ()
+    gpu_budget_bytes: tuple[int, ...] = ()  # of each GPU; () where there is one
+    host_budget_bytes: int = 0  # 0: not limited
+    profile_sha256: str = UNKNOWN  # of the files that it was made from
+    machine_sha256: str = UNKNOWN
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return self.gpu_budget_bytes or (self.vram_budget_bytes,)
 
     @property
     def gap(self) -> float:
@@ -79,6 +91,11 @@ class Split:
                 objective_s=read.number("objective_s", above=0),
                 bound_s=read.number("bound_s", least=0),
                 solve_s=read.number("solve_s", least=0),
+                home=tuple(read.counts("home")) if "home" in read.values else (),
+                gpu_budget_bytes=_sizes(read) if "home" in read.values else (),
+                host_budget_bytes=read.count("host_budget_bytes"),
+                profile_sha256=read.text("profile_sha256"),
+                machine_sha256=read.text("machine_sha256"),
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
@@ -94,6 +111,9 @@ class Split:
             keys[_PREFIX + name] = to_value(getattr(self, name))
         keys[_PREFIX + "dense_on_gpu"] = [int(flag) for flag in self.dense_on_gpu]
         keys[_PREFIX + "hot_count"] = [len(ids) for ids in self.hot]
+        if self.home:
+            keys[_PREFIX + "home"] = list(self.home)
+            keys[_PREFIX + "gpu_budget_bytes"] = [str(n) for n in self.gpu_budget_bytes]
         for side in ("gpu_bytes", "cpu_bytes"):
             for item, count in getattr(self, side).items():
                 keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)
@@ -113,11 +133,56 @@ class Split:
         for layer, ids in enumerate(self.hot):
             if ids.dtype != np.int32 or ids.ndim != 1 or len(np.unique(ids)) != len(ids):
                 raise SparkinferError(f"layer {layer}: neuron ids must be distinct int32")
-        used = sum(self.gpu_bytes.values())
+        used, held = sum(self.gpu_bytes.values()), sum(self.cpu_bytes.values())
         if used > self.vram_budget_bytes:
             raise SparkinferError(f"{used:,} bytes for a budget of {self.vram_budget_bytes:,}")
+        if self.host_budget_bytes and held > self.host_budget_bytes:
+            raise SparkinferError(
+                f"{held:,} bytes of main memory for a budget of {self.host_budget_bytes:,}"
+            )
+        self._validate_gpus()
         if not 0 <= self.bound_s <= self.objective_s * (1 + 1e-9):
             raise SparkinferError(f"bound {self.bound_s} above objective {self.objective_s}")
+
+    def _validate_gpus(self) -> None:
+        """Raises SparkinferError unless homes never fall and every one of them has a budget."""
+        if not self.home:
+            return
+        is_rising = list(self.home) == sorted(self.home) and self.home[0] >= 0
+        if len(self.home) != len(self.hot) + 1 or not is_rising:
+            raise SparkinferError(
+                f"homes {list(self.home)}, wanted one a layer and one of the head, never falling"
+            )
+        budgets = self.gpu_budget_bytes
+        if self.home[-1] >= len(budgets) or sum(budgets) != self.vram_budget_bytes:
+            raise SparkinferError(
+                f"budgets {list(budgets)} for homes up to {self.home[-1]} and"
+                f" {self.vram_budget_bytes:,} bytes in all"
+            )
+
+    def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
+        """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the
+        workspace is taken from the plan."""
+        return plan_bytes_of_gpus(
+            model,
+            context_length=self.context_length,
+            num_hot=[len(ids) for ids in self.hot],
+            dense_on_gpu=self.dense_on_gpu,
+            head_on_gpu=self.head_on_gpu,
+            workspace=self.cpu_bytes["workspace"],
+            home=self.home,
+        )
+
+    def check_files(self, plan: Path, *, profile: Path, machine: Path | None = None) -> None:
+        """Raises SparkinferError where a file is not the one that the plan was made from."""
+        files = [("profile", profile, self.profile_sha256)]
+        files += [("machine file", machine, self.machine_sha256)] if machine else []
+        for what, path, known in files:
+            if known != UNKNOWN and sha256_of(path) != known:
+                raise SparkinferError(
+                    f"{plan}: was made from another {what} than {path}, or it has changed since;"
+                    " run sparkinfer solve again"
+                )
 
     def check_against(self, model: ModelFile, path: Path) -> None:
         """Raises SparkinferError where the plan is of another model or its bytes are wrong."""
@@ -130,13 +195,14 @@ class Split:
         ids = np.concatenate(self.hot)
         if len(self.hot) != model.shape.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
             raise SparkinferError(f"{path}: names layers or neurons that {model.path} has not")
-        gpu, cpu = plan_bytes(
-            model,
-            context_length=self.context_length,
-            num_hot=[len(ids) for ids in self.hot],
-            dense_on_gpu=self.dense_on_gpu,
-            head_on_gpu=self.head_on_gpu,
-        )
+        gpus, cpu = self.items_of_gpus(model)
+        for number, (items, limit) in enumerate(zip(gpus, self.budgets, strict=False)):
+            if sum(items.values()) > limit:
+                raise SparkinferError(
+                    f"{path}: {sum(items.values()):,} bytes on GPU {number} for a budget of"
+                    f" {limit:,}; run sparkinfer solve on this file"
+                )
+        gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
         if (gpu, cpu) != (self.gpu_bytes, self.cpu_bytes):
             wrong = next(
                 i for i in ITEMS if (gpu[i], cpu[i]) != (self.gpu_bytes[i], self.cpu_bytes[i])
@@ -157,4 +223,17 @@ _SCALARS = {
     "objective_s": np.float64,
     "bound_s": np.float64,
     "solve_s": np.float64,
+    "host_budget_bytes": np.uint64,
+    "profile_sha256": str,
+    "machine_sha256": str,
 }
+
+
+def _sizes(read: Fields) -> tuple[int, ...]:
+    """The GPUs' budgets: decimal texts, since GGUF's lists of numbers are read as int32."""
+    found = []
+    for text in read.items("gpu_budget_bytes"):
+        if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20):
+            raise SparkinferError(f"gpu_budget_bytes has {repr(text)[:60]}, wanted decimal numbers")
+        found.append(int(text))
+    return tuple(found)

@@ -86,7 +86,7 @@ def profile(
         raise click.UsageError("one model at a time; text goes behind --corpus")
     from sparkinfer.profile.collect import profile as run
     from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig
-    from sparkinfer.profile.plots import draw, load_pyplot
+    from sparkinfer.profile.plots import draw
     from sparkinfer.profile.predictor_options import PredictorOptions
     from sparkinfer.profile.ranks import rank_here
     from sparkinfer.profile.selection import Target
@@ -100,8 +100,6 @@ def profile(
     config = ProfileConfig(
         model=files[0], output=output, force=force, predictors=predictors, **options
     )
-    if plots:
-        load_pyplot()  # or an error, before the work
     is_first = rank_here() == 0
     total = config.max_tokens or DEFAULT_TOKENS
     with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:

@@ -101,6 +101,7 @@ def _export_plan(config: ExportConfig) -> ExportReport:
     check_output(config.output, force=config.force, inputs=(config.source, config.profile))
     split, profile = Split.load(config.source), Profile.load(config.profile)
     check_belongs(split, config.source, profile, config.profile)
+    split.check_files(config.source, profile=config.profile)
     num_neurons = profile.active_count_LF.shape[1]
     notes = []
     if split.mode == "exact":

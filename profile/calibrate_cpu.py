@@ -1,0 +1,185 @@
+"""Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
+
+Rows of every type are read by the runtime's own matrix products (`runtime.matrix`), all of them in
+turn and chosen ones as a sparse layer reads them: a tenth, ascending, half by products and half by
+the weighted sum of the down projection. The cache is read by the runtime's own attention to one
+token. What a layer and a token take beside their bytes is the time of decode steps of two small
+models, of FEW and MANY layers, through the engine: their difference is the layers'. Small means
+that all weights together stay in a cache.
+
+So where the runtime's kernels change, these figures change with them. What this module does not
+know: real models. Letters: N rows, D row width, A chosen rows, C cached tokens, K key-value heads,
+W head width."""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
+from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.machine_file import CpuCosts, Figure
+from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
+from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
+from sparkinfer.runtime.attention import LayerCache, attend
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.split_file import PlanMode
+
+ROW_VALUES = 4096
+CHOSEN_SHARE = 0.1
+FEW, MANY = 2, 10
+STEPS = 20
+CONTEXT = 64
+CACHE = (4096, 8, 128)  # C, K, W: 8 MiB of keys and as much of values, in f16
+# Bytes of 32 values, in the memory of another type: bits do not matter to the speed, denormals do.
+BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def measure_costs(
+    buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
+) -> CpuCosts:
+    """With all threads that the runtime uses; matrices of `buffer_bytes`."""
+    probes = [p for kind in KINDS for p in _row_probes(kind, buffer_bytes)]
+    engines = {
+        (mode, n): _small_engine(n, has_predictors=mode == "predicted")
+        for mode in ("exact", "predicted")
+        for n in (FEW, MANY)
+    }
+    probes += [_step_probe(mode, n, engine) for (mode, n), engine in engines.items()]
+    probes.append(_cache_probe())
+    found = run_rounds(probes, time_limit_s, on_probe)
+    few, many = (found[f"exact step, {n} layers"] for n in (FEW, MANY))
+    layer_s = {
+        mode: _difference(found[f"{mode} step, {MANY} layers"], found[f"{mode} step, {FEW} layers"])
+        for mode in ("exact", "predicted")
+    }
+    return CpuCosts(
+        all_rows_gb_per_s={kind: found[f"{kind}, all rows"] for kind in KINDS},
+        chosen_rows_gb_per_s={kind: found[f"{kind}, chosen rows"] for kind in KINDS},
+        kv_gb_per_s=found["cache"],
+        layer_s=layer_s,
+        token_s=_rest(few, layer_s["exact"]),
+    )
+
+
+def _difference(many: Figure, few: Figure) -> Figure:
+    """Seconds of one layer of the MANY - FEW that only one of the models has; never 0."""
+    count = MANY - FEW
+    best = max(1e-7, (many.best - few.best) / count)
+    assert many.quartiles is not None and few.quartiles is not None
+    values = [(m - f) / count for m, f in zip(many.quartiles, few.quartiles, strict=True)]
+    low, median, high = sorted(max(1e-7, value) for value in values)
+    return Figure(best=best, quartiles=(low, median, high), rounds=many.rounds)
+
+
+def _rest(few: Figure, layer: Figure) -> Figure:
+    """Seconds of a step of FEW layers without them."""
+    assert few.quartiles is not None and layer.quartiles is not None
+    best = max(1e-7, few.best - FEW * layer.best)
+    values = [max(1e-7, f - FEW * layer.quartiles[1]) for f in few.quartiles]
+    low, median, high = sorted(values)
+    return Figure(best=best, quartiles=(low, median, high), rounds=few.rounds)
+
+
+def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
+    """Of one type: all rows times a vector; a tenth of them, and the weighted sum of a tenth.
+
+    Each timing takes the next tenth of each kind: no cache has kept it from the one before."""
+    matrix, x_D = _matrix(kind, num_bytes), torch.ones(ROW_VALUES)
+    step = round(1 / CHOSEN_SHARE)
+    order_N = torch.rand(matrix.num_rows, generator=torch.Generator().manual_seed(0)).argsort()
+    pieces = [piece.sort().values.to(torch.int32) for piece in order_N.chunk(2 * step)]
+    weight_A = torch.ones(len(pieces[0]))
+    turn = itertools.count()
+
+    def chosen() -> float:
+        first, second = (pieces[next(turn) % len(pieces)] for _ in range(2))
+        began = time.perf_counter()
+        matrix.dot(x_D, first)
+        matrix.combine(weight_A[: len(second)], second)
+        return time.perf_counter() - began
+
+    return [
+        Probe(
+            name=f"{kind}, all rows",
+            seconds=lambda: seconds_of(lambda: matrix.dot(x_D)),
+            num_bytes=matrix.num_bytes,
+        ),
+        Probe(
+            name=f"{kind}, chosen rows",
+            seconds=chosen,
+            num_bytes=2 * len(pieces[0]) * matrix.row_bytes,
+        ),
+    ]
+
+
+def _matrix(kind: str, num_bytes: int) -> Matrix:
+    """Ones, or blocks with a scale of one."""
+    if kind in FLOATS:
+        dtype = FLOATS[kind]
+        data = torch.ones(num_bytes // (dtype.itemsize * ROW_VALUES), ROW_VALUES, dtype=dtype)
+    else:
+        row_bytes = ROW_VALUES // 32 * BLOCK_BYTES[kind]
+        data = torch.ones(num_bytes // row_bytes, row_bytes, dtype=torch.uint8)
+        data.view(-1, BLOCK_BYTES[kind])[:, 1] = 0x3C
+    return Matrix(data=data, kind=kind, width=ROW_VALUES)
+
+
+def _cache_probe() -> Probe:
+    """One token that attends to a whole cache, as a decode step does."""
+    cache = LayerCache(*(torch.ones(CACHE, dtype=torch.float16) for _ in range(2)))
+    one = torch.ones(1, *CACHE[1:])
+    query_THW = torch.ones(1, 4 * CACHE[1], CACHE[2])
+
+    def run() -> Tensor:
+        keys, values = cache.append(CACHE[0] - 1, one, one)
+        return attend(query_THW, keys, values)
+
+    num_bytes = cache.key_CKW.nbytes + cache.value_CKW.nbytes
+    return Probe(name="cache", seconds=lambda: seconds_of(run), num_bytes=num_bytes)
+
+
+def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
+    """One decode step of a small model, with what the engine does round it."""
+
+    def seconds() -> float:
+        engine.decode_seconds(steps=2)
+        return engine.decode_seconds(steps=STEPS) / STEPS
+
+    return Probe(name=f"{mode} step, {num_layers} layers", seconds=seconds)
+
+
+def _small_engine(num_layers: int, *, has_predictors: bool) -> Engine:
+    """Random weights in f32 at a width of 64, and as many neurons as a real layer may have."""
+    shape = ModelShape(
+        num_layers=num_layers, width=64, num_neurons=2048, num_heads=8, num_kv_heads=2,
+        head_width=8, vocab_size=512, context_length=CONTEXT, norm_epsilon=1e-5,
+    )  # fmt: skip
+    graph, rank = ARCHITECTURES["llama"], 8 if has_predictors else None
+    shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
+    for layer in range(num_layers):
+        in_layer = layer_shapes(graph, shape, "sparse", rank)
+        shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+    random = np.random.default_rng(0)
+    zeros = (0.0,) * num_layers
+    info = PredictorInfo(kind="linear", rank_L=(8,) * num_layers, threshold_L=zeros)
+    model = ModelFile(
+        path=Path("calibrate.gguf"), layout="sparse", model_id="0" * 64, shape=shape,
+        activation="relu", threshold_L=zeros, predictor=info if has_predictors else None,
+        tensors={name: _random_entry(dims, random) for name, dims in shapes.items()},
+        extra_keys={},
+    )  # fmt: skip
+    mode: PlanMode = "predicted" if has_predictors else "exact"
+    return Engine.of(model, mode=mode, device="cpu")
+
+
+def _random_entry(dims: tuple[int, ...], random: np.random.Generator) -> TensorEntry:
+    if len(dims) == 1:
+        return array_entry(np.ones(dims), "f32")
+    return array_entry(random.standard_normal(dims) / np.sqrt(dims[-1]), "f32")

@@ -1,0 +1,122 @@
+"""What to make of a plan: what it could reach at most, what others would reach, what would help.
+
+    limit         the bytes that the plan's step touches on either side, over the bandwidth of that
+                  side, both at once, and no fixed cost: max(GPU bytes / B_g, CPU bytes / B_c)
+    layer split   llama.cpp's: whole layers on the GPU, as many as fit with their share of the
+                  cache, the head after the last; every weight is read for every token:
+                  GPU bytes / B_g + CPU bytes / B_c, with no cost for launches or copies
+    fits from     the budget that holds everything
+    helps from    below it no placement is more than WORTH_IT faster than the CPU alone, by the
+                  bound at single prices (`lagrangian`), which is never too high
+
+B_c is the fastest that any loop of this machine reads memory, so both times are the shortest that
+can be thought of. What this module does not know: how it is printed.
+
+Letters: L layers, K GPUs, P prices, B budgets."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkinfer.budget import embedding_bytes, head_bytes, kv_bytes_per_layer, layer_bytes
+from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.lagrangian import first_prices, priced_layers
+from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
+from sparkinfer.solver.problem import Problem, on_one_device, placement_seconds
+
+WORTH_IT = 0.01
+NUM_BUDGETS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Seconds a token and bytes; `helps_from_bytes` is None where nothing on a GPU helps."""
+
+    cpu_only_s: float
+    limit_s: float
+    layer_split_s: float
+    layer_split_layers: int  # of them on the GPUs
+    fits_from_bytes: int
+    helps_from_bytes: int | None
+
+
+def advise(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> Advice:
+    problem = pipeline.model
+    split_s, num_layers = layer_split_seconds(inputs)
+    return Advice(
+        cpu_only_s=placement_seconds(problem, on_one_device(problem, gpu=False)),
+        limit_s=limit_seconds(inputs, pipeline, plan),
+        layer_split_s=split_s,
+        layer_split_layers=num_layers,
+        fits_from_bytes=problem.placeable_bytes + problem.workspace_bytes,
+        helps_from_bytes=helps_from(problem),
+    )
+
+
+def best_cpu_rate(inputs: Inputs) -> float:
+    """Bytes a second, by whatever loop is fastest."""
+    machine = inputs.machine
+    rates = [f.best for f in machine.cpu_sum_gb_per_s.values()]
+    rates += [f.best for f in machine.costs.all_rows_gb_per_s.values()]
+    return 1e9 * max([machine.best_cpu_bandwidth_gb_per_s, *rates])
+
+
+def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> float:
+    """The GPUs take their turns, one after the other; the CPU works beside all of them."""
+    model, placement = inputs.model, plan.placement
+    kv = kv_bytes_per_layer(model, inputs.context_length) / 2
+    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    is_predicted = inputs.mode == "predicted"
+    dense_L = np.array([s.attention + kv + s.predictor * is_predicted for s in sizes])
+    touched_LF, head = pipeline.model.touched_LF, head_bytes(model)
+    hot_L = (touched_LF * placement.hot_LF).sum(axis=1)
+    gpu_s = 0.0
+    for gpu, problem in enumerate(pipeline.problems):
+        is_home_L = plan.home_I[:-1] == gpu
+        touched = hot_L[is_home_L].sum() + dense_L[is_home_L & placement.dense_L].sum()
+        touched += head * bool(placement.head and plan.home_I[-1] == gpu)
+        gpu_s += touched * problem.gpu_s_per_byte
+    cold = (touched_LF.sum(axis=1) - hot_L).sum() + dense_L[~placement.dense_L].sum()
+    cold += head * (not placement.head)
+    return max(gpu_s, float(cold) / best_cpu_rate(inputs))
+
+
+def layer_split_seconds(inputs: Inputs) -> tuple[float, int]:
+    """(seconds, layers on GPUs) of llama.cpp's split, dense, at the same budgets."""
+    model = inputs.model
+    kv = kv_bytes_per_layer(model, inputs.context_length)
+    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    weights = [s.attention + s.neuron * model.shape.num_neurons for s in sizes]
+    items = [(size, kv) for size in weights] + [(head_bytes(model), 0)]
+    total_s, done = 0.0, 0
+    for gpu, budget in zip(inputs.gpus, inputs.budgets, strict=True):
+        room, rate = budget - inputs.workspace, 1e9 * gpu.bandwidth_gb_per_s.best
+        while done < len(items) and sum(items[done]) <= room:
+            size, cache = items[done]
+            room -= size + cache
+            total_s += (size + cache / 2) / rate
+            done += 1
+    rest = sum(size + cache / 2 for size, cache in items[done:])
+    return total_s + rest / best_cpu_rate(inputs), min(done, len(sizes))
+
+
+def helps_from(problem: Problem) -> int | None:
+    """The smallest budget at which a placement may be WORTH_IT faster than the CPU alone."""
+    cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
+    price_P = first_prices(problem)
+    cost_2PL, _ = priced_layers(problem, price_P)
+    on_PL = cost_2PL[1] + problem.dense_gpu_s_L + price_P[:, None] * problem.dense_bytes_L
+    least_P = np.minimum(cost_2PL[0] + problem.dense_cpu_s_L, on_PL).sum(axis=1)
+    head_gpu_P = problem.head_gpu_s + price_P * problem.head_bytes
+    least_P += np.minimum(problem.head_cpu_s, head_gpu_P)
+    most = problem.placeable_bytes + problem.workspace_bytes
+    for budget in np.linspace(problem.minimum_bytes, most, NUM_BUDGETS).astype(np.int64):
+        bound_s = (least_P - price_P * (budget - problem.workspace_bytes)).max()
+        if bound_s < (1 - WORTH_IT) * cpu_only_s:
+            return int(budget)
+    return None
+
+
+def host_bytes(inputs: Inputs, pipeline: Pipeline) -> int:
+    """Main memory that the model takes with nothing on a GPU."""
+    return pipeline.model.placeable_bytes + embedding_bytes(inputs.model) + inputs.workspace

@@ -1,0 +1,85 @@
+"""Where each byte of a plan's GPU memory goes: a table of items, and one of layers.
+
+Read from the written plan and its model file, not from the solver's memory of them."""
+
+from dataclasses import dataclass
+
+from sparkinfer.budget import ITEMS, Items, kv_bytes_per_layer, layer_bytes
+from sparkinfer.model_file import ModelFile
+from sparkinfer.sizes import format_bytes
+from sparkinfer.solver.solve import SolveConfig
+from sparkinfer.split_file import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerUse:
+    """One layer's bytes on its GPU; a layer on the CPU alone has none."""
+
+    layer: int
+    gpu: int
+    dense_bytes: int  # attention, norms, predictor
+    kv_bytes: int
+    neuron_bytes: int
+    num_hot: int
+    num_neurons: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """`unused_bytes` are what a budget grants and the plan leaves."""
+
+    items_of_gpus: tuple[Items, ...]
+    unused_bytes: tuple[int, ...]
+    layers: tuple[LayerUse, ...]
+    lines: tuple[str, ...]
+
+
+def explain(config: SolveConfig) -> Explanation:
+    """Of the plan at the config's output."""
+    split, model = Split.load(config.output), ModelFile.load(config.model)
+    gpus, _ = split.items_of_gpus(model)
+    gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
+    unused = tuple(
+        limit - sum(items.values()) for items, limit in zip(gpus, split.budgets, strict=True)
+    )
+    layers = tuple(_layer_use(split, model, layer) for layer in range(len(split.hot)))
+    return Explanation(
+        items_of_gpus=tuple(gpus),
+        unused_bytes=unused,
+        layers=layers,
+        lines=(*_layer_lines(layers), *_unused_lines(unused, split)),
+    )
+
+
+def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
+    sizes, num_hot = layer_bytes(model, layer), len(split.hot[layer])
+    is_there = split.dense_on_gpu[layer]
+    return LayerUse(
+        layer=layer,
+        gpu=split.home[layer] if split.home else 0,
+        dense_bytes=(sizes.attention + sizes.predictor) * is_there,
+        kv_bytes=kv_bytes_per_layer(model, split.context_length) * is_there,
+        neuron_bytes=num_hot * sizes.neuron,
+        num_hot=num_hot,
+        num_neurons=model.shape.num_neurons,
+    )
+
+
+def _layer_lines(layers: tuple[LayerUse, ...]) -> list[str]:
+    """Layers of like use stand in one line."""
+    lines = ["  layer   GPU  attn, predictor         KV    neurons  hot"]
+    for use in layers:
+        sizes = [format_bytes(n) for n in (use.dense_bytes, use.kv_bytes, use.neuron_bytes)]
+        lines.append(
+            f"  {use.layer:5}   {use.gpu:3}  {sizes[0]:>15} {sizes[1]:>10} {sizes[2]:>10}"
+            f"  {use.num_hot:,} of {use.num_neurons:,}"
+        )
+    return lines
+
+
+def _unused_lines(unused: tuple[int, ...], split: Split) -> list[str]:
+    return [
+        f"  GPU {number}: {format_bytes(left)} of {format_bytes(limit)} left unused"
+        + (": more would not make the plan faster" if left > (64 << 20) else "")
+        for number, (left, limit) in enumerate(zip(unused, split.budgets, strict=True))
+    ]

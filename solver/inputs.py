@@ -1,0 +1,198 @@
+"""What one solve is made of: the files, checked to belong together, and the pipeline they give.
+
+What this module does not know: how a plan is found, or what is done with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from sparkinfer.budget import DEFAULT_CONTEXT, embedding_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.machine_file import Figure, Gpu, Machine
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile_file import Profile
+from sparkinfer.solver.pipeline import Pipeline
+from sparkinfer.solver.problem import build_problem
+from sparkinfer.split_file import PlanMode
+
+MIB = 1 << 20
+# Bytes that a pass takes beside weights and cache, of a model, a context and a mode.
+Workspace = Callable[[ModelFile, int, PlanMode], int]
+_NONE = Figure(best=1.0)
+# Stands for the GPU of a machine without one; with a budget of 0 its figures do not matter.
+NO_GPU = Gpu(
+    name="no GPU", source="none", memory_bytes=0, free_bytes=0, bandwidth_gb_per_s=_NONE,
+    host_to_device_gb_per_s=_NONE, host_to_device_pageable_gb_per_s=_NONE,
+    copy_latency_s=_NONE, launch_s=_NONE, round_trip_s=_NONE,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """`paths` are those of model, profile and machine file, for messages."""
+
+    model: ModelFile
+    profile: Profile
+    machine: Machine
+    paths: tuple[Path, Path, Path]
+    context_length: int
+    mode: PlanMode
+    workspace: int
+    budgets: tuple[int, ...]  # of each GPU used
+    host_budget: int
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return (self.machine.gpus or (NO_GPU,))[: len(self.budgets)]
+
+    def pipeline(self) -> Pipeline:
+        problems = tuple(
+            build_problem(
+                model=self.model,
+                profile=self.profile,
+                machine=self.machine,
+                vram_budget_bytes=budget,
+                context_length=self.context_length,
+                mode=self.mode,
+                gpu=gpu,
+                workspace=self.workspace,
+            )
+            for gpu, budget in zip(self.gpus, self.budgets, strict=True)
+        )
+        for_host = self.host_budget - embedding_bytes(self.model) - self.workspace
+        return Pipeline(
+            problems=problems, need_bytes=max(0, problems[0].placeable_bytes - for_host)
+        )
+
+    def with_budget(self, budget: int) -> "Inputs":
+        """The same with one GPU of this budget."""
+        return replace(self, budgets=(budget,))
+
+
+def load_inputs(
+    *,
+    model: Path,
+    profile: Path,
+    machine: Path,
+    budgets: tuple[int, ...],
+    host_budget: int | None,
+    context_length: int | None,
+    mode: PlanMode | None,
+    workspace: Workspace,
+) -> Inputs:
+    """Raises SparkinferError for files that do not belong together or lack what is asked for."""
+    files = (ModelFile.load(model), Profile.load(profile), Machine.load(machine))
+    inputs = Inputs(
+        model=files[0],
+        profile=files[1],
+        machine=files[2],
+        paths=(model, profile, machine),
+        context_length=context_length or min(files[0].shape.context_length, DEFAULT_CONTEXT),
+        mode=mode or ("exact" if files[0].predictor is None else "predicted"),
+        workspace=0,
+        budgets=budgets,
+        host_budget=files[2].memory_bytes if host_budget is None else host_budget,
+    )
+    _check_profile(inputs)
+    _check_machine(inputs)
+    return replace(inputs, workspace=workspace(inputs.model, inputs.context_length, inputs.mode))
+
+
+def _check_profile(inputs: Inputs) -> None:
+    """Raises SparkinferError where it is of another model, or the model lacks what is asked."""
+    model, profile = inputs.model, inputs.profile
+    model_path, profile_path, _ = inputs.paths
+    if profile.model_id != model.model_id:
+        raise SparkinferError(
+            f"{profile_path}: made from model {profile.model_id[:12]}, but {model_path} is"
+            f" {model.model_id[:12]}; run sparkinfer profile on this model"
+        )
+    wanted = (model.shape.num_layers, model.shape.num_neurons)
+    if profile.active_count_LF.shape != wanted:
+        raise SparkinferError(
+            f"{profile_path}: counts {list(profile.active_count_LF.shape)} layers and neurons,"
+            f" {model_path} has {list(wanted)}; run sparkinfer profile on this model"
+        )
+    if 0 in wanted:
+        raise SparkinferError(
+            f"{model_path}: {wanted[0]} layers of {wanted[1]} neurons; there is nothing to place"
+        )
+    if inputs.mode == "predicted" and model.predictor is None:
+        raise SparkinferError(
+            f"{model_path}: no predictors, which mode 'predicted' needs; use mode 'exact', or"
+            " add predictors with sparkinfer convert --predictors"
+        )
+    if inputs.context_length > model.shape.context_length:
+        raise SparkinferError(
+            f"a context of {inputs.context_length} tokens; {model_path} was made for"
+            f" {model.shape.context_length}"
+        )
+
+
+def _check_machine(inputs: Inputs) -> None:
+    """Raises SparkinferError for more budgets than GPUs, unless all of them are 0."""
+    num_gpus, path = len(inputs.machine.gpus), inputs.paths[2]
+    if inputs.machine.cpu_costs is None:
+        raise SparkinferError(
+            f"{path}: the figures of a card alone; sparkinfer calibrate --gpu-from {path}"
+            " measures this machine and takes the card from it"
+        )
+    if len(inputs.budgets) > max(1, num_gpus):
+        raise SparkinferError(
+            f"{path}: {num_gpus} GPUs for {len(inputs.budgets)} budgets; give one a GPU"
+        )
+    if not num_gpus and any(inputs.budgets):
+        raise SparkinferError(
+            f"{path}: no GPU; a plan needs the figures of one: sparkinfer calibrate"
+            " --gpu-from FILE takes them from a file for another card, and --vram-budget 0 plans"
+            " for the CPU alone"
+        )
+
+
+def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
+    """Raises SparkinferError where no plan can fit, naming the smallest budget that works."""
+    for number, problem in enumerate(pipeline.problems):
+        minimum, budget = problem.minimum_bytes, problem.budget_bytes
+        if 0 < budget < minimum and pipeline.num_gpus == 1 and not pipeline.need_bytes:
+            raise SparkinferError(
+                f"a budget of {budget:,} bytes holds nothing: the smallest that works is"
+                f" {minimum:,} bytes ({-(-minimum // MIB):,} MiB), of which"
+                f" {problem.workspace_bytes:,} are workspace; 0 gives a plan for the CPU alone"
+            )
+        if 0 < budget < minimum:
+            raise SparkinferError(
+                f"GPU {number}: a budget of {budget:,} bytes holds nothing: the smallest that"
+                f" works is {minimum:,} bytes; leave the GPU out or give it more"
+            )
+    if pipeline.room_bytes < pipeline.need_bytes:
+        raise too_small(inputs, pipeline)
+
+
+def least_held(pipeline: Pipeline) -> int:
+    """The least bytes that are at least `need_bytes`, of whole blocks and whole neurons."""
+    model, need = pipeline.model, pipeline.need_bytes
+    dense = np.concatenate([[0], np.cumsum(np.sort(model.dense_bytes_L))])
+    neuron, most = int(model.neuron_bytes_L.min()), model.num_layers * model.num_neurons
+    found = [pipeline.model.placeable_bytes]
+    for blocks in (*dense.tolist(), *(dense + model.head_bytes).tolist()):
+        count = max(0, -(-(need - blocks) // neuron))
+        count = max(count, int(model.min_hot_L.min())) if count else 0
+        found += [blocks + count * neuron] if count <= most else []
+    return min(found)
+
+
+def too_small(inputs: Inputs, pipeline: Pipeline) -> SparkinferError:
+    """All memories together are too small: the refusal with what either of them would have to be."""
+    missing = pipeline.need_bytes - pipeline.room_bytes
+    host = inputs.host_budget + max(0, missing)
+    used = [p for p in pipeline.problems if p.budget_bytes > 0] or [pipeline.problems[0]]
+    vram = least_held(pipeline) + sum(p.workspace_bytes for p in used)
+    given = sum(p.budget_bytes for p in used)
+    return SparkinferError(
+        f"{inputs.paths[0]}: does not fit into {given:,} bytes of GPU memory and"
+        f" {inputs.host_budget:,} of main memory; the smallest that works is {vram:,} bytes"
+        f" ({-(-vram // MIB):,} MiB) of GPU memory, or {host:,} ({-(-host // MIB):,} MiB) of main"
+        " memory"
+    )

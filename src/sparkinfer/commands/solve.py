@@ -1,0 +1,142 @@
+"""`sparkinfer solve`: a plan, what its memory goes to, the curve over budgets, and their pictures.
+
+The runtime is asked here how much memory a pass takes, since the solver knows only files. What
+this module does not know: how a plan is found."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.budget import ITEMS
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import check_output
+from sparkinfer.sizes import format_bytes, parse_bytes
+from sparkinfer.solver.explain import explain
+from sparkinfer.solver.solve import SolveConfig, SolveReport, check, solve
+from sparkinfer.solver.sweep import Sweep, sweep
+
+Say = Callable[[str], None]
+MEANINGS = {
+    "attention": "attention and norms",
+    "predictor": "predictors",
+    "kv_cache": "keys and values",
+    "head": "output head",
+    "embedding": "embedding",
+    "neurons": "neurons",
+    "workspace": "workspace",
+}
+
+
+def run_solve(
+    config: SolveConfig, *, explained: bool, heat_map: Path | None
+) -> tuple[Any, list[str]]:
+    """(report as JSON may have it, lines for people) of a plan, which is written."""
+    from sparkinfer.runtime.workspace import measure_workspace
+
+    if heat_map is not None:
+        check_output(heat_map, force=config.force, inputs=(config.output,))
+    report = solve(config, measure_workspace)
+    content, lines = asdict(report), [f"note: {note}" for note in report.notes]
+    lines += _gpu_lines(report)
+    if explained:
+        explanation = explain(config)
+        content["explanation"] = asdict(explanation)
+        lines += explanation.lines
+    if heat_map is not None:
+        from sparkinfer.solver.plots import plot_heat_map
+
+        plot_heat_map(config, heat_map)
+        lines.append(f"wrote {heat_map}")
+    return content, lines + _speed_lines(report) + [_last_line(report)]
+
+
+def run_check(config: SolveConfig) -> tuple[Any, list[str]]:
+    """The same of a plan that exists: whether it is a right one for these files."""
+    split = check(config)
+    line = f"{config.output}: agrees with its files; {1 / split.objective_s:,.1f} tokens/s"
+    return {"plan": str(config.output), "is_valid": True, "gap": split.gap}, [line]
+
+
+def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
+    """The curve of predicted speed, as JSON at the output and as a picture beside it."""
+    from sparkinfer.runtime.workspace import measure_workspace
+    from sparkinfer.solver.plots import plot_sweep
+
+    first, last = parse_range(text)
+    picture = config.output.with_suffix(".png")
+    inputs = (config.model, config.profile, config.machine)
+    for path in (config.output, picture):
+        check_output(path, force=config.force, inputs=inputs)
+    found = sweep(config, first=first, last=last, num_budgets=num_budgets,
+                  workspace=measure_workspace)  # fmt: skip
+    found.save(config.output)
+    plot_sweep(found, picture)
+    return asdict(found), [*_sweep_lines(found), f"wrote {config.output} and {picture}"]
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """ "2GiB:24GiB" in bytes. Raises SparkinferError."""
+    parts = text.split(":")
+    if len(parts) != 2:
+        raise SparkinferError(f"{text!r} is not a range; wanted e.g. 2GiB:24GiB")
+    first, last = (parse_bytes(part) for part in parts)
+    if not first < last:
+        raise SparkinferError(f"{text!r}: wanted a smaller budget before a larger one")
+    return first, last
+
+
+def _gpu_lines(report: SolveReport) -> list[str]:
+    lines = []
+    for number, (items, budget) in enumerate(
+        zip(report.bytes_of_gpus, report.budgets, strict=False)
+    ):
+        for item in ITEMS:
+            if items[item]:
+                size = format_bytes(items[item])
+                lines.append(f"  GPU {number}  {MEANINGS[item]:20} {size:>11}")
+        used = sum(items.values())
+        if used:
+            lines.append(
+                f"  GPU {number}  {'in all':20} {format_bytes(used):>11} of {format_bytes(budget)}"
+            )
+    host = format_bytes(sum(report.cpu_bytes.values()))
+    return [*lines, f"  CPU    {'in all':20} {host:>11}"]
+
+
+def _speed_lines(report: SolveReport) -> list[str]:
+    advice = report.advice
+    rows = [
+        ("this plan", report.objective_s, f"proven within {report.gap:.2%} of the best"),
+        ("the CPU alone", advice.cpu_only_s, "the same model with nothing on a GPU"),
+        (
+            "llama.cpp's layer split",
+            advice.layer_split_s,
+            f"dense, at best; {advice.layer_split_layers} of {report.num_layers} layers on GPUs",
+        ),
+        ("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth, no waiting"),
+    ]
+    return [
+        f"  {name:24} {1 / seconds:>9,.1f} tokens/s  ({meaning})" for name, seconds, meaning in rows
+    ]
+
+
+def _last_line(report: SolveReport) -> str:
+    used, budget = sum(report.gpu_bytes.values()), sum(report.budgets)
+    return (
+        f"wrote {report.output}: {report.num_hot:,} of {report.num_neurons:,} neurons and"
+        f" {format_bytes(used)} of {format_bytes(budget)} on the GPU,"
+        f" {report.hot_traffic_share:.0%} of the feed-forward traffic;"
+        f" {report.tokens_per_s:,.1f} tokens/s predicted, {report.status},"
+        f" gap {report.gap:.2%}, {report.solve_s:.1f} s"
+    )
+
+
+def _sweep_lines(found: Sweep) -> list[str]:
+    lines = [f"  {'budget':>11} {'plan':>9} {'layer split':>12} {'limit':>9}   tokens/s"]
+    for point in found.points:
+        speeds = (point.objective_s, point.layer_split_s, point.limit_s)
+        plan, split, limit = (f"{1 / seconds:,.1f}" for seconds in speeds)
+        size = format_bytes(point.budget_bytes)
+        lines.append(f"  {size:>11} {plan:>9} {split:>12} {limit:>9}   gap {point.gap:.2%}")
+    return lines

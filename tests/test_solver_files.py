@@ -1,0 +1,157 @@
+"""The command's refusals, advice, curve and pictures."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import (
+    make_machine,
+    make_model,
+    make_profile,
+    make_shape,
+    power_law_frequencies,
+    shape_only,
+)
+
+from sparkinfer.cli import main
+from sparkinfer.commands.solve import parse_range
+from sparkinfer.errors import SparkinferError
+from sparkinfer.machine_file import Machine
+from sparkinfer.solver.advice import helps_from, layer_split_seconds
+from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.optimise import find_plan
+from sparkinfer.solver.plots import device_of_ranks
+from sparkinfer.solver.problem import build_problem
+from sparkinfer.split_file import Split
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = make_model(shape=make_shape(num_layers=3), kind="f16", predictor_rank=8)
+    model.save(tmp_path / "m.gguf")
+    make_profile(model).save(tmp_path / "p")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5).save(tmp_path / "c")
+    return tmp_path
+
+
+def arguments(folder, *more) -> list[str]:
+    files = ["solve", folder / "m.gguf", "--profile", folder / "p", "--machine", folder / "c"]
+    return [str(part) for part in (*files, *more)]
+
+
+def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
+    output = ("-o", folder / "plan")
+    budget = ("-vb", "700KiB", "--heat-map", folder / "plan.png", "--explain", "--json")
+    assert main(arguments(folder, *output, *budget)) == 0
+    report = json.loads(capsys.readouterr().out)
+    items = report["explanation"]["items_of_gpus"][0]
+    assert sum(items.values()) + report["explanation"]["unused_bytes"][0] == 700 << 10
+    by_layer = report["explanation"]["layers"]
+    assert sum(use["neuron_bytes"] for use in by_layer) == items["neurons"] > 0
+    assert sum(use["kv_bytes"] for use in by_layer) == items["kv_cache"]
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+    advice = report["advice"]
+    assert advice["limit_s"] <= report["objective_s"] <= advice["cpu_only_s"]
+    assert main(arguments(folder, *output, "--check")) == 0
+    make_machine(cpu_gb_per_s=0.006, gpu_gb_per_s=0.5).save(folder / "c")
+    capsys.readouterr()
+    assert main(arguments(folder, *output, "--check")) == 1
+    assert "another machine file" in capsys.readouterr().err
+
+
+def test_the_curve_over_budgets(folder, capsys):
+    curve = ("-o", folder / "curve.json", "--sweep", "200KiB:2MiB", "--sweep-points", "5", "--json")
+    assert main(arguments(folder, *curve)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "curve.json").read_text())["points"] == report["points"]
+    seconds = [point["objective_s"] for point in report["points"]]
+    assert len(seconds) == 5 and all(
+        a >= b * (1 - 1e-3) for a, b in zip(seconds, seconds[1:], strict=False)
+    )
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert all(point["used_bytes"] <= point["budget_bytes"] for point in report["points"])
+    for text in ("2GiB", "3GiB:2GiB", "1:2:3"):
+        with pytest.raises(SparkinferError):
+            parse_range(text)
+
+
+def test_absurd_inputs_are_refused(folder, capsys):
+    model = make_model(predictor_rank=8, predictor_density=float("nan"))
+    profile = make_profile(model)
+    with pytest.raises(SparkinferError, match="wanted shares from 0 to 1"):
+        build_problem(model=model, profile=profile, machine=make_machine(), vram_budget_bytes=0,
+                      context_length=8, mode="predicted")  # fmt: skip
+    counts = profile.active_count_LF.astype(np.float64)
+    counts[0, 0] = np.nan
+    with pytest.raises(SparkinferError, match="wanted int64"):
+        replace(profile, active_count_LF=counts).save(folder / "nan")
+    with pytest.raises(SparkinferError, match="wanted more than 0"):
+        make_machine(cpu_gb_per_s=0.0).save(folder / "zero")
+    content = json.loads((folder / "c").read_text())
+    content["cpu_costs"]["all_rows_gb_per_s"]["f16"]["best"] = 0
+    (folder / "zero").write_text(json.dumps(content))
+    with pytest.raises(SparkinferError, match="cpu rows of f16 is 0"):
+        Machine.load(folder / "zero")
+    del content["cpu_costs"]["all_rows_gb_per_s"]["f16"]
+    (folder / "c").write_text(json.dumps(content))
+    assert main(arguments(folder, "-o", folder / "plan", "-vb", "1MiB")) == 1
+    assert "no rate for matrices of f16" in capsys.readouterr().err
+    content["cpu_costs"] = None
+    (folder / "c").write_text(json.dumps(content))
+    assert main(arguments(folder, "-o", folder / "plan", "-vb", "1MiB")) == 1
+    assert "figures of a card alone" in capsys.readouterr().err
+    assert main(arguments(folder, "-o", folder / "plan")) == 2
+    assert not (folder / "plan").exists()
+
+
+def test_a_layer_in_which_nothing_fires_has_a_plan():
+    model = make_model(predictor_rank=8)
+    profile = make_profile(model, np.zeros((2, 96)))
+    problem = build_problem(model=model, profile=profile, machine=make_machine(),
+                            vram_budget_bytes=1 << 30, context_length=8, mode="predicted")  # fmt: skip
+    assert np.isfinite(problem.cpu_s_per_byte_L).all() and (problem.min_hot_L == 96).all()
+
+
+def inputs_of(budget: int) -> Inputs:
+    model = shape_only(make_shape(num_layers=4, width=256, num_neurons=1024, vocab_size=512))
+    profile = make_profile(model, power_law_frequencies(4, 1024))
+    return Inputs(
+        model=model, profile=profile, machine=make_machine(round_trip_s=1e-6, launch_s=1e-6),
+        paths=(model.path,) * 3, context_length=32, mode="exact", workspace=1000,
+        budgets=(budget,), host_budget=1 << 40,
+    )  # fmt: skip
+
+
+def test_below_the_budget_that_helps_nothing_does():
+    problem = inputs_of(0).pipeline().model
+    least = helps_from(problem)
+    nothing = find_plan(inputs_of(0).pipeline(), time_limit_s=5).objective_s
+    for share in (0.5, 0.9, 0.99):
+        answer = find_plan(inputs_of(int(share * least)).pipeline(), time_limit_s=5)
+        assert answer.objective_s > 0.99 * nothing * (1 - 1e-3)
+    assert find_plan(inputs_of(2 * least).pipeline(), time_limit_s=5).objective_s < 0.99 * nothing
+    slow = replace(problem, launch_s=1.0, round_trip_s=1.0, gpu_s_per_byte=1.0, head_gpu_s=9.0,
+                   dense_gpu_s_L=problem.dense_gpu_s_L + 9)  # fmt: skip
+    assert helps_from(slow) is None
+
+
+def test_the_layer_split_by_hand():
+    # Two of four layers fit with their caches: those at the GPU's 500 GB/s, the rest and the head
+    # at the CPU's 40. Per layer f16: attention 4 heads of 64 and 2 key-value heads.
+    layer = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 1024 * 256) + 4 * 2 * 256
+    kv, head = 2 * 32 * 2 * 64 * 2, 512 * 256 * 2 + 4 * 256
+    seconds, layers = layer_split_seconds(inputs_of(1000 + 2 * (layer + kv)))
+    assert layers == 2
+    each = layer + kv / 2
+    assert seconds == pytest.approx(2 * each / 500e9 + (2 * each + head) / 40e9)
+
+
+def test_the_heat_map_colours_what_the_plan_says(folder):
+    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 0
+    split = Split.load(folder / "plan")
+    profile = make_profile(make_model(shape=make_shape(num_layers=3), kind="f16"))
+    device_LR = device_of_ranks(split, profile)
+    for layer, ids in enumerate(split.hot):
+        order = np.argsort(-profile.active_count_LF[layer], kind="stable")
+        assert device_LR[layer].tolist() == np.isin(order, ids).astype(int).tolist()

@@ -1,0 +1,319 @@
+"""Several GPUs and a limit on main memory, against brute force and hand-solved cases."""
+
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from models import make_machine, make_model, make_profile, make_shape
+from test_solver import CLOSE, HIGHS, all_subsets, by_hand, layer_options
+
+from sparkinfer import budget
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.optimise import find_plan
+from sparkinfer.solver.pipeline import (
+    Pipeline,
+    held_bytes,
+    plan_is_feasible,
+    plan_seconds,
+)
+from sparkinfer.solver.solve import SolveConfig, check, find, solve, split_of
+from sparkinfer.solver.verify import verify
+from sparkinfer.split_file import Split
+
+CONTEXT = 8
+
+
+def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
+    """A random model, machine, budgets of each GPU, and for odd seeds a tight main memory."""
+    random = np.random.default_rng(1000 * num_gpus + seed)
+    num_layers = int(random.integers(1, 4))
+    num_neurons = int(random.integers(2, 6 if num_layers < 3 else 4))
+    shape = make_shape(
+        num_layers=num_layers,
+        width=32,
+        num_neurons=num_neurons,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=2,
+        vocab_size=int(random.integers(4, 30)),
+        context_length=CONTEXT,
+    )
+    model = make_model(shape=shape, kind=["f32", "f16"][seed % 2])
+    cpu = 4e-4 * random.uniform(0.5, 2)
+    one = make_machine(
+        cpu_gb_per_s=cpu,
+        chosen_share=random.choice([1.0, 0.7]),
+        layer_s=random.choice([1e-9, 2e-6]),
+    )
+    gpus = []
+    for _ in range(num_gpus):
+        other = make_machine(
+            gpu_gb_per_s=cpu * random.choice([0.7, 1.5, 3, 20]),
+            launch_s=random.choice([1e-9, 5e-7, 2e-6]),
+            round_trip_s=random.choice([1e-9, 1e-6, 4e-6]),
+        )
+        gpus.append(other.gpus[0])
+    profile = make_profile(model, random.beta(0.5, 1.0, (num_layers, num_neurons)))
+    workspace = 500
+    whole = budget.plan_bytes(
+        model, context_length=CONTEXT, num_hot=[num_neurons] * num_layers,
+        dense_on_gpu=[True] * num_layers, head_on_gpu=True, workspace=0,
+    )[0]  # fmt: skip
+    most = sum(whole.values())
+    budgets = tuple(workspace + int(random.uniform(0.05, 0.9) * most) for _ in range(num_gpus))
+    on_cpu = most + budget.embedding_bytes(model) + workspace
+    host = on_cpu - int(random.uniform(0.1, 0.7) * min(most, sum(budgets))) if seed % 2 else on_cpu
+    return Inputs(
+        model=model, profile=profile, machine=replace(one, gpus=tuple(gpus)),
+        paths=(tmp_path,) * 3, context_length=CONTEXT, mode="exact", workspace=workspace,
+        budgets=budgets, host_budget=host,
+    )  # fmt: skip
+
+
+def brute_force(inputs: Inputs) -> float:
+    """Least seconds over every row of homes and every placement; infinite where none fits."""
+    model, machine, num_gpus = inputs.model, inputs.machine, len(inputs.budgets)
+    num_layers, num_neurons = model.shape.num_layers, model.shape.num_neurons
+    subsets = list(all_subsets([(j,) for j in range(num_neurons)]))
+    options = {
+        (layer, gpu): layer_options(
+            model, inputs.profile, machine, inputs.mode, layer, subsets, gpu
+        )
+        for layer in range(num_layers)
+        for gpu in range(num_gpus)
+    }
+    head, costs = budget.head_bytes(model), machine.cpu_costs
+    head_cpu_s = head / (costs.all_rows_gb_per_s["f32"].best * 1e9)
+    everything = sum(
+        budget.layer_bytes(model, layer).attention
+        + budget.kv_bytes_per_layer(model, CONTEXT)
+        + num_neurons * budget.layer_bytes(model, layer).neuron
+        for layer in range(num_layers)
+    )
+    everything += head + budget.embedding_bytes(model) + inputs.workspace
+    best = np.inf
+    for home in combinations_with_replacement(range(num_gpus), num_layers + 1):
+        seconds = np.array([costs.token_s.best])
+        held_KN = [np.array([0]) for _ in range(num_gpus)]
+        items = [options[layer, home[layer]] for layer in range(num_layers)]
+        rate = machine.gpus[home[-1]].bandwidth_gb_per_s.best * 1e9
+        items.append(np.array([[0, head_cpu_s], [head, head / rate]]))
+        for gpu, item in zip(home, items, strict=True):
+            seconds = np.add.outer(seconds, item[:, 1]).ravel()
+            for k in range(num_gpus):
+                more = item[:, 0] if k == gpu else 0 * item[:, 0]
+                held_KN[k] = np.add.outer(held_KN[k], more).ravel()
+        fits = everything - sum(held_KN) <= inputs.host_budget
+        for held, limit in zip(held_KN, inputs.budgets, strict=True):
+            fits &= (held == 0) | (held + inputs.workspace <= limit)
+        best = min(best, seconds[fits].min(initial=np.inf))
+    return float(best)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+@pytest.mark.parametrize("seed", range(60))
+def test_agrees_with_brute_force(seed, num_gpus, tmp_path):
+    inputs = tiny_inputs(seed, num_gpus, tmp_path)
+    best, pipeline = brute_force(inputs), inputs.pipeline()
+    answer = find_plan(pipeline, time_limit_s=20)
+    if np.isinf(best):
+        assert answer is None
+        return
+    assert answer.objective_s == pytest.approx(best, rel=HIGHS)
+    assert answer.bound_s <= best * (1 + CLOSE)
+    assert plan_is_feasible(pipeline, answer.plan)
+    assert not any("disagree" in note for note in answer.notes)
+    assert answer.objective_s == plan_seconds(pipeline, answer.plan)
+    assert (pipeline.cuts()[1] <= best * (1 + CLOSE)).any()
+
+
+def test_three_gpus_agree_with_brute_force(tmp_path):
+    for seed in range(6):
+        inputs = tiny_inputs(seed, 3, tmp_path)
+        best, answer = brute_force(inputs), find_plan(inputs.pipeline(), time_limit_s=20)
+        assert (answer is None) == np.isinf(best)
+        assert answer is None or answer.objective_s == pytest.approx(best, rel=HIGHS)
+
+
+# --- hand-solved cases ---------------------------------------------------------------------------
+
+
+def two_layers(**changes):
+    """Two layers as in test_solver.by_hand, of neurons that touch 8, 4, 2, 1 and 4, 4, 4, 3."""
+    both = {
+        "order_LF": np.arange(4, dtype=np.int32)[None].repeat(2, 0),
+        "touched_LF": np.array([[8, 4, 2, 1], [4, 4, 4, 3]], np.float64),
+    }
+    for name in ("neuron_bytes_L", "dense_bytes_L", "min_hot_L", "dense_gpu_s_L", "dense_cpu_s_L",
+                 "cpu_s_per_byte_L"):  # fmt: skip
+        both[name] = np.repeat(getattr(by_hand([1]), name), 2)
+    return by_hand([1], **(both | changes))
+
+
+@pytest.mark.parametrize(
+    ("budgets", "seconds", "dense", "head", "home"),
+    [
+        # All on the CPU: two blocks of 20, neurons 15 and 15, the head 10.
+        ((0, 0), 80.0, [0, 0], False, None),
+        # Two neurons of layer 0 take max(12/4 + 1/2, 3 + 1/4) = 3.5 instead of 15, three of
+        # layer 1 the same: 50 bytes save 23. With them on the first, the second holds the head
+        # (100 bytes for 8) or one block more; blocks before the head's home could only be on the
+        # first: 23.5 + 23.5 + 2.
+        ((100, 100), 49.0, [0, 0], True, [0, 0, 1]),
+        # One block more on the first saves 15: 5 + 3.5, 23.5 and 2.
+        ((200, 100), 34.0, None, True, [0, 0, 1]),
+        # Homes never fall, so with the head on the second one layer's block has no room there.
+        # Without: block 0 on the first, 5 + 15 + 1/4 with its neurons on the CPU; block 1 and its
+        # neurons on the second, 5 + 3.5; head 10.
+        ((100, 200), 38.75, [1, 1], False, [0, 1]),
+        # The first GPU holds one neuron only: all five are better on the second, 23.5 twice.
+        ((10, 100), 57.0, [0, 0], False, [1, 1]),
+        # Block 0 and its hottest neuron, 5 + max(8/4 + 1/2, 7 + 1/4); block 1 and three, 8.5.
+        ((110, 130), 30.75, [1, 1], False, [0, 1]),
+    ],
+)
+def test_two_gpus_by_hand(budgets, seconds, dense, head, home):
+    problems = tuple(two_layers(budget_bytes=limit) for limit in budgets)
+    answer = find_plan(Pipeline(problems=problems, need_bytes=0), time_limit_s=5)
+    assert answer.objective_s == pytest.approx(seconds, rel=CLOSE)
+    assert dense is None or answer.placement.dense_L.astype(int).tolist() == dense
+    assert answer.placement.head == head
+    assert home is None or answer.plan.home_I.tolist()[: len(home)] == home
+    assert answer.bound_s <= answer.objective_s
+
+
+def test_main_memory_by_hand():
+    # One layer, two equal devices, no fixed costs: halves of 5 + 2 and 4 + 3 take 7 s, and the
+    # host then holds 20 bytes of neurons. With room for 10 there, three go: 4 stays, 10 s. Dense
+    # block and head stay in either case.
+    equal = {"gpu_s_per_byte": 1.0, "launch_s": 1e-9, "round_trip_s": 1e-9, "budget_bytes": 40}
+    problem = by_hand([5, 4, 3, 2], **equal)
+    for need, seconds in ((0, 37), (20, 37), (30, 39), (40, 44)):
+        pipeline = Pipeline(problems=(problem,), need_bytes=need)
+        answer = find_plan(pipeline, time_limit_s=5)
+        assert answer.objective_s == pytest.approx(seconds), need
+        assert sum(held_bytes(pipeline, answer.plan)) >= need
+        assert answer.bound_s <= seconds * (1 + CLOSE)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = make_model(shape=make_shape(num_layers=4), kind="f16", predictor_rank=8)
+    model.save(tmp_path / "m.gguf")
+    make_profile(model).save(tmp_path / "p")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, num_gpus=2).save(tmp_path / "c")
+    return tmp_path
+
+
+def config_of(folder, *budgets, **changes) -> SolveConfig:
+    return SolveConfig(
+        model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
+        output=folder / "plan", vram_budget_bytes=budgets, **changes,
+    )  # fmt: skip
+
+
+def room(folder, share: float) -> int:
+    """A budget of the workspace and a share of all else."""
+    model = ModelFile.load(folder / "m.gguf")
+    items, _ = budget.plan_bytes(
+        model, context_length=32, num_hot=[96] * 4, dense_on_gpu=[True] * 4, head_on_gpu=True
+    )
+    workspace = items["workspace"]
+    return workspace + int(share * (sum(items.values()) - workspace))
+
+
+def test_a_plan_for_two_gpus_is_written_and_checked(folder):
+    limits = (room(folder, 0.4), room(folder, 0.3))
+    report = solve(config_of(folder, *limits))
+    split = check(config_of(folder, *limits))
+    assert split == replace(split, home=tuple(sorted(split.home))) and set(split.home) == {0, 1}
+    used = [sum(items.values()) for items in report.bytes_of_gpus]
+    assert all(0.9 * limit < n <= limit for n, limit in zip(used, limits, strict=True))
+    assert report.gap < 1e-3 and report.advice.cpu_only_s > report.objective_s
+
+
+def test_verify_refuses_wrong_plans_for_two_gpus(folder):
+    solve(config_of(folder, room(folder, 0.4), room(folder, 0.3)))
+    split = Split.load(folder / "plan")
+    files = {"model": ModelFile.load(folder / "m.gguf")}
+    files["profile"] = make_profile(files["model"])
+    files["machine"] = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, num_gpus=2)
+    verify(split, **files)
+    first, second = split.gpu_budget_bytes
+    wrong = {
+        "falling homes": {"home": split.home[::-1]},
+        "one GPU for all": {"home": (0,) * 5},
+        "too few homes": {"home": split.home[1:]},
+        "a third GPU": {"home": (*split.home[:-1], 2)},
+        "budgets exchanged": {"gpu_budget_bytes": (second, first)},
+        "budgets that do not add up": {"gpu_budget_bytes": (first, second + 1)},
+        "main memory": {"host_budget_bytes": sum(split.cpu_bytes.values()) - 1},
+        "workspace": {"cpu_bytes": split.cpu_bytes | {"workspace": 1}},
+    }
+    for what, changes in wrong.items():
+        with pytest.raises(SparkinferError):
+            verify(replace(split, **changes), **files)
+            pytest.fail(f"accepted {what}")
+
+
+def test_changed_files_invalidate_a_plan(folder):
+    config = config_of(folder, room(folder, 0.5))
+    solve(config)
+    check(config)
+    model = ModelFile.load(folder / "m.gguf")
+    other_profile = make_profile(model, np.full((4, 96), 0.25))
+    changes = {
+        "p": (other_profile, "another profile"),
+        "c": (make_machine(cpu_gb_per_s=1.0), "another machine file"),
+        "m.gguf": (make_model(shape=make_shape(num_layers=4), seed=5), "made for model"),
+    }
+    for name, (other, words) in changes.items():
+        before = (folder / name).read_bytes()
+        other.save(folder / name)
+        with pytest.raises(SparkinferError, match=words):
+            check(config)
+        (folder / name).write_bytes(before)
+    check(config)
+
+
+def test_main_memory_that_is_too_small_names_what_works(folder):
+    on_cpu = sum(solve(config_of(folder, 0)).cpu_bytes.values())
+    with pytest.raises(SparkinferError, match="smallest that works is") as error:
+        solve(config_of(folder, 0, host_budget_bytes=on_cpu - 1000, force=True))
+    vram, host = (
+        int(text.split(" bytes")[0].split(" (")[0].replace(",", ""))
+        for text in str(error.value).split("works is ")[1].split(", or ")
+    )
+    assert host == on_cpu
+    solve(config_of(folder, 0, host_budget_bytes=host, force=True))
+    half = config_of(folder, room(folder, 0.6), host_budget_bytes=on_cpu - 1000, force=True)
+    assert sum(solve(half).cpu_bytes.values()) <= on_cpu - 1000
+    with pytest.raises(SparkinferError):
+        solve(config_of(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True))
+    assert solve(config_of(folder, vram, host_budget_bytes=on_cpu - 1000, force=True)).num_hot
+
+
+def test_without_a_gpu_there_is_a_plan_for_the_cpu(folder):
+    make_machine(num_gpus=0).save(folder / "c")
+    report = solve(config_of(folder, 0))
+    assert report.status == "cpu_only" and not sum(report.gpu_bytes.values())
+    check(config_of(folder, 0))
+    with pytest.raises(SparkinferError, match="no GPU"):
+        solve(config_of(folder, room(folder, 0.5), force=True))
+    with pytest.raises(SparkinferError, match="for 2 budgets"):
+        solve(config_of(folder, 0, 0, force=True))
+
+
+def test_find_and_split_of_agree_with_verify(tmp_path):
+    (tmp_path / "file").write_text("any")
+    for seed in range(0, 12, 2):
+        inputs = replace(tiny_inputs(seed, 2, tmp_path), paths=(tmp_path / "file",) * 3)
+        pipeline, answer = find(replace(inputs, host_budget=1 << 30), time_limit_s=5)
+        split = split_of(answer, pipeline, replace(inputs, host_budget=1 << 30), solve_s=0.0)
+        verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)

@@ -1,0 +1,122 @@
+"""What the runtime really allocates, against the bytes that a plan itemises."""
+
+import numpy as np
+import pytest
+import torch
+from models import make_machine, make_model, make_profile, make_shape
+from torch.profiler import ProfilerActivity, profile
+
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.workspace import measure_workspace, peak_bytes
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.split_file import Split
+
+CONTEXT = 256
+
+
+def test_peak_bytes_counts_what_is_alive_at_once():
+    def run():
+        first = torch.zeros(1000)  # 4,000 bytes
+        second = torch.zeros(500)  # 2,000 beside it
+        del first
+        third = torch.zeros(750)  # 3,000 beside the second
+        return float(second.sum() + third.sum())  # and 8 for the two sums and theirs
+
+    assert 6000 <= peak_bytes(run) <= 6064  # the allocator may round
+    assert peak_bytes(lambda: None) == 0
+
+
+@pytest.fixture(scope="module", params=["f16", "q8_0"])
+def planned(request, tmp_path_factory):
+    """(model file, plan) of a model most of whose bytes are weights and cache."""
+    folder = tmp_path_factory.mktemp("workspace")
+    shape = make_shape(
+        num_layers=8, width=512, num_neurons=1408, num_heads=8, num_kv_heads=8,
+        vocab_size=4000, context_length=CONTEXT,
+    )  # fmt: skip
+    model = make_model(shape=shape, kind=request.param, predictor_rank=32, predictor_density=0.2)
+    model.save(folder / "m.gguf")
+    make_profile(model).save(folder / "p")
+    make_machine(cpu_gb_per_s=5, round_trip_s=1e-6, launch_s=1e-6).save(folder / "c")
+    whole = sum(entry.num_bytes for entry in model.tensors.values())
+    config = SolveConfig(
+        model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
+        output=folder / "plan", vram_budget_bytes=int(0.75 * whole),
+    )  # fmt: skip
+    solve(config, measure_workspace)
+    return config.model, config.output
+
+
+def allocated(run) -> int:
+    """Bytes that torch took and still holds; what is mapped from a file is not among them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = run()
+    events = profiled.profiler.kineto_results.events()
+    del kept
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def storage_bytes(tensors) -> int:
+    """Of distinct blocks of memory."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
+                if t.numel()}.values())  # fmt: skip
+
+
+def test_hot_weights_and_cache_take_the_plans_bytes(planned):
+    """By the blocks that the tensors of the loaded engine really have, to the byte."""
+    model, path = planned
+    plan = Split.load(path)
+    with Engine.load(model, path, device="cpu") as engine:
+        hot, cache = [], {"gpu": [], "cpu": []}
+        for index, layer in enumerate(engine.layers):
+            side = "gpu" if plan.dense_on_gpu[index] else "cpu"
+            cache[side] += [layer.attention.cache.key_CKW, layer.attention.cache.value_CKW]
+            for block in layer.ffn.blocks:
+                is_hot = block.row_N is None and len(block.id_N) == len(plan.hot[index])
+                parts = (block.gate.weight, block.up.weight, block.down)
+                hot += [part.data for part in parts] if is_hot else []
+        owned = [t for t in hot if t.shape[0] < 1408]
+        whole = [t.nbytes for t in hot if t.shape[0] == 1408]  # all hot: rows of the file
+        assert storage_bytes(owned) + sum(whole) == plan.gpu_bytes["neurons"] > 0
+        for side, items in (("gpu", plan.gpu_bytes), ("cpu", plan.cpu_bytes)):
+            assert storage_bytes(cache[side]) == items["kv_cache"]
+        assert plan.gpu_bytes["kv_cache"] > 0 and any(len(t) for t in owned)
+
+
+def test_all_that_is_allocated_is_within_two_percent(planned):
+    """Weights, cache and the peak of a whole text, by torch's own account of its memory."""
+    model, path = planned
+    plan = Split.load(path)
+    engines = []
+    loaded = allocated(lambda: engines.append(Engine.load(model, path, device="cpu")))
+    (engine,) = engines
+    ids = np.arange(CONTEXT) % 4000
+    peak = peak_bytes(lambda: engine.hidden(ids))
+    logits = peak_bytes(lambda: engine._prefill(torch.as_tensor(ids[-128:])))
+    mapped = sum(
+        entry.num_bytes for name, entry in engine.model.tensors.items() if entry.shape[1:] != ()
+    )
+    hot = [
+        part.data
+        for layer in engine.layers
+        for block in layer.ffn.blocks
+        for part in (block.gate.weight, block.up.weight, block.down)
+        if block.row_N is None and not block.is_whole
+    ]
+    # Hot rows are copies that numpy made, of which torch does not tell. Cold neurons stay rows of
+    # the mapped matrices, whose hot rows nobody reads.
+    cold_and_dense = mapped - sum(data.nbytes for data in hot)
+    total = loaded + max(peak, logits) + cold_and_dense + storage_bytes(hot)
+    workspace = plan.cpu_bytes["workspace"]
+    planned_total = sum(plan.gpu_bytes.values()) + sum(plan.cpu_bytes.values())
+    planned_total -= workspace  # one device plays both roles, with one workspace
+    assert total == pytest.approx(planned_total, rel=0.02)
+    assert max(peak, logits) <= workspace
+
+
+def test_the_workspace_depends_on_the_shape(tmp_path):
+    found = {}
+    for context in (64, 2048):
+        model = make_model(shape=make_shape(context_length=context), kind="f16")
+        found[context] = measure_workspace(model, context, "exact")
+    assert found[2048] > found[64] > 0
