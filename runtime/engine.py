@@ -23,6 +23,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.feed_forward import Mode, Traffic
+from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Placement, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
@@ -133,6 +134,9 @@ class Engine:
             file, placement, mode, context_length, observers, traffic,
             lambda line: print(f"{file.path}: {line}", file=sys.stderr),
         )  # fmt: skip
+        if not library.is_available():
+            print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
+                  " times slower; run make build", file=sys.stderr)  # fmt: skip
         offset = file.predictor.input_layer_offset if file.predictor else 0
         decoder = Decoder.of(weights, offset, observers, traffic)
         return cls(
