@@ -97,23 +97,25 @@ inline float dot_blocks(int64_t n, const Add& add) {
     return sum(_mm256_add_ps(sum0, sum1));
 }
 
-inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed) {
+inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     const int16_t* x = values_of(packed);
     const float* x_scale = scales_of(packed, n);
     return dot_blocks(n, [=](Floats sum, int64_t b) {
         const uint8_t* block = row + b * 34;
+        __builtin_prefetch(next + b * 34);
         return add_products(sum, _mm256_cvtepi8_epi16(load_16_bytes(block + 2)),
                             _mm256_cvtepi8_epi16(load_16_bytes(block + 18)), x + b * BLOCK,
                             _mm256_setzero_si256(), block, x_scale + b);
     });
 }
 
-inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed) {
+inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     const int16_t* x = values_of(packed);
     const float* x_scale = scales_of(packed, n);
     const int32_t* correction = corrections_of(packed, n);
     return dot_blocks(n, [=](Floats sum, int64_t b) {
         const uint8_t* block = row + b * 18;
+        __builtin_prefetch(next + b * 18);
         const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(block + 2));
         const __m256i start = _mm256_inserti128_si256(
             _mm256_setzero_si256(), _mm_cvtsi32_si128(correction[b]), 0);

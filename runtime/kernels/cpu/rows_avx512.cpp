@@ -67,7 +67,7 @@ inline Floats add_products(Floats sum, __m512i products, Floats scale) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
 }
 
-inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed) {
+inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     const int16_t* x = values_of(packed);
     const float* x_scale = scales_of(packed, n);
     auto add = [=](Floats sum, int64_t b) {
@@ -78,7 +78,10 @@ inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed) {
     };
     Floats sum0 = zero(), sum1 = zero();
     int64_t b = 0;
-    for (; b + 2 <= n; b += 2) sum0 = add(sum0, b), sum1 = add(sum1, b + 1);
+    for (; b + 2 <= n; b += 2) {
+        __builtin_prefetch(next + b * 34);
+        sum0 = add(sum0, b), sum1 = add(sum1, b + 1);
+    }
     if (b < n) sum0 = add(sum0, b);
     return sum(_mm512_add_ps(sum0, sum1));
 }
@@ -127,12 +130,13 @@ inline Floats add_q4(Floats sum, const uint8_t* block0, const uint8_t* block1, c
     return add_products(sum, products, mul(scale, _mm512_loadu_ps(x.scale)));
 }
 
-inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed) {
+inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     const Pair* x = reinterpret_cast<const Pair*>(packed);
     Floats sum0 = zero(), sum1 = zero();
     int64_t b = 0;
     for (; b + 4 <= n; b += 4) {
         const uint8_t* block = row + b * 18;
+        __builtin_prefetch(next + b * 18);
         sum0 = add_q4(sum0, block, block + 18, x[b / 2]);
         sum1 = add_q4(sum1, block + 36, block + 54, x[b / 2 + 1]);
     }

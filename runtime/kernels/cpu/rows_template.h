@@ -10,8 +10,9 @@
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
 //   f16_to_float(p)                one f16
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
-//   dot_q8(row, n, x)              a row of n blocks times what quantise() packed
-//   dot_q4(row, n, x)              the same
+//   dot_q8(row, n, x, next)        a row of n blocks times what quantise() packed; `next` is the
+//                                row to ask for meanwhile
+//   dot_q4(row, n, x, next)        the same
 
 constexpr int VECTORS = BLOCK / LANES;
 
@@ -63,8 +64,9 @@ struct Q8_0 {
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_i8(block + 2 + v * LANES);
     }
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x) {
-        return dot_q8(row, n, x);
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q8(row, n, x, next);
     }
 };
 
@@ -73,8 +75,9 @@ struct Q4_0 {
     static constexpr bool SCALED = true;
     static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
     static inline void unpack(const uint8_t* block, Floats* w) { unpack_q4(block + 2, w); }
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x) {
-        return dot_q4(row, n, x);
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q4(row, n, x, next);
     }
 };
 
@@ -86,11 +89,6 @@ inline const uint8_t* row_of(const uint8_t* weight, int64_t row_bytes, const int
 inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<const uint8_t*>(p)); }
 inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_t*>(p), v); }
 
-// Asks for the lines of a row that is read a little later.
-inline void prefetch_row(const uint8_t* row, int64_t row_bytes) {
-    for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at);
-}
-
 template <class Format>
 inline Floats add_block(Floats sum, const uint8_t* block, const float* x) {
     Floats w[VECTORS];
@@ -100,7 +98,7 @@ inline Floats add_block(Floats sum, const uint8_t* block, const float* x) {
 }
 
 template <class Format>
-inline float dot_floats(const uint8_t* row, int64_t D, const float* x) {
+inline float dot_floats(const uint8_t* row, int64_t D, const float* x, const uint8_t* next) {
     constexpr int64_t BYTES = Format::BLOCK_BYTES;
     const int64_t num_blocks = D / BLOCK;
     // Four sums, or each addition would wait for the one before it.
@@ -109,6 +107,7 @@ inline float dot_floats(const uint8_t* row, int64_t D, const float* x) {
     for (; b + 4 <= num_blocks; b += 4) {
         const uint8_t* block = row + b * BYTES;
         const float* x_block = x + b * BLOCK;
+        for (int64_t at = 0; at < 4 * BYTES; at += 64) __builtin_prefetch(next + b * BYTES + at);
         sum0 = add_block<Format>(sum0, block, x_block);
         sum1 = add_block<Format>(sum1, block + BYTES, x_block + BLOCK);
         sum2 = add_block<Format>(sum2, block + 2 * BYTES, x_block + 2 * BLOCK);
@@ -124,21 +123,30 @@ inline float dot_floats(const uint8_t* row, int64_t D, const float* x) {
 template <class Format>
 void dot_rows(const uint8_t* weight, int64_t row_bytes, int64_t D, const Input& x,
               const int32_t* index, float* y, int64_t a0, int64_t a1) {
+    // While a row is multiplied, one a little further on is asked for: the processor's prefetcher
+    // stops at the end of a page, and cannot know which row of a list comes next.
+    const int64_t ahead = row_bytes >= 1024 ? 1 : 4;
     for (int64_t a = a0; a < a1; ++a) {
         const uint8_t* row = row_of(weight, row_bytes, index, a);
-        if (index && a + 1 < a1) prefetch_row(row_of(weight, row_bytes, index, a + 1), row_bytes);
+        const uint8_t* next = a + ahead < a1 ? row_of(weight, row_bytes, index, a + ahead) : row;
         if constexpr (Format::SCALED)
-            y[a] = Format::dot(row, D / BLOCK, x.packed);
+            y[a] = Format::dot(row, D / BLOCK, x.packed, next);
         else
-            y[a] = dot_floats<Format>(row, D, x.f32);
+            y[a] = dot_floats<Format>(row, D, x.f32, next);
     }
 }
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
-inline void add_rows(const uint8_t* const* rows, const float* c, float* y, int64_t d0, int64_t d1) {
+inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
+                     float* y, int64_t d0, int64_t d1) {
+    constexpr int64_t EVERY = Format::BLOCK_BYTES < 32 ? 2 : 1;  // blocks, at most a cache line
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
+        if (d / BLOCK % EVERY == 0)
+            for (int r = 0; r < ROWS; ++r)
+                for (int64_t at = 0; at < Format::BLOCK_BYTES; at += 64)
+                    __builtin_prefetch(next[r] + d / BLOCK * Format::BLOCK_BYTES + at);
         Floats out[VECTORS];
         for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
@@ -162,18 +170,18 @@ void accumulate_rows(const uint8_t* weight, int64_t row_bytes, const float* c,
                      const int32_t* index, int64_t A, float* y, int64_t d0, int64_t d1) {
     for (int64_t d = d0; d < d1; ++d) y[d] = 0.0f;
     // Four rows at a time, so that y is read and written a quarter as often.
-    const uint8_t* rows[4];
+    const uint8_t *rows[4], *next[4];
     int64_t a = 0;
     for (; a + 4 <= A; a += 4) {
-        for (int r = 0; r < 4; ++r) rows[r] = row_of(weight, row_bytes, index, a + r);
-        if (index)
-            for (int64_t next = a + 4; next < A && next < a + 8; ++next)
-                prefetch_row(row_of(weight, row_bytes, index, next), row_bytes);
-        add_rows<Format, 4>(rows, c + a, y, d0, d1);
+        for (int r = 0; r < 4; ++r) {
+            rows[r] = row_of(weight, row_bytes, index, a + r);
+            next[r] = a + 4 + r < A ? row_of(weight, row_bytes, index, a + 4 + r) : rows[r];
+        }
+        add_rows<Format, 4>(rows, next, c + a, y, d0, d1);
     }
     for (; a < A; ++a) {
         rows[0] = row_of(weight, row_bytes, index, a);
-        add_rows<Format, 1>(rows, c + a, y, d0, d1);
+        add_rows<Format, 1>(rows, rows, c + a, y, d0, d1);
     }
 }
 
