@@ -100,7 +100,8 @@ def _type(
         for mode in MODES
     }
     for engine in engines.values():  # once: its keys and values stay, those behind it are rewritten
-        engine.hidden([7] * PROMPT)
+        for position in range(PROMPT):
+            engine._step(7, position)
     rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf")
     times: dict[tuple[int, str], list[float]] = {}
     bandwidths: dict[int, list[float]] = {count: [] for count in threads}
