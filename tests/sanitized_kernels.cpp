@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../runtime/kernels/cpu/dispatch.h"
+#include "../runtime/kernels/cpu/probe.h"
 #include "../runtime/kernels/cpu/step.h"
 
 namespace {
@@ -117,7 +118,33 @@ bool level() {
 
 }  // namespace
 
+void faults(const uint8_t*, int64_t, int64_t, const Input&, const int32_t*, float*, int64_t,
+            int64_t) {
+    __builtin_trap();
+}
+
+void errs(const uint8_t*, int64_t, int64_t, const Input&, const int32_t*, float* y, int64_t a0,
+          int64_t a1) {
+    for (int64_t a = a0; a < a1; ++a) y[a] = 0.0f;
+}
+
+// The probe takes what runs and refuses what faults or errs, at any kind of weight.
+bool probes() {
+    if (!runs_here(kernels_generic, kernels_generic)) return false;
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
+        for (DotRows* wrong : {faults, errs}) {
+            Kernels kernels = kernels_generic;
+            kernels.dot_rows[kind] = wrong;
+            if (runs_here(kernels, kernels_generic)) return false;
+        }
+    return true;
+}
+
 int main() {
+    if (!probes()) {
+        std::printf("the probe is wrong\n");
+        return 1;
+    }
     for (const char* name : {"generic", "avx2", "avx512", "avx512vnni"}) {
         if (spark_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {

@@ -12,6 +12,7 @@ KERNELS = ROOT / "runtime" / "kernels" / "cpu"
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split()
 SOURCES = {
     "dispatch": [],
+    "probe": [],
     "thread_pool": [],
     "step": [],
     "rows_generic": [],

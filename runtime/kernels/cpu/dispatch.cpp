@@ -9,12 +9,21 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "probe.h"
+
 namespace {
 
 struct Level {
     const char* name;
     const Kernels* kernels;
-    bool usable;
+    bool advertised;
+    int8_t answer = -1;  // of the probe, once there is one
+
+    bool usable() {
+        if (!advertised) return false;
+        if (answer < 0) answer = kernels == &kernels_generic || runs_here(*kernels, kernels_generic);
+        return answer;
+    }
 };
 
 #ifdef __x86_64__
@@ -33,7 +42,7 @@ bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnn
 #endif
 
 // Best first.
-const Level levels[] = {
+Level levels[] = {
 #ifdef __x86_64__
     {"avx512vnni", &kernels_avx512vnni, has_avx512vnni()},
     {"avx512", &kernels_avx512, has_avx512()},
@@ -42,16 +51,16 @@ const Level levels[] = {
     {"generic", &kernels_generic, true},
 };
 
-const Level* best() {
-    const Level* level = levels;
-    while (!level->usable) ++level;
+Level* best() {
+    Level* level = levels;
+    while (!level->usable()) ++level;
     return level;
 }
 
-const Level* current = best();
+Level* current = best();
 
-const Level* find(const char* name) {
-    for (const Level& level : levels)
+Level* find(const char* name) {
+    for (Level& level : levels)
         if (std::strcmp(level.name, name) == 0) return &level;
     return nullptr;
 }
@@ -143,10 +152,16 @@ EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_
 
 EXPORT const char* spark_level() { return current->name; }
 
+EXPORT const char* spark_faulty_level() {
+    for (const Level& level : levels)
+        if (level.advertised && level.answer == 0) return level.name;
+    return nullptr;
+}
+
 EXPORT int32_t spark_level_status(const char* name) {
-    const Level* level = find(name);
+    Level* level = find(name);
     if (!level) return STATUS_UNKNOWN_LEVEL;
-    return level->usable ? STATUS_OK : STATUS_UNUSABLE_LEVEL;
+    return level->usable() ? STATUS_OK : STATUS_UNUSABLE_LEVEL;
 }
 
 EXPORT int32_t spark_set_level(const char* name) {

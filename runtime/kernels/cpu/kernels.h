@@ -71,6 +71,7 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, in
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, int64_t D,
                               const float* c, const int32_t* index, int64_t A, float* y);
 const char* spark_level();
+const char* spark_faulty_level();  // the best one that is advertised but faults or errs; or null
 int32_t spark_level_status(const char* name);
 int32_t spark_set_level(const char* name);
 int32_t spark_num_threads();

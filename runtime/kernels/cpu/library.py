@@ -14,6 +14,7 @@ Shapes: F rows of the matrix, D values in a row, A chosen rows.
 
 import ctypes
 import os
+import sys
 from importlib.util import find_spec
 from typing import NamedTuple, NoReturn
 
@@ -54,7 +55,7 @@ def _load() -> ctypes.CDLL | None:
     for function in (lib.spark_dot_rows, lib.spark_accumulate_rows):
         function.argtypes = [int32, pointer, size, size, pointer, pointer, size, pointer]
         function.restype = int32
-    lib.spark_level.restype = ctypes.c_char_p
+    lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
     for function in (lib.spark_level_status, lib.spark_set_level):
         function.argtypes = [ctypes.c_char_p]
         function.restype = int32
@@ -65,6 +66,13 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_num_threads.restype = int32
     lib.spark_set_threads.argtypes = [int32]
     lib.spark_set_threads.restype = int32
+    faulty = lib.spark_faulty_level()
+    if faulty is not None:
+        print(
+            f"the processor advertises {faulty.decode()} but its instructions fail here;"
+            f" using {lib.spark_level().decode()}",
+            file=sys.stderr,
+        )
     return lib
 
 
