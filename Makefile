@@ -1,6 +1,7 @@
 # make demo           the whole pipeline on the bundled model, from nothing
 # make test           the tests, from nothing
 # make test-llamacpp  our model files in llama.cpp and its in our runtime; builds it first (10 min)
+# make bench          decode speed against llama.cpp and the machine's limit
 # make check          lint and types; writes nothing into the tree
 #
 # One stage on any checkpoint, with all stages before it as far as they are not up to date:
@@ -27,7 +28,7 @@ RANK ?=
 export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo convert profile solve generate evaluate test test-gpu test-llamacpp check clean FORCE
+.PHONY: setup build demo convert profile solve generate evaluate test test-gpu test-llamacpp bench check clean FORCE
 
 # ---- set-up -------------------------------------------------------------------------------
 
@@ -134,6 +135,11 @@ $(LLAMACPP)/ready: $(LLAMACPP_PINS)
 
 test-llamacpp: build $(LLAMACPP)/ready  ## our files in llama.cpp, its files in our runtime
 	$(BIN)/python -m pytest -q -rP tests/llamacpp
+
+BENCH_DIR ?= build/bench
+bench: build $(LLAMACPP)/ready  ## decode against llama.cpp on this machine; 8 GiB in BENCH_DIR
+	@mkdir -p $(BENCH_DIR)
+	$(BIN)/python benchmarks/decode.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
 
 check: build
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.feed_forward import Mode, Traffic
+from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Placement, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
@@ -133,11 +134,11 @@ class Engine:
             file, placement, mode, context_length, observers, traffic,
             lambda line: print(f"{file.path}: {line}", file=sys.stderr),
         )  # fmt: skip
-        decoder = Decoder(
-            weights=weights,
-            input_layer_offset=file.predictor.input_layer_offset if file.predictor else 0,
-            observers=observers,
-        )
+        if not library.is_available():
+            print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
+                  " times slower; run make build", file=sys.stderr)  # fmt: skip
+        offset = file.predictor.input_layer_offset if file.predictor else 0
+        decoder = Decoder.of(weights, offset, observers, traffic)
         return cls(
             file,
             decoder,
@@ -157,7 +158,9 @@ class Engine:
             replace(layer, ffn=replace(layer.ffn, gate=replace(layer.ffn.gate, threshold=value)))
             for layer, value in zip(self.layers, threshold_L, strict=True)
         )
-        self._decoder = replace(self._live, weights=replace(self._live.weights, layers=layers))
+        old = self._live
+        weights = replace(old.weights, layers=layers)
+        self._decoder = Decoder.of(weights, old.input_layer_offset, old.observers, self.traffic)
 
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
@@ -217,7 +220,7 @@ class Engine:
                 run.stopped_by = "max tokens" if count == max_tokens else "context"
                 return
             began = time.perf_counter()
-            logits_V = self._step(torch.tensor([token_id]), position)
+            logits_V = self._step(token_id, position)
             run.decode_s += time.perf_counter() - began
             run.decode_tokens += 1
             run.ffn_bytes = self.traffic.total - read
@@ -230,8 +233,14 @@ class Engine:
         return self._live.logits(hidden_TD[-1:])[0]
 
     @torch.inference_mode()
-    def _step(self, ids_T: Tensor, position: int) -> Tensor:
-        return self._live.logits(self._live.forward(ids_T, position))[0]
+    def _step(self, token_id: int, position: int) -> Tensor:
+        return self._live.step(token_id, position)
+
+    @property
+    def not_native(self) -> str | None:
+        """Why a decode step is not one native call, in a few words; None where it is one."""
+        native = self._live.native
+        return native if isinstance(native, str) else None
 
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
@@ -244,7 +253,7 @@ class Engine:
         sampler, token_id = Sampler(0.0, None), 0
         began = time.perf_counter()
         for position in range(start, start + steps):
-            token_id = sampler.sample(self._step(torch.tensor([token_id]), position))
+            token_id = sampler.sample(self._step(token_id, position))
         return time.perf_counter() - began
 
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:

@@ -1,8 +1,9 @@
 """A weight matrix in the type it has in the file, and the three products a decoder needs.
 
 Everything is computed in f32: a row is unpacked when it is used and the unpacked values are
-dropped again. On the CPU single-token products go through the C++ kernels; elsewhere, and
-without them, through torch. What this module does not know: which rows matter.
+dropped again. On the CPU single-token products go through the C++ kernels, which take the vector
+in blocks of 16-bit integers where the weights are in blocks; elsewhere, and without them, through
+torch. What this module does not know: which rows matter.
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 

@@ -110,4 +110,5 @@ def _two_layers(
         rotary={cpu: builder.rotary(cpu)} if model.graph.rotary else {},
     )
     offset = model.predictor.input_layer_offset if model.predictor else 0
-    return Decoder(weights=weights, input_layer_offset=offset, observers=observers)
+    native = "only whole passes are measured"
+    return Decoder(weights=weights, input_layer_offset=offset, observers=observers, native=native)

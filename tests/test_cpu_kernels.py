@@ -85,13 +85,40 @@ def taken(exact_FD: Tensor, index_A: Tensor | None) -> Tensor:
     return exact_FD if index_A is None else exact_FD[index_A.long()]
 
 
-def is_right(got: Tensor, terms: Tensor) -> bool:
+def as_taken(kind: str, x_D: Tensor) -> Tensor:
+    """x in float64 as dot_rows takes it: for the block kinds in 16-bit integers, see kernels.h."""
+    if kind in FLOAT_DTYPES:
+        return x_D.double()
+    x_NB = x_D.reshape(-1, 32).numpy()
+    largest_N1 = np.abs(x_NB).max(axis=1, keepdims=True)
+    factor_N1 = np.divide(
+        np.float32(32767), largest_N1, out=np.zeros_like(largest_N1), where=largest_N1 >= 1e-30
+    )
+    scale_N1 = np.where(largest_N1 >= 1e-30, largest_N1 / np.float32(32767), np.float32(0))
+    value_NB = np.rint((x_NB * factor_N1).astype(np.float32))
+    return torch.from_numpy(value_NB.astype(np.float64) * scale_N1.astype(np.float64)).flatten()
+
+
+def dot_terms(W: "Matrix", x_D: Tensor, index_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The products that dot_rows sums, and the magnitudes of what it really adds: q4_0's nibbles
+    count from 0 there, and 8 times the sum of x is taken off again."""
+    taken_D = as_taken(W.kind, x_D)
+    terms_AD = taken(W.exact_FD, index_A) * taken_D
+    if W.kind != "q4_0":
+        return terms_AD, terms_AD.abs()
+    bits = W.weight.reshape(len(W.weight), -1, 18)[..., :2].contiguous().view(torch.float16)
+    scale_FD = bits.double().abs().expand(-1, -1, 32).flatten(1)
+    return terms_AD, terms_AD.abs() + 16 * taken(scale_FD, index_A) * taken_D.abs()
+
+
+def is_right(got: Tensor, terms: Tensor, magnitudes: Tensor | None = None) -> bool:
     """Whether got is terms.sum(-1) as f32 can have it. terms: the float64 products, [..., N].
 
-    Summing N products in f32, in any order, with a scale multiplied in, rounds each term at most
-    N + 2 times, by EPS / 2 each (Higham, Accuracy and Stability, 3.1); EPS leaves a factor of two.
+    Summing N products in f32, in any order, with two scales multiplied in, rounds each term at most
+    N + 4 times, by EPS / 2 each (Higham, Accuracy and Stability, 3.1); EPS leaves a factor of two.
     """
-    bound = (terms.shape[-1] + 2) * EPS * terms.abs().sum(-1)
+    magnitudes = terms.abs() if magnitudes is None else magnitudes
+    bound = (terms.shape[-1] + 4) * EPS * magnitudes.sum(-1)
     return bool(((got.double() - terms.sum(-1)).abs() <= bound).all())
 
 
@@ -100,10 +127,10 @@ def is_right(got: Tensor, terms: Tensor) -> bool:
 def test_dot_rows(level, kind, D, F):
     W, x_D = matrix(kind, F, D), vector(D)
     for index_A in indices(F):
-        terms_AD = taken(W.exact_FD, index_A) * x_D.double()
+        terms_AD, magnitudes_AD = dot_terms(W, x_D, index_A)
         y_A = library.dot_rows(W.weight, kind, x_D, index_A)
         assert y_A.dtype == torch.float32 and y_A.shape == terms_AD.shape[:1]
-        assert is_right(y_A, terms_AD)
+        assert is_right(y_A, terms_AD, magnitudes_AD)
 
 
 @pytest.mark.parametrize("F", [1, 2, 7, 64, 300])
@@ -123,7 +150,7 @@ def test_accumulate_rows(level, kind, D, F):
 def test_the_measure_rejects_wrong_results(kind, wrong):
     W, x_D, c_F = matrix(kind, 64, 256), vector(256), vector(64)
     y_F, y_D = library.dot_rows(W.weight, kind, x_D), library.accumulate_rows(W.weight, kind, c_F)
-    assert not is_right(wrong(y_F), W.exact_FD * x_D.double())
+    assert is_right(y_F, *dot_terms(W, x_D)) and not is_right(wrong(y_F), *dot_terms(W, x_D))
     assert not is_right(wrong(y_D), (W.exact_FD * c_F.double()[:, None]).T)
 
 
@@ -167,7 +194,8 @@ def test_the_layout_is_that_of_gguf(level, kind):
     for d in range(32):
         x_D = torch.zeros(32)
         x_D[d] = 1
-        assert library.dot_rows(row, kind, x_D).item() == want_D[d].item()
+        got = library.dot_rows(row, kind, x_D).item()
+        assert abs(got - want_D[d].item()) <= 2 * EPS * abs(want_D[d].item())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,7 +217,7 @@ def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads)
         )
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
-    assert is_right(seen[0][0], W.exact_FD * x_D.double())
+    assert is_right(seen[0][0], *dot_terms(W, x_D))
     assert is_right(seen[0][2], (W.exact_FD * c_F.double()[:, None]).T)
 
 
@@ -218,6 +246,23 @@ def test_an_index_out_of_range_is_refused(row):
         library.dot_rows(weight, "f32", x_D, index_A)
     with pytest.raises(IndexError, match="rows 0 to 6"):
         library.accumulate_rows(weight, "f32", torch.ones(3), index_A)
+
+
+@pytest.mark.parametrize("kind", QUANT_TYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_does_not_vanish_in_the_quantised_vector(level, kind, bad):
+    W, x_D = matrix(kind, 5, 96), vector(96)
+    x_D[40] = bad
+    assert library.dot_rows(W.weight, kind, x_D).isnan().all()
+
+
+@pytest.mark.parametrize("kind", QUANT_TYPES)
+def test_quantising_the_vector_costs_less_than_an_f16_would(level, kind):
+    W, x_D = matrix(kind, 300, 2048), vector(2048) * torch.logspace(-3, 3, 2048)
+    got, want = library.dot_rows(W.weight, kind, x_D).double(), W.exact_FD @ x_D.double()
+    assert (got - want).norm() / want.norm() < torch.finfo(torch.float16).eps / 16
+    tiny = library.dot_rows(W.weight, kind, torch.full((2048,), 1e-31))
+    assert torch.equal(tiny, torch.zeros(300))
 
 
 GOOD = {"weight": torch.ones(8, 64), "kind": "f32", "index_A": torch.arange(8, dtype=torch.int32)}
@@ -258,7 +303,7 @@ def test_columns_that_fill_no_block_are_refused_by_the_library_too():
     lib, y = library._built(), torch.zeros(1)
     weight, x = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(33)
     arguments = weight.data_ptr(), 1, 33, x.data_ptr(), None, 1, y.data_ptr()
-    for code in (3, 4, 5, -1):
+    for code in (3, 4, 5, -1):  # 33 columns: no whole blocks, or no such kind
         assert lib.spark_dot_rows(code, *arguments) == library._BAD_ARGUMENT
         assert lib.spark_accumulate_rows(code, *arguments) == library._BAD_ARGUMENT
 

@@ -109,8 +109,8 @@ def decoded(engine: Engine, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         engine._live.forward(torch.tensor(ids[:2]), 0)
         for position, token in enumerate(ids[2:], start=2):
-            hidden = engine._live.forward(torch.tensor([token]), position)
-        return engine._live.logits(hidden)[0]
+            logits_V = engine._step(token, position)
+        return logits_V
 
 
 @pytest.mark.parametrize("case", CASES)

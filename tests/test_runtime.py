@@ -57,7 +57,7 @@ def decoded(engine, ids):
     """Logits of the last token, computed one token at a time after the first."""
     engine.hidden(ids[:1])
     for position in range(1, len(ids)):
-        logits_V = engine._step(torch.tensor(ids[position : position + 1]), position)
+        logits_V = engine._step(ids[position], position)
     return logits_V
 
 
@@ -199,10 +199,16 @@ def test_it_touches_the_bytes_it_claims_and_no_others(tmp_path, mode, hot):
     seen = {}
     with Engine.load(model.path, split=split, mode=mode, context_length=32) as engine:
         engine.hidden(IDS[:1])
+        start = dataclasses.replace(engine.traffic)
+        want = engine._step(IDS[1], 1)
         with engine.observe(lambda n, i, t: seen.update({(n, i): t.clone()})):
             before = dataclasses.replace(engine.traffic)
-            want = engine._step(torch.tensor(IDS[1:2]), 1)
+            watched = engine._step(IDS[1], 1)
             after = engine.traffic
+        assert rel_error(watched, want) < F32_BOUND
+        for name in ("gate", "up", "down", "predictor"):  # natively and not, the same bytes
+            first, second, third = (getattr(t, name) for t in (start, before, after))
+            assert third - second == second - first
         row = 4 * model.shape.width
         gates = {layer: ~seen["ffn_gate", layer][0].isnan() for layer in range(2)}
         opened = {layer: gates[layer] & (seen["ffn_gate", layer][0] > 0) for layer in range(2)}
@@ -219,9 +225,9 @@ def test_it_touches_the_bytes_it_claims_and_no_others(tmp_path, mode, hot):
                 block.gate.weight.data[rows[~gates[layer.ffn.layer][ids]]] = torch.nan
                 for matrix in (block.up.weight, block.down):
                     matrix.data[rows[~opened[layer.ffn.layer][ids]]] = torch.nan
-        assert torch.equal(engine._step(torch.tensor(IDS[1:2]), 1), want)
+        assert torch.equal(engine._step(IDS[1], 1), want)
         block.up.weight.data.fill_(torch.nan)  # and the poison is one
-        assert engine._step(torch.tensor(IDS[1:2]), 1).isnan().any()
+        assert engine._step(IDS[1], 1).isnan().any()
 
 
 def test_a_long_prompt_equals_one_token_at_a_time(tmp_path):

@@ -24,6 +24,7 @@ from sparkinfer.commands.shared import (
     mean,
     mode_option,
     say,
+    threads_option,
     thresholds_option,
 )
 from sparkinfer.errors import Interrupted, SparkinferError
@@ -191,6 +192,7 @@ def solve(
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int)
 @thresholds_option
 @mode_option
+@threads_option
 @device_option
 @json_option
 def generate(
@@ -200,12 +202,15 @@ def generate(
     max_tokens: int,
     temperature: float,
     seed: int | None,
+    threads: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Continue a text."""
     from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.threads import use_threads
 
+    num_threads = use_threads(threads)
     with Engine.load(model, split, **options) as engine:
         show: Callable[[str], None] = (
             (lambda text: None) if as_json else (lambda text: click.echo(text, nl=False))
@@ -218,18 +223,19 @@ def generate(
             ids.append(token.id)
             text += token.text
         show("\n")
-        run, roles = engine.last_run, engine.bytes_by_role
+        run, roles, not_native = engine.last_run, engine.bytes_by_role, engine.not_native
     where = ", ".join(
         f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
     )
+    slow = f", steps in Python because {not_native}" if not_native else ""
     line = (
         f"[{engine.mode} on {engine.device}; prefill {run.prefill_tokens} tokens,"
         f" {run.prefill_per_s:.1f}/s; decode {run.decode_tokens} tokens,"
-        f" {run.decode_per_s:.1f}/s; {where}; stopped by {run.stopped_by}]"
+        f" {run.decode_per_s:.1f}/s, {num_threads} threads{slow}; {where}; stopped by {run.stopped_by}]"
     )
     report = {"text": text, "token_ids": ids, "mode": engine.mode, **asdict(run),
               "prefill_per_s": run.prefill_per_s, "decode_per_s": run.decode_per_s,
-              "bytes": roles}  # fmt: skip
+              "num_threads": num_threads, "not_native": not_native, "bytes": roles}  # fmt: skip
     finish(report, as_json, [line])
 
 
@@ -241,14 +247,19 @@ def generate(
 @click.option("--seed", default=0, show_default=True)
 @thresholds_option
 @mode_option
+@threads_option
 @device_option
 @json_option
-def evaluate(model: Path, corpora: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+def evaluate(
+    model: Path, corpora: tuple[Path, ...], threads: int | None, as_json: bool, **options: Any
+) -> None:
     """Compare a mode with the dense model: perplexity, divergence, agreement."""
     from sparkinfer.profile.quality import EvalConfig
     from sparkinfer.profile.quality import evaluate as run
     from sparkinfer.progress import progress
+    from sparkinfer.runtime.threads import use_threads
 
+    use_threads(threads)
     config = EvalConfig(model=model, corpora=corpora, **options)
     with progress("evaluating", config.max_tokens, "tokens") as advance:
         report = run(config, advance)

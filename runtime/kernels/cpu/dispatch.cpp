@@ -4,17 +4,26 @@
 // The kernel files are compiled with flags such as -mavx512f, so they include no C++ library
 // headers: an inline function from one would be compiled with those flags too, and the linker may
 // keep that copy for the whole library, which would then crash on an older processor.
+#include "dispatch.h"
+
+#include <cstdlib>
 #include <cstring>
 
-#include "kernels.h"
-#include "thread_pool.h"
+#include "probe.h"
 
 namespace {
 
 struct Level {
     const char* name;
     const Kernels* kernels;
-    bool usable;
+    bool advertised;
+    int8_t answer = -1;  // of the probe, once there is one
+
+    bool usable() {
+        if (!advertised) return false;
+        if (answer < 0) answer = kernels == &kernels_generic || runs_here(*kernels, kernels_generic);
+        return answer;
+    }
 };
 
 #ifdef __x86_64__
@@ -28,45 +37,36 @@ bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+
+bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 // Best first.
-const Level levels[] = {
+Level levels[] = {
 #ifdef __x86_64__
+    {"avx512vnni", &kernels_avx512vnni, has_avx512vnni()},
     {"avx512", &kernels_avx512, has_avx512()},
     {"avx2", &kernels_avx2, has_avx2()},
 #endif
     {"generic", &kernels_generic, true},
 };
 
-const Level* best() {
-    const Level* level = levels;
-    while (!level->usable) ++level;
+Level* best() {
+    Level* level = levels;
+    while (!level->usable()) ++level;
     return level;
 }
 
-const Level* current = best();
+Level* current = best();
 
-const Level* find(const char* name) {
-    for (const Level& level : levels)
+Level* find(const char* name) {
+    for (Level& level : levels)
         if (std::strcmp(level.name, name) == 0) return &level;
     return nullptr;
 }
 
-// Less than this many bytes of weights is not worth waking a thread for: 64 KiB are read in about
-// four microseconds.
-constexpr int64_t INLINE_BYTES = 64 * 1024;
-
 constexpr int32_t MAX_THREADS = 1024;
-constexpr int64_t BLOCK = 32;
 constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {128, 64, 64, 34, 18};
-
-// The bytes of one row, or -1 if there can be no such row.
-int64_t row_bytes_of(int32_t kind, int64_t D) {
-    if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
-    if (kind >= KIND_Q8_0 && D % BLOCK != 0) return -1;
-    return kind >= KIND_Q8_0 ? D / BLOCK * BLOCK_BYTES[kind] : D * (BLOCK_BYTES[kind] / BLOCK);
-}
 
 Status check(int64_t row_bytes, int64_t num_rows, const int32_t* index, int64_t A) {
     if (row_bytes < 0 || num_rows < 0 || A < 0) return STATUS_BAD_ARGUMENT;
@@ -78,13 +78,47 @@ Status check(int64_t row_bytes, int64_t num_rows, const int32_t* index, int64_t 
     return all_inside ? STATUS_OK : STATUS_INDEX_OUT_OF_RANGE;
 }
 
-template <class Body>
-void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
-    if (bytes < INLINE_BYTES) return body(0, n);
-    parallel_for(n, grain, pieces_per_thread, body);
-}
+// x as the kernels of a kind take it. Its memory is of the calling thread, kept and grown.
+class Prepared {
+  public:
+    Prepared(int32_t kind, const float* x, int64_t D) : input{x, nullptr} {
+        Quantise* quantise = current->kernels->quantise[kind];
+        if (!quantise) return;
+        input.packed = room(packed_bytes(D));
+        if (input.packed) quantise(input, D);
+        is_ready = input.packed != nullptr;
+    }
+
+    Input input;
+    bool is_ready = true;
+
+  private:
+    static uint8_t* room(int64_t bytes) {
+        struct Buffer {
+            uint8_t* data = nullptr;
+            int64_t bytes = 0;
+            ~Buffer() { std::free(data); }
+        };
+        static thread_local Buffer buffer;
+        if (buffer.bytes < bytes) {
+            std::free(buffer.data);
+            buffer.bytes = (bytes + 63) / 64 * 64;
+            buffer.data = static_cast<uint8_t*>(std::aligned_alloc(64, buffer.bytes));
+            if (!buffer.data) buffer.bytes = 0;
+        }
+        return buffer.data;
+    }
+};
 
 }  // namespace
+
+const Kernels& kernels() { return *current->kernels; }
+
+int64_t row_bytes_of(int32_t kind, int64_t D) {
+    if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
+    if (kind >= KIND_Q8_0 && D % BLOCK != 0) return -1;
+    return kind >= KIND_Q8_0 ? D / BLOCK * BLOCK_BYTES[kind] : D * (BLOCK_BYTES[kind] / BLOCK);
+}
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -93,9 +127,12 @@ EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t num_r
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(row_bytes, num_rows, index, A)) return status;
     DotRows* dot_rows = current->kernels->dot_rows[kind];
+    const Prepared prepared(kind, x, D);
+    if (!prepared.is_ready) return STATUS_NO_MEMORY;
+    const Input& input = prepared.input;
     // A few pieces per thread, so that a slow thread does less.
-    split(A * row_bytes, A, 4, 4, [=](int64_t a0, int64_t a1) {
-        dot_rows(weight, row_bytes, D, x, index, y, a0, a1);
+    split(A * row_bytes, A, 4, 4, [=, &input](int64_t a0, int64_t a1) {
+        dot_rows(weight, row_bytes, D, input, index, y, a0, a1);
     });
     return STATUS_OK;
 }
@@ -115,10 +152,16 @@ EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_
 
 EXPORT const char* spark_level() { return current->name; }
 
+EXPORT const char* spark_faulty_level() {
+    for (const Level& level : levels)
+        if (level.advertised && level.answer == 0) return level.name;
+    return nullptr;
+}
+
 EXPORT int32_t spark_level_status(const char* name) {
-    const Level* level = find(name);
+    Level* level = find(name);
     if (!level) return STATUS_UNKNOWN_LEVEL;
-    return level->usable ? STATUS_OK : STATUS_UNUSABLE_LEVEL;
+    return level->usable() ? STATUS_OK : STATUS_UNUSABLE_LEVEL;
 }
 
 EXPORT int32_t spark_set_level(const char* name) {

@@ -2,7 +2,8 @@
 //   dot_rows         y[a] = sum over d of x[d] * W[index[a]][d]       a < A
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked
-// in registers, all arithmetic is f32. Each moves A * row_bytes bytes of W; x, c, y stay in cache.
+// in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. For the block kinds
+// dot_rows takes x in blocks of 16-bit integers, see Input; all other arithmetic is f32.
 #pragma once
 #include <stdint.h>
 
@@ -23,22 +24,43 @@ enum Status : int32_t {
     STATUS_UNKNOWN_LEVEL,       // this build has no such instruction set
     STATUS_UNUSABLE_LEVEL,      // it has, but this processor or its operating system has not
     STATUS_NO_THREADS,          // the operating system refused to start that many threads
+    STATUS_NO_MEMORY,
 };
+
+// A vector to be multiplied with rows. The block kinds take it quantised: of each 32 values
+//   scale = max |x| / 32767 (0 where that is below 1e-30, NaN where an x is not finite)
+//   value = x * (32767 / max |x|), rounded to the nearest, ties to even
+// 16 bits rather than the 8 that llama.cpp takes: a 16-bit product of unpacked weights costs no
+// more instructions, and the rounding (1.5e-5 of the largest of 32) is below that of an f16.
+struct Input {
+    const float* f32;  // D values; for the float kinds
+    uint8_t* packed;   // packed_bytes(D), 64-aligned; what quantise() makes of them
+};
+
+inline int64_t packed_bytes(int64_t D) { return 4 * D + 256; }
+
+constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
 
 // A level is one instruction set: kernels for each kind, over part of the work; index may be null.
 // rows a0 <= a < a1 of y
-using DotRows = void(const uint8_t* weight, int64_t row_bytes, int64_t D, const float* x,
+using DotRows = void(const uint8_t* weight, int64_t row_bytes, int64_t D, const Input& x,
                      const int32_t* index, float* y, int64_t a0, int64_t a1);
 // columns d0 <= d < d1 of y, d0 % 32 == 0, rows in index order
 using AccumulateRows = void(const uint8_t* weight, int64_t row_bytes, const float* c,
                             const int32_t* index, int64_t A, float* y, int64_t d0, int64_t d1);
+// Fills packed from f32. D % 32 == 0.
+using Quantise = void(const Input& x, int64_t D);
+// x[i] = exp(x[i] - shift) for x[i] <= shift, relative error below 3e-7; returns the sum.
+using ExpSum = float(float* x, int64_t n, float shift);
 
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
     AccumulateRows* accumulate_rows[NUM_KINDS];
+    Quantise* quantise[NUM_KINDS];  // null for the float kinds
+    ExpSum* exp_sum;
 };
 
-extern const Kernels kernels_generic, kernels_avx2, kernels_avx512;
+extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;
 
 // What library.py calls.
 extern "C" {
@@ -49,6 +71,7 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, in
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, int64_t D,
                               const float* c, const int32_t* index, int64_t A, float* y);
 const char* spark_level();
+const char* spark_faulty_level();  // the best one that is advertised but faults or errs; or null
 int32_t spark_level_status(const char* name);
 int32_t spark_set_level(const char* name);
 int32_t spark_num_threads();

@@ -2,8 +2,9 @@
 
 A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "bf16" are tensors
 [F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
-values. Weights are unpacked in registers and all arithmetic is f32; results do not depend on the
-number of threads.
+values. Weights are unpacked in registers and all arithmetic is f32, but that `dot_rows` takes x in
+blocks of 16-bit integers where the weights are in blocks (kernels.h, Input); results do not depend
+on the number of threads.
 
 Knows nothing of layers, models or files. Where the C++ is not built, `is_available()` is False and
 the caller uses torch.
@@ -13,13 +14,14 @@ Shapes: F rows of the matrix, D values in a row, A chosen rows.
 
 import ctypes
 import os
+import sys
 from importlib.util import find_spec
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-LEVELS = ("avx512", "avx2", "generic")  # the instruction sets, best first
+LEVELS = ("avx512vnni", "avx512", "avx2", "generic")  # the instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
 
 
@@ -39,7 +41,8 @@ _LAYOUTS: dict[str, _Layout] = {
 }
 
 # enum Status in kernels.h
-_OK, _BAD_ARGUMENT, _INDEX_OUT_OF_RANGE, _UNKNOWN_LEVEL, _UNUSABLE_LEVEL, _NO_THREADS = range(6)
+(_OK, _BAD_ARGUMENT, _INDEX_OUT_OF_RANGE, _UNKNOWN_LEVEL, _UNUSABLE_LEVEL, _NO_THREADS,
+ _NO_MEMORY) = range(7)  # fmt: skip
 
 
 def _load() -> ctypes.CDLL | None:
@@ -52,13 +55,24 @@ def _load() -> ctypes.CDLL | None:
     for function in (lib.spark_dot_rows, lib.spark_accumulate_rows):
         function.argtypes = [int32, pointer, size, size, pointer, pointer, size, pointer]
         function.restype = int32
-    lib.spark_level.restype = ctypes.c_char_p
+    lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
     for function in (lib.spark_level_status, lib.spark_set_level):
         function.argtypes = [ctypes.c_char_p]
         function.restype = int32
+    lib.spark_step_bytes.argtypes = [pointer]
+    lib.spark_step_bytes.restype = size
+    lib.spark_step.argtypes = [pointer, size, size, pointer]
+    lib.spark_step.restype = int32
     lib.spark_num_threads.restype = int32
     lib.spark_set_threads.argtypes = [int32]
     lib.spark_set_threads.restype = int32
+    faulty = lib.spark_faulty_level()
+    if faulty is not None:
+        print(
+            f"the processor advertises {faulty.decode()} but its instructions fail here;"
+            f" using {lib.spark_level().decode()}",
+            file=sys.stderr,
+        )
     return lib
 
 
@@ -165,10 +179,29 @@ def _refuse(name: str, wanted: str, t: Tensor) -> NoReturn:
     )
 
 
+def kind_code(kind: str) -> int:
+    """enum Kind in kernels.h."""
+    return _LAYOUTS[kind].code
+
+
+def step_bytes(step: ctypes.Structure) -> int:
+    """The workspace of a step as native_step.py describes it; -1 where it contradicts itself."""
+    return int(_built().spark_step_bytes(ctypes.addressof(step)))
+
+
+def run_step(step: ctypes.Structure, token: int, position: int, logits_V: Tensor) -> None:
+    """One decode step, see step.h. IndexError for a token or position that cannot be."""
+    lib = _lib or _built()
+    if lib.spark_step(ctypes.addressof(step), token, position, logits_V.data_ptr()):
+        raise IndexError(f"token {token} at position {position} is outside the model")
+
+
 def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoReturn:
     if status == _INDEX_OUT_OF_RANGE and index_A is not None:
         low, high = (int(v) for v in torch.aminmax(index_A))
         raise IndexError(f"index_A holds {low} to {high}, the weight has rows 0 to {num_rows - 1}")
+    if status == _NO_MEMORY:
+        raise MemoryError("no memory for the quantised vector")
     raise AssertionError(f"the C++ kernels refused checked arguments, status {status}")
 
 

@@ -63,6 +63,37 @@ inline float f16_to_float(const uint8_t* p) {
 
 inline Floats scale_f16(const uint8_t* p) { return broadcast(f16_to_float(p)); }
 
+#include "quantise.h"
+
+constexpr Quantise* quantise_q4 = quantise;
+
+inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+    float sum = 0;
+    for (int64_t b = 0; b < n; ++b) {
+        const int8_t* quants = reinterpret_cast<const int8_t*>(row + b * 34 + 2);
+        const int16_t* x = values_of(packed) + b * BLOCK;
+        __builtin_prefetch(next + b * 34);
+        int32_t product = 0;
+        for (int i = 0; i < 32; ++i) product += quants[i] * x[i];
+        sum += static_cast<float>(product) * (f16_to_float(row + b * 34) * scales_of(packed, n)[b]);
+    }
+    return sum;
+}
+
+inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+    float sum = 0;
+    for (int64_t b = 0; b < n; ++b) {
+        const uint8_t* bytes = row + b * 18 + 2;
+        const int16_t* x = values_of(packed) + b * BLOCK;
+        __builtin_prefetch(next + b * 18);
+        int32_t product = corrections_of(packed, n)[b];
+        for (int i = 0; i < 16; ++i)
+            product += (bytes[i] & 15) * x[i] + (bytes[i] >> 4) * x[i + 16];
+        sum += static_cast<float>(product) * (f16_to_float(row + b * 18) * scales_of(packed, n)[b]);
+    }
+    return sum;
+}
+
 #include "rows_template.h"
 
 }  // namespace

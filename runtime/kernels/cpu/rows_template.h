@@ -8,10 +8,12 @@
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
 //   store_f32(p, v)
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
-//   scale_f16(p)                   one f16, broadcast; may read 8 bytes
 //   f16_to_float(p)                one f16
+//   scale_f16(p)                   one f16, broadcast; may read 8 bytes
+//   dot_q8(row, n, x, next)        a row of n blocks times what quantise() packed; `next` is the
+//                                row to ask for meanwhile
+//   dot_q4(row, n, x, next)        the same
 
-constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
 constexpr int VECTORS = BLOCK / LANES;
 
 // A format unpacks BLOCK values into w; if it is SCALED they are still to be multiplied by scale().
@@ -62,6 +64,10 @@ struct Q8_0 {
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_i8(block + 2 + v * LANES);
     }
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q8(row, n, x, next);
+    }
 };
 
 struct Q4_0 {
@@ -69,6 +75,10 @@ struct Q4_0 {
     static constexpr bool SCALED = true;
     static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
     static inline void unpack(const uint8_t* block, Floats* w) { unpack_q4(block + 2, w); }
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q4(row, n, x, next);
+    }
 };
 
 inline const uint8_t* row_of(const uint8_t* weight, int64_t row_bytes, const int32_t* index,
@@ -76,59 +86,69 @@ inline const uint8_t* row_of(const uint8_t* weight, int64_t row_bytes, const int
     return weight + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
 }
 
-// sum + x . w over one block
+inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<const uint8_t*>(p)); }
+inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_t*>(p), v); }
+
 template <class Format>
 inline Floats add_block(Floats sum, const uint8_t* block, const float* x) {
-    const uint8_t* x_bytes = reinterpret_cast<const uint8_t*>(x);
     Floats w[VECTORS];
     Format::unpack(block, w);
-    if constexpr (Format::SCALED) {
-        Floats part = mul(w[0], load_f32(x_bytes));
-        for (int v = 1; v < VECTORS; ++v)
-            part = multiply_add(w[v], load_f32(x_bytes + v * LANES * 4), part);
-        return multiply_add(part, Format::scale(block), sum);
-    } else {
-        for (int v = 0; v < VECTORS; ++v)
-            sum = multiply_add(w[v], load_f32(x_bytes + v * LANES * 4), sum);
-        return sum;
-    }
+    for (int v = 0; v < VECTORS; ++v) sum = multiply_add(w[v], load_floats(x + v * LANES), sum);
+    return sum;
 }
 
 template <class Format>
-void dot_rows(const uint8_t* weight, int64_t row_bytes, int64_t D, const float* x,
-              const int32_t* index, float* y, int64_t a0, int64_t a1) {
+inline float dot_floats(const uint8_t* row, int64_t D, const float* x, const uint8_t* next) {
     constexpr int64_t BYTES = Format::BLOCK_BYTES;
     const int64_t num_blocks = D / BLOCK;
+    // Four sums, or each addition would wait for the one before it.
+    Floats sum0 = zero(), sum1 = zero(), sum2 = zero(), sum3 = zero();
+    int64_t b = 0;
+    for (; b + 4 <= num_blocks; b += 4) {
+        const uint8_t* block = row + b * BYTES;
+        const float* x_block = x + b * BLOCK;
+        for (int64_t at = 0; at < 4 * BYTES; at += 64) __builtin_prefetch(next + b * BYTES + at);
+        sum0 = add_block<Format>(sum0, block, x_block);
+        sum1 = add_block<Format>(sum1, block + BYTES, x_block + BLOCK);
+        sum2 = add_block<Format>(sum2, block + 2 * BYTES, x_block + 2 * BLOCK);
+        sum3 = add_block<Format>(sum3, block + 3 * BYTES, x_block + 3 * BLOCK);
+    }
+    for (; b < num_blocks; ++b) sum0 = add_block<Format>(sum0, row + b * BYTES, x + b * BLOCK);
+    float total = (sum(sum0) + sum(sum1)) + (sum(sum2) + sum(sum3));
+    for (int64_t d = num_blocks * BLOCK; d < D; ++d)
+        total += x[d] * Format::value(row + d * Format::VALUE_BYTES);
+    return total;
+}
+
+template <class Format>
+void dot_rows(const uint8_t* weight, int64_t row_bytes, int64_t D, const Input& x,
+              const int32_t* index, float* y, int64_t a0, int64_t a1) {
+    // While a row is multiplied, one a little further on is asked for: the processor's prefetcher
+    // stops at the end of a page, and cannot know which row of a list comes next.
+    const int64_t ahead = row_bytes >= 1024 ? 1 : 4;
     for (int64_t a = a0; a < a1; ++a) {
         const uint8_t* row = row_of(weight, row_bytes, index, a);
-        // Four sums, or each addition would wait for the one before it.
-        Floats sum0 = zero(), sum1 = zero(), sum2 = zero(), sum3 = zero();
-        int64_t b = 0;
-        for (; b + 4 <= num_blocks; b += 4) {
-            const uint8_t* block = row + b * BYTES;
-            const float* x_block = x + b * BLOCK;
-            sum0 = add_block<Format>(sum0, block, x_block);
-            sum1 = add_block<Format>(sum1, block + BYTES, x_block + BLOCK);
-            sum2 = add_block<Format>(sum2, block + 2 * BYTES, x_block + 2 * BLOCK);
-            sum3 = add_block<Format>(sum3, block + 3 * BYTES, x_block + 3 * BLOCK);
-        }
-        for (; b < num_blocks; ++b) sum0 = add_block<Format>(sum0, row + b * BYTES, x + b * BLOCK);
-        float total = (sum(sum0) + sum(sum1)) + (sum(sum2) + sum(sum3));
-        if constexpr (!Format::SCALED)
-            for (int64_t d = num_blocks * BLOCK; d < D; ++d)
-                total += x[d] * Format::value(row + d * Format::VALUE_BYTES);
-        y[a] = total;
+        const uint8_t* next = a + ahead < a1 ? row_of(weight, row_bytes, index, a + ahead) : row;
+        if constexpr (Format::SCALED)
+            y[a] = Format::dot(row, D / BLOCK, x.packed, next);
+        else
+            y[a] = dot_floats<Format>(row, D, x.f32, next);
     }
 }
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
-inline void add_rows(const uint8_t* const* rows, const float* c, float* y, int64_t d0, int64_t d1) {
+inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
+                     float* y, int64_t d0, int64_t d1) {
+    constexpr int64_t EVERY = Format::BLOCK_BYTES < 32 ? 2 : 1;  // blocks, at most a cache line
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
-        uint8_t* y_bytes = reinterpret_cast<uint8_t*>(y + d);
+        if (d / BLOCK % EVERY == 0)
+            for (int r = 0; r < ROWS; ++r)
+                for (int64_t at = 0; at < Format::BLOCK_BYTES; at += 64)
+                    __builtin_prefetch(next[r] + d / BLOCK * Format::BLOCK_BYTES + at);
         Floats out[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) out[v] = load_f32(y_bytes + v * LANES * 4);
+        for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
             const uint8_t* block = rows[r] + d / BLOCK * Format::BLOCK_BYTES;
             Floats factor = broadcast(c[r]);
@@ -137,7 +157,7 @@ inline void add_rows(const uint8_t* const* rows, const float* c, float* y, int64
             Format::unpack(block, w);
             for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
         }
-        for (int v = 0; v < VECTORS; ++v) store_f32(y_bytes + v * LANES * 4, out[v]);
+        for (int v = 0; v < VECTORS; ++v) store_floats(y + d + v * LANES, out[v]);
     }
     if constexpr (!Format::SCALED)
         for (; d < d1; ++d)
@@ -150,16 +170,46 @@ void accumulate_rows(const uint8_t* weight, int64_t row_bytes, const float* c,
                      const int32_t* index, int64_t A, float* y, int64_t d0, int64_t d1) {
     for (int64_t d = d0; d < d1; ++d) y[d] = 0.0f;
     // Four rows at a time, so that y is read and written a quarter as often.
-    const uint8_t* rows[4];
+    const uint8_t *rows[4], *next[4];
     int64_t a = 0;
     for (; a + 4 <= A; a += 4) {
-        for (int r = 0; r < 4; ++r) rows[r] = row_of(weight, row_bytes, index, a + r);
-        add_rows<Format, 4>(rows, c + a, y, d0, d1);
+        for (int r = 0; r < 4; ++r) {
+            rows[r] = row_of(weight, row_bytes, index, a + r);
+            next[r] = a + 4 + r < A ? row_of(weight, row_bytes, index, a + 4 + r) : rows[r];
+        }
+        add_rows<Format, 4>(rows, next, c + a, y, d0, d1);
     }
     for (; a < A; ++a) {
         rows[0] = row_of(weight, row_bytes, index, a);
-        add_rows<Format, 1>(rows, c + a, y, d0, d1);
+        add_rows<Format, 1>(rows, rows, c + a, y, d0, d1);
     }
+}
+
+// exp by 2^n * p(r), r the rest below log(2) / 2, p a Taylor polynomial of degree 7.
+inline float exp_of(float x) {
+    x = x < -87.0f ? -87.0f : x;  // NaN stays
+    const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720, p = p * r + 1.0f / 120, p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6, p = p * r + 0.5f, p = p * r + 1.0f, p = p * r + 1.0f;
+    int32_t exponent;
+    __builtin_memcpy(&exponent, &shifted, 4);
+    exponent = (exponent - 0x4b400000 + 127) << 23;
+    float power;
+    __builtin_memcpy(&power, &exponent, 4);
+    return p * power;
+}
+
+float exp_sum(float* x, int64_t n, float shift) {
+    for (int64_t i = 0; i < n; ++i) x[i] = exp_of(x[i] - shift);
+    float sums[16] = {};
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int lane = 0; lane < 16; ++lane) sums[lane] += x[i + lane];
+    for (; i < n; ++i) sums[0] += x[i];
+    for (int lane = 1; lane < 16; ++lane) sums[0] += sums[lane];
+    return sums[0];
 }
 
 // In the order of enum Kind.
@@ -167,4 +217,6 @@ constexpr Kernels ALL_KERNELS = {
     {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>},
+    {nullptr, nullptr, nullptr, quantise, quantise_q4},
+    exp_sum,
 };

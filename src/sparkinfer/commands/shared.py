@@ -14,6 +14,9 @@ FILE = click.Path(path_type=Path)
 force_option = click.option("--force", is_flag=True, help="Overwrite what exists.")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 device_option = click.option("--device", help="cpu or cuda[:n]; CUDA where there is one.")
+threads_option = click.option(
+    "-t", "--threads", type=int, help="CPU threads; one a physical core that it may run on."
+)
 thresholds_option = click.option(
     "--thresholds", type=FILE, help="Profile whose SiLU thresholds are used for this run."
 )

@@ -1,0 +1,229 @@
+"""Decode speed on the CPU against llama.cpp, alternating in one run, and against the machine.
+
+    python benchmarks/decode.py FOLDER --rival path/to/venv/bin/python
+
+Models: a Llama of 1.1 B parameters whose sparsity is planted (planted_checkpoint.py, synthetic);
+ours runs it in all modes, llama.cpp the SiLU twin of the same shape and type. What FOLDER lacks is
+made first. A round runs every mode of ours and the rival once, on the same token ids; a figure is
+the median of the rounds. The limit is the bytes a step must touch over the read bandwidth, measured
+in the same rounds with the f32 row product over 512 MiB."""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from machine import machine, processor, slug
+from planted_checkpoint import make_planted
+from random_checkpoint import Shape
+
+from sparkinfer import Engine
+from sparkinfer.convert.convert import ConvertConfig, convert
+from sparkinfer.files import partial_file
+from sparkinfer.runtime.kernels.cpu import library
+
+MODES = ("dense", "exact", "predicted")
+CONTEXT = 128
+PROMPT = 16
+SECONDS = 0.7  # of decoding a measurement should take
+MOST_TOKENS = CONTEXT - PROMPT
+
+
+class Rival:
+    """A process that decodes what it is told, see llamacpp_decode.py."""
+
+    def __init__(self, python: str, model: Path) -> None:
+        program = Path(__file__).with_name("llamacpp_decode.py")
+        self.process = subprocess.Popen(
+            [python, program, str(model), str(CONTEXT)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.about = self._line()
+
+    def _line(self):  # type: ignore[no-untyped-def]  # JSON
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("the rival died; its message is above")
+        return json.loads(line)
+
+    def seconds(self, threads: int, ids: list[int]) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"threads": threads, "ids": ids}) + "\n")
+        self.process.stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    weight = torch.ones(1 << 16, 1 << 11)
+    result: dict[str, object] = {
+        "benchmark": "decode",
+        "model": "synthetic: planted_checkpoint.py",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "level": library.level(),
+        "load_before": os.getloadavg(),
+        "rounds": arguments.rounds,
+    }
+    threads = [int(count) for count in arguments.threads.split(",")]
+    types = arguments.types.split(",")
+    for kind in types:
+        _make(arguments.folder, kind, arguments.num_layers)
+    result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
+    result["load_after"] = os.getloadavg()
+    name = f"decode-{slug(processor())}.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {output}")
+
+
+def _type(
+    arguments: argparse.Namespace, kind: str, threads: list[int], weight: torch.Tensor
+) -> dict[str, object]:
+    folder = arguments.folder
+    engines = {
+        mode: Engine.load(folder / f"{kind}.gguf", mode=mode, context_length=CONTEXT)
+        for mode in MODES
+    }
+    for engine in engines.values():  # once: its keys and values stay, those behind it are rewritten
+        for position in range(PROMPT):
+            engine._step(7, position)
+    rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf")
+    times: dict[tuple[int, str], list[float]] = {}
+    bandwidths: dict[int, list[float]] = {count: [] for count in threads}
+    read: dict[str, int] = {}
+    known: dict[int, float] = {}  # the rival's seconds a token in the round before
+    generator = random.Random(0)
+    for number in range(arguments.rounds + 1):  # the first warms up
+        for count in threads:
+            library.set_threads(count)
+            bandwidth = _bandwidth(weight)
+            ids = [generator.randrange(3, Shape.vocab_size) for _ in range(MOST_TOKENS)]
+            runs = {mode: _ours(engine, ids) for mode, engine in engines.items()}
+            some = ids[: 4 if number == 0 else _how_many(known[count])]
+            known[count] = rival.seconds(count, some) / len(some)
+            runs["llama.cpp"] = (known[count], 0)
+            if number == 0:
+                continue
+            bandwidths[count].append(bandwidth)
+            for mode, (seconds, num_bytes) in runs.items():
+                times.setdefault((count, mode), []).append(seconds)
+                read[mode] = num_bytes
+    rival.close()
+    for engine in engines.values():
+        engine.close()
+    return _report(kind, threads, times, bandwidths, read, rival.about)
+
+
+def _how_many(seconds_a_token: float) -> int:
+    return max(4, min(MOST_TOKENS, round(SECONDS / seconds_a_token)))
+
+
+def _ours(engine: Engine, ids: list[int]) -> tuple[float, int]:
+    """(seconds a token, bytes a token must read)."""
+    before, began, count = engine.traffic.total, time.perf_counter(), 0
+    while count < len(ids) and (count < 4 or time.perf_counter() - began < SECONDS):
+        engine._step(ids[count], PROMPT + count)
+        count += 1
+    seconds = time.perf_counter() - began
+    items = engine.bytes_by_role["cpu"]
+    dense = items["attention"] + items["head"]
+    return seconds / count, dense + (engine.traffic.total - before) // count
+
+
+def _bandwidth(weight: torch.Tensor) -> float:
+    """Bytes a second, the best of three."""
+    best, x = float("inf"), torch.ones(weight.shape[1])
+    for _ in range(3):
+        began = time.perf_counter()
+        library.dot_rows(weight, "f32", x)
+        best = min(best, time.perf_counter() - began)
+    return weight.nbytes / best
+
+
+def _report(
+    kind: str,
+    threads: list[int],
+    times: dict[tuple[int, str], list[float]],
+    bandwidths: dict[int, list[float]],
+    read: dict[str, int],
+    rival: str,
+) -> dict[str, object]:
+    report: dict[str, object] = {"rival": rival}
+    for count in threads:
+        limit = max(bandwidths[count])
+        theirs = statistics.median(times[count, "llama.cpp"])
+        lines: dict[str, object] = {"bandwidth_gb_per_s": limit / 1e9}
+        print(f"{kind}, {count} threads, {limit / 1e9:.1f} GB/s", flush=True)
+        for mode in (*MODES, "llama.cpp"):
+            seconds = times[count, mode]
+            median = statistics.median(seconds)
+            num_bytes = read[mode] or read["dense"]
+            share = num_bytes / limit / median
+            # A neighbour slows ours and theirs alike in a round, so ratios are taken in rounds.
+            pairs = zip(times[count, "llama.cpp"], seconds, strict=True)
+            ratio = statistics.median(a / b for a, b in pairs)
+            lines[mode] = {
+                "tokens_per_s": 1 / median,
+                "best_tokens_per_s": 1 / min(seconds),
+                "samples_s": seconds,
+                "bytes_a_token": num_bytes,
+                "limit_tokens_per_s": limit / num_bytes,
+                "share_of_limit": share,
+                "times_rival": theirs / median,
+                "times_rival_in_rounds": ratio,
+            }
+            print(
+                f"  {mode:10} {1 / median:7.2f} tokens/s, best {1 / min(seconds):7.2f}, limit"
+                f" {limit / num_bytes:7.2f} ({share:.0%}), {theirs / median:.2f}x llama.cpp"
+                f" ({ratio:.2f}x in rounds)",
+                flush=True,
+            )
+        report[str(count)] = lines
+    return report
+
+
+def _make(folder: Path, kind: str, num_layers: int) -> None:
+    """The two model files of a type, where they are not there yet."""
+    ours, theirs = folder / f"{kind}.gguf", folder / f"{kind}-stock.gguf"
+    if ours.exists() and theirs.exists():
+        return
+    source = folder / "checkpoint"
+    if not (source / "predictors").exists():
+        print("making the checkpoint", flush=True)
+        make_planted(source, Shape(num_layers=num_layers))
+    print(f"converting to {kind}", flush=True)
+    convert(ConvertConfig(source=source / "relu", output=ours, outtype=kind,
+                          predictors=source / "predictors", force=True))  # fmt: skip
+    convert(ConvertConfig(source=source / "silu", output=theirs, outtype=kind,
+                          layout="stock", force=True))  # fmt: skip
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the models are, or are to be made")
+    parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
+    parser.add_argument("--types", default="f16,bf16,q8_0,q4_0")
+    parser.add_argument("--threads", default="2,1")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-layers", type=int, default=22)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""A random Llama whose feed-forward layers are sparse by construction, its predictors, and its
+SiLU twin for engines that know no ReLU. Everything in it is synthetic: it answers nonsense.
+
+Every token's embedding holds one common direction u, which stays in the hidden state because what
+attention and feed-forward layers add is small. With A [256, D] orthonormal, its first row u,
+
+    gate_j = b_j A + rest_j,      b_j . (A x) normal with mean -t_j and variance 1
+
+so neuron j fires with probability P(normal > t_j), which falls as a power of its rank; `rest_j` is
+what a predictor of rank 256 (b and A) cannot see. Neurons are shuffled within their layer.
+
+    python planted_checkpoint.py FOLDER [NUM_LAYERS]
+
+writes FOLDER/relu, FOLDER/silu (the same weights) and FOLDER/predictors.
+
+Letters: D model width, F neurons, R predictor rank."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from random_checkpoint import Shape, make_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparkinfer.model_file import PredictorInfo
+from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+
+RANK = 256
+DENSITY = 0.1  # of the neurons fire, on average
+EXPONENT = 0.8  # of the power law
+COMMON = 0.5  # size of the common direction in an embedding, as a share of all else
+UNSEEN = 0.15  # standard deviation of a gate that the predictor cannot see; the whole is 1
+MARGIN = 0.3  # a neuron is named above minus this
+
+
+def make_planted(folder: Path, shape: Shape) -> None:
+    """Writes the two checkpoints and the predictors; see the module."""
+    make_checkpoint(folder / "silu", shape, layers_a_file=1)
+    generator = torch.Generator().manual_seed(1)
+    common_D = torch.nn.functional.normalize(torch.randn(shape.width, generator=generator), dim=0)
+    predictors: dict[int, LayerPredictor] = {}
+    for path in sorted((folder / "silu").glob("*.safetensors")):
+        tensors = load_file(path)
+        for name in list(tensors):
+            _plant(name, tensors, common_D, shape, generator, predictors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    _write_relu(folder)
+    info = PredictorInfo(
+        kind="linear",
+        rank_L=(RANK,) * shape.num_layers,
+        threshold_L=(-MARGIN,) * shape.num_layers,
+    )
+    layers = tuple(predictors[layer] for layer in range(shape.num_layers))
+    (folder / "predictors").mkdir(exist_ok=True)
+    Predictors(model_id=None, info=info, layers=layers).save(folder / "predictors" / FILE_NAME)
+
+
+def _plant(
+    name: str,
+    tensors: dict[str, Tensor],
+    common_D: Tensor,
+    shape: Shape,
+    generator: torch.Generator,
+    predictors: dict[int, LayerPredictor],
+) -> None:
+    """Changes one tensor in place of its random values; gates come with their predictor."""
+    if name == "model.embed_tokens.weight":
+        values = torch.randn(tensors[name].shape, generator=generator)
+        values += COMMON * shape.width**0.5 * common_D
+        tensors[name] = values.bfloat16()
+    elif name.endswith(("o_proj.weight", "down_proj.weight")):
+        tensors[name] = tensors[name] * 0.05
+    elif name.endswith("gate_proj.weight"):
+        gate_FD, predictor = _gate(common_D, shape, generator)
+        tensors[name] = gate_FD.bfloat16()
+        predictors[int(name.split(".")[2])] = predictor
+
+
+def _gate(
+    common_D: Tensor, shape: Shape, generator: torch.Generator
+) -> tuple[Tensor, LayerPredictor]:
+    """Gates [F, D] and the predictor that knows all of them but `rest`."""
+    start_DR = torch.randn(shape.width, RANK, generator=generator)
+    start_DR[:, 0] = common_D
+    down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
+    down_RD[0] = common_D
+    up_FR = torch.randn(shape.num_neurons, RANK, generator=generator)
+    # A normed hidden state has COMMON / sqrt(1 + COMMON^2) sqrt(D) along u and 1 / sqrt(1 +
+    # COMMON^2) along any other direction.
+    whole = (1 + COMMON**2) ** 0.5
+    up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
+    firing_F = torch.from_numpy(_frequencies(shape.num_neurons, generator))
+    along_common = COMMON / whole * shape.width**0.5
+    up_FR[:, 0] = torch.special.ndtri(firing_F).float() / along_common
+    rest_FD = torch.randn(shape.num_neurons, shape.width, generator=generator)
+    rest_FD -= (rest_FD @ down_RD.T) @ down_RD
+    rest_FD *= UNSEEN * whole / rest_FD.norm(dim=1, keepdim=True)
+    predictor = LayerPredictor(down_RD=down_RD.numpy(), up_FR=up_FR.numpy(), matrix_kind="q8_0")
+    return up_FR @ down_RD + rest_FD, predictor
+
+
+def _frequencies(num_neurons: int, generator: torch.Generator) -> np.ndarray:
+    """Probabilities f64 [F] that fall as a power of the rank and have the wanted mean, shuffled."""
+    firing_F = np.arange(1, num_neurons + 1) ** -EXPONENT
+    for _ in range(20):  # what is cut off at the top goes to the others
+        firing_F = np.clip(firing_F * DENSITY / firing_F.mean(), 1e-4, 0.9)
+    return firing_F[torch.randperm(num_neurons, generator=generator).numpy()]
+
+
+def _write_relu(folder: Path) -> None:
+    """The same files under another activation."""
+    relu = folder / "relu"
+    relu.mkdir(exist_ok=True)
+    for path in (folder / "silu").iterdir():
+        if path.name == "config.json":
+            config = json.loads(path.read_text()) | {"hidden_act": "relu"}
+            (relu / path.name).write_text(json.dumps(config, indent=2))
+        else:
+            (relu / path.name).unlink(missing_ok=True)
+            os.link(path, relu / path.name)
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else Shape().num_layers
+    make_planted(Path(sys.argv[1]), Shape(num_layers=count))

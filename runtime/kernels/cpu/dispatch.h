@@ -1,0 +1,22 @@
+// What dispatch.cpp chose, for the other sources of this library.
+#pragma once
+#include "kernels.h"
+#include "thread_pool.h"
+
+// The kernels of the level in use.
+const Kernels& kernels();
+
+// The bytes of one row, or -1 if there can be no such row.
+int64_t row_bytes_of(int32_t kind, int64_t D);
+
+// Less than this many bytes of weights is not worth waking a thread for: 64 KiB are read in about
+// four microseconds.
+constexpr int64_t INLINE_BYTES = 64 * 1024;
+
+// body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes.
+template <class Body>
+void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
+    if (n <= 0) return;
+    if (bytes < INLINE_BYTES) return body(0, n);
+    parallel_for(n, grain, pieces_per_thread, body);
+}

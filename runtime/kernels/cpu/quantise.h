@@ -1,0 +1,53 @@
+// Quantising a vector, see Input in kernels.h. Included inside the anonymous namespace of each
+// rows_<level>.cpp, as rows_template.h is.
+
+// The plain layout: int16 value[D], then float scale[D / 32], then int32 correction[D / 32], which
+// is -8 times the sum of a block's values: q4_0 counts its nibbles from 0 instead of -8.
+inline int16_t* values_of(uint8_t* packed) { return reinterpret_cast<int16_t*>(packed); }
+
+inline const int16_t* values_of(const uint8_t* packed) {
+    return reinterpret_cast<const int16_t*>(packed);
+}
+
+inline const float* scales_of(const uint8_t* packed, int64_t num_blocks) {
+    return reinterpret_cast<const float*>(packed + num_blocks * BLOCK * 2);
+}
+
+inline const int32_t* corrections_of(const uint8_t* packed, int64_t num_blocks) {
+    return reinterpret_cast<const int32_t*>(packed + num_blocks * BLOCK * 2 + num_blocks * 4);
+}
+
+// Plain loops that the compiler turns into vectors: integers of the bits of non-negative floats
+// are in the order of the floats, and adding 1.5 * 2^23 rounds to the nearest integer.
+inline void quantise_block(const float* x, int16_t* value, float* scale, int32_t* correction) {
+    uint32_t largest_bits = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        largest_bits = largest_bits > bits ? largest_bits : bits;
+    }
+    float largest;
+    __builtin_memcpy(&largest, &largest_bits, 4);
+    const bool is_finite = largest_bits < 0x7f800000, is_zero = largest < 1e-30f;
+    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : largest / 32767.0f;
+    const float factor = !is_finite || is_zero ? 0.0f : 32767.0f / largest;
+    int32_t total = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+        const float shifted = (is_finite ? x[i] * factor : 0.0f) + 12582912.0f;
+        int32_t bits;
+        __builtin_memcpy(&bits, &shifted, 4);
+        value[i] = static_cast<int16_t>(bits - 0x4b400000);
+        total += bits - 0x4b400000;
+    }
+    *correction = -8 * total;
+}
+
+void quantise(const Input& x, int64_t D) {
+    const int64_t num_blocks = D / BLOCK;
+    float* scale = const_cast<float*>(scales_of(x.packed, num_blocks));
+    int32_t* correction = const_cast<int32_t*>(corrections_of(x.packed, num_blocks));
+    for (int64_t b = 0; b < num_blocks; ++b)
+        quantise_block(x.f32 + b * BLOCK, values_of(x.packed) + b * BLOCK, scale + b,
+                       correction + b);
+}

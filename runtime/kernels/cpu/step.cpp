@@ -1,0 +1,468 @@
+// One decode step, see step.h. The order of a forward pass is that of decoder.py and attention.py,
+// the feed-forward layer that of feed_forward.py; they are the reference, and their bits differ
+// only where sums are taken in another order.
+#include "step.h"
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "vector_math.h"
+
+namespace {
+
+// A feed-forward layer's neurons are cut into at most this many chunks, each with a sum of its own
+// that is added to the others' in order: cuts and order depend on the number of neurons alone, so
+// the threads' number and luck do not show in the result.
+constexpr int64_t MAX_CHUNKS = 16;
+constexpr int64_t CHUNK_NEURONS = 32;
+
+// A vector and its packed forms for q8_0 and q4_0, made when first asked for.
+struct Operand {
+    float* f32;
+    uint8_t* packed[2];
+    bool is_packed[2];
+    int64_t size;
+
+    void changed() { is_packed[0] = is_packed[1] = false; }
+
+    Input as(int32_t kind) {
+        Quantise* quantise = kernels().quantise[kind];
+        if (!quantise) return {f32, nullptr};
+        const int form = kind == KIND_Q4_0;
+        const Input input{f32, packed[form]};
+        if (!is_packed[form]) quantise(input, size);
+        is_packed[form] = true;
+        return input;
+    }
+};
+
+// Cuts one piece of memory into arrays; from null it only counts.
+class Arena {
+  public:
+    explicit Arena(uint8_t* base) : base_(base) {}
+
+    template <class T>
+    T* take(int64_t count) {
+        const int64_t start = used_;
+        used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return base_ ? reinterpret_cast<T*>(base_ + start) : nullptr;
+    }
+
+    Operand operand(int64_t size) {
+        return {take<float>(size),
+                {take<uint8_t>(packed_bytes(size)), take<uint8_t>(packed_bytes(size))},
+                {false, false},
+                size};
+    }
+
+    int64_t used() const { return used_; }
+
+  private:
+    uint8_t* base_;
+    int64_t used_ = 0;
+};
+
+int64_t largest_rank(const SparkStep& step) {
+    int64_t rank = 0;
+    for (int64_t i = 0; i < step.num_layers; ++i)
+        rank = std::max(rank, step.layer[i].predictor_down.num_rows);
+    return rank;
+}
+
+struct Work {
+    Work(const SparkStep& step, uint8_t* memory) : arena(memory) {
+        const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
+        const int64_t values = (heads + 2 * step.num_kv_heads) * step.head_width;
+        x = arena.take<float>(D);
+        sum = arena.take<float>(D);
+        attn_input = arena.operand(D);
+        ffn_input[0] = arena.operand(D);
+        ffn_input[1] = arena.operand(D);
+        heads_out = arena.operand(heads * step.head_width);
+        inner = arena.operand(largest_rank(step));
+        qkv = arena.take<float>(values);
+        attn_out = arena.take<float>(D);
+        ffn_out = arena.take<float>(D);
+        scores = arena.take<float>(heads * step.context_length);
+        cos = arena.take<float>(step.head_width);
+        sin = arena.take<float>(step.head_width);
+        named = arena.take<float>(F);
+        candidate = arena.take<int32_t>(F);
+        gate = arena.take<float>(F);
+        up = arena.take<float>(F);
+        open = arena.take<int32_t>(F);
+        part = arena.take<float>(MAX_CHUNKS * D);
+    }
+
+    Arena arena;
+    float *x, *sum, *qkv, *attn_out, *ffn_out, *scores, *cos, *sin, *named, *gate, *up, *part;
+    int32_t *candidate, *open;
+    Operand attn_input, ffn_input[2], heads_out, inner;
+};
+
+int64_t row_bytes(const SparkMatrix& m) { return row_bytes_of(m.kind, m.num_columns); }
+int64_t num_bytes(const SparkMatrix& m) {
+    return m.num_rows * (row_bytes(m) + (m.bias ? static_cast<int64_t>(sizeof(float)) : 0));
+}
+
+// y [num_rows] = W x + bias, for up to three matrices with outputs one after the other.
+void multiply(const SparkMatrix* matrix, int count, Operand& x, float* y) {
+    Input input[3];
+    int64_t first[4] = {0}, bytes = 0;
+    for (int m = 0; m < count; ++m) {
+        input[m] = x.as(matrix[m].kind);
+        first[m + 1] = first[m] + matrix[m].num_rows;
+        bytes += num_bytes(matrix[m]);
+    }
+    split(bytes, first[count], 4, 4, [&](int64_t begin, int64_t end) {
+        for (int m = 0; m < count; ++m) {
+            const SparkMatrix& w = matrix[m];
+            const int64_t a0 = std::max<int64_t>(begin - first[m], 0);
+            const int64_t a1 = std::min(end - first[m], w.num_rows);
+            if (a0 >= a1) continue;
+            float* out = y + first[m];
+            kernels().dot_rows[w.kind](w.data, row_bytes(w), w.num_columns, input[m], nullptr, out,
+                                       a0, a1);
+            if (w.bias)
+                for (int64_t a = a0; a < a1; ++a) out[a] += w.bias[a];
+        }
+    });
+}
+
+void add(float* x, const float* y, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) x[i] += y[i];
+}
+
+void apply(const SparkNorm& norm, float epsilon, const float* x, int64_t n, float* y) {
+    if (norm.bias)
+        layer_norm(x, norm.weight, norm.bias, epsilon, n, y);
+    else
+        rms_norm(x, norm.weight, epsilon, n, y);
+}
+
+class Step {
+  public:
+    Step(SparkStep& step) : s(step), w(step, step.workspace), D(step.width) {}
+
+    void run(int64_t token, int64_t position, float* logits) {
+        embed(token, position);
+        turn(position);
+        for (int64_t i = 0; i < s.num_layers; ++i) layer(i, position);
+        Operand& last = w.attn_input;
+        if (s.output_norm.weight)
+            apply(s.output_norm, s.epsilon, w.x, D, last.f32);
+        else
+            std::memcpy(last.f32, w.x, D * sizeof(float));
+        last.changed();
+        multiply(&s.head, 1, last, logits);
+    }
+
+  private:
+    void embed(int64_t token, int64_t position) {
+        unpack_row(s.embedding, token, w.x);
+        if (!s.positions.data) return;
+        unpack_row(s.positions, position, w.sum);
+        add(w.x, w.sum, D);
+    }
+
+    void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
+        const float one = 1.0f;
+        kernels().accumulate_rows[m.kind](m.data + row * row_bytes(m), row_bytes(m), &one, nullptr,
+                                          1, y, 0, D);
+    }
+
+    void turn(int64_t position) {
+        if (!s.frequency) return;
+        for (int64_t i = 0; i < s.head_width / 2; ++i) {
+            const double angle = static_cast<double>(position) * s.frequency[i];
+            w.cos[i] = static_cast<float>(std::cos(angle));
+            w.sin[i] = static_cast<float>(std::sin(angle));
+        }
+    }
+
+    // The three orders of blocks, as in decoder.run_layer.
+    void layer(int64_t index, int64_t position) {
+        const SparkLayer& l = s.layer[index];
+        Operand& ffn_input = w.ffn_input[index % 2];
+        const bool is_ahead = s.input_layer_offset && index > 0;
+        Operand& named_by = is_ahead ? w.ffn_input[(index + 1) % 2] : ffn_input;
+        ffn_input.changed();
+        w.attn_input.changed();
+        if (!l.ffn_norm.weight) {
+            apply(l.attn_norm, s.epsilon, w.x, D, ffn_input.f32);
+            Operand& own = l.attn_norm_2.weight ? w.attn_input : ffn_input;
+            if (l.attn_norm_2.weight) apply(l.attn_norm_2, s.epsilon, w.x, D, own.f32);
+            attention(l, own, position);
+            feed_forward(l, ffn_input, named_by);
+            add(w.x, w.attn_out, D);
+            add(w.x, w.ffn_out, D);
+        } else if (s.is_post_norm) {
+            std::memcpy(w.attn_input.f32, w.x, D * sizeof(float));
+            attention(l, w.attn_input, position);
+            add(w.x, w.attn_out, D);
+            apply(l.attn_norm, s.epsilon, w.x, D, ffn_input.f32);
+            feed_forward(l, ffn_input, named_by);
+            add(w.ffn_out, ffn_input.f32, D);
+            apply(l.ffn_norm, s.epsilon, w.ffn_out, D, w.x);
+        } else {
+            apply(l.attn_norm, s.epsilon, w.x, D, w.attn_input.f32);
+            attention(l, w.attn_input, position);
+            add(w.x, w.attn_out, D);
+            apply(l.ffn_norm, s.epsilon, w.x, D, ffn_input.f32);
+            feed_forward(l, ffn_input, named_by);
+            add(w.x, w.ffn_out, D);
+        }
+    }
+
+    void attention(const SparkLayer& l, Operand& x, int64_t position) {
+        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
+        multiply(l.input, l.input[1].data ? 3 : 1, x, w.qkv);
+        for (int64_t h = 0; h < H + K; ++h) {
+            float* head = w.qkv + h * W;
+            const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
+            if (norm.weight) apply(norm, s.epsilon, head, W, head);
+            if (s.frequency) rotate(head, w.cos, w.sin, W, s.is_adjacent);
+        }
+        append(l.key, w.qkv + H * W, position);
+        append(l.value, w.qkv + (H + K) * W, position);
+        const int64_t bytes = 2 * (position + 1) * H * W * cache_bytes();
+        split(bytes, H, 1, 4, [&](int64_t h0, int64_t h1) {
+            for (int64_t h = h0; h < h1; ++h) attend(l, h, position + 1);
+        });
+        w.heads_out.changed();
+        multiply(&l.output, 1, w.heads_out, w.attn_out);
+    }
+
+    int64_t cache_bytes() const { return s.cache_kind == KIND_F32 ? 4 : 2; }
+
+    void append(uint8_t* cache, const float* x, int64_t position) {
+        const int64_t n = s.num_kv_heads * s.head_width;
+        uint8_t* row = cache + position * n * cache_bytes();
+        if (s.cache_kind == KIND_F32) {
+            std::memcpy(row, x, n * sizeof(float));
+            return;
+        }
+        uint16_t* half = reinterpret_cast<uint16_t*>(row);
+        for (int64_t i = 0; i < n; ++i) half[i] = to_f16(x[i]);
+    }
+
+    // One query head over C cached positions.
+    void attend(const SparkLayer& l, int64_t head, int64_t C) {
+        const int64_t W = s.head_width, stride = s.num_kv_heads * W * cache_bytes();
+        const int64_t first = head * s.num_kv_heads / s.num_heads * W * cache_bytes();
+        float* score = w.scores + head * s.context_length;
+        float* out = w.heads_out.f32 + head * W;
+        const Input query{w.qkv + head * W, nullptr};
+        kernels().dot_rows[s.cache_kind](l.key + first, stride, W, query, nullptr, score, 0, C);
+        const float scale = 1.0f / std::sqrt(static_cast<float>(W));
+        float largest = -INFINITY;
+        for (int64_t c = 0; c < C; ++c) {
+            score[c] *= scale;
+            largest = score[c] > largest ? score[c] : largest;
+        }
+        const float total = kernels().exp_sum(score, C, largest);
+        kernels().accumulate_rows[s.cache_kind](l.value + first, stride, score, nullptr, C, out, 0,
+                                                W);
+        for (int64_t i = 0; i < W; ++i) out[i] /= total;
+    }
+
+    bool is_smooth() const { return s.activation >= ACTIVATION_SILU; }
+
+    float smooth(float x) const {
+        if (s.activation == ACTIVATION_SILU) return x / (1.0f + std::exp(-x));
+        if (s.activation == ACTIVATION_GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+        return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+    }
+
+    // What a gate lets through; whether the neuron fires. As Gate.act in feed_forward.py.
+    bool act(const SparkLayer& l, float& gate) const {
+        if (is_smooth()) {
+            gate = smooth(gate);
+            return s.mode == MODE_DENSE || std::fabs(gate) > l.threshold;
+        }
+        const bool fires = gate > (s.activation == ACTIVATION_FATRELU ? l.threshold : 0.0f);
+        if (!fires) gate *= 0.0f;  // a NaN stays one
+        return fires || s.mode == MODE_DENSE;
+    }
+
+    void feed_forward(const SparkLayer& l, Operand& x, Operand& named_by) {
+        if (s.mode == MODE_PREDICTED) predict(l, named_by);
+        for (int64_t b = 0; b < l.num_blocks; ++b) {
+            const SparkBlock& block = l.block[b];
+            float* out = b == 0 ? w.ffn_out : w.sum;
+            run_block(l, block, x, out);
+            if (b > 0) add(w.ffn_out, w.sum, D);
+        }
+        if (l.num_blocks == 0) std::fill_n(w.ffn_out, D, 0.0f);
+        if (l.down_bias) add(w.ffn_out, l.down_bias, D);
+    }
+
+    // Scores of all neurons into `named`.
+    void predict(const SparkLayer& l, Operand& x) {
+        Operand* inner = &x;
+        if (l.predictor_down.data) {
+            inner = &w.inner;
+            inner->size = l.predictor_down.num_rows;
+            inner->changed();
+            multiply(&l.predictor_down, 1, x, inner->f32);
+            if (s.predictor_kind == PREDICTOR_RELU)
+                for (int64_t r = 0; r < inner->size; ++r)
+                    inner->f32[r] = inner->f32[r] < 0.0f ? 0.0f : inner->f32[r];
+            s.predictor_bytes += num_bytes(l.predictor_down);
+        }
+        multiply(&l.predictor_up, 1, *inner, w.named);
+        s.predictor_bytes += num_bytes(l.predictor_up);
+        if (s.predictor_kind == PREDICTOR_GATE)
+            for (int64_t j = 0; j < s.num_neurons; ++j) w.named[j] = std::fabs(smooth(w.named[j]));
+    }
+
+    // The rows to compute into `candidate`, or null where they are all rows in order.
+    const int32_t* candidates(const SparkLayer& l, const SparkBlock& block, int64_t& count) {
+        if (s.mode != MODE_PREDICTED) {
+            count = block.num_neurons;
+            return block.row;
+        }
+        count = 0;
+        for (int64_t p = 0; p < block.num_neurons; ++p) {
+            w.candidate[count] = block.row ? block.row[p] : static_cast<int32_t>(p);
+            count += w.named[block.id ? block.id[p] : p] > l.predictor_threshold;
+        }
+        return w.candidate;
+    }
+
+    // Gate, activation, up and down of one block in one pass over its candidates.
+    void run_block(const SparkLayer& l, const SparkBlock& block, Operand& x, float* out) {
+        int64_t count;
+        const int32_t* rows = candidates(l, block, count);
+        const int64_t by_size = (count + CHUNK_NEURONS - 1) / CHUNK_NEURONS;
+        const int64_t chunks = std::min(MAX_CHUNKS, std::max<int64_t>(1, by_size));
+        const Input gate_x = x.as(block.gate.kind), up_x = x.as(block.up.kind);
+        int64_t num_open[MAX_CHUNKS];
+        const int64_t bytes = count * row_bytes(block.gate);
+        split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
+            for (int64_t c = c0; c < c1; ++c)
+                num_open[c] = run_chunk(l, block, gate_x, up_x, rows, count * c / chunks,
+                                        count * (c + 1) / chunks, w.part + c * D);
+        });
+        split(chunks * D * 4, D, 64, 1, [&](int64_t d0, int64_t d1) {
+            for (int64_t d = d0; d < d1; ++d) out[d] = w.part[d];
+            for (int64_t c = 1; c < chunks; ++c)
+                for (int64_t d = d0; d < d1; ++d) out[d] += w.part[c * D + d];
+        });
+        int64_t all_open = 0;
+        for (int64_t c = 0; c < chunks; ++c) all_open += num_open[c];
+        s.gate_bytes += count * row_bytes(block.gate);
+        if (block.up.data) s.up_bytes += all_open * row_bytes(block.up);
+        s.down_bytes += all_open * row_bytes(block.down);
+    }
+
+    // Candidates a0 .. a1-1 into `out`; returns how many of them fired.
+    int64_t run_chunk(const SparkLayer& l, const SparkBlock& block, const Input& gate_x,
+                      const Input& up_x, const int32_t* rows, int64_t a0, int64_t a1, float* out) {
+        const SparkMatrix &gate = block.gate, &up = block.up, &down = block.down;
+        kernels().dot_rows[gate.kind](gate.data, row_bytes(gate), D, gate_x, rows, w.gate, a0, a1);
+        int32_t* open = w.open + a0;
+        float *hidden = w.gate + a0, *up_out = w.up + a0;
+        int64_t count = 0;
+        for (int64_t a = a0; a < a1; ++a) {
+            const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
+            float value = w.gate[a];
+            if (gate.bias) value += gate.bias[row];
+            const bool fires = act(l, value);
+            open[count] = row, hidden[count] = value;
+            count += fires;
+        }
+        // All rows in order need no list of them.
+        const bool is_plain = s.mode == MODE_DENSE && !rows;
+        const int32_t* index = is_plain ? nullptr : open;
+        const int64_t first = is_plain ? a0 : 0;
+        if (up.data) {
+            kernels().dot_rows[up.kind](up.data + first * row_bytes(up), row_bytes(up), D, up_x,
+                                        index, up_out, 0, count);
+            for (int64_t a = 0; a < count; ++a) {
+                float value = up_out[a] + (up.bias ? up.bias[open[a]] : 0.0f);
+                if (s.activation == ACTIVATION_DRELU && value < 0.0f) value = 0.0f;
+                hidden[a] *= value;
+            }
+        }
+        kernels().accumulate_rows[down.kind](down.data + first * row_bytes(down), row_bytes(down),
+                                             hidden, index, count, out, 0, D);
+        return count;
+    }
+
+    SparkStep& s;
+    Work w;
+    const int64_t D;
+};
+
+bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
+    return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
+           row_bytes(m) >= 0;
+}
+
+bool fits(const SparkBlock& block, const SparkStep& s, bool is_gated) {
+    const int64_t rows = block.gate.num_rows;
+    if (block.num_neurons < 1 || block.num_neurons > s.num_neurons) return false;
+    if (!fits(block.gate, rows, s.width) || !fits(block.down, rows, s.width)) return false;
+    if (is_gated != (block.up.data != nullptr)) return false;
+    if (is_gated && !fits(block.up, rows, s.width)) return false;
+    if (!block.row && rows != block.num_neurons) return false;
+    for (int64_t p = 0; block.row && p < block.num_neurons; ++p)
+        if (block.row[p] < 0 || block.row[p] >= rows) return false;
+    for (int64_t p = 0; block.id && p < block.num_neurons; ++p)
+        if (block.id[p] < 0 || block.id[p] >= s.num_neurons) return false;
+    return true;
+}
+
+bool fits(const SparkLayer& l, const SparkStep& s) {
+    const int64_t q = s.num_heads * s.head_width, kv = s.num_kv_heads * s.head_width;
+    const bool is_fused = !l.input[1].data;
+    if (is_fused && !fits(l.input[0], q + 2 * kv, s.width)) return false;
+    if (!is_fused && !(fits(l.input[0], q, s.width) && fits(l.input[1], kv, s.width) &&
+                       fits(l.input[2], kv, s.width)))
+        return false;
+    if (!fits(l.output, s.width, q) || !l.attn_norm.weight || !l.key || !l.value) return false;
+    if (s.mode == MODE_PREDICTED) {
+        const bool is_low_rank = l.predictor_down.data != nullptr;
+        const int64_t rank = is_low_rank ? l.predictor_down.num_rows : s.width;
+        if (is_low_rank && !fits(l.predictor_down, rank, s.width)) return false;
+        if (!fits(l.predictor_up, s.num_neurons, rank)) return false;
+    }
+    if (l.num_blocks < 1 || !l.block) return false;
+    for (int64_t b = 0; b < l.num_blocks; ++b)
+        if (!fits(l.block[b], s, l.block[0].up.data != nullptr)) return false;
+    return true;
+}
+
+bool fits(const SparkStep& s) {
+    const int64_t sizes[] = {s.num_layers,   s.width,      s.num_neurons,   s.num_heads,
+                             s.num_kv_heads, s.head_width, s.context_length};
+    for (int64_t size : sizes)
+        if (size < 1 || size > INT32_MAX) return false;
+    if (s.num_heads % s.num_kv_heads || (s.frequency && s.head_width % 2)) return false;
+    if (s.cache_kind != KIND_F32 && s.cache_kind != KIND_F16) return false;
+    if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS || !s.layer) return false;
+    if (!fits(s.embedding, s.embedding.num_rows, s.width)) return false;
+    if (!fits(s.head, s.head.num_rows, s.width)) return false;
+    if (s.positions.data && (s.positions.num_rows < s.context_length ||
+                             !fits(s.positions, s.positions.num_rows, s.width)))
+        return false;
+    for (int64_t i = 0; i < s.num_layers; ++i)
+        if (!fits(s.layer[i], s)) return false;
+    return true;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int64_t spark_step_bytes(const SparkStep* step) {
+    return fits(*step) ? Work(*step, nullptr).arena.used() : -1;
+}
+
+EXPORT int32_t spark_step(SparkStep* step, int64_t token, int64_t position, float* logits) {
+    if (token < 0 || token >= step->embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
+    if (position < 0 || position >= step->context_length) return STATUS_INDEX_OUT_OF_RANGE;
+    Step(*step).run(token, position, logits);
+    return STATUS_OK;
+}

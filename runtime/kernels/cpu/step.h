@@ -1,0 +1,68 @@
+// One decode step of a whole model in one call. native_step.py mirrors these structs field by field.
+//
+// Letters: D model width, F neurons of a layer, N of a block, R predictor rank, V vocabulary,
+// H heads, K key-value heads, W head width, C positions of the cache.
+#pragma once
+#include <stdint.h>
+
+enum Activation : int32_t {
+    ACTIVATION_RELU,
+    ACTIVATION_FATRELU,
+    ACTIVATION_DRELU,
+    ACTIVATION_SILU,
+    ACTIVATION_GELU,
+    ACTIVATION_GELU_TANH,
+    NUM_ACTIVATIONS
+};
+enum Mode : int32_t { MODE_DENSE, MODE_EXACT, MODE_PREDICTED };
+enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
+
+struct SparkMatrix {
+    const uint8_t* data;  // null: there is none
+    const float* bias;    // num_rows, or null
+    int64_t num_rows, num_columns;
+    int32_t kind, unused;
+};
+
+struct SparkNorm {
+    const float* weight;  // null: there is none
+    const float* bias;    // null: an RMS norm, else a layer norm
+};
+
+struct SparkBlock {
+    SparkMatrix gate, up, down;
+    const int32_t* id;   // [N] the neurons' numbers in the layer, or null: 0 .. N-1
+    const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
+    int64_t num_neurons;
+};
+
+struct SparkLayer {
+    SparkNorm attn_norm, attn_norm_2, ffn_norm, query_norm, key_norm;
+    SparkMatrix input[3], output, predictor_down, predictor_up;
+    const float* down_bias;  // [D] or null
+    uint8_t *key, *value;    // [C, K, W]
+    const SparkBlock* block;
+    int64_t num_blocks;
+    float threshold, predictor_threshold;
+};
+
+struct SparkStep {
+    SparkMatrix embedding, positions, head;
+    SparkNorm output_norm;
+    const SparkLayer* layer;
+    const double* frequency;  // [W / 2] of the rotary embedding, or null
+    uint8_t* workspace;       // spark_step_bytes(), 64-aligned
+    int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
+    int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
+    float epsilon;
+    int32_t is_adjacent, is_post_norm, cache_kind, activation, mode, predictor_kind;
+    int32_t input_layer_offset;
+};
+
+extern "C" {
+// The bytes of workspace a step needs, or -1 where sizes, kinds or pointers do not fit together.
+int64_t spark_step_bytes(const SparkStep* step);
+// Appends one token's keys and values at `position` and writes logits [V]. The same bits for any
+// number of threads. STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be.
+int32_t spark_step(SparkStep* step, int64_t token, int64_t position, float* logits);
+}

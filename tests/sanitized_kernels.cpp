@@ -1,0 +1,159 @@
+// Runs every kernel of every usable level at sizes round the block edges, and a whole decode step,
+// on buffers that end where they must not be read past. Compiled by test_sanitizers.py with the
+// address and undefined-behaviour sanitizers, which end the program where something is wrong.
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "../runtime/kernels/cpu/dispatch.h"
+#include "../runtime/kernels/cpu/probe.h"
+#include "../runtime/kernels/cpu/step.h"
+
+namespace {
+
+uint32_t state = 1;
+uint32_t next() { return state = state * 1664525u + 1013904223u; }
+float uniform() { return static_cast<float>(next() >> 8) / (1 << 23) - 1.0f; }
+
+// Memory of exactly this many bytes, so that the sanitizer sees the first one behind it.
+std::vector<std::unique_ptr<uint8_t[]>> all;
+uint8_t* bytes(int64_t count) {
+    all.emplace_back(new uint8_t[count]);
+    return all.back().get();
+}
+
+float* floats(int64_t count, float shift = 0.0f) {
+    float* values = reinterpret_cast<float*>(bytes(count * 4));
+    for (int64_t i = 0; i < count; ++i) values[i] = shift + 0.1f * uniform();
+    return values;
+}
+
+// Rows of any type with small finite values.
+uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
+    const int64_t size = num_rows * row_bytes_of(kind, D);
+    uint8_t* data = bytes(size);
+    if (kind == KIND_F32) {
+        std::memcpy(data, floats(num_rows * D), size);
+        return data;
+    }
+    for (int64_t i = 0; i < size; ++i) data[i] = static_cast<uint8_t>(next() >> 24);
+    const int64_t stride = kind == KIND_Q8_0 ? 34 : kind == KIND_Q4_0 ? 18 : 2;
+    for (int64_t i = 0; i < size; i += stride) data[i + 1] = kind == KIND_BF16 ? 0x3d : 0x20;
+    return data;
+}
+
+bool kernels_at(int32_t kind, int64_t D, int64_t A) {
+    const uint8_t* w = weights(kind, A, D);
+    const float *x = floats(D), *c = floats(A);
+    int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
+    for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
+    float *y = floats(A), *backwards = floats(A), *z = floats(D);
+    if (spark_dot_rows(kind, w, A, D, x, nullptr, A, y)) return false;
+    if (spark_dot_rows(kind, w, A, D, x, index, A, backwards)) return false;
+    for (int64_t a = 0; a < A; ++a)
+        if (y[a] != backwards[A - 1 - a]) return false;
+    return !spark_accumulate_rows(kind, w, A, D, c, nullptr, A, z) &&
+           !spark_accumulate_rows(kind, w, A, D, c, index, A, z);
+}
+
+SparkMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
+    return {weights(kind, num_rows, D), has_bias ? floats(num_rows) : nullptr, num_rows, D, kind, 0};
+}
+
+SparkNorm norm(int64_t n, bool is_layer_norm) {
+    return {floats(n, 1.0f), is_layer_norm ? floats(n) : nullptr};
+}
+
+bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
+    const int64_t D = 96, F = 65, H = 4, K = 2, W = 24, C = 9, V = 33;
+    SparkLayer layer = {};
+    layer.attn_norm = norm(D, !is_gated), layer.ffn_norm = norm(D, !is_gated);
+    layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
+    layer.input[2] = matrix(kind, K * W, D, true), layer.output = matrix(kind, D, H * W, true);
+    if (rank) layer.predictor_down = matrix(kind, rank, D, false);
+    layer.predictor_up = matrix(kind, F, rank ? rank : D, true);
+    layer.key = bytes(C * K * W * 2), layer.value = bytes(C * K * W * 2);
+    layer.down_bias = floats(D);
+    SparkBlock block = {};
+    block.gate = matrix(kind, F, D, true), block.down = matrix(kind, F, D, false);
+    if (is_gated) block.up = matrix(kind, F, D, true);
+    block.num_neurons = F;
+    layer.block = &block, layer.num_blocks = 1;
+    double frequency[W / 2];
+    for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
+    SparkStep step = {};
+    step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
+    step.output_norm = norm(D, false);
+    step.layer = &layer, step.num_layers = 1, step.frequency = frequency;
+    step.width = D, step.num_neurons = F, step.num_heads = H, step.num_kv_heads = K;
+    step.head_width = W, step.context_length = C;
+    step.epsilon = 1e-5f, step.cache_kind = KIND_F16, step.mode = mode;
+    step.activation = is_gated ? ACTIVATION_SILU : ACTIVATION_RELU;
+    const int64_t size = spark_step_bytes(&step);
+    if (size < 0) return false;
+    uint8_t* memory = bytes(size + 63);
+    step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
+    float* logits = floats(V);
+    for (int64_t position = 0; position < C; ++position)
+        if (spark_step(&step, position, position, logits)) return false;
+    return spark_step(&step, V, 0, logits) == STATUS_INDEX_OUT_OF_RANGE &&
+           spark_step(&step, 0, C, logits) == STATUS_INDEX_OUT_OF_RANGE;
+}
+
+bool level() {
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
+        const bool has_blocks = kind >= KIND_Q8_0;
+        for (int64_t D : {1, 15, 31, 32, 33, 63, 64, 65, 96, 100, 128, 160})
+            for (int64_t A : {1, 2, 3, 4, 5, 9})
+                if ((!has_blocks || D % 32 == 0) && !kernels_at(kind, D, A)) return false;
+        for (int32_t mode : {MODE_DENSE, MODE_EXACT, MODE_PREDICTED})
+            for (bool is_gated : {false, true})
+                for (int64_t rank : {0, 32, 64})
+                    if (!steps(kind, mode, is_gated, rank)) return false;
+        all.clear();
+    }
+    return true;
+}
+
+}  // namespace
+
+void faults(const uint8_t*, int64_t, int64_t, const Input&, const int32_t*, float*, int64_t,
+            int64_t) {
+    __builtin_trap();
+}
+
+void errs(const uint8_t*, int64_t, int64_t, const Input&, const int32_t*, float* y, int64_t a0,
+          int64_t a1) {
+    for (int64_t a = a0; a < a1; ++a) y[a] = 0.0f;
+}
+
+// The probe takes what runs and refuses what faults or errs, at any kind of weight.
+bool probes() {
+    if (!runs_here(kernels_generic, kernels_generic)) return false;
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
+        for (DotRows* wrong : {faults, errs}) {
+            Kernels kernels = kernels_generic;
+            kernels.dot_rows[kind] = wrong;
+            if (runs_here(kernels, kernels_generic)) return false;
+        }
+    return true;
+}
+
+int main() {
+    if (!probes()) {
+        std::printf("the probe is wrong\n");
+        return 1;
+    }
+    for (const char* name : {"generic", "avx2", "avx512", "avx512vnni"}) {
+        if (spark_set_level(name) != STATUS_OK) continue;
+        for (int threads : {1, 3}) {
+            if (spark_set_threads(threads) != STATUS_OK || !level()) {
+                std::printf("%s with %d threads: wrong\n", name, threads);
+                return 1;
+            }
+        }
+        std::printf("%s: fine\n", name);
+    }
+    return 0;
+}

@@ -1,0 +1,163 @@
+"""The decode step in one native call: against the ordinary path and the float64 decoder, for every
+graph and mode, and independent of threads and levels. What it does not cover says so."""
+
+import dataclasses
+import os
+import resource
+
+import numpy as np
+import pytest
+import torch
+from models import make_model, make_shape
+from reference import logits_ref, rel_error
+from test_runtime import IDS, PATTERNS, decoded, make_split, saved
+
+from sparkinfer import Engine
+from sparkinfer.runtime import native_step
+from sparkinfer.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+# Sums in another order move an f16 of the KV cache, and a 16-bit value, by one at most here and
+# there; seen: 3e-6 for f32, 3e-4 for the others.
+BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
+
+
+@pytest.fixture
+def restore_library():
+    threads, level = library.num_threads(), library.level()
+    yield
+    library.set_threads(threads)
+    library.set_level(level)
+
+
+def watched(engine, ids):
+    """As `decoded`, by the ordinary path: an observer that wants nothing is enough for it."""
+    with engine.observe(lambda n, i, t: None, lambda n, i: False):
+        return decoded(engine, ids)
+
+
+ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+PAIRS = [*((a, "f32") for a in ACTIVATIONS), *(("relu", kind) for kind in BOUNDS if kind != "f32")]
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("activation, kind", PAIRS)
+def test_it_agrees_with_the_ordinary_path(tmp_path, mode, kind, activation):
+    model = make_model(kind=kind, activation=activation, predictor_rank=8)
+    model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    with Engine.load(model.path, mode=mode) as engine:
+        assert engine.not_native is None
+        assert rel_error(decoded(engine, IDS), watched(engine, IDS)) < BOUNDS[kind]
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_divided_layers_agree_too(tmp_path, mode, pattern):
+    model = saved(tmp_path, kind="q8_0", predictor_rank=8)
+    make_split(model, PATTERNS[pattern]).save(tmp_path / "s.gguf")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
+        assert engine.not_native is None
+        before = dataclasses.replace(engine.traffic)
+        got = decoded(engine, IDS)
+        middle = dataclasses.replace(engine.traffic)
+        assert rel_error(got, watched(engine, IDS)) < BOUNDS["q8_0"]
+        for name in ("gate", "up", "down", "predictor"):
+            first, second, third = (getattr(t, name) for t in (before, middle, engine.traffic))
+            assert third - second == second - first
+
+
+@pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
+def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, name, kind):
+    """Large enough that every product and every chunk of neurons is divided."""
+    library.set_level(name)
+    shape = make_shape(width=256, num_neurons=1056, num_heads=8, vocab_size=500)
+    model = saved(tmp_path, shape=shape, kind=kind, predictor_rank=64)
+    for mode in ("dense", "exact", "predicted"):
+        with Engine.load(model.path, mode=mode) as engine:
+            seen = []
+            for count in (1, 2, 3):
+                library.set_threads(count)
+                seen.append(decoded(engine, IDS))
+            assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+            if mode == "exact":
+                assert rel_error(seen[0], logits_ref(model, IDS)[-1]) < BOUNDS[kind]
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(0)])
+def test_the_measure_rejects_wrong_logits(tmp_path, wrong):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine:
+        assert rel_error(wrong(decoded(engine, IDS)), logits_ref(model, IDS)[-1]) > 0.1
+
+
+def test_long_contexts_agree(tmp_path):
+    model = saved(tmp_path, shape=make_shape(context_length=400), kind="f16")
+    ids = np.random.default_rng(0).integers(0, 50, 390).tolist()
+    with Engine.load(model.path) as engine:
+        assert rel_error(decoded(engine, ids), watched(engine, ids)) < BOUNDS["f16"]
+
+
+def test_without_the_library_it_says_so_and_torch_gives_the_same(tmp_path, monkeypatch, capsys):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine:
+        want = decoded(engine, IDS)
+    monkeypatch.setattr(library, "_lib", None)
+    with Engine.load(model.path) as engine:
+        assert engine.not_native == "the C++ kernels are not built"
+        assert rel_error(decoded(engine, IDS), want) < BOUNDS["f32"]
+    assert capsys.readouterr().err.count("C++ kernels are not built") == 1
+
+
+def test_a_model_on_another_device_is_not_native(tmp_path):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine:
+        weights = engine._live.weights
+        moved = dataclasses.replace(
+            weights.embedding, data=torch.empty(weights.embedding.data.shape, device="meta")
+        )
+        weights = dataclasses.replace(weights, embedding=moved)
+        reason = native_step.build(weights, 0, engine.traffic)
+    assert reason == "a part of it is on meta"
+
+
+def test_sizes_that_do_not_fit_together_are_noticed(tmp_path):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine:
+        weights = engine._live.weights
+        head = dataclasses.replace(weights.head.weight, width=32)
+        weights = dataclasses.replace(weights, head=dataclasses.replace(weights.head, weight=head))
+        assert native_step.build(weights, 0, engine.traffic) == "its sizes do not fit together"
+
+
+@pytest.mark.parametrize("token, position", [(-1, 0), (50, 0), (0, -1), (0, 32)])
+def test_what_is_outside_the_model_is_refused(tmp_path, token, position):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine, pytest.raises(IndexError, match="outside the model"):
+        engine._step(token, position)
+
+
+def test_nan_in_the_weights_reaches_the_logits(tmp_path):
+    for kind in ("f32", "q8_0"):
+        model = saved(tmp_path, kind=kind)
+        with Engine.load(model.path) as engine:
+            engine.layers[1].attn_norm.weight_D[3] = torch.nan
+            assert engine._step(5, 0).isnan().all()
+
+
+def test_ten_thousand_steps_take_no_more_memory(tmp_path):
+    model = saved(tmp_path, kind="q8_0", predictor_rank=8)
+    with Engine.load(model.path) as engine:
+        for step in range(2_000):
+            engine._step(step % 50, step % 32)
+        before, peak = _resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for step in range(10_000):
+            engine._step(step % 50, step % 32)
+        assert _resident() - before < 64 << 10
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,51 @@
+"""How many threads are taken, and that a count that cannot be is refused."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.threads import physical_cores, use_threads
+
+
+@pytest.fixture
+def restore_threads():
+    ours, torchs = library.num_threads(), torch.get_num_threads()
+    yield
+    library.set_threads(ours)
+    torch.set_num_threads(torchs)
+
+
+def test_two_threads_of_a_core_count_once(tmp_path, monkeypatch):
+    siblings = {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}
+    for cpu, text in siblings.items():
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(text + "\n")
+    for allowed, want in (({0, 1, 4, 5}, 2), ({0, 4}, 1), ({0, 1}, 2), ({4, 7}, 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        assert physical_cores(tmp_path) == want
+
+
+def test_affinity_is_honoured():
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        "from sparkinfer.runtime.threads import use_threads; print(use_threads(None))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_torch_takes_as_many(restore_threads):
+    for count in (1, 3):
+        assert use_threads(count) == count == torch.get_num_threads() == library.num_threads()
+
+
+@pytest.mark.parametrize("count", [0, -2, 1025])
+def test_a_count_that_cannot_be_is_refused(count):
+    with pytest.raises(SparkinferError, match=f"--threads is {count}, wanted 1 to 1024"):
+        use_threads(count)
