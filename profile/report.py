@@ -41,7 +41,7 @@ def short_lines(report: "ProfileReport") -> list[str]:
         f"wrote {report.predictors}: {what}; {format_bytes(report.predictor_bytes)},"
         f" {report.predictor_bytes / report.ffn_bytes:.1%} of the feed-forward bytes",
         f"chosen:    {_summary([q.chosen for q in report.quality_L])}",
-        f"untrained: {_summary([q.start for q in report.quality_L])}",
+        _untrained(report.quality_L),
         _of_model(report.quality),
     ]
 
@@ -50,11 +50,19 @@ def _of_model(quality: EvalReport | None) -> str:
     if quality is None:
         return "not compared with its dense self: no room for its hidden states"
     return (
-        f"mode {quality.mode}: perplexity {quality.perplexity:.3f} (dense"
+        f"mode {quality.mode} on the end of the text: perplexity {quality.perplexity:.3f} (dense"
         f" {quality.dense_perplexity:.3f}, {quality.perplexity_increase:+.2%}), KL"
         f" {quality.kl_mean:.5f} (p99 {quality.kl_p99:.4f}), same top token"
         f" {quality.top1_agreement:.2%}, {quality.num_tokens:,} tokens"
     )
+
+
+def _untrained(quality_L: Sequence[LayerQuality]) -> str:
+    trained = sum(q.chosen.is_trained for q in quality_L)
+    if not trained:
+        return "untrained: the same; no training was better than the start, in no layer"
+    what = f"untrained (in {trained} of {len(quality_L)} layers training was better): "
+    return what + _summary([q.start for q in quality_L])
 
 
 def _summary(qualities: Sequence[Quality]) -> str:

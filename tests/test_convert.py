@@ -620,10 +620,10 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
             "info": {"rank_L": (8, 8), "threshold_L": (0.0, 0.0), "density_L": ()},
             "layers": None,
         },
-        "kind 'cubic'": {"info": {"kind": "cubic"}},
-        "offset 3": {"info": {"input_layer_offset": 3}},
+        "info.kind is 'cubic', wanted one of": {"info": {"kind": "cubic"}},
+        "input_layer_offset is 3, wanted": {"info": {"input_layer_offset": 3}},
         "1 densities": {"info": {"density_L": (0.5,)}},
-        "threshold is NaN": {"info": {"threshold_L": (0.0, np.nan, 0.0)}},
+        "threshold_L[1] is nan, wanted": {"info": {"threshold_L": (0.0, np.nan, 0.0)}},
     }
     for number, (words, changes) in enumerate(wrong.items()):
         if changes.get("layers", 0) is None:

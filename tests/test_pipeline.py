@@ -29,6 +29,7 @@ from sparkinfer.profile.quality import EvalConfig, evaluate
 from sparkinfer.profile.selection import Target
 from sparkinfer.profile.thresholds import thresholds_for
 from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
+from sparkinfer.runtime.workspace import measure_workspace
 
 ROOT = Path(__file__).parent.parent
 RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
@@ -212,10 +213,12 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
         assert quality.predicted_density < 0.9 * quality.recall
         assert quality.precision > 1.1 * quality.density
     convert(
-        ConvertConfig(source=random_model / "m.gguf", output=tmp_path / "m", predictors=tmp_path)
+        ConvertConfig(
+            source=random_model / "m.gguf", output=tmp_path / "m.gguf", predictors=tmp_path
+        )
     )
-    assert ModelFile.load(tmp_path / "m").predictor.input_layer_offset == offset
-    result = evaluate(EvalConfig(model=tmp_path / "m", corpora=(random_model / "text.txt",),
+    assert ModelFile.load(tmp_path / "m.gguf").predictor.input_layer_offset == offset
+    result = evaluate(EvalConfig(model=tmp_path / "m.gguf", corpora=(random_model / "text.txt",),
                                  mode="predicted", max_tokens=500))  # fmt: skip
     named = [q.chosen.predicted_density for q in report.quality_L]
     assert np.allclose(result.named_share_L, named, atol=0.12)  # 500 tokens
@@ -322,6 +325,7 @@ def test_the_pipeline_by_its_commands(tmp_path, random_model):
             model = ModelFile.load(tmp_path / "m.gguf")
             whole, _ = plan_bytes(model, context_length=128, num_hot=[160] * 3,
                                   dense_on_gpu=[True] * 3, head_on_gpu=True)  # fmt: skip
+            whole |= {"workspace": measure_workspace(model, 128, "predicted")}
             half = f"{sum(whole.values()) - whole['neurons'] // 2}B"
             step = tuple(half if word == "HALF" else word for word in step)
         done = command(*step, "--json", cwd=tmp_path)

@@ -315,7 +315,8 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
     whole_up = torch.from_numpy(made.layers[0].up.values())
     assert rel_error(first.scores(x_TD), x_TD @ whole_up.T) < 1e-5
     assert rel_error(second.scores(x_TD), x_TD @ down.T @ up.T + 1) < 1e-5
-    assert rel_error(first.scores(x_TD[:1]), first.scores(x_TD)[:1]) < 1e-5  # the C++ kernels
+    # The C++ kernels, which take x in blocks of 16-bit integers.
+    assert rel_error(first.scores(x_TD[:1]), first.scores(x_TD)[:1]) < 1e-4
     assert first.num_bytes == model.tensors["blk.0.ffn_pred_up.weight"].num_bytes
 
 

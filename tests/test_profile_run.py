@@ -363,3 +363,33 @@ def test_merge_by_its_command(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "300 tokens of 3 profiles" in done.stderr
     assert Profile.load(tmp_path / "out").num_tokens == 300
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_says_that_it_goes_on(files, number):
+    script = (
+        "import os, sys\n"
+        "from sparkinfer.cli import main\n"
+        "from sparkinfer.profile import run\n"
+        "original = run.Run._round\n"
+        "def round(self, *args):\n"
+        "    original(self, *args)\n"
+        "    if self._done == 3: os.kill(os.getpid(), int(sys.argv[1]))\n"
+        "run.Run._round = round\n"
+        "sys.exit(main(sys.argv[2:]))\n"
+    )
+    words = ["profile", files / "codec.gguf", "--corpus", files / "t.txt", "-o", files / "cut",
+             "--tokens", 6000]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(int(number)), *map(str, words)],
+        env=ENV, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 128 + number
+    assert "cut.resume has what was done, the same command goes on from there" in done.stderr
+    assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -44,13 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except Interrupted as stopped:
+    except (KeyboardInterrupt, click.Abort) as error:
+        # click makes an Abort of every KeyboardInterrupt, and keeps it as the cause.
+        stopped = error.__cause__ if isinstance(error, click.Abort) else error
+        if not isinstance(stopped, Interrupted):
+            say("sparkinfer: interrupted; nothing half-written was left")
+            return 130
         if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes speaks for all
             say(f"sparkinfer: {stopped}")
         return stopped.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        say("sparkinfer: interrupted; nothing half-written was left")
-        return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 1
@@ -241,7 +243,8 @@ def generate(
 
 @cli.command("eval")
 @click.argument("model", type=FILE)
-@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True, help="Text file.")
+@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
+              help="Text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
 @click.option("--split", type=FILE, help="The plan.")
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True)
 @click.option("--seed", default=0, show_default=True)

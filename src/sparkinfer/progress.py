@@ -1,8 +1,9 @@
 """Progress on stderr: how much is done, how fast, how long it will take."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import (
@@ -14,19 +15,39 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+LINE_EVERY_S = 30.0  # where stderr is no terminal
 
-@dataclass(frozen=True)
+
+@dataclass
 class Advance:
     """Called with the amount just done."""
 
     bar: Progress
     task: TaskID
     unit: str
+    console: Console | None  # for lines instead of a bar
+    said_at: float = field(default_factory=lambda: time.monotonic())
 
     def __call__(self, amount: float) -> None:
         self.bar.advance(self.task, amount)
+        if self.console is not None:
+            self._line(self.console)
+            return
         speed = self.bar.tasks[0].speed
         self.bar.update(self.task, rate="" if speed is None else f"{speed:,.0f} {self.unit}/s")
+
+    def _line(self, console: Console) -> None:
+        """Says how far it is, now and then."""
+        if time.monotonic() - self.said_at < LINE_EVERY_S:
+            return
+        self.said_at = time.monotonic()
+        task = self.bar.tasks[0]
+        elapsed = task.finished_time or task.elapsed or 0.0
+        line = f"{task.description}: {task.completed:,.0f} {self.unit}"
+        if task.total and task.completed:
+            left = elapsed * (task.total / task.completed - 1)
+            line += f" of {task.total:,.0f} ({task.completed / task.total:.0%}), {left:,.0f} s left"
+        console.print(line, highlight=False, soft_wrap=True)
 
     def set_total(self, total: float) -> None:
         self.bar.update(self.task, total=total)
@@ -34,7 +55,8 @@ class Advance:
 
 @contextmanager
 def progress(label: str, total: float | None, unit: str) -> Iterator[Advance]:
-    """Gives what is to be called with the amount just done. Silent where stderr is no terminal.
+    """Gives what is to be called with the amount just done. Where stderr is no terminal it says a
+    line every half a minute.
 
     A `total` of None is one that `Advance.set_total` tells later."""
     columns = (
@@ -46,4 +68,5 @@ def progress(label: str, total: float | None, unit: str) -> Iterator[Advance]:
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        yield Advance(bar, bar.add_task(label, total=total, rate=""), unit)
+        task = bar.add_task(label, total=total, rate="")
+        yield Advance(bar, task, unit, None if console.is_terminal else console)

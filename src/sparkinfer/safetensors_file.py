@@ -37,7 +37,9 @@ def save_arrays(
     """Writes a file whole or not at all; metadata values are stored as JSON."""
     header = {key: json.dumps(value) for key, value in metadata.items()}
     with partial_file(path) as partial:
+        mode = partial.stat().st_mode
         save_file(arrays, partial, {"format": format, "version": str(version), **header})
+        partial.chmod(mode)  # safetensors makes a file of its own, which others may not read
 
 
 def load_arrays(
