@@ -2,14 +2,14 @@
 
 Rows of every type are read by the runtime's own matrix products (`runtime.matrix`), all of them in
 turn and chosen ones as a sparse layer reads them: a tenth, ascending, half by products and half by
-the weighted sum of the down projection. The cache is read by the runtime's own attention to one
-token. What a layer and a token take beside their bytes is the time of decode steps of two small
-models, of FEW and MANY layers, through the engine: their difference is the layers'. Small means
-that all weights together stay in a cache.
+the weighted sum of the down projection. The rest is the time of decode steps of small models
+through the engine. What a layer and a token take beside their bytes: of two models, of FEW and
+MANY layers, the difference is the layers'. Small means next to no bytes, which stay in a cache.
+What attention reads of the keys and values: steps at the end of a long context less steps at its
+beginning.
 
 So where the runtime's kernels change, these figures change with them. What this module does not
-know: real models. Letters: N rows, D row width, A chosen rows, C cached tokens, K key-value heads,
-W head width."""
+know: real models. Letters: N rows, D row width, A chosen rows."""
 
 import itertools
 import time
@@ -18,14 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sparkinfer.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
 from sparkinfer.gguf_file import TensorEntry, array_entry
 from sparkinfer.machine_file import CpuCosts, Figure
 from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
-from sparkinfer.runtime.attention import LayerCache, attend
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.matrix import Matrix
 from sparkinfer.split_file import PlanMode
@@ -35,7 +33,9 @@ CHOSEN_SHARE = 0.1
 FEW, MANY = 2, 10
 STEPS = 20
 CONTEXT = 64
-CACHE = (4096, 8, 128)  # C, K, W: 8 MiB of keys and as much of values, in f16
+CACHE_STEPS = 8
+# Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
+CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
 # Bytes of 32 values, in the memory of another type: bits do not matter to the speed, denormals do.
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -47,7 +47,12 @@ def measure_costs(
     """With all threads that the runtime uses; matrices of `buffer_bytes`."""
     probes = [p for kind in KINDS for p in _row_probes(kind, buffer_bytes)]
     engines = {
-        (mode, n): _small_engine(n, has_predictors=mode == "predicted")
+        (mode, n): _small_engine(
+            _small_shape(
+                num_layers=n, context_length=CONTEXT, num_heads=8, num_kv_heads=2, head_width=8
+            ),
+            has_predictors=mode == "predicted",
+        )  # fmt: skip
         for mode in ("exact", "predicted")
         for n in (FEW, MANY)
     }
@@ -132,17 +137,20 @@ def _matrix(kind: str, num_bytes: int) -> Matrix:
 
 
 def _cache_probe() -> Probe:
-    """One token that attends to a whole cache, as a decode step does."""
-    cache = LayerCache(*(torch.ones(CACHE, dtype=torch.float16) for _ in range(2)))
-    one = torch.ones(1, *CACHE[1:])
-    query_THW = torch.ones(1, 4 * CACHE[1], CACHE[2])
+    """Steps that attend to a whole cache, less steps that attend to next to nothing of it."""
+    shape = _small_shape(
+        num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
+        num_kv_heads=CACHE_HEADS, head_width=CACHE_WIDTH,
+    )  # fmt: skip
+    engine = _small_engine(shape, has_predictors=False)
+    end = CACHE_TOKENS - CACHE_STEPS
 
-    def run() -> Tensor:
-        keys, values = cache.append(CACHE[0] - 1, one, one)
-        return attend(query_THW, keys, values)
+    def seconds() -> float:
+        far = engine.decode_seconds(steps=CACHE_STEPS, start=end)
+        return max(1e-7, far - engine.decode_seconds(steps=CACHE_STEPS)) / CACHE_STEPS
 
-    num_bytes = cache.key_CKW.nbytes + cache.value_CKW.nbytes
-    return Probe(name="cache", seconds=lambda: seconds_of(run), num_bytes=num_bytes)
+    num_bytes = 2 * 2 * CACHE_LAYERS * end * CACHE_HEADS * CACHE_WIDTH  # keys and values in f16
+    return Probe(name="cache", seconds=seconds, num_bytes=num_bytes)
 
 
 def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
@@ -155,12 +163,19 @@ def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
     return Probe(name=f"{mode} step, {num_layers} layers", seconds=seconds)
 
 
-def _small_engine(num_layers: int, *, has_predictors: bool) -> Engine:
-    """Random weights in f32 at a width of 64, and as many neurons as a real layer may have."""
-    shape = ModelShape(
-        num_layers=num_layers, width=64, num_neurons=2048, num_heads=8, num_kv_heads=2,
-        head_width=8, vocab_size=512, context_length=CONTEXT, norm_epsilon=1e-5,
+def _small_shape(
+    *, num_layers: int, context_length: int, num_heads: int, num_kv_heads: int, head_width: int
+) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers, width=64, num_neurons=64, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_width=head_width, vocab_size=512,
+        context_length=context_length, norm_epsilon=1e-5,
     )  # fmt: skip
+
+
+def _small_engine(shape: ModelShape, *, has_predictors: bool) -> Engine:
+    """Random weights in f16, and so keys and values in f16, as those of any file but an f32 one."""
+    num_layers = shape.num_layers
     graph, rank = ARCHITECTURES["llama"], 8 if has_predictors else None
     shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
     for layer in range(num_layers):
@@ -182,4 +197,4 @@ def _small_engine(num_layers: int, *, has_predictors: bool) -> Engine:
 def _random_entry(dims: tuple[int, ...], random: np.random.Generator) -> TensorEntry:
     if len(dims) == 1:
         return array_entry(np.ones(dims), "f32")
-    return array_entry(random.standard_normal(dims) / np.sqrt(dims[-1]), "f32")
+    return array_entry(random.standard_normal(dims) / np.sqrt(dims[-1]), "f16")
