@@ -99,7 +99,7 @@ def _gate(
     rest_FD = torch.randn(shape.num_neurons, shape.width, generator=generator)
     rest_FD -= (rest_FD @ down_RD.T) @ down_RD
     rest_FD *= UNSEEN * whole / rest_FD.norm(dim=1, keepdim=True)
-    predictor = LayerPredictor(down_RD=down_RD.numpy(), up_FR=up_FR.numpy(), matrix_kind="q8_0")
+    predictor = LayerPredictor.of(down_RD=down_RD.numpy(), up_FR=up_FR.numpy(), kind="q8_0")
     return up_FR @ down_RD + rest_FD, predictor
 
 
