@@ -23,6 +23,7 @@ from sparkinfer.profile.calibrate_cpu import measure_costs
 from sparkinfer.profile.calibrate_gpu import measure_gpu
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.system_memory import free_memory_bytes, memory_bytes
 
 BUFFER_BYTES = 256 << 20  # or twice the last cache, where that is known and larger
 MAX_BUFFER_BYTES = 1 << 30
@@ -59,7 +60,7 @@ def calibrate(
         raise SparkinferError(
             f"{config.gpu_from}: has no GPU either; give the file of one that has"
         )
-    total, free = _memory()
+    total, free = memory_bytes()
     num_gpus = torch.cuda.device_count()
     gpus = tuple(measure_gpu(i, GPU_LIMIT_S / num_gpus, on_probe) for i in range(num_gpus))
     if not gpus and borrowed is not None:
@@ -217,22 +218,6 @@ def _last_cache_bytes() -> int:
         except (OSError, ValueError):
             return 0
     return sum(sizes.values())
-
-
-def free_memory_bytes() -> int:
-    return _memory()[1]
-
-
-def _memory() -> tuple[int, int]:
-    """(all, available) bytes of main memory."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return total, int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return total, os.sysconf("SC_AVPHYS_PAGES") * page
 
 
 def _cpu_name() -> str:

@@ -138,7 +138,9 @@ def _stream_plan(
 def _engine(config: ProfileConfig, ranks: Ranks, device: str | None) -> Engine:
     # Without thresholds, which a search sets and takes back, "exact" computes what "dense" does.
     mode: Mode = "dense" if config.perplexity_budget is None else "exact"
-    return ranks.together(lambda: Engine.load(config.model, mode=mode, device=device))
+    return ranks.together(
+        lambda: Engine.load(config.model, mode=mode, device=device, is_resident=False)
+    )
 
 
 def _windows(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) -> Windows:

@@ -19,9 +19,9 @@ from sparkinfer.budget import (
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.calibrate import free_memory_bytes
 from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices
 from sparkinfer.sizes import format_bytes
+from sparkinfer.system_memory import free_memory_bytes
 
 # Of free memory, what a profile may take: the rest is for others, and for blocks that do not fit.
 FREE_SHARE = 0.9

@@ -65,7 +65,9 @@ def measure(
         if left <= 0:
             break
     device, context = str(dense.device), dense.context_length
-    with Engine.of(model, mode=mode, device=device, context_length=context) as engine:
+    with Engine.of(
+        model, mode=mode, device=device, context_length=context, is_resident=False
+    ) as engine:
         return compare(dense, engine, chosen)
 
 

@@ -65,13 +65,14 @@ def evaluate(
 ) -> EvalReport:
     """Runs every window through the dense model and through the mode asked for."""
     with (
-        Engine.load(config.model, mode="dense", device=config.device) as dense,
+        Engine.load(config.model, mode="dense", device=config.device, is_resident=False) as dense,
         Engine.load(
             config.model,
             split=config.split,
             mode=config.mode,
             device=config.device,
             thresholds=config.thresholds,
+            is_resident=False,  # whole windows only, no decode steps
         ) as engine,
     ):
         windows = read_windows(

@@ -28,7 +28,6 @@ from sparkinfer.budget import DEFAULT_CONTEXT, PREFILL_CHUNK
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, prefetch, release
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.calibrate import free_memory_bytes
 from sparkinfer.profile.corpus import WINDOW
 from sparkinfer.profile.layer_trainer import Choices
 from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
@@ -41,6 +40,7 @@ from sparkinfer.runtime.matrix import matrix_of
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.text import TextCodec
 from sparkinfer.sizes import format_bytes
+from sparkinfer.system_memory import free_memory_bytes
 
 CPU = torch.device("cpu")
 OnTokens = Callable[[float], None]

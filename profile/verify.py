@@ -24,10 +24,10 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
 from sparkinfer.model_file import ModelFile, read_model_gguf
-from sparkinfer.profile.calibrate import free_memory_bytes
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.matrix import matrix_of, unpack
 from sparkinfer.runtime.text import TextCodec
+from sparkinfer.system_memory import free_memory_bytes
 from sparkinfer.written import Restored, Written
 
 TEXT = (
@@ -66,7 +66,9 @@ def verify(written: Written) -> Verification:
         for _ in written.restored():  # the values can be checked in any case
             pass
         return Verification(relative_error=None, line=f"values verified, logits not: {reason}")
-    with Engine.of(_in_f32(model), mode="dense", device="cpu", context_length=len(ids)) as engine:
+    with Engine.of(
+        _in_f32(model), mode="dense", device="cpu", context_length=len(ids), is_resident=False
+    ) as engine:
         got_TV = engine.logits(ids)
     error = _relative_error(got_TV, want_TV)
     if not error <= BOUND:
@@ -214,5 +216,7 @@ def _source_logits(written: Written, ids: list[int]) -> Tensor:
     entries = {r.source: array_entry(r.values, "f32") for r in written.restored()}
     entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
     source = ModelFile.of(written.source, keys, entries)
-    with Engine.of(source, mode="dense", device="cpu", context_length=len(ids)) as engine:
+    with Engine.of(
+        source, mode="dense", device="cpu", context_length=len(ids), is_resident=False
+    ) as engine:
         return engine.logits(ids)

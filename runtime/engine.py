@@ -26,10 +26,15 @@ from sparkinfer.runtime.feed_forward import Mode, Traffic
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Placement, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
+from sparkinfer.runtime.resident import Residence
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
 from sparkinfer.split_file import Split
+from sparkinfer.system_memory import free_memory_bytes
 from sparkinfer.thresholds import replace_thresholds, with_thresholds
+
+# Of the free memory, for weights: the rest is for the cache of files, which is read meanwhile.
+FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Engine:
         device: str | None = None,
         context_length: int | None = None,
         thresholds: str | Path | None = None,
+        is_resident: bool | None = None,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
@@ -97,6 +103,9 @@ class Engine:
         by plan; None takes CUDA where there is one. context_length: tokens the KV cache holds;
         None takes the plan's, or the model's up to 4,096. thresholds: a profile whose thresholds
         a SiLU or GELU model runs with instead of its own; mode "dense" does without any.
+        is_resident: whether weights on the CPU are copied into memory arranged for decoding, or
+        stay in the mapped file, which loads at once and decodes slower; None copies them where
+        they fit into the free memory.
 
         Raises SparkinferError for a wrong file, plan, mode, device or profile."""
         file = ModelFile.load(Path(model))
@@ -110,7 +119,7 @@ class Engine:
         if split is not None:
             plan = Split.load(Path(split))
             plan.check_against(file, Path(split))
-        return cls.of(file, plan, mode, device, context_length)
+        return cls.of(file, plan, mode, device, context_length, is_resident)
 
     @classmethod
     def of(
@@ -120,6 +129,7 @@ class Engine:
         mode: Mode | None = None,
         device: str | None = None,
         context_length: int | None = None,
+        is_resident: bool | None = None,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         mode = _mode(file, mode)
@@ -129,10 +139,12 @@ class Engine:
             placement = Placement.on_one_device(file.shape.num_layers, gpu)
         else:
             placement = Placement.of_split(plan, _gpus(plan, gpu))
+        bytes_by_role = _bytes_by_role(file, plan, context_length, gpu)
+        residence = _residence(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
         weights = load_weights(
             file, placement, mode, context_length, observers, traffic,
-            lambda line: print(f"{file.path}: {line}", file=sys.stderr),
+            lambda line: print(f"{file.path}: {line}", file=sys.stderr), residence,
         )  # fmt: skip
         if not library.is_available():
             print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
@@ -144,7 +156,7 @@ class Engine:
             decoder,
             mode=mode,
             context_length=context_length,
-            bytes_by_role=_bytes_by_role(file, plan, context_length, gpu),
+            bytes_by_role=bytes_by_role,
             device=gpu,
             traffic=traffic,
         )
@@ -312,6 +324,24 @@ class Engine:
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
             raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
         return ids_T
+
+
+def _residence(
+    model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
+) -> Residence | None:
+    """Where weights on the CPU go; None leaves them in the file."""
+    if is_resident is False or not library.is_available():
+        return None
+    on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
+    wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
+    if is_resident is None and wanted > FREE_SHARE * free:
+        print(
+            f"{model.path}: {wanted / 2**30:.1f} GiB on the CPU and {free / 2**30:.1f} GiB of memory"
+            " free: the weights stay in the file, where reading them is slower",
+            file=sys.stderr,
+        )
+        return None
+    return Residence()
 
 
 def _mode(model: ModelFile, mode: Mode | None) -> Mode:

@@ -1,8 +1,8 @@
 """From a model file and a plan to layers on their devices.
 
-What lies on the CPU stays in the mapped file; what lies on the GPU is copied there once. A plan
-without a GPU at hand runs with both roles on the CPU: the hot block still has matrices of its
-own. What this module does not know: the order of a forward pass."""
+What lies on the CPU is copied into memory arranged for it (`runtime.resident`), or stays in the
+mapped file; what lies on the GPU is copied there once. A plan without a GPU at hand runs with both
+roles on the CPU: the hot block still has matrices of its own. What this module does not know: the order of a forward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from sparkinfer.runtime.feed_forward import (
 )
 from sparkinfer.runtime.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.observers import Observers
+from sparkinfer.runtime.resident import Residence
 from sparkinfer.split_file import Split
 
 
@@ -97,15 +98,21 @@ def load_weights(
     observers: Observers,
     traffic: Traffic,
     notice: Callable[[str], None],
+    residence: Residence | None,
 ) -> Weights:
-    """`notice` hears what a user should know, e.g. the error of a transposed down projection."""
-    builder = Builder(model, placement, mode, context_length, observers, traffic, notice)
+    """`notice` hears what a user should know, e.g. the error of a transposed down projection.
+    Without a `residence`, what lies on the CPU stays in the mapped file."""
+    builder = Builder(model, placement, mode, context_length, observers, traffic, notice, residence)
     head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
-    embedding = matrix_of(model.tensors["token_embd.weight"], embedding_device)
+    # Of one that is not the head too, a step reads one row: it stays where it is.
+    matrix = builder.matrix if model.is_tied else matrix_of
+    embedding = matrix(model.tensors["token_embd.weight"], embedding_device)
     positions = model.tensors.get("position_embd.weight")
     layers = tuple(builder.layer(index) for index in range(model.shape.num_layers))
-    head = embedding if model.is_tied else matrix_of(model.tensors["output.weight"], head_device)
+    head = (
+        embedding if model.is_tied else builder.matrix(model.tensors["output.weight"], head_device)
+    )
     return Weights(
         embedding=embedding,
         positions=matrix_of(positions, torch.device("cpu")) if positions else None,
@@ -137,6 +144,12 @@ class Builder:
     observers: Observers
     traffic: Traffic
     notice: Callable[[str], None]
+    residence: Residence | None = None
+
+    def matrix(self, entry: TensorEntry, device: torch.device) -> Matrix:
+        if self.residence is None or device.type != "cpu":
+            return matrix_of(entry, device)
+        return self.residence.matrix(entry)
 
     def layer(self, index: int) -> Layer:
         device = self.placement.dense_device(index)
@@ -181,7 +194,7 @@ class Builder:
 
     def linear(self, index: int, name: str, device: torch.device) -> Linear:
         return Linear(
-            weight=matrix_of(self.entry(index, f"{name}.weight"), device),
+            weight=self.matrix(self.entry(index, f"{name}.weight"), device),
             bias_N=self.vector(f"blk.{index}.{name}.bias", device),
         )
 
@@ -231,7 +244,8 @@ class Builder:
         if len(hot):
             blocks.append(self.block(index, down, gpu, hot, "own"))
         if len(cold):
-            blocks.append(self.block(index, down, cpu, cold, "shared" if len(hot) else "all"))
+            shared = "shared" if self.residence is None else "own"
+            blocks.append(self.block(index, down, cpu, cold, shared if len(hot) else "all"))
         return tuple(blocks)
 
     def block(
@@ -239,23 +253,38 @@ class Builder:
     ) -> NeuronBlock:
         """`rows`: "own" copies these neurons' rows, "shared" points at them, "all" takes all."""
         chosen = ids if rows == "own" else None
+        has_up = self.model.graph.is_gated
+        names = [self.model.gate_name, *(["ffn_up"] if has_up else [])]
+        entries = [*(self.entry(index, f"{name}.weight") for name in names), down]
+        matrices = self.neuron_matrices(entries, device, chosen)
 
-        def linear(name: str) -> Linear:
-            bias = self.vector(f"blk.{index}.{name}.bias", device)
+        def linear(number: int) -> Linear:
+            bias = self.vector(f"blk.{index}.{names[number]}.bias", device)
             return Linear(
-                weight=matrix_of(self.entry(index, f"{name}.weight"), device, chosen),
+                weight=matrices[number],
                 bias_N=bias if bias is None or chosen is None else bias[torch.from_numpy(ids)],
             )
 
         id_N = torch.from_numpy(ids).to(device)
         return NeuronBlock(
-            gate=linear(self.model.gate_name),
-            up=linear("ffn_up") if self.model.graph.is_gated else None,
-            down=matrix_of(down, device, chosen),
+            gate=linear(0),
+            up=linear(1) if has_up else None,
+            down=matrices[-1],
             id_N=id_N,
             row_N=id_N if rows == "shared" else None,
             is_whole=rows == "all",
         )
+
+    def neuron_matrices(
+        self, entries: list[TensorEntry], device: torch.device, chosen: np.ndarray | None
+    ) -> list[Matrix]:
+        """Gate, up (where there is one) and down of some neurons (None: all), side by side where
+        they are read together: every gate is read in mode "exact", the others rarely."""
+        if self.residence is None or device.type != "cpu":
+            return [matrix_of(entry, device, chosen) for entry in entries]
+        apart = 1 if self.mode == "exact" else 0
+        found = [self.residence.matrix(entry, chosen) for entry in entries[:apart]]
+        return found + self.residence.side_by_side(entries[apart:], chosen)
 
     def down(self, index: int) -> TensorEntry:
         """The neuron-major down projection; that of a stock file is transposed here."""

@@ -25,20 +25,31 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     """f32 [A, D] of rows as they are stored; blocks as in ggml-quants.c of llama.cpp."""
     if kind in _FLOATS:
         return data.float()
+    if kind == "q4_0_planar":
+        count = data.shape[-1] // 18
+        scale, values = data[..., : 2 * count], data[..., 2 * count :]
+        values = _from_nibbles(values.unflatten(-1, (-1, 16)))
+        return (values * scale.contiguous().view(torch.float16).float()[..., None]).flatten(-2)
     size = {"q8_0": 34, "q4_0": 18}[kind]
     blocks = data.unflatten(-1, (-1, size))
     scale = blocks[..., :2].contiguous().view(torch.float16).float()
     if kind == "q8_0":
         values = blocks[..., 2:].contiguous().view(torch.int8).float()
     else:
-        nibbles = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=-1)
-        values = nibbles.float() - 8
+        values = _from_nibbles(blocks[..., 2:])
     return (values * scale).flatten(-2)
+
+
+def _from_nibbles(bytes_16: Tensor) -> Tensor:
+    """f32 [..., 32] of [..., 16] bytes of q4_0, without their scale."""
+    return torch.cat([bytes_16 & 15, bytes_16 >> 4], dim=-1).float() - 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """`data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks."""
+    """`data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows may lie apart.
+
+    Of the kinds, "q4_0_planar" is in memory only: see runtime.resident."""
 
     data: Tensor
     kind: str
@@ -51,6 +62,11 @@ class Matrix:
     @property
     def row_bytes(self) -> int:
         return self.data.shape[1] * self.data.element_size()
+
+    @property
+    def stride_bytes(self) -> int:
+        """From the start of a row to that of the next."""
+        return self.data.stride(0) * self.data.element_size()
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,8 @@ _ALIGNMENT = 64
 
 class _Matrix(Structure):
     _fields_ = [("data", c_void_p), ("bias", c_void_p), ("num_rows", c_int64),
-                ("num_columns", c_int64), ("kind", c_int32), ("unused", c_int32)]  # fmt: skip
+                ("num_columns", c_int64), ("stride", c_int64), ("kind", c_int32),
+                ("unused", c_int32)]  # fmt: skip
 
 
 class _Norm(Structure):
@@ -198,6 +199,7 @@ class _Builder:
             data=self.pointer(matrix.data, matrix.data.dtype),
             num_rows=matrix.num_rows,
             num_columns=matrix.width,
+            stride=matrix.stride_bytes,
             kind=library.kind_code(matrix.kind),
         )
 
@@ -215,7 +217,8 @@ class _Builder:
     def pointer(self, tensor: Tensor, dtype: torch.dtype) -> int:
         if tensor.device.type != "cpu":
             raise NotNative(f"a part of it is on {tensor.device}")
-        if tensor.dtype != dtype or not tensor.is_contiguous():
+        is_in_rows = tensor.dim() == 2 and tensor.stride(1) == 1
+        if tensor.dtype != dtype or not (tensor.is_contiguous() or is_in_rows):
             raise NotNative(f"a tensor is {tensor.dtype} with strides {tensor.stride()}")
         self.kept.append(tensor)
         return tensor.data_ptr()

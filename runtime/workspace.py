@@ -20,9 +20,11 @@ from sparkinfer.budget import LOGITS_CHUNK, PREFILL_CHUNK, layer_bytes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.feed_forward import Mode, Traffic
+from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Builder, Placement, Weights
 from sparkinfer.runtime.matrix import Linear, matrix_of
 from sparkinfer.runtime.observers import Observers
+from sparkinfer.runtime.resident import Residence
 
 # The allocator's own rounding, and room for code that takes a few small tensors more.
 ROUNDED_TO = 64 << 10
@@ -94,8 +96,11 @@ def _two_layers(
         step = round(1 / hot_share)
         ids = np.arange(0, model.shape.num_neurons, step, dtype=np.int32)
         placement = replace(placement, hot=(ids,) * num_layers)
+    # As in an engine whose weights fit into the memory; rows that are picked out of a file's take
+    # a copy of each tile more.
+    residence = Residence() if library.is_available() else None
     builder = Builder(
-        model, placement, mode, context_length, observers, Traffic(), lambda line: None
+        model, placement, mode, context_length, observers, Traffic(), lambda line: None, residence
     )
     largest = max(range(num_layers), key=lambda index: layer_bytes(model, index).predictor)
     layer = builder.layer(largest)

@@ -31,6 +31,13 @@ float* floats(int64_t count, float shift = 0.0f) {
 
 // Rows of any type with small finite values.
 uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
+    if (kind == KIND_Q4_0_PLANAR) {
+        const int64_t stride = row_bytes_of(kind, D);
+        uint8_t* packed = bytes(num_rows * stride);
+        const uint8_t* from = weights(KIND_Q4_0, num_rows, D);
+        spark_pack_rows(KIND_Q4_0, 1, from, num_rows, D, nullptr, num_rows, packed, stride);
+        return packed;
+    }
     const int64_t size = num_rows * row_bytes_of(kind, D);
     uint8_t* data = bytes(size);
     if (kind == KIND_F32) {
@@ -45,20 +52,22 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
 
 bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     const uint8_t* w = weights(kind, A, D);
+    const int64_t row_bytes = row_bytes_of(kind, D);
     const float *x = floats(D), *c = floats(A);
     int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
     for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
     float *y = floats(A), *backwards = floats(A), *z = floats(D);
-    if (spark_dot_rows(kind, w, A, D, x, nullptr, A, y)) return false;
-    if (spark_dot_rows(kind, w, A, D, x, index, A, backwards)) return false;
+    if (spark_dot_rows(kind, w, row_bytes, A, D, x, nullptr, A, y)) return false;
+    if (spark_dot_rows(kind, w, row_bytes, A, D, x, index, A, backwards)) return false;
     for (int64_t a = 0; a < A; ++a)
         if (y[a] != backwards[A - 1 - a]) return false;
-    return !spark_accumulate_rows(kind, w, A, D, c, nullptr, A, z) &&
-           !spark_accumulate_rows(kind, w, A, D, c, index, A, z);
+    return !spark_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) &&
+           !spark_accumulate_rows(kind, w, row_bytes, A, D, c, index, A, z);
 }
 
 SparkMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
-    return {weights(kind, num_rows, D), has_bias ? floats(num_rows) : nullptr, num_rows, D, kind, 0};
+    return {weights(kind, num_rows, D), has_bias ? floats(num_rows) : nullptr, num_rows, D,
+            row_bytes_of(kind, D), kind, 0};
 }
 
 SparkNorm norm(int64_t n, bool is_layer_norm) {
@@ -118,13 +127,9 @@ bool level() {
 
 }  // namespace
 
-void faults(const uint8_t*, int64_t, int64_t, const Input&, const int32_t*, float*, int64_t,
-            int64_t) {
-    __builtin_trap();
-}
+void faults(const Rows&, const Input&, float*, int64_t, int64_t) { __builtin_trap(); }
 
-void errs(const uint8_t*, int64_t, int64_t, const Input&, const int32_t*, float* y, int64_t a0,
-          int64_t a1) {
+void errs(const Rows&, const Input&, float* y, int64_t a0, int64_t a1) {
     for (int64_t a = a0; a < a1; ++a) y[a] = 0.0f;
 }
 

@@ -25,11 +25,13 @@ FLOAT_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat
 QUANT_TYPES = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q4_0_planar": gguf.GGMLQuantizationType.Q4_0,
 }
 KINDS = [*FLOAT_DTYPES, *QUANT_TYPES]
 LEVELS = library.usable_levels() if library.is_available() else []
 SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
 SIZES += [(kind, D) for kind in QUANT_TYPES for D in (32, 64, 96, 128, 160, 256)]
+SIZES += [("q4_0_planar", D) for D in (480, 512, 544, 2048)]
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 
@@ -56,9 +58,25 @@ class Matrix(NamedTuple):
     exact_FD: Tensor
 
 
+def planar(weight: Tensor) -> Tensor:
+    """Rows of q4_0 blocks with all scales first."""
+    blocks = weight.reshape(len(weight), -1, 18)
+    return torch.cat([blocks[..., :2].flatten(1), blocks[..., 2:].flatten(1)], dim=1)
+
+
+def interleaved(weight: Tensor) -> Tensor:
+    """And back."""
+    count = weight.shape[1] // 18
+    scales, nibbles = weight[:, : 2 * count], weight[:, 2 * count :]
+    parts = [scales.reshape(-1, count, 2), nibbles.reshape(-1, count, 16)]
+    return torch.cat(parts, dim=2).flatten(1)
+
+
 def dequantised(kind: str, weight: Tensor) -> Tensor:
     if kind in FLOAT_DTYPES:
         return weight.double()
+    if kind == "q4_0_planar":
+        weight = interleaved(weight)
     return torch.from_numpy(gguf.quants.dequantize(weight.numpy(), QUANT_TYPES[kind])).double()
 
 
@@ -68,6 +86,7 @@ def matrix(kind: str, F: int, D: int, seed: int = 0) -> Matrix:
         weight = dense_FD.to(FLOAT_DTYPES[kind])
     else:
         weight = torch.from_numpy(gguf.quants.quantize(dense_FD.numpy(), QUANT_TYPES[kind]))
+        weight = planar(weight) if kind == "q4_0_planar" else weight
     return Matrix(kind, weight, dequantised(kind, weight))
 
 
@@ -89,12 +108,14 @@ def as_taken(kind: str, x_D: Tensor) -> Tensor:
     """x in float64 as dot_rows takes it: for the block kinds in 16-bit integers, see kernels.h."""
     if kind in FLOAT_DTYPES:
         return x_D.double()
+    is_two_bytes = kind == "q4_0_planar" and library.level() == "avx512vnni"
+    limit = np.float32(32639 if is_two_bytes else 32767)
     x_NB = x_D.reshape(-1, 32).numpy()
     largest_N1 = np.abs(x_NB).max(axis=1, keepdims=True)
     factor_N1 = np.divide(
-        np.float32(32767), largest_N1, out=np.zeros_like(largest_N1), where=largest_N1 >= 1e-30
+        limit, largest_N1, out=np.zeros_like(largest_N1), where=largest_N1 >= 1e-30
     )
-    scale_N1 = np.where(largest_N1 >= 1e-30, largest_N1 / np.float32(32767), np.float32(0))
+    scale_N1 = np.where(largest_N1 >= 1e-30, largest_N1 / limit, np.float32(0))
     value_NB = np.rint((x_NB * factor_N1).astype(np.float32))
     return torch.from_numpy(value_NB.astype(np.float64) * scale_N1.astype(np.float64)).flatten()
 
@@ -104,9 +125,10 @@ def dot_terms(W: "Matrix", x_D: Tensor, index_A: Tensor | None = None) -> tuple[
     count from 0 there, and 8 times the sum of x is taken off again."""
     taken_D = as_taken(W.kind, x_D)
     terms_AD = taken(W.exact_FD, index_A) * taken_D
-    if W.kind != "q4_0":
+    if not W.kind.startswith("q4_0"):
         return terms_AD, terms_AD.abs()
-    bits = W.weight.reshape(len(W.weight), -1, 18)[..., :2].contiguous().view(torch.float16)
+    weight = W.weight if W.kind == "q4_0" else interleaved(W.weight)
+    bits = weight.reshape(len(weight), -1, 18)[..., :2].contiguous().view(torch.float16)
     scale_FD = bits.double().abs().expand(-1, -1, 32).flatten(1)
     return terms_AD, terms_AD.abs() + 16 * taken(scale_FD, index_A) * taken_D.abs()
 
@@ -145,6 +167,41 @@ def test_accumulate_rows(level, kind, D, F):
         assert is_right(y_D, (rows_AD * c_A.double()[:, None]).T)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_may_lie_apart(level, kind):
+    """Rows of three matrices side by side, as a neuron's gate, up and down."""
+    matrices = [matrix(kind, 9, 96, seed) for seed in range(3)]
+    whole = torch.cat([W.weight for W in matrices], dim=1)
+    x_D, c_F, width = vector(96), vector(9), matrices[0].weight.shape[1]
+    for number, W in enumerate(matrices):
+        apart = whole[:, number * width : (number + 1) * width]
+        for index_A in indices(9):
+            y_A = library.dot_rows(W.weight, kind, x_D, index_A)
+            assert torch.equal(library.dot_rows(apart, kind, x_D, index_A), y_A)
+            c_A = c_F[: len(y_A)]
+            y_D = library.accumulate_rows(W.weight, kind, c_A, index_A)
+            assert torch.equal(library.accumulate_rows(apart, kind, c_A, index_A), y_D)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "q4_0_planar"])
+def test_packed_rows_are_the_chosen_ones(kind):
+    W = matrix(kind, 300, 544)
+    raw = W.weight.view(torch.uint8) if kind in FLOAT_DTYPES else W.weight
+    want = planar(raw) if kind == "q4_0" else raw
+    for index_A in indices(300):
+        chosen = taken(want, index_A)
+        whole = torch.zeros(len(chosen), raw.shape[1] + 7, dtype=torch.uint8)
+        library.pack_rows(W.weight, kind, index_A, whole[:, 3:-4])
+        assert torch.equal(whole[:, 3:-4], chosen)
+        assert not whole[:, :3].any() and not whole[:, -4:].any()
+    with pytest.raises(IndexError, match="rows 0 to 299"):
+        out, index_A = torch.zeros(1, raw.shape[1], dtype=torch.uint8), torch.tensor([300])
+        library.pack_rows(W.weight, kind, index_A.int(), out)
+    for bad in (torch.zeros(299, raw.shape[1], dtype=torch.uint8), torch.zeros(300, 544)):
+        with pytest.raises(ValueError, match="out: wanted"):
+            library.pack_rows(W.weight, kind, None, bad)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_measure_rejects_wrong_results(kind, wrong):
@@ -170,9 +227,10 @@ def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
     """All 63,488 finite scales, each with other random quants."""
     bits = np.arange(2**16, dtype=np.uint16)
     scales = bits[np.isfinite(bits.view(np.float16))].view(np.uint8).reshape(-1, 2)
-    quant_bytes = {"q8_0": 32, "q4_0": 16}[kind]
+    quant_bytes = {"q8_0": 32}.get(kind, 16)
     quants = np.random.default_rng(0).integers(0, 256, (len(scales), quant_bytes), dtype=np.uint8)
     weight = torch.from_numpy(np.concatenate([scales, quants], axis=1).reshape(1, -1))
+    weight = planar(weight) if kind == "q4_0_planar" else weight
     y_D = library.accumulate_rows(weight, kind, torch.ones(1))
     assert torch.equal(y_D.double(), dequantised(kind, weight)[0])
 
@@ -188,14 +246,18 @@ def test_the_layout_is_that_of_gguf(level, kind):
         "bf16": torch.arange(32.0)[None].bfloat16(),
         "q8_0": torch.tensor([[*one, *range(32)]], dtype=torch.uint8),
         "q4_0": torch.tensor([[*one, *nibbles]], dtype=torch.uint8),
+        "q4_0_planar": torch.tensor([[*one, *nibbles]], dtype=torch.uint8),  # one block
     }[kind]
-    want_D = torch.arange(32.0) if kind != "q4_0" else torch.arange(-8.0, 8.0).repeat(2)
+    is_q4 = kind.startswith("q4_0")
+    want_D = torch.arange(-8.0, 8.0).repeat(2) if is_q4 else torch.arange(32.0)
     assert torch.equal(library.accumulate_rows(row, kind, torch.ones(1)), want_D)
     for d in range(32):
         x_D = torch.zeros(32)
         x_D[d] = 1
         got = library.dot_rows(row, kind, x_D).item()
-        assert abs(got - want_D[d].item()) <= 2 * EPS * abs(want_D[d].item())
+        # q4_0 adds up to 15 times x and takes 8 times x off again.
+        largest = 15.0 if is_q4 else abs(want_D[d].item())
+        assert abs(got - want_D[d].item()) <= 2 * EPS * largest
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,6 +339,7 @@ GOOD = {"weight": torch.ones(8, 64), "kind": "f32", "index_A": torch.arange(8, d
         ({"weight": torch.ones(64, 8).T}, "weight"),
         ({"weight": torch.ones(8, 128)[:, ::2]}, "weight"),
         ({"weight": torch.ones(8, 64, device="meta")}, "weight"),
+        ({"weight": torch.ones(1, 64).expand(8, 64)}, "weight"),
         ({"kind": "q8_0", "weight": torch.ones(8, 68, dtype=torch.int8)}, "q8_0 weight"),
         ({"kind": "q8_0", "weight": torch.ones(8, 67, dtype=torch.uint8)}, "34-byte blocks"),
         ({"kind": "q4_0", "weight": torch.ones(8, 34, dtype=torch.uint8)}, "18-byte blocks"),
@@ -302,8 +365,8 @@ def test_wrong_arguments_are_refused(bad, match):
 def test_columns_that_fill_no_block_are_refused_by_the_library_too():
     lib, y = library._built(), torch.zeros(1)
     weight, x = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(33)
-    arguments = weight.data_ptr(), 1, 33, x.data_ptr(), None, 1, y.data_ptr()
-    for code in (3, 4, 5, -1):  # 33 columns: no whole blocks, or no such kind
+    arguments = weight.data_ptr(), 64, 1, 33, x.data_ptr(), None, 1, y.data_ptr()
+    for code in (3, 4, 5, 99, -1):  # 33 columns: no whole blocks, or no such kind
         assert lib.spark_dot_rows(code, *arguments) == library._BAD_ARGUMENT
         assert lib.spark_accumulate_rows(code, *arguments) == library._BAD_ARGUMENT
 

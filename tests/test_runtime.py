@@ -373,9 +373,9 @@ def test_loaded_bytes_are_those_of_the_plan(tmp_path):
     with Engine.load(model.path, split=tmp_path / "s.gguf") as engine:
         hot = sum(
             matrix.num_bytes
-            for layer in engine.layers
+            for layer, ids in zip(engine.layers, split.hot, strict=True)
             for block in layer.ffn.blocks
-            if block.row_N is None
+            if block.id_N.tolist() == ids.tolist()
             for matrix in (block.gate, block.up, block.down)
         )
         assert hot == split.gpu_bytes["neurons"]

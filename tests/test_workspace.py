@@ -56,10 +56,26 @@ def allocated(run) -> int:
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
-def storage_bytes(tensors) -> int:
-    """Of distinct blocks of memory."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
-                if t.numel()}.values())  # fmt: skip
+def spanned_bytes(matrices) -> int:
+    """Of memory that matrices lie in, each byte once: between the rows of one lie the others'."""
+    spans = sorted(
+        (m.data.data_ptr(), m.data.data_ptr() + (m.num_rows - 1) * m.stride_bytes + m.row_bytes)
+        for m in matrices
+    )
+    total, end = 0, 0
+    for start, stop in spans:
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def of_layer(layer):
+    attention, ffn = layer.attention, layer.ffn
+    linears = [*attention.inputs, attention.output]
+    linears += [ffn.predictor.down, ffn.predictor.up] if ffn.predictor else []
+    return [linear.weight for linear in linears], [
+        (block, [block.gate.weight, block.up.weight, block.down]) for block in ffn.blocks
+    ]
 
 
 def test_hot_weights_and_cache_take_the_plans_bytes(planned):
@@ -71,16 +87,13 @@ def test_hot_weights_and_cache_take_the_plans_bytes(planned):
         for index, layer in enumerate(engine.layers):
             side = "gpu" if plan.dense_on_gpu[index] else "cpu"
             cache[side] += [layer.attention.cache.key_CKW, layer.attention.cache.value_CKW]
-            for block in layer.ffn.blocks:
-                is_hot = block.row_N is None and len(block.id_N) == len(plan.hot[index])
-                parts = (block.gate.weight, block.up.weight, block.down)
-                hot += [part.data for part in parts] if is_hot else []
-        owned = [t for t in hot if t.shape[0] < 1408]
-        whole = [t.nbytes for t in hot if t.shape[0] == 1408]  # all hot: rows of the file
-        assert storage_bytes(owned) + sum(whole) == plan.gpu_bytes["neurons"] > 0
+            for block, matrices in of_layer(layer)[1]:
+                is_hot = block.id_N.tolist() == plan.hot[index].tolist()
+                hot += matrices if is_hot else []
+        assert spanned_bytes(hot) == plan.gpu_bytes["neurons"] > 0
         for side, items in (("gpu", plan.gpu_bytes), ("cpu", plan.cpu_bytes)):
-            assert storage_bytes(cache[side]) == items["kv_cache"]
-        assert plan.gpu_bytes["kv_cache"] > 0 and any(len(t) for t in owned)
+            assert sum(t.untyped_storage().nbytes() for t in cache[side]) == items["kv_cache"]
+        assert plan.gpu_bytes["kv_cache"] > 0
 
 
 def test_all_that_is_allocated_is_within_two_percent(planned):
@@ -93,20 +106,12 @@ def test_all_that_is_allocated_is_within_two_percent(planned):
     ids = np.arange(CONTEXT) % 4000
     peak = peak_bytes(lambda: engine.hidden(ids))
     logits = peak_bytes(lambda: engine._prefill(torch.as_tensor(ids[-128:])))
-    mapped = sum(
-        entry.num_bytes for name, entry in engine.model.tensors.items() if entry.shape[1:] != ()
-    )
-    hot = [
-        part.data
-        for layer in engine.layers
-        for block in layer.ffn.blocks
-        for part in (block.gate.weight, block.up.weight, block.down)
-        if block.row_N is None and not block.is_whole
-    ]
-    # Hot rows are copies that numpy made, of which torch does not tell. Cold neurons stay rows of
-    # the mapped matrices, whose hot rows nobody reads.
-    cold_and_dense = mapped - sum(data.nbytes for data in hot)
-    total = loaded + max(peak, logits) + cold_and_dense + storage_bytes(hot)
+    weights = [engine._live.weights.head.weight]
+    for layer in engine.layers:
+        dense, blocks = of_layer(layer)
+        weights += dense + [matrix for _, matrices in blocks for matrix in matrices]
+    embedding = engine.model.tensors["token_embd.weight"].num_bytes  # stays in the file
+    total = loaded + max(peak, logits) + spanned_bytes(weights) + embedding
     workspace = plan.cpu_bytes["workspace"]
     planned_total = sum(plan.gpu_bytes.values()) + sum(plan.cpu_bytes.values())
     planned_total -= workspace  # one device plays both roles, with one workspace

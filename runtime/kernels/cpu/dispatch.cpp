@@ -66,10 +66,10 @@ Level* find(const char* name) {
 }
 
 constexpr int32_t MAX_THREADS = 1024;
-constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {128, 64, 64, 34, 18};
+constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {128, 64, 64, 34, 18, 18};
 
-Status check(int64_t row_bytes, int64_t num_rows, const int32_t* index, int64_t A) {
-    if (row_bytes < 0 || num_rows < 0 || A < 0) return STATUS_BAD_ARGUMENT;
+Status check(int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index, int64_t A) {
+    if (row_bytes < 0 || stride < row_bytes || num_rows < 0 || A < 0) return STATUS_BAD_ARGUMENT;
     if (!index) return A == 0 || A == num_rows ? STATUS_OK : STATUS_BAD_ARGUMENT;
     bool all_inside = true;  // a negative index is a large unsigned one
     const uint64_t end = static_cast<uint64_t>(num_rows);
@@ -122,30 +122,54 @@ int64_t row_bytes_of(int32_t kind, int64_t D) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, int64_t D,
-                              const float* x, const int32_t* index, int64_t A, float* y) {
+EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride,
+                              int64_t num_rows, int64_t D, const float* x, const int32_t* index,
+                              int64_t A, float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
-    if (Status status = check(row_bytes, num_rows, index, A)) return status;
+    if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
     DotRows* dot_rows = current->kernels->dot_rows[kind];
     const Prepared prepared(kind, x, D);
     if (!prepared.is_ready) return STATUS_NO_MEMORY;
     const Input& input = prepared.input;
+    const Rows rows = {weight, stride, D, index, A};
     // A few pieces per thread, so that a slow thread does less.
-    split(A * row_bytes, A, 4, 4, [=, &input](int64_t a0, int64_t a1) {
-        dot_rows(weight, row_bytes, D, input, index, y, a0, a1);
+    split(A * row_bytes, A, 4, 4, [=, &rows, &input](int64_t a0, int64_t a1) {
+        dot_rows(rows, input, y, a0, a1);
     });
     return STATUS_OK;
 }
 
-EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t num_rows,
-                                     int64_t D, const float* c, const int32_t* index, int64_t A,
-                                     float* y) {
+EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride,
+                                     int64_t num_rows, int64_t D, const float* c,
+                                     const int32_t* index, int64_t A, float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
-    if (Status status = check(row_bytes, num_rows, index, A)) return status;
+    if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
     AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
+    const Rows rows = {weight, stride, D, index, A};
     // One piece per thread and no narrow ones: the longer the part of a row, the better it is read.
-    split(A * row_bytes, D, 4 * BLOCK, 1, [=](int64_t d0, int64_t d1) {
-        accumulate_rows(weight, row_bytes, c, index, A, y, d0, d1);
+    split(A * row_bytes, D, 4 * BLOCK, 1, [=, &rows](int64_t d0, int64_t d1) {
+        std::memset(y + d0, 0, (d1 - d0) * sizeof(float));
+        accumulate_rows(rows, c, y, 0, A, d0, d1);
+    });
+    return STATUS_OK;
+}
+
+EXPORT int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* from,
+                               int64_t num_rows, int64_t D, const int32_t* index, int64_t A,
+                               uint8_t* to, int64_t stride) {
+    const int64_t row_bytes = row_bytes_of(kind, D), n = D / BLOCK;
+    if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
+    if (is_planar && kind != KIND_Q4_0) return STATUS_BAD_ARGUMENT;
+    split(2 * A * row_bytes, A, 1, 8, [=](int64_t a0, int64_t a1) {
+        for (int64_t a = a0; a < a1; ++a) {
+            const uint8_t* row = from + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
+            uint8_t* out = to + a * stride;
+            if (!is_planar) std::memcpy(out, row, row_bytes);
+            for (int64_t b = 0; is_planar && b < n; ++b) {
+                std::memcpy(out + 2 * b, row + 18 * b, 2);
+                std::memcpy(out + 2 * n + 16 * b, row + 18 * b + 2, 16);
+            }
+        }
     });
     return STATUS_OK;
 }

@@ -14,6 +14,8 @@ enum Kind : int32_t {
     KIND_Q8_0,  // 34 bytes for 32 values: f16 scale, 32 x int8
     KIND_Q4_0,  // 18 bytes for 32 values: f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale,
                 // low nibbles are values 0..15, high nibbles values 16..31
+    KIND_Q4_0_PLANAR,  // a row of q4_0 with all its scales first, then all its nibbles: no file has
+                       // it, it is what q4_0 becomes in memory (spark_pack_rows)
     NUM_KINDS
 };
 
@@ -28,8 +30,9 @@ enum Status : int32_t {
 };
 
 // A vector to be multiplied with rows. The block kinds take it quantised: of each 32 values
-//   scale = max |x| / 32767 (0 where that is below 1e-30, NaN where an x is not finite)
-//   value = x * (32767 / max |x|), rounded to the nearest, ties to even
+//   scale = max |x| / LARGEST (0 where that is below 1e-30, NaN where an x is not finite)
+//   value = x * (LARGEST / max |x|), rounded to the nearest, ties to even
+// with LARGEST = 32767, or 32639 where a value is to be two signed bytes, 256 * high + low.
 // 16 bits rather than the 8 that llama.cpp takes: a 16-bit product of unpacked weights costs no
 // more instructions, and the rounding (1.5e-5 of the largest of 32) is below that of an f16.
 struct Input {
@@ -37,17 +40,29 @@ struct Input {
     uint8_t* packed;   // packed_bytes(D), 64-aligned; what quantise() makes of them
 };
 
-inline int64_t packed_bytes(int64_t D) { return 4 * D + 256; }
+constexpr int64_t packed_bytes(int64_t D) { return 4 * D + 2048; }
+// Kinds that take one packed form have one number; the float kinds take none.
+constexpr int NUM_FORMS = 3;
+constexpr int form_of(int32_t kind) {
+    return kind == KIND_Q4_0_PLANAR ? 2 : kind == KIND_Q4_0 ? 1 : 0;
+}
 
 constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
 
-// A level is one instruction set: kernels for each kind, over part of the work; index may be null.
+// Rows of D values, `stride` bytes apart. Where index is null, row a is row a of the matrix.
+struct Rows {
+    const uint8_t* weight;
+    int64_t stride, D;
+    const int32_t* index;
+    int64_t A;  // rows a < A may be asked for ahead of their use
+};
+
+// A level is one instruction set: kernels for each kind, over part of the work.
 // rows a0 <= a < a1 of y
-using DotRows = void(const uint8_t* weight, int64_t row_bytes, int64_t D, const Input& x,
-                     const int32_t* index, float* y, int64_t a0, int64_t a1);
-// columns d0 <= d < d1 of y, d0 % 32 == 0, rows in index order
-using AccumulateRows = void(const uint8_t* weight, int64_t row_bytes, const float* c,
-                            const int32_t* index, int64_t A, float* y, int64_t d0, int64_t d1);
+using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1);
+// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 32 == 0; rows in order
+using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
+                            int64_t d0, int64_t d1);
 // Fills packed from f32. D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
 // x[i] = exp(x[i] - shift) for x[i] <= shift, relative error below 3e-7; returns the sum.
@@ -64,12 +79,15 @@ extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx5
 
 // What library.py calls.
 extern "C" {
-// weight: num_rows * row_bytes bytes; x: D; index: A or null; y: A, written.
-int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, int64_t D,
-                       const float* x, const int32_t* index, int64_t A, float* y);
-// weight: num_rows * row_bytes bytes; c: A; index: A or null; y: D, written.
-int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t num_rows, int64_t D,
-                              const float* c, const int32_t* index, int64_t A, float* y);
+// weight: num_rows rows, `stride` bytes apart; x: D; index: A or null; y: A, written.
+int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+                       int64_t D, const float* x, const int32_t* index, int64_t A, float* y);
+// weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
+int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+                              int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
+// Copies rows of the kind (index null: rows 0 .. A-1), q4_0 as planar rows where `is_planar`.
+int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* from, int64_t num_rows,
+                        int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 const char* spark_level();
 const char* spark_faulty_level();  // the best one that is advertised but faults or errs; or null
 int32_t spark_level_status(const char* name);

@@ -2,7 +2,7 @@
 
 A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "bf16" are tensors
 [F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
-values. Weights are unpacked in registers and all arithmetic is f32, but that `dot_rows` takes x in
+values; "q4_0_planar" is q4_0 with all scales of a row first, as `pack_rows` makes it. Weights are unpacked in registers and all arithmetic is f32, but that `dot_rows` takes x in
 blocks of 16-bit integers where the weights are in blocks (kernels.h, Input); results do not depend
 on the number of threads.
 
@@ -38,6 +38,7 @@ _LAYOUTS: dict[str, _Layout] = {
     "bf16": _Layout(2, torch.bfloat16, 1, 1),
     "q8_0": _Layout(3, torch.uint8, 34, 32),
     "q4_0": _Layout(4, torch.uint8, 18, 32),
+    "q4_0_planar": _Layout(5, torch.uint8, 18, 32),
 }
 
 # enum Status in kernels.h
@@ -53,8 +54,12 @@ def _load() -> ctypes.CDLL | None:
     lib = ctypes.CDLL(spec.origin)
     pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     for function in (lib.spark_dot_rows, lib.spark_accumulate_rows):
-        function.argtypes = [int32, pointer, size, size, pointer, pointer, size, pointer]
+        function.argtypes = [int32, pointer, size, size, size, pointer, pointer, size, pointer]
         function.restype = int32
+    lib.spark_pack_rows.argtypes = [
+        int32, int32, pointer, size, size, pointer, size, pointer, size,
+    ]  # fmt: skip
+    lib.spark_pack_rows.restype = int32
     lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
     for function in (lib.spark_level_status, lib.spark_set_level):
         function.argtypes = [ctypes.c_char_p]
@@ -140,8 +145,9 @@ def _use_level_from_environment() -> None:
 _use_level_from_environment()
 
 
-def _layout(weight: Tensor, kind: str) -> tuple[int, int, int]:
-    """The code of `kind`, F and D, once it is sure that C++ may read `weight` as such a matrix."""
+def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
+    """The code of `kind`, bytes from row to row, F and D, once it is sure that C++ may read
+    `weight` as such a matrix."""
     layout = _LAYOUTS.get(kind)
     if layout is None:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(_LAYOUTS)}")
@@ -149,14 +155,16 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int]:
     if (
         weight.dtype != dtype
         or weight.dim() != 2
-        or not weight.is_contiguous()
+        or weight.stride(1) != 1
+        or weight.stride(0) < weight.shape[1]
         or not weight.is_cpu
         or weight.shape[1] % unit_elements
     ):
         unit = f" in rows of whole {unit_elements}-byte blocks" if unit_elements > 1 else ""
-        _refuse(f"{kind} weight", f"contiguous 2-d {dtype}{unit}", weight)
+        _refuse(f"{kind} weight", f"2-d {dtype} with contiguous rows{unit}", weight)
     num_rows, num_elements = weight.shape
-    return code, num_rows, num_elements // unit_elements * unit_values
+    stride = weight.stride(0) * weight.element_size()
+    return code, stride, num_rows, num_elements // unit_elements * unit_values
 
 
 def _check_vector(name: str, t: Tensor, dtype: torch.dtype, length: int) -> int:
@@ -208,12 +216,12 @@ def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoRetur
 def dot_rows(weight: Tensor, kind: str, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
     """y_A [A] f32, y_A[a] = sum over d of x_D[d] * W_FD[index_A[a]][d]: matrix times vector.
 
-    weight: the matrix W_FD as `kind` stores it (see the module), contiguous. x_D: f32 [D].
+    weight: the matrix W_FD as `kind` stores it (see the module); rows may lie apart. x_D: f32 [D].
     index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
     Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
     """
     lib = _lib or _built()
-    code, num_rows, num_columns = _layout(weight, kind)
+    code, stride, num_rows, num_columns = _layout(weight, kind)
     x = _check_vector("x_D", x_D, torch.float32, num_columns)
     if index_A is None:
         num_active, index = num_rows, None
@@ -222,8 +230,9 @@ def dot_rows(weight: Tensor, kind: str, x_D: Tensor, index_A: Tensor | None = No
         index = _check_vector("index_A", index_A, torch.int32, num_active)
     y_A = torch.empty(num_active, dtype=torch.float32, device="cpu")
     status = lib.spark_dot_rows(
-        code, weight.data_ptr(), num_rows, num_columns, x, index, num_active, y_A.data_ptr()
-    )
+        code, weight.data_ptr(), stride, num_rows, num_columns, x, index, num_active,
+        y_A.data_ptr(),
+    )  # fmt: skip
     if status:
         _raise_status(status, index_A, num_rows)
     return y_A
@@ -235,13 +244,13 @@ def accumulate_rows(
     """y_D [D] f32, y_D[d] = sum over a of coefficient_A[a] * W_FD[index_A[a]][d].
 
     With W the transposed down matrix, the down projection of the active neurons.
-    weight: the matrix W_FD as `kind` stores it (see the module), contiguous.
+    weight: the matrix W_FD as `kind` stores it (see the module); rows may lie apart.
     coefficient_A: f32 [A]. index_A: int32 [A], added in this order, repeats allowed; None means
     all rows, A = F.
     Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
     """
     lib = _lib or _built()
-    code, num_rows, num_columns = _layout(weight, kind)
+    code, stride, num_rows, num_columns = _layout(weight, kind)
     if index_A is None:
         num_active, index = num_rows, None
     else:
@@ -250,9 +259,31 @@ def accumulate_rows(
     coefficient = _check_vector("coefficient_A", coefficient_A, torch.float32, num_active)
     y_D = torch.empty(num_columns, dtype=torch.float32, device="cpu")
     status = lib.spark_accumulate_rows(
-        code, weight.data_ptr(), num_rows, num_columns, coefficient, index, num_active,
-        y_D.data_ptr(),
+        code, weight.data_ptr(), stride, num_rows, num_columns, coefficient, index,
+        num_active, y_D.data_ptr(),
     )  # fmt: skip
     if status:
         _raise_status(status, index_A, num_rows)
     return y_D
+
+
+def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) -> None:
+    """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes].
+
+    out: uint8, its rows contiguous and perhaps apart. q4_0 becomes q4_0_planar. With all threads.
+    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
+    code, stride, num_rows, num_columns = _layout(weight, kind)
+    row_bytes = weight.shape[1] * weight.element_size()
+    if stride != row_bytes and num_rows > 1:
+        _refuse(f"{kind} weight", "contiguous rows without gaps", weight)
+    num_active = num_rows if index_A is None else index_A.numel()
+    index = None if index_A is None else _check_vector("index_A", index_A, torch.int32, num_active)
+    is_ready = out.dtype == torch.uint8 and out.is_cpu and out.shape == (num_active, row_bytes)
+    if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
+        _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
+    status = _built().spark_pack_rows(
+        code, kind == "q4_0", weight.data_ptr(), num_rows, num_columns, index, num_active,
+        out.data_ptr(), out.stride(0),
+    )  # fmt: skip
+    if status:
+        _raise_status(status, index_A, num_rows)

@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t D = 160, ROWS = 5;
 alignas(64) uint8_t weight[ROWS * D * 4];
 alignas(64) float x[D], c[ROWS], y[2][D];
-alignas(64) uint8_t packed[2][4 * D + 256];
+alignas(64) uint8_t packed[2][packed_bytes(D)];
 
 bool are_close(const float* got, const float* want, int64_t n) {
     for (int64_t i = 0; i < n; ++i)
@@ -25,7 +25,8 @@ bool are_close(const float* got, const float* want, int64_t n) {
 }
 
 bool agree(const Kernels& tried, const Kernels& reference) {
-    constexpr int64_t row_bytes[NUM_KINDS] = {4 * D, 2 * D, 2 * D, D / 32 * 34, D / 32 * 18};
+    constexpr int64_t row_bytes[NUM_KINDS] = {4 * D, 2 * D, 2 * D, D / 32 * 34, D / 32 * 18,
+                                                D / 32 * 18};
     for (int64_t i = 0; i < D; ++i) x[i] = static_cast<float>(i % 7 - 3);
     for (int64_t a = 0; a < ROWS; ++a) c[a] = static_cast<float>(a - 2);
     for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
@@ -35,13 +36,15 @@ bool agree(const Kernels& tried, const Kernels& reference) {
         for (int which = 0; which < 2; ++which) {
             const Input input{x, packed[which]};
             if (both[which]->quantise[kind]) both[which]->quantise[kind](input, D);
-            both[which]->dot_rows[kind](weight, row_bytes[kind], D, input, nullptr, y[which], 0,
-                                        ROWS);
+            both[which]->dot_rows[kind]({weight, row_bytes[kind], D, nullptr, ROWS}, input,
+                                        y[which], 0, ROWS);
         }
         if (!are_close(y[0], y[1], ROWS)) return false;
-        for (int which = 0; which < 2; ++which)
-            both[which]->accumulate_rows[kind](weight, row_bytes[kind], c, nullptr, ROWS, y[which],
-                                               0, D);
+        for (int which = 0; which < 2; ++which) {
+            for (int64_t i = 0; i < D; ++i) y[which][i] = 0.0f;
+            both[which]->accumulate_rows[kind]({weight, row_bytes[kind], D, nullptr, ROWS}, c,
+                                               y[which], 0, ROWS, 0, D);
+        }
         if (!are_close(y[0], y[1], D)) return false;
     }
     for (int which = 0; which < 2; ++which) {

@@ -19,7 +19,8 @@ inline const int32_t* corrections_of(const uint8_t* packed, int64_t num_blocks) 
 
 // Plain loops that the compiler turns into vectors: integers of the bits of non-negative floats
 // are in the order of the floats, and adding 1.5 * 2^23 rounds to the nearest integer.
-inline void quantise_block(const float* x, int16_t* value, float* scale, int32_t* correction) {
+inline void quantise_block(const float* x, int16_t* value, float* scale, int32_t* correction,
+                           float limit = 32767.0f) {
     uint32_t largest_bits = 0;
     for (int i = 0; i < BLOCK; ++i) {
         uint32_t bits;
@@ -30,8 +31,8 @@ inline void quantise_block(const float* x, int16_t* value, float* scale, int32_t
     float largest;
     __builtin_memcpy(&largest, &largest_bits, 4);
     const bool is_finite = largest_bits < 0x7f800000, is_zero = largest < 1e-30f;
-    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : largest / 32767.0f;
-    const float factor = !is_finite || is_zero ? 0.0f : 32767.0f / largest;
+    *scale = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : largest / limit;
+    const float factor = !is_finite || is_zero ? 0.0f : limit / largest;
     int32_t total = 0;
     for (int i = 0; i < BLOCK; ++i) {
         const float shifted = (is_finite ? x[i] * factor : 0.0f) + 12582912.0f;

@@ -74,6 +74,13 @@ inline Floats scale_f16(const uint8_t* p) { return _mm256_broadcastss_ps(four_f1
 #include "quantise.h"
 
 constexpr Quantise* quantise_q4 = quantise;
+constexpr Quantise* quantise_q4_planar = quantise;
+
+inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
+    int64_t i = 0;
+    for (; i + 8 <= m; i += 8) _mm256_storeu_ps(y + i, mul(load_f16(p + 2 * i), broadcast(c)));
+    for (; i < m; ++i) y[i] = c * f16_to_float(p + 2 * i);
+}
 
 inline __m256i load_32_bytes(const void* p) {
     return _mm256_loadu_si256(static_cast<const __m256i*>(p));
@@ -109,19 +116,26 @@ inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const 
     });
 }
 
+template <class Layout>
 inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     const int16_t* x = values_of(packed);
     const float* x_scale = scales_of(packed, n);
     const int32_t* correction = corrections_of(packed, n);
     return dot_blocks(n, [=](Floats sum, int64_t b) {
-        const uint8_t* block = row + b * 18;
         __builtin_prefetch(next + b * 18);
-        const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(block + 2));
+        const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(Layout::nibbles(row, n, b)));
         const __m256i start = _mm256_inserti128_si256(
             _mm256_setzero_si256(), _mm_cvtsi32_si128(correction[b]), 0);
         return add_products(sum, _mm256_and_si256(words, _mm256_set1_epi16(15)),
-                            _mm256_srli_epi16(words, 4), x + b * BLOCK, start, block, x_scale + b);
+                            _mm256_srli_epi16(words, 4), x + b * BLOCK, start,
+                            Layout::scale(row, n, b), x_scale + b);
     });
+}
+
+struct Planar;
+
+inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
+    return dot_q4<Planar>(row, n, x, next);
 }
 
 #include "rows_template.h"

@@ -117,34 +117,137 @@ inline __m512i add_pairs(__m512i sum, __m512i a, __m512i b) {
 #endif
 }
 
-inline Floats add_q4(Floats sum, const uint8_t* block0, const uint8_t* block1, const Pair& x) {
-    const __m256i bytes = _mm256_inserti128_si256(
-        _mm256_castsi128_si256(load_16_bytes(block0 + 2)), load_16_bytes(block1 + 2), 1);
+// Blocks b0 and b1 of a row of n.
+template <class Layout>
+inline Floats add_q4(Floats sum, const uint8_t* row, int64_t n, int64_t b0, int64_t b1,
+                     const Pair& x) {
+    const __m128i first = load_16_bytes(Layout::nibbles(row, n, b0));
+    const __m128i second = load_16_bytes(Layout::nibbles(row, n, b1));
+    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
     const __m512i words = _mm512_cvtepu8_epi16(bytes);
     __m512i products = load_64_bytes(x.correction);
     products = add_pairs(products, _mm512_and_si512(words, _mm512_set1_epi16(15)),
                          load_64_bytes(x.low));
     products = add_pairs(products, _mm512_srli_epi16(words, 4), load_64_bytes(x.high));
-    const __m512 scale =
-        _mm512_mask_broadcastss_ps(scale_f16(block0), 0xff00, four_f16(block1));
+    const __m512 scale = _mm512_mask_broadcastss_ps(scale_f16(Layout::scale(row, n, b0)), 0xff00,
+                                                    four_f16(Layout::scale(row, n, b1)));
     return add_products(sum, products, mul(scale, _mm512_loadu_ps(x.scale)));
 }
 
+template <class Layout>
 inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     const Pair* x = reinterpret_cast<const Pair*>(packed);
     Floats sum0 = zero(), sum1 = zero();
     int64_t b = 0;
     for (; b + 4 <= n; b += 4) {
-        const uint8_t* block = row + b * 18;
         __builtin_prefetch(next + b * 18);
-        sum0 = add_q4(sum0, block, block + 18, x[b / 2]);
-        sum1 = add_q4(sum1, block + 36, block + 54, x[b / 2 + 1]);
+        sum0 = add_q4<Layout>(sum0, row, n, b, b + 1, x[b / 2]);
+        sum1 = add_q4<Layout>(sum1, row, n, b + 2, b + 3, x[b / 2 + 1]);
     }
-    for (; b + 2 <= n; b += 2) sum0 = add_q4(sum0, row + b * 18, row + b * 18 + 18, x[b / 2]);
+    for (; b + 2 <= n; b += 2) sum0 = add_q4<Layout>(sum0, row, n, b, b + 1, x[b / 2]);
     // The other half of the last x is 0, so any block will do for it.
-    if (b < n) sum1 = add_q4(sum1, row + b * 18, row + b * 18, x[b / 2]);
+    if (b < n) sum1 = add_q4<Layout>(sum1, row, n, b, b, x[b / 2]);
     return sum(_mm512_add_ps(sum0, sum1));
 }
+
+inline __mmask16 first_of_16(int64_t m) {
+    return static_cast<__mmask16>(m >= 16 ? 0xffff : (1u << m) - 1);
+}
+
+inline Floats load_some_f16(const uint8_t* p, int64_t m) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_of_16(m), p));
+}
+
+inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
+    _mm512_store_ps(y, mul(load_some_f16(p, m), broadcast(c)));
+}
+
+#ifdef __AVX512VNNI__
+// Four blocks of x for planar rows: each value is 256 * high + low, so that 8-bit products of
+// nibbles with both give the 16-bit one in half the instructions. [0] are the first 16 values of
+// each block, [1] the last 16.
+struct Quad {
+    int8_t high[2][64], low[2][64];
+    int32_t correction[16];  // of each block in its first lane of four; the others are 0
+};
+static_assert(sizeof(Quad) == 320, "packed_bytes counts 2.5 bytes a value, and scales");
+
+inline int64_t quads_of(int64_t n) { return (n + 15) / 16 * 4; }
+
+// Quads first, then a scale a block; both are filled up with zeros to whole 16 blocks.
+inline const float* planar_scales(const uint8_t* packed, int64_t n) {
+    return reinterpret_cast<const float*>(packed + quads_of(n) * sizeof(Quad));
+}
+
+void quantise_q4_planar(const Input& x, int64_t D) {
+    const int64_t n = D / BLOCK;
+    Quad* quads = reinterpret_cast<Quad*>(x.packed);
+    float* scale = const_cast<float*>(planar_scales(x.packed, n));
+    __builtin_memset(quads, 0, quads_of(n) * sizeof(Quad));
+    for (int64_t b = n; b < 4 * quads_of(n); ++b) scale[b] = 0.0f;
+    for (int64_t b = 0; b < n; ++b) {
+        int16_t value[BLOCK];
+        Quad& quad = quads[b / 4];
+        const int64_t at = b % 4;
+        quantise_block(x.f32 + b * BLOCK, value, scale + b, quad.correction + 4 * at, 32639.0f);
+        for (int i = 0; i < BLOCK; ++i) {
+            const int high = (value[i] + 128) >> 8;
+            quad.high[i / 16][16 * at + i % 16] = static_cast<int8_t>(high);
+            quad.low[i / 16][16 * at + i % 16] = static_cast<int8_t>(value[i] - 256 * high);
+        }
+    }
+}
+
+// 64 bytes of nibbles, four blocks; `scale` has those of 16 blocks, of which these are 4k .. 4k+3.
+inline Floats add_quad(Floats sum, __m512i nibbles, const Quad& x, Floats scale, int k) {
+    const __m512i fifteen = _mm512_set1_epi8(15);
+    const __m512i first = _mm512_and_si512(nibbles, fifteen);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), fifteen);
+    __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), first, load_64_bytes(x.high[0]));
+    __m512i low = _mm512_dpbusd_epi32(load_64_bytes(x.correction), first, load_64_bytes(x.low[0]));
+    high = _mm512_dpbusd_epi32(high, last, load_64_bytes(x.high[1]));
+    low = _mm512_dpbusd_epi32(low, last, load_64_bytes(x.low[1]));
+    const __m512i products = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+    const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i which = _mm512_add_epi32(lanes, _mm512_set1_epi32(4 * k));
+    return add_products(sum, products, _mm512_permutexvar_ps(which, scale));
+}
+
+inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* packed,
+                           const uint8_t* next) {
+    const Quad* x = reinterpret_cast<const Quad*>(packed);
+    const float* x_scale = planar_scales(packed, n);
+    const uint8_t* nibbles = row + 2 * n;
+    Floats sum0 = zero(), sum1 = zero();
+    int64_t b = 0;
+    for (; b + 16 <= n; b += 16) {
+        const Floats scale = mul(load_f16(row + 2 * b), _mm512_loadu_ps(x_scale + b));
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            __builtin_prefetch(next + (b + 4 * k) * 18);
+            const __m512i quad = load_64_bytes(nibbles + (b + 4 * k) * 16);
+            Floats& sum = k % 2 ? sum1 : sum0;
+            sum = add_quad(sum, quad, x[b / 4 + k], scale, k);
+        }
+    }
+    const Floats scale = mul(load_some_f16(row + 2 * b, n - b), _mm512_loadu_ps(x_scale + b));
+    for (int k = 0; b + 4 * k < n; ++k) {
+        const int64_t bytes = 16 * (n - b - 4 * k);
+        const __mmask64 mask = bytes >= 64 ? ~0ull : (1ull << bytes) - 1;
+        const __m512i quad = _mm512_maskz_loadu_epi8(mask, nibbles + (b + 4 * k) * 16);
+        sum0 = add_quad(sum0, quad, x[b / 4 + k], scale, k);
+    }
+    return sum(_mm512_add_ps(sum0, sum1));
+}
+#else
+constexpr Quantise* quantise_q4_planar = quantise_q4;
+
+struct Planar;
+
+inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
+    return dot_q4<Planar>(row, n, x, next);
+}
+#endif
 
 #include "rows_template.h"
 

@@ -66,6 +66,11 @@ inline Floats scale_f16(const uint8_t* p) { return broadcast(f16_to_float(p)); }
 #include "quantise.h"
 
 constexpr Quantise* quantise_q4 = quantise;
+constexpr Quantise* quantise_q4_planar = quantise;
+
+inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
+    for (int64_t i = 0; i < m; ++i) y[i] = c * f16_to_float(p + 2 * i);
+}
 
 inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     float sum = 0;
@@ -80,18 +85,26 @@ inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const 
     return sum;
 }
 
+template <class Layout>
 inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
     float sum = 0;
     for (int64_t b = 0; b < n; ++b) {
-        const uint8_t* bytes = row + b * 18 + 2;
+        const uint8_t* bytes = Layout::nibbles(row, n, b);
         const int16_t* x = values_of(packed) + b * BLOCK;
         __builtin_prefetch(next + b * 18);
         int32_t product = corrections_of(packed, n)[b];
         for (int i = 0; i < 16; ++i)
             product += (bytes[i] & 15) * x[i] + (bytes[i] >> 4) * x[i + 16];
-        sum += static_cast<float>(product) * (f16_to_float(row + b * 18) * scales_of(packed, n)[b]);
+        const float scale = f16_to_float(Layout::scale(row, n, b));
+        sum += static_cast<float>(product) * (scale * scales_of(packed, n)[b]);
     }
     return sum;
+}
+
+struct Planar;
+
+inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
+    return dot_q4<Planar>(row, n, x, next);
 }
 
 #include "rows_template.h"

@@ -12,7 +12,9 @@
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
 //   dot_q8(row, n, x, next)        a row of n blocks times what quantise() packed; `next` is the
 //                                row to ask for meanwhile
-//   dot_q4(row, n, x, next)        the same
+//   dot_q4<Layout>(row, n, x, next)   the same; Layout: Interleaved or Planar
+//   dot_q4_planar(row, n, x, next)    the same
+//   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16
 
 constexpr int VECTORS = BLOCK / LANES;
 
@@ -21,7 +23,7 @@ constexpr int VECTORS = BLOCK / LANES;
 
 struct F32 {
     static constexpr int64_t BLOCK_BYTES = 128, VALUE_BYTES = 4;
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, IS_PLANAR = false;
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_f32(block + v * LANES * 4);
     }
@@ -34,7 +36,7 @@ struct F32 {
 
 struct F16 {
     static constexpr int64_t BLOCK_BYTES = 64, VALUE_BYTES = 2;
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, IS_PLANAR = false;
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_f16(block + v * LANES * 2);
     }
@@ -43,7 +45,7 @@ struct F16 {
 
 struct BF16 {
     static constexpr int64_t BLOCK_BYTES = 64, VALUE_BYTES = 2;
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, IS_PLANAR = false;
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_bf16(block + v * LANES * 2);
     }
@@ -59,7 +61,7 @@ struct BF16 {
 
 struct Q8_0 {
     static constexpr int64_t BLOCK_BYTES = 34, VALUE_BYTES = 0;
-    static constexpr bool SCALED = true;
+    static constexpr bool SCALED = true, IS_PLANAR = false;
     static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_i8(block + 2 + v * LANES);
@@ -70,20 +72,38 @@ struct Q8_0 {
     }
 };
 
+// Where a row of q4_0 has the scale and the nibbles of block b of n.
+struct Interleaved {
+    static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
+        return row + b * 18;
+    }
+    static inline const uint8_t* nibbles(const uint8_t* row, int64_t, int64_t b) {
+        return row + b * 18 + 2;
+    }
+};
+
+struct Planar {
+    static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
+        return row + b * 2;
+    }
+    static inline const uint8_t* nibbles(const uint8_t* row, int64_t n, int64_t b) {
+        return row + n * 2 + b * 16;
+    }
+};
+
 struct Q4_0 {
     static constexpr int64_t BLOCK_BYTES = 18, VALUE_BYTES = 0;
-    static constexpr bool SCALED = true;
+    static constexpr bool SCALED = true, IS_PLANAR = false;
     static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
     static inline void unpack(const uint8_t* block, Floats* w) { unpack_q4(block + 2, w); }
     static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
                             const uint8_t* next) {
-        return dot_q4(row, n, x, next);
+        return dot_q4<Interleaved>(row, n, x, next);
     }
 };
 
-inline const uint8_t* row_of(const uint8_t* weight, int64_t row_bytes, const int32_t* index,
-                             int64_t a) {
-    return weight + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
+inline const uint8_t* row_of(const Rows& rows, int64_t a) {
+    return rows.weight + (rows.index ? static_cast<int64_t>(rows.index[a]) : a) * rows.stride;
 }
 
 inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<const uint8_t*>(p)); }
@@ -120,19 +140,18 @@ inline float dot_floats(const uint8_t* row, int64_t D, const float* x, const uin
     return total;
 }
 
+// While a row is multiplied, one a little further on is asked for: the processor's prefetcher stops
+// at the end of a page, and cannot know which row of a list comes next.
 template <class Format>
-void dot_rows(const uint8_t* weight, int64_t row_bytes, int64_t D, const Input& x,
-              const int32_t* index, float* y, int64_t a0, int64_t a1) {
-    // While a row is multiplied, one a little further on is asked for: the processor's prefetcher
-    // stops at the end of a page, and cannot know which row of a list comes next.
-    const int64_t ahead = row_bytes >= 1024 ? 1 : 4;
+void dot_rows(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1) {
+    const int64_t ahead = rows.D * Format::BLOCK_BYTES >= 1024 * BLOCK ? 1 : 4;
     for (int64_t a = a0; a < a1; ++a) {
-        const uint8_t* row = row_of(weight, row_bytes, index, a);
-        const uint8_t* next = a + ahead < a1 ? row_of(weight, row_bytes, index, a + ahead) : row;
+        const uint8_t* row = row_of(rows, a);
+        const uint8_t* next = a + ahead < rows.A ? row_of(rows, a + ahead) : row;
         if constexpr (Format::SCALED)
-            y[a] = Format::dot(row, D / BLOCK, x.packed, next);
+            y[a] = Format::dot(row, rows.D / BLOCK, x.packed, next);
         else
-            y[a] = dot_floats<Format>(row, D, x.f32, next);
+            y[a] = dot_floats<Format>(row, rows.D, x.f32, next);
     }
 }
 
@@ -165,24 +184,64 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
                 y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
 }
 
-template <class Format>
-void accumulate_rows(const uint8_t* weight, int64_t row_bytes, const float* c,
-                     const int32_t* index, int64_t A, float* y, int64_t d0, int64_t d1) {
-    for (int64_t d = d0; d < d1; ++d) y[d] = 0.0f;
-    // Four rows at a time, so that y is read and written a quarter as often.
-    const uint8_t *rows[4], *next[4];
-    int64_t a = 0;
-    for (; a + 4 <= A; a += 4) {
-        for (int r = 0; r < 4; ++r) {
-            rows[r] = row_of(weight, row_bytes, index, a + r);
-            next[r] = a + 4 + r < A ? row_of(weight, row_bytes, index, a + 4 + r) : rows[r];
+// The same for planar rows of n blocks, whose scales are read sixteen at a time.
+template <int ROWS>
+inline void add_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                       const float* c, float* y, int64_t d0, int64_t d1) {
+    alignas(64) float factor[ROWS][16];
+    for (int64_t b0 = d0 / BLOCK; b0 < d1 / BLOCK; b0 += 16) {
+        const int64_t b1 = b0 + 16 < d1 / BLOCK ? b0 + 16 : d1 / BLOCK;
+        for (int r = 0; r < ROWS; ++r)
+            scale_many(Planar::scale(rows[r], n, b0), b1 - b0, c[r], factor[r]);
+        for (int64_t b = b0; b < b1; ++b) {
+            if (b % 2 == 0)
+                for (int r = 0; r < ROWS; ++r) __builtin_prefetch(next[r] + b * 18);
+            Floats out[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + b * BLOCK + v * LANES);
+            for (int r = 0; r < ROWS; ++r) {
+                Floats w[VECTORS];
+                unpack_q4(Planar::nibbles(rows[r], n, b), w);
+                const Floats by = broadcast(factor[r][b - b0]);
+                for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], by, out[v]);
+            }
+            for (int v = 0; v < VECTORS; ++v) store_floats(y + b * BLOCK + v * LANES, out[v]);
         }
-        add_rows<Format, 4>(rows, next, c + a, y, d0, d1);
     }
-    for (; a < A; ++a) {
-        rows[0] = row_of(weight, row_bytes, index, a);
-        add_rows<Format, 1>(rows, rows, c + a, y, d0, d1);
+}
+
+struct Q4_0Planar {
+    static constexpr int64_t BLOCK_BYTES = 18;
+    static constexpr bool SCALED = true, IS_PLANAR = true;
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q4_planar(row, n, x, next);
     }
+};
+
+template <int N>
+struct Count {
+    static constexpr int VALUE = N;
+};
+
+template <class Format>
+void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
+                     int64_t d0, int64_t d1) {
+    auto add = [&](auto count, int64_t a) {
+        constexpr int ROWS = decltype(count)::VALUE;
+        const uint8_t *row[ROWS], *next[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            row[r] = row_of(rows, a + r);
+            next[r] = a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r) : row[r];
+        }
+        if constexpr (Format::IS_PLANAR)
+            add_planar<ROWS>(row, next, rows.D / BLOCK, c + a, y, d0, d1);
+        else
+            add_rows<Format, ROWS>(row, next, c + a, y, d0, d1);
+    };
+    // Four rows at a time, so that y is read and written a quarter as often.
+    int64_t a = a0;
+    for (; a + 4 <= a1; a += 4) add(Count<4>{}, a);
+    for (; a < a1; ++a) add(Count<1>{}, a);
 }
 
 // exp by 2^n * p(r), r the rest below log(2) / 2, p a Taylor polynomial of degree 7.
@@ -214,9 +273,10 @@ float exp_sum(float* x, int64_t n, float shift) {
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
-    {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>},
+    {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>,
+     dot_rows<Q4_0Planar>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
-     accumulate_rows<Q4_0>},
-    {nullptr, nullptr, nullptr, quantise, quantise_q4},
+     accumulate_rows<Q4_0>, accumulate_rows<Q4_0Planar>},
+    {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise_q4_planar},
     exp_sum,
 };

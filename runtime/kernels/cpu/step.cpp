@@ -15,20 +15,22 @@ namespace {
 // the threads' number and luck do not show in the result.
 constexpr int64_t MAX_CHUNKS = 16;
 constexpr int64_t CHUNK_NEURONS = 32;
+// Where gate, up and down of a neuron lie together, so many neurons at a time go from gate to down.
+constexpr int64_t GROUP = 4;
 
-// A vector and its packed forms for q8_0 and q4_0, made when first asked for.
+// A vector and its packed forms, made when first asked for.
 struct Operand {
     float* f32;
-    uint8_t* packed[2];
-    bool is_packed[2];
+    uint8_t* packed[NUM_FORMS];
+    bool is_packed[NUM_FORMS];
     int64_t size;
 
-    void changed() { is_packed[0] = is_packed[1] = false; }
+    void changed() { std::fill_n(is_packed, NUM_FORMS, false); }
 
     Input as(int32_t kind) {
         Quantise* quantise = kernels().quantise[kind];
         if (!quantise) return {f32, nullptr};
-        const int form = kind == KIND_Q4_0;
+        const int form = form_of(kind);
         const Input input{f32, packed[form]};
         if (!is_packed[form]) quantise(input, size);
         is_packed[form] = true;
@@ -49,10 +51,9 @@ class Arena {
     }
 
     Operand operand(int64_t size) {
-        return {take<float>(size),
-                {take<uint8_t>(packed_bytes(size)), take<uint8_t>(packed_bytes(size))},
-                {false, false},
-                size};
+        Operand operand = {take<float>(size), {}, {}, size};
+        for (uint8_t*& packed : operand.packed) packed = take<uint8_t>(packed_bytes(size));
+        return operand;
     }
 
     int64_t used() const { return used_; }
@@ -105,6 +106,10 @@ int64_t num_bytes(const SparkMatrix& m) {
     return m.num_rows * (row_bytes(m) + (m.bias ? static_cast<int64_t>(sizeof(float)) : 0));
 }
 
+Rows rows_of(const SparkMatrix& m) {
+    return {m.data, m.stride, m.num_columns, nullptr, m.num_rows};
+}
+
 // y [num_rows] = W x + bias, for up to three matrices with outputs one after the other.
 void multiply(const SparkMatrix* matrix, int count, Operand& x, float* y) {
     Input input[3];
@@ -121,8 +126,7 @@ void multiply(const SparkMatrix* matrix, int count, Operand& x, float* y) {
             const int64_t a1 = std::min(end - first[m], w.num_rows);
             if (a0 >= a1) continue;
             float* out = y + first[m];
-            kernels().dot_rows[w.kind](w.data, row_bytes(w), w.num_columns, input[m], nullptr, out,
-                                       a0, a1);
+            kernels().dot_rows[w.kind](rows_of(w), input[m], out, a0, a1);
             if (w.bias)
                 for (int64_t a = a0; a < a1; ++a) out[a] += w.bias[a];
         }
@@ -167,8 +171,9 @@ class Step {
 
     void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
         const float one = 1.0f;
-        kernels().accumulate_rows[m.kind](m.data + row * row_bytes(m), row_bytes(m), &one, nullptr,
-                                          1, y, 0, D);
+        std::fill_n(y, D, 0.0f);
+        kernels().accumulate_rows[m.kind]({m.data + row * m.stride, m.stride, D, nullptr, 1}, &one,
+                                          y, 0, 1, 0, D);
     }
 
     void turn(int64_t position) {
@@ -253,7 +258,7 @@ class Step {
         float* score = w.scores + head * s.context_length;
         float* out = w.heads_out.f32 + head * W;
         const Input query{w.qkv + head * W, nullptr};
-        kernels().dot_rows[s.cache_kind](l.key + first, stride, W, query, nullptr, score, 0, C);
+        kernels().dot_rows[s.cache_kind]({l.key + first, stride, W, nullptr, C}, query, score, 0, C);
         const float scale = 1.0f / std::sqrt(static_cast<float>(W));
         float largest = -INFINITY;
         for (int64_t c = 0; c < C; ++c) {
@@ -261,8 +266,9 @@ class Step {
             largest = score[c] > largest ? score[c] : largest;
         }
         const float total = kernels().exp_sum(score, C, largest);
-        kernels().accumulate_rows[s.cache_kind](l.value + first, stride, score, nullptr, C, out, 0,
-                                                W);
+        std::fill_n(out, W, 0.0f);
+        kernels().accumulate_rows[s.cache_kind]({l.value + first, stride, W, nullptr, C}, score,
+                                                out, 0, C, 0, W);
         for (int64_t i = 0; i < W; ++i) out[i] /= total;
     }
 
@@ -356,38 +362,51 @@ class Step {
         s.down_bytes += all_open * row_bytes(block.down);
     }
 
-    // Candidates a0 .. a1-1 into `out`; returns how many of them fired.
+    // Candidates a0 .. a1-1 of `rows` (null: of all rows) into `out`; returns how many fired.
     int64_t run_chunk(const SparkLayer& l, const SparkBlock& block, const Input& gate_x,
                       const Input& up_x, const int32_t* rows, int64_t a0, int64_t a1, float* out) {
-        const SparkMatrix &gate = block.gate, &up = block.up, &down = block.down;
-        kernels().dot_rows[gate.kind](gate.data, row_bytes(gate), D, gate_x, rows, w.gate, a0, a1);
-        int32_t* open = w.open + a0;
-        float *hidden = w.gate + a0, *up_out = w.up + a0;
-        int64_t count = 0;
-        for (int64_t a = a0; a < a1; ++a) {
-            const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
-            float value = w.gate[a];
-            if (gate.bias) value += gate.bias[row];
-            const bool fires = act(l, value);
-            open[count] = row, hidden[count] = value;
-            count += fires;
+        const SparkMatrix& gate = block.gate;
+        const Rows gates = {gate.data, gate.stride, D, rows, a1};
+        // Gates that lie one behind the other are read to the end first.
+        const int64_t group = gate.stride > row_bytes(gate) ? GROUP : a1 - a0;
+        std::fill_n(out, D, 0.0f);
+        int64_t all_open = 0;
+        for (int64_t g0 = a0, g1; g0 < a1; g0 = g1) {
+            g1 = std::min(g0 + group, a1);
+            kernels().dot_rows[gate.kind](gates, gate_x, w.gate, g0, g1);
+            int32_t* open = w.open + g0;
+            float* hidden = w.gate + g0;
+            int64_t count = 0;
+            for (int64_t a = g0; a < g1; ++a) {
+                const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
+                float value = w.gate[a];
+                if (gate.bias) value += gate.bias[row];
+                const bool fires = act(l, value);
+                open[count] = row, hidden[count] = value;
+                count += fires;
+            }
+            for (int64_t o = 0; o < count; o += GROUP)
+                add_neurons(block, up_x, open, count, o, std::min(o + GROUP, count), hidden, out);
+            all_open += count;
         }
-        // All rows in order need no list of them.
-        const bool is_plain = s.mode == MODE_DENSE && !rows;
-        const int32_t* index = is_plain ? nullptr : open;
-        const int64_t first = is_plain ? a0 : 0;
+        return all_open;
+    }
+
+    // Up and down of the neurons o0 .. o1-1 of `open`, which has `count`.
+    void add_neurons(const SparkBlock& block, const Input& up_x, const int32_t* open, int64_t count,
+                     int64_t o0, int64_t o1, float* hidden, float* out) {
+        const SparkMatrix &up = block.up, &down = block.down;
         if (up.data) {
-            kernels().dot_rows[up.kind](up.data + first * row_bytes(up), row_bytes(up), D, up_x,
-                                        index, up_out, 0, count);
-            for (int64_t a = 0; a < count; ++a) {
-                float value = up_out[a] + (up.bias ? up.bias[open[a]] : 0.0f);
+            float* up_out = w.up + (hidden - w.gate);
+            kernels().dot_rows[up.kind]({up.data, up.stride, D, open, count}, up_x, up_out, o0, o1);
+            for (int64_t o = o0; o < o1; ++o) {
+                float value = up_out[o] + (up.bias ? up.bias[open[o]] : 0.0f);
                 if (s.activation == ACTIVATION_DRELU && value < 0.0f) value = 0.0f;
-                hidden[a] *= value;
+                hidden[o] *= value;
             }
         }
-        kernels().accumulate_rows[down.kind](down.data + first * row_bytes(down), row_bytes(down),
-                                             hidden, index, count, out, 0, D);
-        return count;
+        kernels().accumulate_rows[down.kind]({down.data, down.stride, D, open, count}, hidden, out,
+                                             o0, o1, 0, D);
     }
 
     SparkStep& s;
@@ -397,7 +416,7 @@ class Step {
 
 bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
     return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
-           row_bytes(m) >= 0;
+           row_bytes(m) >= 0 && m.stride >= row_bytes(m);
 }
 
 bool fits(const SparkBlock& block, const SparkStep& s, bool is_gated) {

@@ -20,7 +20,7 @@ enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE 
 struct SparkMatrix {
     const uint8_t* data;  // null: there is none
     const float* bias;    // num_rows, or null
-    int64_t num_rows, num_columns;
+    int64_t num_rows, num_columns, stride;  // bytes from row to row
     int32_t kind, unused;
 };
 
