@@ -1,8 +1,7 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
-Rows of every type are read by the runtime's own matrix products (`runtime.matrix`), all of them in
-turn and chosen ones as a sparse layer reads them: a tenth, ascending, half by products and half by
-the weighted sum of the down projection. The rest is the time of decode steps of small models
+Rows of every type are read as the runtime does: all of them in turn by a matrix product, and the
+gates, ups and downs of a tenth of the neurons by the native call for a block of neurons. The rest is the time of decode steps of small models
 through the engine. What a layer and a token take beside their bytes: of two models, of FEW and
 MANY layers, the difference is the layers'. Small means next to no bytes, which stay in a cache.
 What attention reads of the keys and values: steps at the end of a long context less steps at its
@@ -14,20 +13,27 @@ know: real models. Letters: N rows, D row width, A chosen rows."""
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sparkinfer.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
-from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.gguf_file import TensorEntry, array_entry, row_bytes
 from sparkinfer.machine_file import CpuCosts, Figure
 from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.feed_forward import Gate, NeuronBlock
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.matrix import Linear, Matrix, matrix_of
+from sparkinfer.runtime.native_neurons import NativeNeurons, pack_bits
+from sparkinfer.runtime.resident import Residence
 from sparkinfer.split_file import PlanMode
 
+CPU = torch.device("cpu")
 ROW_VALUES = 4096
 CHOSEN_SHARE = 0.1
 FEW, MANY = 2, 10
@@ -93,47 +99,80 @@ def _rest(few: Figure, layer: Figure) -> Figure:
 
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
-    """Of one type: all rows times a vector; a tenth of them, and the weighted sum of a tenth.
+    """Of one type: all rows times a vector, and a tenth of the neurons that they are.
 
-    Each timing takes the next tenth of each kind: no cache has kept it from the one before."""
-    matrix, x_D = _matrix(kind, num_bytes), torch.ones(ROW_VALUES)
-    step = round(1 / CHOSEN_SHARE)
-    order_N = torch.rand(matrix.num_rows, generator=torch.Generator().manual_seed(0)).argsort()
-    pieces = [piece.sort().values.to(torch.int32) for piece in order_N.chunk(2 * step)]
-    weight_A = torch.ones(len(pieces[0]))
-    turn = itertools.count()
-
-    def chosen() -> float:
-        first, second = (pieces[next(turn) % len(pieces)] for _ in range(2))
-        began = time.perf_counter()
-        matrix.dot(x_D, first)
-        matrix.combine(weight_A[: len(second)], second)
-        return time.perf_counter() - began
-
+    Each timing takes the next tenth: no cache has kept it from the one before."""
+    entry = _random_rows(kind, num_bytes)
+    matrix = Residence().matrix(entry) if library.is_available() else matrix_of(entry, CPU)
+    x_D = torch.ones(ROW_VALUES)
+    chosen, chosen_bytes = _native_tenth(matrix) if library.is_available() else _torch_tenth(matrix)
     return [
         Probe(
             name=f"{kind}, all rows",
             seconds=lambda: seconds_of(lambda: matrix.dot(x_D)),
             num_bytes=matrix.num_bytes,
         ),
-        Probe(
-            name=f"{kind}, chosen rows",
-            seconds=chosen,
-            num_bytes=2 * len(pieces[0]) * matrix.row_bytes,
-        ),
+        Probe(name=f"{kind}, chosen rows", seconds=chosen, num_bytes=chosen_bytes),
     ]
 
 
-def _matrix(kind: str, num_bytes: int) -> Matrix:
-    """Ones, or blocks with a scale of one."""
+def _tenths(count: int) -> list[Tensor]:
+    """Numbers below `count`, each in one of the pieces, ascending."""
+    order = torch.rand(count, generator=torch.Generator().manual_seed(0)).argsort()
+    return [piece.sort().values for piece in order.chunk(round(1 / CHOSEN_SHARE))]
+
+
+def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
+    """(seconds of a tenth of the neurons, its bytes): three rows of the matrix are a neuron."""
+    count = matrix.num_rows // 3
+    gate, up, down = (replace(matrix, data=matrix.data[i : 3 * count : 3]) for i in range(3))
+    block = NeuronBlock(
+        gate=Linear(weight=gate), up=Linear(weight=up), down=down, id_N=torch.arange(count),
+        row_N=None, is_whole=True,
+    )  # fmt: skip
+    # Below every activation: what is named fires, whatever its gate is.
+    always = Gate(activation="silu", threshold=-1.0)
+    neurons = NativeNeurons.of(block, always, "predicted", count)
+    neurons.x_D.fill_(1.0)
+    tenths = _tenths(count)
+    masks = [pack_bits(torch.zeros(count).bool().index_fill_(0, ids, True)) for ids in tenths]
+    turn = itertools.count()
+
+    def seconds() -> float:
+        assert neurons.named_W is not None
+        neurons.named_W.copy_(masks[next(turn) % len(masks)])
+        return seconds_of(neurons.run)
+
+    return seconds, 3 * len(tenths[0]) * matrix.row_bytes
+
+
+def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
+    """The same of the paths that take the place of the kernels, two products for each sum."""
+    x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
+    weight_A = torch.ones(len(tenths[0]))
+
+    def seconds() -> float:
+        rows_A = tenths[next(turn) % len(tenths)].to(torch.int32)
+        third = len(rows_A) // 3
+        began = time.perf_counter()
+        matrix.dot(x_D, rows_A[: 2 * third])
+        matrix.combine(weight_A[: len(rows_A) - 2 * third], rows_A[2 * third :])
+        return time.perf_counter() - began
+
+    return seconds, len(tenths[0]) * matrix.row_bytes
+
+
+def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
+    """Small values; blocks with a scale of one."""
+    size = row_bytes(ROW_VALUES, kind)
+    count = num_bytes // size
     if kind in FLOATS:
-        dtype = FLOATS[kind]
-        data = torch.ones(num_bytes // (dtype.itemsize * ROW_VALUES), ROW_VALUES, dtype=dtype)
+        data = torch.ones(count, ROW_VALUES, dtype=FLOATS[kind])
+        raw = (data.view(torch.uint8) if kind == "bf16" else data).numpy()
     else:
-        row_bytes = ROW_VALUES // 32 * BLOCK_BYTES[kind]
-        data = torch.ones(num_bytes // row_bytes, row_bytes, dtype=torch.uint8)
-        data.view(-1, BLOCK_BYTES[kind])[:, 1] = 0x3C
-    return Matrix(data=data, kind=kind, width=ROW_VALUES)
+        raw = np.ones((count, size), np.uint8)
+        raw.reshape(-1, BLOCK_BYTES[kind])[:, 1] = 0x3C
+    return TensorEntry(shape=(count, ROW_VALUES), kind=kind, read_rows=lambda a, b: raw[a:b])
 
 
 def _cache_probe() -> Probe:

@@ -14,6 +14,7 @@ SOURCES = {
     "dispatch": [],
     "probe": [],
     "thread_pool": [],
+    "neurons": [],
     "step": [],
     "rows_generic": [],
     "rows_avx2": "-mavx2 -mfma -mf16c".split(),

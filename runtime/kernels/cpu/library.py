@@ -68,6 +68,10 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_step_bytes.restype = size
     lib.spark_step.argtypes = [pointer, size, size, pointer]
     lib.spark_step.restype = int32
+    lib.spark_neurons_bytes.argtypes = [pointer]
+    lib.spark_neurons_bytes.restype = size
+    lib.spark_neurons.argtypes = [pointer]
+    lib.spark_neurons.restype = None
     lib.spark_num_threads.restype = int32
     lib.spark_set_threads.argtypes = [int32]
     lib.spark_set_threads.restype = int32
@@ -202,6 +206,23 @@ def run_step(step: ctypes.Structure, token: int, position: int, logits_V: Tensor
     lib = _lib or _built()
     if lib.spark_step(ctypes.addressof(step), token, position, logits_V.data_ptr()):
         raise IndexError(f"token {token} at position {position} is outside the model")
+
+
+def neurons_bytes(neurons: ctypes.Structure) -> int:
+    """As step_bytes, for a block of neurons as native_neurons.py describes it."""
+    return int(_built().spark_neurons_bytes(ctypes.addressof(neurons)))
+
+
+def run_neurons(neurons: ctypes.Structure) -> None:
+    """Gate, up and down of one block for one token; checked by neurons_bytes before."""
+    (_lib or _built()).spark_neurons(ctypes.addressof(neurons))
+
+
+def neurons_function() -> int:
+    """The address of what `run_neurons` calls: void (*)(void*)."""
+    found = ctypes.cast(_built().spark_neurons, ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoReturn:

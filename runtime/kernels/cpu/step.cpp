@@ -5,63 +5,10 @@
 
 #include <algorithm>
 
-#include "dispatch.h"
+#include "neurons.h"
 #include "vector_math.h"
 
 namespace {
-
-// A feed-forward layer's neurons are cut into at most this many chunks, each with a sum of its own
-// that is added to the others' in order: cuts and order depend on the number of neurons alone, so
-// the threads' number and luck do not show in the result.
-constexpr int64_t MAX_CHUNKS = 16;
-constexpr int64_t CHUNK_NEURONS = 32;
-// Where gate, up and down of a neuron lie together, so many neurons at a time go from gate to down.
-constexpr int64_t GROUP = 4;
-
-// A vector and its packed forms, made when first asked for.
-struct Operand {
-    float* f32;
-    uint8_t* packed[NUM_FORMS];
-    bool is_packed[NUM_FORMS];
-    int64_t size;
-
-    void changed() { std::fill_n(is_packed, NUM_FORMS, false); }
-
-    Input as(int32_t kind) {
-        Quantise* quantise = kernels().quantise[kind];
-        if (!quantise) return {f32, nullptr};
-        const int form = form_of(kind);
-        const Input input{f32, packed[form]};
-        if (!is_packed[form]) quantise(input, size);
-        is_packed[form] = true;
-        return input;
-    }
-};
-
-// Cuts one piece of memory into arrays; from null it only counts.
-class Arena {
-  public:
-    explicit Arena(uint8_t* base) : base_(base) {}
-
-    template <class T>
-    T* take(int64_t count) {
-        const int64_t start = used_;
-        used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-        return base_ ? reinterpret_cast<T*>(base_ + start) : nullptr;
-    }
-
-    Operand operand(int64_t size) {
-        Operand operand = {take<float>(size), {}, {}, size};
-        for (uint8_t*& packed : operand.packed) packed = take<uint8_t>(packed_bytes(size));
-        return operand;
-    }
-
-    int64_t used() const { return used_; }
-
-  private:
-    uint8_t* base_;
-    int64_t used_ = 0;
-};
 
 int64_t largest_rank(const SparkStep& step) {
     int64_t rank = 0;
@@ -71,7 +18,8 @@ int64_t largest_rank(const SparkStep& step) {
 }
 
 struct Work {
-    Work(const SparkStep& step, uint8_t* memory) : arena(memory) {
+    Work(const SparkStep& step, uint8_t* memory)
+        : arena(memory), neurons(arena, step.width, step.num_neurons) {
         const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
         const int64_t values = (heads + 2 * step.num_kv_heads) * step.head_width;
         x = arena.take<float>(D);
@@ -88,27 +36,13 @@ struct Work {
         cos = arena.take<float>(step.head_width);
         sin = arena.take<float>(step.head_width);
         named = arena.take<float>(F);
-        candidate = arena.take<int32_t>(F);
-        gate = arena.take<float>(F);
-        up = arena.take<float>(F);
-        open = arena.take<int32_t>(F);
-        part = arena.take<float>(MAX_CHUNKS * D);
     }
 
     Arena arena;
-    float *x, *sum, *qkv, *attn_out, *ffn_out, *scores, *cos, *sin, *named, *gate, *up, *part;
-    int32_t *candidate, *open;
+    Neurons neurons;
+    float *x, *sum, *qkv, *attn_out, *ffn_out, *scores, *cos, *sin, *named;
     Operand attn_input, ffn_input[2], heads_out, inner;
 };
-
-int64_t row_bytes(const SparkMatrix& m) { return row_bytes_of(m.kind, m.num_columns); }
-int64_t num_bytes(const SparkMatrix& m) {
-    return m.num_rows * (row_bytes(m) + (m.bias ? static_cast<int64_t>(sizeof(float)) : 0));
-}
-
-Rows rows_of(const SparkMatrix& m) {
-    return {m.data, m.stride, m.num_columns, nullptr, m.num_rows};
-}
 
 // y [num_rows] = W x + bias, for up to three matrices with outputs one after the other.
 void multiply(const SparkMatrix* matrix, int count, Operand& x, float* y) {
@@ -272,35 +206,22 @@ class Step {
         for (int64_t i = 0; i < W; ++i) out[i] /= total;
     }
 
-    bool is_smooth() const { return s.activation >= ACTIVATION_SILU; }
-
-    float smooth(float x) const {
-        if (s.activation == ACTIVATION_SILU) return x / (1.0f + std::exp(-x));
-        if (s.activation == ACTIVATION_GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
-        return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
-    }
-
-    // What a gate lets through; whether the neuron fires. As Gate.act in feed_forward.py.
-    bool act(const SparkLayer& l, float& gate) const {
-        if (is_smooth()) {
-            gate = smooth(gate);
-            return s.mode == MODE_DENSE || std::fabs(gate) > l.threshold;
-        }
-        const bool fires = gate > (s.activation == ACTIVATION_FATRELU ? l.threshold : 0.0f);
-        if (!fires) gate *= 0.0f;  // a NaN stays one
-        return fires || s.mode == MODE_DENSE;
-    }
-
     void feed_forward(const SparkLayer& l, Operand& x, Operand& named_by) {
         if (s.mode == MODE_PREDICTED) predict(l, named_by);
+        const Gate gate = {s.activation, s.mode, l.threshold};
+        auto is_named = [&](int64_t j) { return w.named[j] > l.predictor_threshold; };
+        NeuronBytes read;
         for (int64_t b = 0; b < l.num_blocks; ++b) {
             const SparkBlock& block = l.block[b];
             float* out = b == 0 ? w.ffn_out : w.sum;
-            run_block(l, block, x, out);
+            if (s.mode == MODE_PREDICTED)
+                w.neurons.run_named(block, gate, is_named, x, out, read);
+            else
+                w.neurons.run_all(block, gate, x, out, read);
             if (b > 0) add(w.ffn_out, w.sum, D);
         }
-        if (l.num_blocks == 0) std::fill_n(w.ffn_out, D, 0.0f);
         if (l.down_bias) add(w.ffn_out, l.down_bias, D);
+        s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
     }
 
     // Scores of all neurons into `named`.
@@ -318,120 +239,16 @@ class Step {
         }
         multiply(&l.predictor_up, 1, *inner, w.named);
         s.predictor_bytes += num_bytes(l.predictor_up);
+        const Gate gate = {s.activation, s.mode, 0.0f};
         if (s.predictor_kind == PREDICTOR_GATE)
-            for (int64_t j = 0; j < s.num_neurons; ++j) w.named[j] = std::fabs(smooth(w.named[j]));
-    }
-
-    // The rows to compute into `candidate`, or null where they are all rows in order.
-    const int32_t* candidates(const SparkLayer& l, const SparkBlock& block, int64_t& count) {
-        if (s.mode != MODE_PREDICTED) {
-            count = block.num_neurons;
-            return block.row;
-        }
-        count = 0;
-        for (int64_t p = 0; p < block.num_neurons; ++p) {
-            w.candidate[count] = block.row ? block.row[p] : static_cast<int32_t>(p);
-            count += w.named[block.id ? block.id[p] : p] > l.predictor_threshold;
-        }
-        return w.candidate;
-    }
-
-    // Gate, activation, up and down of one block in one pass over its candidates.
-    void run_block(const SparkLayer& l, const SparkBlock& block, Operand& x, float* out) {
-        int64_t count;
-        const int32_t* rows = candidates(l, block, count);
-        const int64_t by_size = (count + CHUNK_NEURONS - 1) / CHUNK_NEURONS;
-        const int64_t chunks = std::min(MAX_CHUNKS, std::max<int64_t>(1, by_size));
-        const Input gate_x = x.as(block.gate.kind), up_x = x.as(block.up.kind);
-        int64_t num_open[MAX_CHUNKS];
-        const int64_t bytes = count * row_bytes(block.gate);
-        split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
-            for (int64_t c = c0; c < c1; ++c)
-                num_open[c] = run_chunk(l, block, gate_x, up_x, rows, count * c / chunks,
-                                        count * (c + 1) / chunks, w.part + c * D);
-        });
-        split(chunks * D * 4, D, 64, 1, [&](int64_t d0, int64_t d1) {
-            for (int64_t d = d0; d < d1; ++d) out[d] = w.part[d];
-            for (int64_t c = 1; c < chunks; ++c)
-                for (int64_t d = d0; d < d1; ++d) out[d] += w.part[c * D + d];
-        });
-        int64_t all_open = 0;
-        for (int64_t c = 0; c < chunks; ++c) all_open += num_open[c];
-        s.gate_bytes += count * row_bytes(block.gate);
-        if (block.up.data) s.up_bytes += all_open * row_bytes(block.up);
-        s.down_bytes += all_open * row_bytes(block.down);
-    }
-
-    // Candidates a0 .. a1-1 of `rows` (null: of all rows) into `out`; returns how many fired.
-    int64_t run_chunk(const SparkLayer& l, const SparkBlock& block, const Input& gate_x,
-                      const Input& up_x, const int32_t* rows, int64_t a0, int64_t a1, float* out) {
-        const SparkMatrix& gate = block.gate;
-        const Rows gates = {gate.data, gate.stride, D, rows, a1};
-        // Gates that lie one behind the other are read to the end first.
-        const int64_t group = gate.stride > row_bytes(gate) ? GROUP : a1 - a0;
-        std::fill_n(out, D, 0.0f);
-        int64_t all_open = 0;
-        for (int64_t g0 = a0, g1; g0 < a1; g0 = g1) {
-            g1 = std::min(g0 + group, a1);
-            kernels().dot_rows[gate.kind](gates, gate_x, w.gate, g0, g1);
-            int32_t* open = w.open + g0;
-            float* hidden = w.gate + g0;
-            int64_t count = 0;
-            for (int64_t a = g0; a < g1; ++a) {
-                const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
-                float value = w.gate[a];
-                if (gate.bias) value += gate.bias[row];
-                const bool fires = act(l, value);
-                open[count] = row, hidden[count] = value;
-                count += fires;
-            }
-            for (int64_t o = 0; o < count; o += GROUP)
-                add_neurons(block, up_x, open, count, o, std::min(o + GROUP, count), hidden, out);
-            all_open += count;
-        }
-        return all_open;
-    }
-
-    // Up and down of the neurons o0 .. o1-1 of `open`, which has `count`.
-    void add_neurons(const SparkBlock& block, const Input& up_x, const int32_t* open, int64_t count,
-                     int64_t o0, int64_t o1, float* hidden, float* out) {
-        const SparkMatrix &up = block.up, &down = block.down;
-        if (up.data) {
-            float* up_out = w.up + (hidden - w.gate);
-            kernels().dot_rows[up.kind]({up.data, up.stride, D, open, count}, up_x, up_out, o0, o1);
-            for (int64_t o = o0; o < o1; ++o) {
-                float value = up_out[o] + (up.bias ? up.bias[open[o]] : 0.0f);
-                if (s.activation == ACTIVATION_DRELU && value < 0.0f) value = 0.0f;
-                hidden[o] *= value;
-            }
-        }
-        kernels().accumulate_rows[down.kind]({down.data, down.stride, D, open, count}, hidden, out,
-                                             o0, o1, 0, D);
+            for (int64_t j = 0; j < s.num_neurons; ++j)
+                w.named[j] = std::fabs(gate.smooth(w.named[j]));
     }
 
     SparkStep& s;
     Work w;
     const int64_t D;
 };
-
-bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
-    return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
-           row_bytes(m) >= 0 && m.stride >= row_bytes(m);
-}
-
-bool fits(const SparkBlock& block, const SparkStep& s, bool is_gated) {
-    const int64_t rows = block.gate.num_rows;
-    if (block.num_neurons < 1 || block.num_neurons > s.num_neurons) return false;
-    if (!fits(block.gate, rows, s.width) || !fits(block.down, rows, s.width)) return false;
-    if (is_gated != (block.up.data != nullptr)) return false;
-    if (is_gated && !fits(block.up, rows, s.width)) return false;
-    if (!block.row && rows != block.num_neurons) return false;
-    for (int64_t p = 0; block.row && p < block.num_neurons; ++p)
-        if (block.row[p] < 0 || block.row[p] >= rows) return false;
-    for (int64_t p = 0; block.id && p < block.num_neurons; ++p)
-        if (block.id[p] < 0 || block.id[p] >= s.num_neurons) return false;
-    return true;
-}
 
 bool fits(const SparkLayer& l, const SparkStep& s) {
     const int64_t q = s.num_heads * s.head_width, kv = s.num_kv_heads * s.head_width;
@@ -449,7 +266,8 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
     }
     if (l.num_blocks < 1 || !l.block) return false;
     for (int64_t b = 0; b < l.num_blocks; ++b)
-        if (!fits(l.block[b], s, l.block[0].up.data != nullptr)) return false;
+        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr))
+            return false;
     return true;
 }
 

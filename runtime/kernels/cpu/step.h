@@ -59,10 +59,28 @@ struct SparkStep {
     int32_t input_layer_offset;
 };
 
+// A block of neurons of one layer, for one token.
+struct SparkNeurons {
+    SparkBlock block;
+    const float* x;         // [D]
+    const uint32_t* named;  // [F / 32 rounded up] a bit a neuron of the layer, or null: all of them
+    float* y;               // [D], written
+    uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
+    int64_t width, num_neurons;                // D, F
+    int64_t gate_bytes, up_bytes, down_bytes;  // read by all calls so far
+    int32_t activation, mode;
+    float threshold;
+};
+
 extern "C" {
 // The bytes of workspace a step needs, or -1 where sizes, kinds or pointers do not fit together.
 int64_t spark_step_bytes(const SparkStep* step);
 // Appends one token's keys and values at `position` and writes logits [V]. The same bits for any
 // number of threads. STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be.
 int32_t spark_step(SparkStep* step, int64_t token, int64_t position, float* logits);
+// The bytes of workspace it needs, or -1 where sizes, kinds or pointers do not fit together.
+int64_t spark_neurons_bytes(const SparkNeurons* neurons);
+// y = what the named neurons (all, where `named` is null) add. `data` is a SparkNeurons*: this is the
+// signature of a function that a CUDA graph calls on the host. Does not check anything again.
+void spark_neurons(void* data);
 }

@@ -1,0 +1,43 @@
+// The neurons of one block as a call of their own: what a CPU does for a layer that is divided.
+#include "neurons.h"
+
+namespace {
+
+struct Room {
+    Room(const SparkNeurons& n, uint8_t* memory)
+        : arena(memory), x(arena.operand(n.width)), neurons(arena, n.width, n.block.num_neurons) {}
+
+    Arena arena;
+    Operand x;
+    Neurons neurons;
+};
+
+bool fits(const SparkNeurons& n) {
+    if (n.width < 1 || n.width > INT32_MAX || n.num_neurons < 1 || n.num_neurons > INT32_MAX)
+        return false;
+    if (n.activation < 0 || n.activation >= NUM_ACTIVATIONS) return false;
+    return fits(n.block, n.width, n.num_neurons, n.block.up.data != nullptr);
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int64_t spark_neurons_bytes(const SparkNeurons* neurons) {
+    return fits(*neurons) ? Room(*neurons, nullptr).arena.used() : -1;
+}
+
+EXPORT void spark_neurons(void* data) {
+    SparkNeurons& n = *static_cast<SparkNeurons*>(data);
+    Room room(n, n.workspace);
+    std::memcpy(room.x.f32, n.x, n.width * sizeof(float));
+    const Gate gate = {n.activation, n.mode, n.threshold};
+    NeuronBytes read;
+    if (n.named)
+        room.neurons.run_named(
+            n.block, gate, [&](int64_t j) { return n.named[j / 32] >> (j % 32) & 1; }, room.x, n.y,
+            read);
+    else
+        room.neurons.run_all(n.block, gate, room.x, n.y, read);
+    n.gate_bytes += read.gate, n.up_bytes += read.up, n.down_bytes += read.down;
+}

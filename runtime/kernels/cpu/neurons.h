@@ -1,0 +1,166 @@
+// The sparse feed-forward of a block of neurons, for one token: gate, activation, up and down in one
+// pass over the candidates. The reference is feed_forward.py.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "work.h"
+
+// Neurons are cut into at most this many chunks, each with a sum of its own that is added to the
+// others' in order: cuts and order depend on the number of neurons alone, so the threads' number and
+// luck do not show in the result.
+constexpr int64_t MAX_CHUNKS = 32;
+constexpr int64_t CHUNK_NEURONS = 32;
+// Where gate, up and down of a neuron lie together, so many neurons at a time go from gate to down.
+constexpr int64_t GROUP = 4;
+
+// What an activation does to a gate, as Gate in feed_forward.py.
+struct Gate {
+    int32_t activation, mode;
+    float threshold;
+
+    float smooth(float x) const {
+        if (activation == ACTIVATION_SILU) return x / (1.0f + std::exp(-x));
+        if (activation == ACTIVATION_GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+        return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+    }
+
+    // What it lets through; whether the neuron fires.
+    bool act(float& gate) const {
+        if (activation >= ACTIVATION_SILU) {
+            gate = smooth(gate);
+            return mode == MODE_DENSE || std::fabs(gate) > threshold;
+        }
+        const bool fires = gate > (activation == ACTIVATION_FATRELU ? threshold : 0.0f);
+        if (!fires) gate *= 0.0f;  // a NaN stays one
+        return fires || mode == MODE_DENSE;
+    }
+};
+
+// Bytes of weights that were read.
+struct NeuronBytes {
+    int64_t gate = 0, up = 0, down = 0;
+};
+
+class Neurons {
+  public:
+    // Memory for blocks of up to F neurons of width D.
+    Neurons(Arena& arena, int64_t D, int64_t F) : D(D) {
+        candidate_ = arena.take<int32_t>(F);
+        gate_ = arena.take<float>(F);
+        up_ = arena.take<float>(F);
+        open_ = arena.take<int32_t>(F);
+        part_ = arena.take<float>(MAX_CHUNKS * D);
+    }
+
+    // All neurons of a block into `out` [D].
+    void run_all(const SparkBlock& block, const Gate& gate, Operand& x, float* out,
+                 NeuronBytes& read) {
+        run(block, gate, block.row, block.num_neurons, x, out, read);
+    }
+
+    // Those with is_named(number in the layer).
+    template <class IsNamed>
+    void run_named(const SparkBlock& block, const Gate& gate, const IsNamed& is_named, Operand& x,
+                   float* out, NeuronBytes& read) {
+        int64_t count = 0;
+        for (int64_t p = 0; p < block.num_neurons; ++p) {
+            candidate_[count] = block.row ? block.row[p] : static_cast<int32_t>(p);
+            count += is_named(block.id ? block.id[p] : p);
+        }
+        run(block, gate, candidate_, count, x, out, read);
+    }
+
+  private:
+    // `rows`, or the first `count` where it is null.
+    void run(const SparkBlock& block, const Gate& gate, const int32_t* rows, int64_t count,
+             Operand& x, float* out, NeuronBytes& read) {
+        const int64_t by_size = (count + CHUNK_NEURONS - 1) / CHUNK_NEURONS;
+        const int64_t chunks = std::min(MAX_CHUNKS, std::max<int64_t>(1, by_size));
+        const Input gate_x = x.as(block.gate.kind), up_x = x.as(block.up.kind);
+        int64_t num_open[MAX_CHUNKS];
+        const int64_t bytes = count * row_bytes(block.gate);
+        split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
+            for (int64_t c = c0; c < c1; ++c)
+                num_open[c] = run_chunk(block, gate, gate_x, up_x, rows, count * c / chunks,
+                                        count * (c + 1) / chunks, part_ + c * D);
+        });
+        split(chunks * D * 4, D, 64, 1, [&](int64_t d0, int64_t d1) {
+            for (int64_t d = d0; d < d1; ++d) out[d] = part_[d];
+            for (int64_t c = 1; c < chunks; ++c)
+                for (int64_t d = d0; d < d1; ++d) out[d] += part_[c * D + d];
+        });
+        int64_t all_open = 0;
+        for (int64_t c = 0; c < chunks; ++c) all_open += num_open[c];
+        read.gate += count * row_bytes(block.gate);
+        if (block.up.data) read.up += all_open * row_bytes(block.up);
+        read.down += all_open * row_bytes(block.down);
+    }
+
+    // Candidates a0 .. a1-1 of `rows` (null: of all rows) into `out`; returns how many fired.
+    int64_t run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
+                      const Input& up_x, const int32_t* rows, int64_t a0, int64_t a1, float* out) {
+        const SparkMatrix& matrix = block.gate;
+        const Rows gates = {matrix.data, matrix.stride, D, rows, a1};
+        // Gates that lie one behind the other are read to the end first.
+        const int64_t group = matrix.stride > row_bytes(matrix) ? GROUP : a1 - a0;
+        std::fill_n(out, D, 0.0f);
+        int64_t all_open = 0;
+        for (int64_t g0 = a0, g1; g0 < a1; g0 = g1) {
+            g1 = std::min(g0 + group, a1);
+            kernels().dot_rows[matrix.kind](gates, gate_x, gate_, g0, g1);
+            int32_t* open = open_ + g0;
+            float* hidden = gate_ + g0;
+            int64_t count = 0;
+            for (int64_t a = g0; a < g1; ++a) {
+                const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
+                float value = gate_[a];
+                if (matrix.bias) value += matrix.bias[row];
+                const bool fires = gate.act(value);
+                open[count] = row, hidden[count] = value;
+                count += fires;
+            }
+            const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+            for (int64_t o = 0; o < count; o += GROUP)
+                add(block, up_x, is_drelu, open, count, o, std::min(o + GROUP, count), hidden, out);
+            all_open += count;
+        }
+        return all_open;
+    }
+
+    // Up and down of the neurons o0 .. o1-1 of `open`, which has `count`.
+    void add(const SparkBlock& block, const Input& up_x, bool is_drelu, const int32_t* open,
+             int64_t count, int64_t o0, int64_t o1, float* hidden, float* out) {
+        const SparkMatrix &up = block.up, &down = block.down;
+        if (up.data) {
+            float* up_out = up_ + (hidden - gate_);
+            kernels().dot_rows[up.kind]({up.data, up.stride, D, open, count}, up_x, up_out, o0, o1);
+            for (int64_t o = o0; o < o1; ++o) {
+                float value = up_out[o] + (up.bias ? up.bias[open[o]] : 0.0f);
+                if (is_drelu && value < 0.0f) value = 0.0f;
+                hidden[o] *= value;
+            }
+        }
+        kernels().accumulate_rows[down.kind]({down.data, down.stride, D, open, count}, hidden, out,
+                                             o0, o1, 0, D);
+    }
+
+    const int64_t D;
+    int32_t *candidate_, *open_;
+    float *gate_, *up_, *part_;
+};
+
+// Whether a block of a layer of F neurons of width D is one.
+inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated) {
+    const int64_t rows = block.gate.num_rows;
+    if (block.num_neurons < 1 || block.num_neurons > F) return false;
+    if (!fits(block.gate, rows, D) || !fits(block.down, rows, D)) return false;
+    if (is_gated != (block.up.data != nullptr)) return false;
+    if (is_gated && !fits(block.up, rows, D)) return false;
+    if (!block.row && rows != block.num_neurons) return false;
+    for (int64_t p = 0; block.row && p < block.num_neurons; ++p)
+        if (block.row[p] < 0 || block.row[p] >= rows) return false;
+    for (int64_t p = 0; block.id && p < block.num_neurons; ++p)
+        if (block.id[p] < 0 || block.id[p] >= F) return false;
+    return true;
+}
