@@ -20,7 +20,7 @@ import numpy as np
 
 from sparkinfer.budget import embedding_bytes, head_bytes, kv_bytes_per_layer, layer_bytes
 from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.lagrangian import first_prices, priced_layers
+from sparkinfer.solver.lagrangian import first_prices, least_costs
 from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
 from sparkinfer.solver.problem import Problem, on_one_device, placement_seconds
 
@@ -104,11 +104,7 @@ def helps_from(problem: Problem) -> int | None:
     """The smallest budget at which a placement may be WORTH_IT faster than the CPU alone."""
     cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     price_P = first_prices(problem)
-    cost_2PL, _ = priced_layers(problem, price_P)
-    on_PL = cost_2PL[1] + problem.dense_gpu_s_L + price_P[:, None] * problem.dense_bytes_L
-    least_P = np.minimum(cost_2PL[0] + problem.dense_cpu_s_L, on_PL).sum(axis=1)
-    head_gpu_P = problem.head_gpu_s + price_P * problem.head_bytes
-    least_P += np.minimum(problem.head_cpu_s, head_gpu_P)
+    least_P = least_costs(problem, price_P)
     most = problem.placeable_bytes + problem.workspace_bytes
     for budget in np.linspace(problem.minimum_bytes, most, NUM_BUDGETS).astype(np.int64):
         bound_s = (least_P - price_P * (budget - problem.workspace_bytes)).max()

@@ -186,7 +186,7 @@ def _fastest_run(run: Problem, placements: list[Placement]) -> Placement:
 def _for_host(
     pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement
 ) -> PipelinePlacement | None:
-    """The plan where the host can hold the rest; else one with more on the GPUs, last one first.
+    """The plan where the host can hold the rest; else one with more on the GPUs.
 
     None where these cuts have no such plan. How the surplus is shared out is a rule of thumb: the
     bound does not count on it."""
@@ -194,22 +194,41 @@ def _for_host(
     missing = pipeline.need_bytes - sum(held)
     if missing <= 0:
         return plan
+    runs = [pipeline.run(k, int(cut_K[k]), int(cut_K[k + 1])) for k in range(pipeline.num_gpus)]
+    free = [
+        max(0, min(run.room_bytes, run.placeable_bytes) - used)
+        for run, used in zip(runs, held, strict=True)
+    ]
+    if sum(free) < missing:
+        return None
+    shares = [[-(-missing * size // sum(free)) for size in free]]  # as each has room
+    for order in (list(range(len(free))), list(range(len(free)))[::-1]):  # or one after the other
+        left, share = missing, [0] * len(free)
+        for gpu in order:
+            share[gpu] = min(left, free[gpu])
+            left -= share[gpu]
+        shares.append(share)
+    plans = [_with_more(pipeline, cut_K, plan, share) for share in shares]
+    found = [other for other in plans if other is not None]
+    return min(found, key=lambda other: plan_seconds(pipeline, other), default=None)
+
+
+def _with_more(
+    pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement, more_K: list[int]
+) -> PipelinePlacement | None:
+    """The plan with at least so many bytes more on each GPU."""
     parts = []
-    for gpu in reversed(range(pipeline.num_gpus)):
+    for gpu, (held, more) in enumerate(zip(held_bytes(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
-        run = pipeline.run(gpu, start, stop)
-        most = min(run.room_bytes, run.placeable_bytes)
-        more = max(0, min(missing, most - held[gpu]))
         if more == 0:
             parts.append(_part(plan.on_gpu(pipeline, gpu), start, stop))
             continue
-        run = pipeline.run(gpu, start, stop, need_bytes=held[gpu] + more)
+        run = pipeline.run(gpu, start, stop, need_bytes=held + more)
         feasible = [p for p in start_run(run)[0] if is_feasible(run, p)]
         if not feasible:
             return None
         parts.append(_fastest_run(run, feasible))
-        missing -= more
-    found = joined(pipeline, cut_K, parts[::-1])
+    found = joined(pipeline, cut_K, parts)
     return found if plan_is_feasible(pipeline, found) else None
 
 
