@@ -33,7 +33,13 @@ from models import make_machine, make_profile, make_shape, power_law_frequencies
 from sparkinfer.model_file import ModelFile
 from sparkinfer.solver.inputs import Inputs
 from sparkinfer.solver.optimise import find_plan
-from sparkinfer.solver.problem import Placement, Problem, placement_bytes, placement_seconds
+from sparkinfer.solver.problem import (
+    Placement,
+    Problem,
+    is_feasible,
+    placement_bytes,
+    placement_seconds,
+)
 
 # layers, D, F, heads, key-value heads, vocabulary, architecture
 SHAPES = {
@@ -45,6 +51,7 @@ SHAPES = {
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of what everything takes
 BATCH = 64  # neurons that PowerInfer's program places together
 OVERFETCH = 2.0
+BELOW_MINIMUM = 2e-5  # what a policy may gain by layers of too few hot neurons
 MACHINES = {
     "fast": {"gpu_gb_per_s": 1000.0, "cpu_gb_per_s": 60.0, "launch_s": 4e-6,
              "round_trip_s": 15e-6, "copy_latency_s": 8e-6},
@@ -159,7 +166,9 @@ def compare(name: str, machine: str, share: float) -> dict:
         placement = place(problem, frequency_LF)
         assert placement_bytes(problem, placement) <= problem.budget_bytes * (1 + 1e-9), policy
         seconds[policy] = placement_seconds(problem, placement)
-        assert answer.objective_s <= seconds[policy] * (1 + 1e-9), f"{policy} is better"
+        # Hottest first may give a layer fewer hot neurons than C_l, which a plan must not.
+        slack = 1e-9 if is_feasible(problem, placement) else BELOW_MINIMUM
+        assert answer.objective_s <= seconds[policy] * (1 + slack), f"{policy} is better"
     return {
         "shape": name, "machine": machine, "share": share, "budget_bytes": problem.budget_bytes,
         "seconds": seconds, "bound_s": answer.bound_s, "gap": float(answer.gap),

@@ -18,8 +18,9 @@ from sparkinfer.cli import main
 from sparkinfer.commands.solve import parse_range
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Machine
-from sparkinfer.solver.advice import helps_from, layer_split_seconds
+from sparkinfer.solver.advice import helps_from
 from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.layer_split import layer_split
 from sparkinfer.solver.optimise import find_plan
 from sparkinfer.solver.plots import device_of_ranks
 from sparkinfer.solver.problem import build_problem
@@ -136,15 +137,53 @@ def test_below_the_budget_that_helps_nothing_does():
     assert helps_from(slow) is None
 
 
-def test_the_layer_split_by_hand():
-    # Two of four layers fit with their caches: those at the GPU's 500 GB/s, the rest and the head
-    # at the CPU's 40. Per layer f16: attention 4 heads of 64 and 2 key-value heads.
-    layer = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 1024 * 256) + 4 * 2 * 256
-    kv, head = 2 * 32 * 2 * 64 * 2, 512 * 256 * 2 + 4 * 256
-    seconds, layers = layer_split_seconds(inputs_of(1000 + 2 * (layer + kv)))
-    assert layers == 2
-    each = layer + kv / 2
-    assert seconds == pytest.approx(2 * each / 500e9 + (2 * each + head) / 40e9)
+# The model of `inputs_of`, f16: four heads and two key-value heads of 64, two norms in f32.
+LAYER = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 1024 * 256) + 4 * 2 * 256
+KV, HEAD = 2 * 32 * 2 * 64 * 2, 512 * 256 * 2 + 4 * 256
+# A layer's kernels: 4 products, 2 norms, 3 round the attention, 4 of the feed-forward part; 1 us.
+ON_GPU_S, ON_CPU_S = (LAYER + KV / 2) / 500e9 + 13e-6, (LAYER + KV / 2) / 40e9
+VISIT_S = 2 * (8e-6 + 4 * 256 / 25e9)
+
+
+@pytest.mark.parametrize(
+    ("room", "layers", "has_head", "seconds"),
+    [
+        (0, 0, False, 4 * ON_CPU_S + HEAD / 40e9),
+        (LAYER + KV - 1, 0, False, 4 * ON_CPU_S + HEAD / 40e9),
+        (LAYER + KV, 1, False, ON_GPU_S + 3 * ON_CPU_S + HEAD / 40e9 + VISIT_S),
+        (2 * (LAYER + KV), 2, False, 2 * ON_GPU_S + 2 * ON_CPU_S + HEAD / 40e9 + VISIT_S),
+        # The head is last, though there would be room for it from the first layer on.
+        (4 * (LAYER + KV) + HEAD - 1, 4, False, 4 * ON_GPU_S + HEAD / 40e9 + VISIT_S),
+        # Then two kernels more, and 512 logits on their way back.
+        (4 * (LAYER + KV) + HEAD, 4, True,
+         4 * ON_GPU_S + HEAD / 500e9 + 2e-6 + 4 * 512 / 25e9 + VISIT_S),
+    ],
+)  # fmt: skip
+def test_the_layer_split_by_hand(room, layers, has_head, seconds):
+    found = layer_split(inputs_of(1000 + room))
+    assert (found.num_layers, found.has_head) == (layers, has_head)
+    assert found.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_layer_split_over_two_gpus_by_hand():
+    # Two layers on the first, the last one on the second; its copies and the other's: two visits.
+    inputs = inputs_of(0)
+    inputs = replace(
+        inputs, machine=make_machine(round_trip_s=1e-6, launch_s=1e-6, num_gpus=2),
+        budgets=(1000 + 3 * (LAYER + KV) - 1, 1000 + LAYER + KV),
+    )  # fmt: skip
+    found = layer_split(inputs)
+    assert (found.num_layers, found.has_head) == (3, False)
+    seconds = 3 * ON_GPU_S + ON_CPU_S + HEAD / 40e9 + 2 * VISIT_S
+    assert found.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_layer_split_is_dense_and_pays_for_layers():
+    # Chosen rows at half the rate change nothing; a layer's and a token's own seconds are added.
+    slow = make_machine(round_trip_s=1e-6, launch_s=1e-6, chosen_share=0.5, layer_s=1e-3, token_s=1)
+    found = layer_split(replace(inputs_of(1000 + LAYER + KV), machine=slow))
+    seconds = ON_GPU_S + 3 * (ON_CPU_S + 1e-3) + HEAD / 40e9 + VISIT_S + 1
+    assert found.seconds == pytest.approx(seconds, rel=1e-6)
 
 
 def test_the_heat_map_colours_what_the_plan_says(folder):
