@@ -200,6 +200,10 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         notes.append(
             "how many neurons the predictors name is unknown: the plan assumes those that fire"
         )
+    silent = np.flatnonzero(~inputs.profile.active_count_LF.any(axis=1)).tolist()
+    if silent:
+        some = ", ".join(map(str, silent[:4])) + (", ..." if len(silent) > 4 else "")
+        notes.append(f"no neuron of {len(silent)} layers ({some}) fired in the profile")
     if not np.allclose(inputs.profile.threshold_L, model.threshold_L, rtol=1e-6):
         notes.append("the profile was taken with other activation thresholds than the model has")
     return notes + (_budget_notes(advice, split) if inputs.machine.gpus else [])

@@ -51,9 +51,15 @@ def run_solve(
     return content, lines + _speed_lines(report) + [_last_line(report)]
 
 
-def run_check(config: SolveConfig) -> tuple[Any, list[str]]:
-    """The same of a plan that exists: whether it is a right one for these files."""
+def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
+    """The same of a plan that exists: whether it is a right one for these files, and for these
+    budgets where any are given."""
     split = check(config)
+    if budgets and budgets != split.budgets:
+        raise SparkinferError(
+            f"{config.output}: is for budgets of {' and '.join(map(format_bytes, split.budgets))},"
+            f" not {' and '.join(map(format_bytes, budgets))}; run sparkinfer solve again"
+        )
     line = f"{config.output}: agrees with its files; {1 / split.objective_s:,.1f} tokens/s"
     return {"plan": str(config.output), "is_valid": True, "gap": split.gap}, [line]
 
@@ -65,6 +71,11 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
 
     first, last = parse_range(text)
     picture = config.output.with_suffix(".png")
+    if picture == config.output:
+        raise SparkinferError(
+            f"{picture}: the curve is JSON, and its picture would have the same name; give -o"
+            " another ending"
+        )
     inputs = (config.model, config.profile, config.machine)
     for path in (config.output, picture):
         check_output(path, force=config.force, inputs=inputs)
