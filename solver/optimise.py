@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
 from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
 from sparkinfer.solver.lagrangian import place_neurons, search
@@ -108,7 +109,7 @@ def find_plan(pipeline: Pipeline, *, time_limit_s: float) -> Answer | None:
         return None
     notes = _disagreements(start_s, bound_s, grouped)
     if not best.placement.uses_gpu:
-        notes = (*notes, "nothing on the GPU pays with these figures: everything is on the CPU")
+        notes = (*notes, "nothing on the GPU pays at this budget: everything is on the CPU")
     status: Status = "time_limit" if grouped.status == "time_limit" else "optimal"
     answer = _answer(pipeline, status, best, bound_s, notes)
     return replace(answer, status="optimal") if answer.gap <= GROUPED_GAP else answer
@@ -266,12 +267,12 @@ def _dense_plan(pipeline: Pipeline, gpu: int) -> Answer:
     )
     bound_s = min(_start(pipeline)[1], plan_seconds(pipeline, plan))
     answer = _answer(pipeline, "fits", plan, bound_s)
-    size = f"{placement_bytes(problem, everything) / 2**30:.2f} GiB"
-    notes = [f"fits entirely in {size}; a dense plan is best, and everything is on the GPU"]
+    size = format_bytes(placement_bytes(problem, everything))
+    notes = [f"fits entirely in {size}: all of it is on the GPU, the CPU computes nothing"]
     if answer.gap > NOTED_GAP:
         notes.append(
-            "by the figures of this machine a plan that also uses the CPU could take up to"
-            f" {answer.gap:.1%} less time; a smaller budget gives one"
+            f"a plan that also uses the CPU could take up to {answer.gap:.1%} less time, by the"
+            " figures of this machine; a smaller budget gives one"
         )
     return replace(answer, notes=tuple(notes))
 
@@ -331,9 +332,10 @@ def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tu
             f" below the integer program's bound of {grouped.bound_s:.6g} s"
         )
     if grouped.status == "time_limit":
-        proven = "nothing" if np.isinf(start_s) else f"{1 - bound_s / start_s:.2%}"
+        proven = "none" if np.isinf(start_s) else f"one of {1 - bound_s / start_s:.2%}"
         notes.append(
-            f"the integer program was stopped after {grouped.solve_s:.1f} s, at a gap of"
-            f" {grouped.gap:.2%} by its own bound; the methods before it prove {proven}"
+            "the second opinion, the integer program, was stopped after"
+            f" {grouped.solve_s:.1f} s at a gap of {grouped.gap:.2%}; the methods before it prove"
+            f" {proven}"
         )
     return tuple(notes)
