@@ -19,7 +19,9 @@ import json
 import resource
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +33,13 @@ from models import make_machine, make_profile, make_shape, power_law_frequencies
 from sparkinfer.model_file import ModelFile
 from sparkinfer.solver.inputs import Inputs
 from sparkinfer.solver.optimise import find_plan
-from sparkinfer.solver.problem import Placement, Problem, placement_bytes, placement_seconds
+from sparkinfer.solver.problem import (
+    Placement,
+    Problem,
+    is_feasible,
+    placement_bytes,
+    placement_seconds,
+)
 
 # layers, D, F, heads, key-value heads, vocabulary, architecture
 SHAPES = {
@@ -43,10 +51,13 @@ SHAPES = {
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of what everything takes
 BATCH = 64  # neurons that PowerInfer's program places together
 OVERFETCH = 2.0
+BELOW_MINIMUM = 2e-5  # what a policy may gain by layers of too few hot neurons
 MACHINES = {
-    "fast": {"gpu_gb_per_s": 1000.0, "cpu_gb_per_s": 60.0, "launch_s": 4e-6, "round_trip_s": 15e-6},
-    "slow": {"gpu_gb_per_s": 272.0, "cpu_gb_per_s": 40.0, "launch_s": 5e-6, "round_trip_s": 1e-4},
-}
+    "fast": {"gpu_gb_per_s": 1000.0, "cpu_gb_per_s": 60.0, "launch_s": 4e-6,
+             "round_trip_s": 15e-6, "copy_latency_s": 8e-6},
+    "slow": {"gpu_gb_per_s": 272.0, "cpu_gb_per_s": 40.0, "launch_s": 5e-6,
+             "round_trip_s": 1e-4, "copy_latency_s": 8e-6},
+}  # fmt: skip
 RESULTS = Path(__file__).parent / "results" / "placement.json"
 
 
@@ -137,13 +148,16 @@ def powerinfer(problem: Problem, frequency_LF: np.ndarray) -> Placement:
 POLICIES = {"random": random_neurons, "hottest": hottest_first, "powerinfer": powerinfer}
 
 
-def compare(inputs: Inputs, name: str, machine: str, share: float) -> dict:
+def compare(name: str, machine: str, share: float) -> dict:
+    """One row. The peak is that of the process, so each row has a process to itself."""
+    inputs = make_inputs(make_model(name), machine)
     whole = inputs.pipeline().model.placeable_bytes + inputs.workspace
     inputs = inputs.with_budget(int(share * whole))
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     pipeline = inputs.pipeline()
     answer = find_plan(pipeline, time_limit_s=10)
-    solve_s = time.perf_counter() - began
+    solve_s, solve_cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     problem = pipeline.model
     assert answer is not None
     frequency_LF = np.take_along_axis(inputs.profile.frequency_LF, problem.order_LF, axis=1)
@@ -152,12 +166,14 @@ def compare(inputs: Inputs, name: str, machine: str, share: float) -> dict:
         placement = place(problem, frequency_LF)
         assert placement_bytes(problem, placement) <= problem.budget_bytes * (1 + 1e-9), policy
         seconds[policy] = placement_seconds(problem, placement)
-        assert answer.objective_s <= seconds[policy] * (1 + 1e-9), f"{policy} is better"
+        # Hottest first may give a layer fewer hot neurons than C_l, which a plan must not.
+        slack = 1e-9 if is_feasible(problem, placement) else BELOW_MINIMUM
+        assert answer.objective_s <= seconds[policy] * (1 + slack), f"{policy} is better"
     return {
         "shape": name, "machine": machine, "share": share, "budget_bytes": problem.budget_bytes,
-        "seconds": seconds, "bound_s": answer.bound_s, "gap": answer.gap, "solve_s": solve_s,
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "status": answer.status,
+        "seconds": seconds, "bound_s": answer.bound_s, "gap": float(answer.gap),
+        "solve_s": solve_s, "solve_cpu_s": solve_cpu_s, "peak_bytes": peak_bytes,
+        "status": answer.status, "notes": answer.notes,
     }  # fmt: skip
 
 
@@ -165,9 +181,9 @@ def main() -> None:
     rows = []
     for machine in MACHINES:
         for name in SHAPES:
-            inputs = make_inputs(make_model(name), machine)
             for share in SHARES:
-                rows.append(compare(inputs, name, machine, share))
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+                    rows.append(alone.submit(compare, name, machine, share).result())
                 print(table_row(rows[-1]), file=sys.stderr, flush=True)
                 report = {"benchmark": "placement", "machines": MACHINES, "overfetch": OVERFETCH,
                           "rows": rows}  # fmt: skip
@@ -181,7 +197,8 @@ def table_row(row: dict) -> str:
     return (
         f"| {row['shape']} | {row['machine']} | {row['share']:.0%}"
         f" | {row['budget_bytes'] / 2**30:.1f} GiB | {1 / seconds['ours']:.1f} | {gains}"
-        f" | {row['gap']:.4%} | {row['solve_s']:.1f} s |"
+        f" | {row['gap']:.4%} | {row['solve_s']:.1f} s"
+        f" | {row['solve_cpu_s']:.1f} s | {row['peak_bytes'] / 2**30:.2f} GiB |"
     )
 
 

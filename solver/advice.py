@@ -2,15 +2,12 @@
 
     limit         the bytes that the plan's step touches on either side, over the bandwidth of that
                   side, both at once, and no fixed cost: max(GPU bytes / B_g, CPU bytes / B_c)
-    layer split   llama.cpp's: whole layers on the GPU, as many as fit with their share of the
-                  cache, the head after the last; every weight is read for every token:
-                  GPU bytes / B_g + CPU bytes / B_c, with no cost for launches or copies
     fits from     the budget that holds everything
     helps from    below it no placement is more than WORTH_IT faster than the CPU alone, by the
                   bound at single prices (`lagrangian`), which is never too high
 
-B_c is the fastest that any loop of this machine reads memory, so both times are the shortest that
-can be thought of. What this module does not know: how it is printed.
+B_c is the fastest that any loop of this machine reads memory, so the limit is the shortest time
+that can be thought of. What others would reach is in `layer_split`. What this module does not know: how it is printed.
 
 Letters: L layers, K GPUs, P prices, B budgets."""
 
@@ -20,7 +17,8 @@ import numpy as np
 
 from sparkinfer.budget import embedding_bytes, head_bytes, kv_bytes_per_layer, layer_bytes
 from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.lagrangian import first_prices, priced_layers
+from sparkinfer.solver.lagrangian import first_prices, least_costs
+from sparkinfer.solver.layer_split import layer_split
 from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
 from sparkinfer.solver.problem import Problem, on_one_device, placement_seconds
 
@@ -35,19 +33,21 @@ class Advice:
     cpu_only_s: float
     limit_s: float
     layer_split_s: float
-    layer_split_layers: int  # of them on the GPUs
+    layer_split_layers: int  # on GPUs
+    layer_split_has_head: bool
     fits_from_bytes: int
     helps_from_bytes: int | None
 
 
 def advise(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> Advice:
     problem = pipeline.model
-    split_s, num_layers = layer_split_seconds(inputs)
+    others = layer_split(inputs)
     return Advice(
         cpu_only_s=placement_seconds(problem, on_one_device(problem, gpu=False)),
         limit_s=limit_seconds(inputs, pipeline, plan),
-        layer_split_s=split_s,
-        layer_split_layers=num_layers,
+        layer_split_s=others.seconds,
+        layer_split_layers=others.num_layers,
+        layer_split_has_head=others.has_head,
         fits_from_bytes=problem.placeable_bytes + problem.workspace_bytes,
         helps_from_bytes=helps_from(problem),
     )
@@ -81,34 +81,11 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
     return max(gpu_s, float(cold) / best_cpu_rate(inputs))
 
 
-def layer_split_seconds(inputs: Inputs) -> tuple[float, int]:
-    """(seconds, layers on GPUs) of llama.cpp's split, dense, at the same budgets."""
-    model = inputs.model
-    kv = kv_bytes_per_layer(model, inputs.context_length)
-    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
-    weights = [s.attention + s.neuron * model.shape.num_neurons for s in sizes]
-    items = [(size, kv) for size in weights] + [(head_bytes(model), 0)]
-    total_s, done = 0.0, 0
-    for gpu, budget in zip(inputs.gpus, inputs.budgets, strict=True):
-        room, rate = budget - inputs.workspace, 1e9 * gpu.bandwidth_gb_per_s.best
-        while done < len(items) and sum(items[done]) <= room:
-            size, cache = items[done]
-            room -= size + cache
-            total_s += (size + cache / 2) / rate
-            done += 1
-    rest = sum(size + cache / 2 for size, cache in items[done:])
-    return total_s + rest / best_cpu_rate(inputs), min(done, len(sizes))
-
-
 def helps_from(problem: Problem) -> int | None:
     """The smallest budget at which a placement may be WORTH_IT faster than the CPU alone."""
     cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     price_P = first_prices(problem)
-    cost_2PL, _ = priced_layers(problem, price_P)
-    on_PL = cost_2PL[1] + problem.dense_gpu_s_L + price_P[:, None] * problem.dense_bytes_L
-    least_P = np.minimum(cost_2PL[0] + problem.dense_cpu_s_L, on_PL).sum(axis=1)
-    head_gpu_P = problem.head_gpu_s + price_P * problem.head_bytes
-    least_P += np.minimum(problem.head_cpu_s, head_gpu_P)
+    least_P = least_costs(problem, price_P)
     most = problem.placeable_bytes + problem.workspace_bytes
     for budget in np.linspace(problem.minimum_bytes, most, NUM_BUDGETS).astype(np.int64):
         bound_s = (least_P - price_P * (budget - problem.workspace_bytes)).max()

@@ -10,12 +10,14 @@ Binary   hot_l_g_k    the neurons of group g are on GPU k, all of them or none
          home_i_k     GPU k is the home of layer i (of the head for i = L); only where K > 1
 Real     seconds_l    T_l >= 0
          head_seconds
+         visit_i_k    >= 0; a visit to GPU k begins with item i: a dense block, or the head for i = L
 
 With t_lg the touched bytes of a group, b_l the bytes of a neuron, B_k the rate of GPU k, B_l that
 of the CPU for the layer's neurons, and the dense block's seconds
 D_l = dense_cpu_s_l + sum_k dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
 
-    minimise    sum_l seconds_l + head_seconds
+    minimise    sum_l seconds_l + head_seconds + sum_(i, k) visit_s_k visit_i_k
+    begins_i_k         visit_i_k >= on_i_k - on_(i-1)_k    (on_i_k is dense_i_k, head_k for i = L)
     gpu_side_l_k       seconds_l >= D_l + sum_g hot_l_g_k t_lg / B_k + launch_k has_hot_l_k
     cpu_side_l         seconds_l >= D_l + sum_g (1 - sum_k hot_l_g_k) t_lg / B_l
                                     + sum_k round_trip_k split_l_k
@@ -38,8 +40,8 @@ cold ones split the layer, with it on the CPU the hot ones do. Nothing forces ho
 the hottest: where the GPU is the longer side, another choice can balance the layer better.
 
 HiGHS works with absolute tolerances of 1e-6, so seconds are counted in thousandths of the
-CPU-only token and bytes in the largest neuron. The groups' edges include the number of hot
-neurons of the start in each layer, so that the start is a point of the program and the answer
+CPU-only token and bytes in the largest neuron. The groups' edges include those of the
+start's hot neurons in each layer, so that the start is a point of the program and the answer
 is never slower than it.
 
 Measured (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores busy with other
@@ -127,6 +129,7 @@ class _Program:
     layers: list[_Layer]
     heads: list[pulp.LpVariable]
     head_seconds: pulp.LpVariable
+    visits: list[list[pulp.LpVariable]]  # [I][K]
     homes: list[list[pulp.LpVariable]]  # [I][K], empty where there is one GPU
     second: float  # how many of the objective's units a second is
 
@@ -140,7 +143,7 @@ def solve_grouped(
 ) -> GroupedResult:
     """The best placement of whole groups, to the gap above or as far as the time goes.
 
-    `start` must be feasible, its hot neurons the hottest of each layer."""
+    `start` must be feasible."""
     began = time.perf_counter()
     assert start is None or plan_is_feasible(pipeline, start), "the start is not feasible"
     program = _build(pipeline, start=start, max_groups=max_groups)
@@ -211,13 +214,20 @@ def _build(pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: i
     lp += head_seconds - pulp.lpSum(gains) == head_cpu, "head_time"
     _add_budgets(lp, pipeline, gpus, layers, heads)
     homes = _add_homes(lp, gpus, layers, heads) if len(gpus) > 1 else []
-    lp.setObjective(pulp.lpSum([layer.seconds for layer in layers] + [head_seconds]))
+    visits = _add_visits(lp, gpus, layers, heads)
+    visit_s = [pipeline.problems[gpu].visit_s * second for gpu in gpus] * len(visits)
+    all_visits = [visit for visit_K in visits for visit in visit_K]
+    lp.setObjective(
+        pulp.lpSum([layer.seconds for layer in layers] + [head_seconds])
+        + _weighted(np.array(visit_s), all_visits)
+    )
     return _Program(
         lp=lp,
         gpus=gpus,
         layers=layers,
         heads=heads,
         head_seconds=head_seconds,
+        visits=visits,
         homes=homes,
         second=second,
     )
@@ -226,15 +236,16 @@ def _build(pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: i
 def _group_edges(
     pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: int
 ) -> list[np.ndarray]:
-    """First ranks of each layer's groups: even sizes, and the start's number of hot neurons."""
+    """First ranks of each layer's groups: even sizes, and where the start's hot neurons begin
+    and end."""
     model = pipeline.model
     per_layer = max(1, max_groups // (model.num_layers * pipeline.num_gpus))
     size = -(-model.num_neurons // per_layer)
     even = np.arange(0, model.num_neurons, size)
     if start is None:
         return [even] * model.num_layers
-    counts = start.placement.num_hot_L
-    return [np.unique(np.append(even, n % model.num_neurons)) for n in counts]
+    is_other_LF = np.diff(start.placement.hot_LF, axis=1, prepend=False)
+    return [np.union1d(even, np.flatnonzero(is_other_F)) for is_other_F in is_other_LF]
 
 
 def _binary(lp: pulp.LpProblem, name: str) -> pulp.LpVariable:
@@ -340,6 +351,21 @@ def _add_homes(
     return homes
 
 
+def _add_visits(
+    lp: pulp.LpProblem, gpus: list[int], layers: list[_Layer], heads: list[pulp.LpVariable]
+) -> list[list[pulp.LpVariable]]:
+    """Where visits begin. Continuous: at the optimum they are 0 or 1 by themselves."""
+    visits, before_K = [], [pulp.lpSum([]) for _ in gpus]
+    blocks = [[side.dense for side in layer.sides] for layer in layers] + [heads]
+    for item, block_K in enumerate(blocks):
+        visit_K = [lp.add_variable(f"visit_{item}_{gpu}", lowBound=0) for gpu in gpus]
+        for gpu, visit, block, before in zip(gpus, visit_K, block_K, before_K, strict=True):
+            lp += visit >= block - before, f"begins_{item}_{gpu}"
+        visits.append(visit_K)
+        before_K = block_K
+    return visits
+
+
 def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) -> None:
     """Gives every variable its value in the start."""
     model, placement = pipeline.model, start.placement
@@ -347,14 +373,14 @@ def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) 
     # A GPU without variables holds nothing: its layers may count as those of any other.
     usable = np.array(program.gpus)
     home_I = usable[np.searchsorted(usable, start.home_I).clip(max=len(usable) - 1)]
-    touched_L = np.take_along_axis(model.prefix_LN, num_hot_L[:, None], axis=1)[:, 0]
+    touched_L = (model.touched_LF * placement.hot_LF).sum(axis=1)
     for index, layer in enumerate(program.layers):
         num_hot, dense, home = int(num_hot_L[index]), bool(dense_L[index]), int(home_I[index])
         is_split = num_hot < model.num_neurons if dense else num_hot > 0
         for side in layer.sides:
             is_home = side.gpu == home
             for hot, first in zip(side.hot_G, layer.starts_G, strict=True):
-                hot.varValue = int(is_home and first < num_hot)
+                hot.varValue = int(is_home and placement.hot_LF[index, first])
             side.has_hot.varValue = int(is_home and num_hot > 0)
             side.dense.varValue = int(is_home and dense)
             side.split.varValue = int(is_home and is_split)
@@ -370,6 +396,11 @@ def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) 
     for item, home_K in enumerate(program.homes):
         for gpu, variable in zip(program.gpus, home_K, strict=True):
             variable.varValue = int(home_I[item] == gpu)
+    on_I = np.append(dense_L, placement.head)
+    for position, gpu in enumerate(program.gpus):
+        begins_I = np.diff((on_I & (home_I == gpu)).astype(int), prepend=0) == 1
+        for visit_K, begins in zip(program.visits, begins_I.tolist(), strict=True):
+            visit_K[position].varValue = int(begins)
 
 
 def _read(pipeline: Pipeline, program: _Program) -> PipelinePlacement:

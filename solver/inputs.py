@@ -115,6 +115,11 @@ def _check_profile(inputs: Inputs) -> None:
             f"{profile_path}: counts {list(profile.active_count_LF.shape)} layers and neurons,"
             f" {model_path} has {list(wanted)}; run sparkinfer profile on this model"
         )
+    if not profile.active_count_LF.any():
+        raise SparkinferError(
+            f"{profile_path}: no neuron fired in {profile.num_tokens:,} tokens, so none is hotter"
+            " than another; run sparkinfer profile with other text or thresholds"
+        )
     if 0 in wanted:
         raise SparkinferError(
             f"{model_path}: {wanted[0]} layers of {wanted[1]} neurons; there is nothing to place"
@@ -139,9 +144,14 @@ def _check_machine(inputs: Inputs) -> None:
             f"{path}: the figures of a card alone; sparkinfer calibrate --gpu-from {path}"
             " measures this machine and takes the card from it"
         )
+    if inputs.mode not in inputs.machine.costs.layer_s:
+        raise SparkinferError(
+            f"{path}: says nothing of layers in mode {inputs.mode!r}; run sparkinfer calibrate again"
+        )
     if len(inputs.budgets) > max(1, num_gpus):
         raise SparkinferError(
-            f"{path}: {num_gpus} GPUs for {len(inputs.budgets)} budgets; give one a GPU"
+            f"{path}: {num_gpus} GPU{'s' * (num_gpus != 1)} for {len(inputs.budgets)} budgets; give"
+            " --vram-budget once for each"
         )
     if not num_gpus and any(inputs.budgets):
         raise SparkinferError(
@@ -153,6 +163,13 @@ def _check_machine(inputs: Inputs) -> None:
 
 def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
     """Raises SparkinferError where no plan can fit, naming the smallest budget that works."""
+    always = embedding_bytes(inputs.model) + inputs.workspace
+    if inputs.host_budget < always:
+        raise SparkinferError(
+            f"{inputs.host_budget:,} bytes of main memory hold no plan: the embedding and the"
+            f" workspace, which are always there, take {always:,} ({-(-always // MIB):,} MiB); give"
+            " a larger --host-budget"
+        )
     for number, problem in enumerate(pipeline.problems):
         minimum, budget = problem.minimum_bytes, problem.budget_bytes
         if 0 < budget < minimum and pipeline.num_gpus == 1 and not pipeline.need_bytes:

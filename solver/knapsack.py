@@ -4,9 +4,11 @@ The Lagrangian bound is loose by up to one layer's fixed costs, which is nothing
 and several percent among 8 small ones. Here every layer and the head is an item of which exactly
 one option is taken, (dense block here or there, n hot neurons), and bytes are counted in units:
 
-    best[item, r] = min over options with u <= r units [seconds + best[item - 1, r - u]]
+    best[item, on, r] = min over options with the block on and u <= r units
+                            [seconds + min(best[item - 1, 1, r - u],
+                                           best[item - 1, 0, r - u] + (visit where on))]
 
-With the bytes of every option rounded down to units, and M_l of n neurons taken as in
+where on says whether the item's block is on the GPU. With the bytes of every option rounded down to units, and M_l of n neurons taken as in
 `lagrangian` (no more than that of any n neurons; what the host cannot hold does not enter), the result is no more than T of any placement:
 a bound, at most (L + 1) units of memory better than what can be had. With bytes rounded up and
 the n hottest neurons, it is a placement that fits.
@@ -38,13 +40,16 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Item:
-    """The options of one layer, or of the head (which has no neurons), by rising bytes."""
+class _Side:
+    """The options of one layer, or of the head (which has no neurons), with its block on the CPU,
+    or on the GPU."""
 
     bytes_O: np.ndarray
     seconds_O: np.ndarray
     num_hot_O: np.ndarray
-    on_gpu_O: np.ndarray  # bool: the dense block, or the head
+
+
+_Item = tuple[_Side, _Side]  # block on the CPU, on the GPU
 
 
 def knapsack_bound(problem: Problem) -> float:
@@ -53,10 +58,16 @@ def knapsack_bound(problem: Problem) -> float:
     if problem.room_bytes < 0:
         return cpu_only_s * (1 - ROUNDING)
     unit = -(-max(1, problem.room_bytes) // BOUND_UNITS)
-    best_R = np.zeros(problem.room_bytes // unit + 1)
+    best_2R = _nothing(problem.room_bytes // unit + 1)
     for item in _items(problem, is_relaxed=True):
-        best_R, _ = _add_item(best_R, item.bytes_O // unit, item.seconds_O, keep_choices=False)
-    return min(cpu_only_s, float(best_R[-1])) * (1 - ROUNDING)
+        before_2R = _before(best_2R, problem.visit_s)
+        best_2R = np.stack(
+            [
+                _add_side(before_R, side.bytes_O // unit, side.seconds_O, keep_choices=False)[0]
+                for before_R, side in zip(before_2R, item, strict=True)
+            ]
+        )
+    return min(cpu_only_s, float(best_2R[:, -1].min())) * (1 - ROUNDING)
 
 
 def knapsack_placement(problem: Problem) -> Placement:
@@ -64,18 +75,24 @@ def knapsack_placement(problem: Problem) -> Placement:
     if problem.room_bytes < 0:
         return on_one_device(problem, gpu=False)
     unit = -(-max(1, problem.room_bytes) // PLACEMENT_UNITS)
-    best_R = np.zeros(problem.room_bytes // unit + 1)
-    items, choices = _items(problem, is_relaxed=False), []
+    best_2R = _nothing(problem.room_bytes // unit + 1)
+    items, steps = _items(problem, is_relaxed=False), []
     for item in items:
-        best_R, choice_R = _add_item(
-            best_R, -(-item.bytes_O // unit), item.seconds_O, keep_choices=True
-        )
-        choices.append(choice_R)
-    left, chosen = len(best_R) - 1, []
-    for item, choice_R in zip(reversed(items), reversed(choices), strict=True):
-        option = int(choice_R[left])
-        left -= int(-(-item.bytes_O[option] // unit))
-        chosen.append((int(item.num_hot_O[option]), bool(item.on_gpu_O[option])))
+        before_2R = _before(best_2R, problem.visit_s)
+        found = [
+            _add_side(before_R, -(-side.bytes_O // unit), side.seconds_O, keep_choices=True)
+            for before_R, side in zip(before_2R, item, strict=True)
+        ]
+        steps.append((best_2R, [choice_R for _, choice_R in found]))
+        best_2R = np.stack([best_R for best_R, _ in found])
+    left, chosen = best_2R.shape[1] - 1, []
+    cost_2 = best_2R[:, left]
+    for item, (best_2R, choices) in zip(reversed(items), reversed(steps), strict=True):
+        is_on = bool(cost_2[1] < cost_2[0])
+        option = int(choices[is_on][left])
+        left -= int(-(-item[is_on].bytes_O[option] // unit))
+        chosen.append((int(item[is_on].num_hot_O[option]), is_on))
+        cost_2 = best_2R[:, left] + np.array([problem.visit_s * is_on, 0.0])
     (_, head), *layers = chosen
     num_hot_L, dense_L = (np.array(values) for values in zip(*reversed(layers), strict=True))
     return of_counts(problem, num_hot_L, dense_L, head)
@@ -84,13 +101,25 @@ def knapsack_placement(problem: Problem) -> Placement:
 def _items(problem: Problem, *, is_relaxed: bool) -> list[_Item]:
     """The layers, then the head; seconds of any sets of neurons, or of the hottest ones."""
     items = [_layer_item(problem, layer, is_relaxed) for layer in range(problem.num_layers)]
-    head = _Item(
-        bytes_O=np.array([0, problem.head_bytes]),
-        seconds_O=np.array([problem.head_cpu_s, problem.head_gpu_s]),
-        num_hot_O=np.zeros(2, np.int64),
-        on_gpu_O=np.array([False, True]),
+    none = np.zeros(1, np.int64)
+    head_cpu = _Side(bytes_O=none, seconds_O=np.array([problem.head_cpu_s]), num_hot_O=none)
+    head_gpu = _Side(
+        bytes_O=np.array([problem.head_bytes]),
+        seconds_O=np.array([problem.head_gpu_s]),
+        num_hot_O=none,
     )
-    return [*items, head]
+    return [*items, (head_cpu, head_gpu)]
+
+
+def _nothing(num_units: int) -> np.ndarray:
+    """best before the first item, [2, R]: the hidden state comes from the CPU."""
+    return np.stack([np.zeros(num_units), np.full(num_units, np.inf)])
+
+
+def _before(best_2R: np.ndarray, visit_s: float) -> np.ndarray:
+    """What an item with its block on the CPU, or on the GPU, is added to; [2, R]."""
+    off_R, on_R = best_2R
+    return np.stack([np.minimum(off_R, on_R), np.minimum(off_R + visit_s, on_R)])
 
 
 def _layer_item(problem: Problem, layer: int, is_relaxed: bool) -> _Item:
@@ -99,24 +128,15 @@ def _layer_item(problem: Problem, layer: int, is_relaxed: bool) -> _Item:
             [0, problem.num_neurons], np.arange(problem.min_hot_L[layer], problem.num_neurons)
         )
     )
-    seconds, num_bytes = [], []
+    sides = []
     for dense in (False, True):
         seconds_C = _hottest_seconds(problem, layer, count_C, dense)
         if is_relaxed:
             seconds_C[1:-1] = problem.least_split_s_LN[layer, count_C[1:-1]]
         dense_s = (problem.dense_gpu_s_L if dense else problem.dense_cpu_s_L)[layer]
-        seconds.append(seconds_C + dense_s)
-        num_bytes.append(
-            count_C * problem.neuron_bytes_L[layer] + problem.dense_bytes_L[layer] * dense
-        )
-    bytes_O = np.concatenate(num_bytes)
-    order = np.argsort(bytes_O, kind="stable")
-    return _Item(
-        bytes_O=bytes_O[order],
-        seconds_O=np.concatenate(seconds)[order],
-        num_hot_O=np.tile(count_C, 2)[order],
-        on_gpu_O=np.repeat([False, True], len(count_C))[order],
-    )
+        num_bytes = count_C * problem.neuron_bytes_L[layer] + problem.dense_bytes_L[layer] * dense
+        sides.append(_Side(bytes_O=num_bytes, seconds_O=seconds_C + dense_s, num_hot_O=count_C))
+    return sides[0], sides[1]
 
 
 def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: bool) -> np.ndarray:
@@ -130,10 +150,10 @@ def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: b
     return np.maximum(gpu_C, cpu_C)
 
 
-def _add_item(
+def _add_side(
     best_R: np.ndarray, units_O: np.ndarray, seconds_O: np.ndarray, *, keep_choices: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """best[item] from best[item - 1]; and the option taken for every r, where they are kept."""
+    """best of an item and a side from what comes before it; and the option taken for every r, where they are kept."""
     new_R = np.full_like(best_R, np.inf)
     choice_R = np.zeros(len(best_R) if keep_choices else 0, np.int64)
     for option in _useful(units_O, seconds_O, len(best_R) - 1):

@@ -1,10 +1,11 @@
 """A certified lower bound on T, and good placements, at the granularity of single neurons.
 
 Give every byte of the GPU a price (seconds per byte) and charge for it instead of limiting it. The
-layers then no longer compete, and for any price
+layers then no longer compete for bytes, and for any price
 
-    value(price) = sum_l min over placements of l [T_l + price * bytes_l]
-                 + min over the two devices [head seconds + price * head bytes]
+    value(price) = min over the devices of all dense blocks and the head
+                       [sum_l min over neurons of l [T_l + price * bytes_l]
+                        + head seconds + price * head bytes + visit * visits]
                  - price * (room where price >= 0, need where price < 0)
 
 is no more than T of any placement that uses the GPU and keeps to the budgets: such a placement is
@@ -14,9 +15,9 @@ price is a certificate, whatever search it came from.
 
 What this bound loses is largest where the best price leaves a dense block half on the GPU: one
 is worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and
-each device of the head. Within a branch the minimum over the sets of m layers is exact, since it
-takes the m layers for which (cost with the block on the GPU - cost with it on the CPU) is least.
-The bound is the least over the branches that fit of the best value found in each, or T of the
+each device of the head. Within a branch the minimum over the sets of m layers is exact: layer by
+layer, the least cost of everything up to it with m blocks on the GPU, this one there or not (what
+a visit costs couples a layer to the one before it, and to no other). The bound is the least over the branches that fit of the best value found in each, or T of the
 placement without a GPU where that is less.
 
 The inner minimum over one layer's neurons. Write x for the touched bytes of n hot neurons,
@@ -38,6 +39,7 @@ What this module does not know: files, reports, or the grouped formulation.
 Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU."""
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -160,22 +162,72 @@ def _split_layer(
     return seconds_N[count_K] + count_K * bytes_K, count_K
 
 
+def block_costs(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Least T_l + price * bytes_l with the dense block on the CPU, and on the GPU; f64 [K, L]."""
+    cost_2KL, _ = priced_layers(problem, price_K)
+    on_KL = cost_2KL[1] + problem.dense_gpu_s_L + price_K[:, None] * problem.dense_bytes_L
+    return cost_2KL[0] + problem.dense_cpu_s_L, on_KL
+
+
+def least_costs(problem: Problem, price_K: np.ndarray) -> np.ndarray:
+    """Least T + price * bytes of the whole model, over all numbers of dense blocks; f64 [K]."""
+    off_KL, on_KL = block_costs(problem, price_K)
+    return chain_costs(problem, price_K, off_KL, on_KL, first=0)[-1]
+
+
+def chain_costs(
+    problem: Problem, price_K: np.ndarray, off_KL: np.ndarray, on_KL: np.ndarray, *, first: int
+) -> np.ndarray:
+    """The same of the layers first, .. i - 1 alone for i = first, .. L, and last of these and the
+    head; f64 [L + 2 - first, K]."""
+    visit_s, off_K, on_K = problem.visit_s, np.zeros_like(price_K), np.full_like(price_K, np.inf)
+    costs = [off_K]
+    for layer in range(first, problem.num_layers):
+        entered_K = np.minimum(off_K + visit_s, on_K)
+        off_K, on_K = costs[-1] + off_KL[:, layer], entered_K + on_KL[:, layer]
+        costs.append(np.minimum(off_K, on_K))
+    head_gpu_K = problem.head_gpu_s + price_K * problem.head_bytes
+    entered_K = np.minimum(off_K + visit_s, on_K)
+    costs.append(np.minimum(costs[-1] + problem.head_cpu_s, entered_K + head_gpu_K))
+    return np.array(costs)
+
+
 def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:
     """value(price) of every branch, [K, m, q] with m = 0..L and q = 0, 1."""
-    cost_2KL, _ = priced_layers(problem, price_K)
-    off_KL = cost_2KL[0] + problem.dense_cpu_s_L
-    on_KL = cost_2KL[1] + problem.dense_gpu_s_L + price_K[:, None] * problem.dense_bytes_L
-    gain_Km = np.cumsum(np.sort(on_KL - off_KL, axis=1), axis=1)
-    layers_Km = off_KL.sum(axis=1)[:, None] + np.pad(gain_Km, ((0, 0), (1, 0)))
-    head_Kq = np.stack(
+    off_KL, on_KL = block_costs(problem, price_K)
+    *_, (off_Km, on_Km) = _sums(off_KL, on_KL, problem.visit_s)
+    head_gpu_K1 = (problem.head_gpu_s + price_K * problem.head_bytes)[:, None]
+    value_Kmq = np.stack(
         [
-            np.full_like(price_K, problem.head_cpu_s),
-            problem.head_gpu_s + price_K * problem.head_bytes,
+            np.minimum(off_Km, on_Km) + problem.head_cpu_s,
+            np.minimum(off_Km + problem.visit_s, on_Km) + head_gpu_K1,
         ],
-        axis=1,
+        axis=2,
     )
     limit_K = price_K * np.where(price_K >= 0, problem.room_bytes, problem.need_bytes)
-    return layers_Km[:, :, None] + head_Kq[:, None, :] - limit_K[:, None, None]
+    return value_Kmq - limit_K[:, None, None]
+
+
+def _sums(
+    off_KL: np.ndarray, on_KL: np.ndarray, visit_s: float
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """After 0, 1, .. L layers: least sums with m blocks on the GPU, the last not there or there.
+
+    Pairs of f64 [K, L + 1]; infinite where no m of so many layers are."""
+    num_prices, num_layers = off_KL.shape
+    off_Km = np.full((num_prices, num_layers + 1), np.inf)
+    on_Km = off_Km.copy()
+    off_Km[:, 0] = 0.0
+    yield off_Km, on_Km
+    for layer in range(num_layers):
+        here, before = slice(0, layer + 2), slice(0, layer + 1)
+        next_off_Km, next_on_Km = np.full((2, num_prices, num_layers + 1), np.inf)
+        next_off_Km[:, here] = np.minimum(off_Km[:, here], on_Km[:, here])
+        next_off_Km[:, here] += off_KL[:, [layer]]
+        entered_Km = np.minimum(off_Km[:, before] + visit_s, on_Km[:, before])
+        next_on_Km[:, 1 : layer + 2] = entered_Km + on_KL[:, [layer]]
+        off_Km, on_Km = next_off_Km, next_on_Km
+        yield off_Km, on_Km
 
 
 def _branches(problem: Problem) -> list[_Branch]:
@@ -222,11 +274,15 @@ def _zoom(problem: Problem, branch: _Branch) -> _Branch:
 
 def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
     """Which dense blocks are on the GPU where the branch's value is taken; bool [L]."""
-    cost_2KL, _ = priced_layers(problem, np.array([branch.price]))
-    on_L = problem.dense_gpu_s_L + branch.price * problem.dense_bytes_L
-    gain_L = cost_2KL[1, 0] + on_L - cost_2KL[0, 0] - problem.dense_cpu_s_L
+    off_KL, on_KL = block_costs(problem, np.array([branch.price]))
+    sums = [(off_Km[0], on_Km[0]) for off_Km, on_Km in _sums(off_KL, on_KL, problem.visit_s)]
     dense_L = np.zeros(problem.num_layers, bool)
-    dense_L[np.argsort(gain_L, kind="stable")[: branch.num_dense]] = True
+    is_after, left = branch.head, branch.num_dense
+    for layer in reversed(range(problem.num_layers)):
+        off_m, on_m = sums[layer + 1]
+        is_after = bool(on_m[left] < off_m[left] + problem.visit_s * is_after)
+        dense_L[layer] = is_after
+        left -= is_after
     return dense_L
 
 
@@ -246,8 +302,31 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
     if least <= 0:
         num_hot_L = _without_harm(problem, num_hot_L, dense_L)
     left = room - int(num_hot_L @ problem.neuron_bytes_L)
-    num_hot_L = fill(problem, num_hot_L=num_hot_L, dense_L=dense_L, room_bytes=left)
-    return of_counts(problem, num_hot_L, dense_L, head)
+    filled_L = fill(problem, num_hot_L=num_hot_L, dense_L=dense_L, room_bytes=left)
+    filled = of_counts(problem, filled_L, dense_L, head)
+    if least <= 0:
+        return filled
+    balanced = _balanced(problem, num_hot_L, dense_L, head)
+    return min(filled, balanced, key=lambda placement: placement_seconds(problem, placement))
+
+
+def _balanced(
+    problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
+) -> Placement:
+    """As many neurons of each layer, of consecutive ranks, so that neither side is longer than it
+    must be: the sum over such a window falls from that of the hottest to that of the coldest by
+    no more than a neuron at a time. Where the host can hold few, more are on the GPU than pays."""
+    hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
+    for layer, count in enumerate(num_hot_L.tolist()):
+        if 0 < count < problem.num_neurons:
+            prefix_N = problem.prefix_LN[layer]
+            touched_S = prefix_N[count:] - prefix_N[: len(prefix_N) - count]
+            cold_S = prefix_N[-1] - touched_S
+            hot_s_S = touched_S * problem.gpu_s_per_byte + problem.launch_s
+            cold_s_S = cold_S * problem.cpu_s_per_byte_L[layer] + problem.round_trip_s
+            start = int(np.maximum(hot_s_S, cold_s_S).argmin())
+            hot_LF[layer] = np.roll(hot_LF[layer], start)
+    return Placement(hot_LF=hot_LF, dense_L=dense_L, head=head)
 
 
 def _priced_counts(
@@ -270,6 +349,7 @@ def _priced_counts(
         price_K = np.linspace(price_K[max(0, first - 1)], price_K[first], ZOOM_PRICES)
     if found_bytes >= least:
         return found_L
+    fewer_L = found_L
     price_K = first_prices(problem)
     price_K = price_K[price_K <= 0]
     for _ in range(ZOOM_ROUNDS + 1):
@@ -278,18 +358,22 @@ def _priced_counts(
         if not len(enough):
             return None
         last = int(enough[-1])
+        if last + 1 < len(count_KL):
+            fewer_L = count_KL[last + 1]
         found_L, found_bytes = count_KL[last], bytes_K[last]
         price_K = np.linspace(price_K[last], price_K[min(len(price_K) - 1, last + 1)], ZOOM_PRICES)
-    return _trimmed(problem, found_L, int(found_bytes) - least, least, room)
+    return _trimmed(problem, found_L, np.minimum(found_L, fewer_L), least, room)
 
 
 def _trimmed(
-    problem: Problem, num_hot_L: np.ndarray, surplus: int, least: int, room: int
+    problem: Problem, num_hot_L: np.ndarray, fewer_L: np.ndarray, least: int, room: int
 ) -> np.ndarray | None:
-    """The same without the surplus, taken from the layers that have most hot neurons."""
-    num_hot_L = num_hot_L.copy()
+    """The same without what is more than the least, no layer below its number in `fewer_L`: that of
+    a price which is almost the same, so that what lies between costs no more than either."""
+    num_hot_L, surplus = num_hot_L.copy(), int(num_hot_L @ problem.neuron_bytes_L) - least
     for layer in np.argsort(-num_hot_L, kind="stable"):
-        spare = int(num_hot_L[layer] - problem.min_hot_L[layer])
+        floor = max(fewer_L[layer], problem.min_hot_L[layer])
+        spare = int(num_hot_L[layer] - floor)
         fewer = max(0, min(spare, surplus // int(problem.neuron_bytes_L[layer])))
         num_hot_L[layer] -= fewer
         surplus -= fewer * int(problem.neuron_bytes_L[layer])

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
 from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
 from sparkinfer.solver.lagrangian import place_neurons, search
@@ -108,7 +109,7 @@ def find_plan(pipeline: Pipeline, *, time_limit_s: float) -> Answer | None:
         return None
     notes = _disagreements(start_s, bound_s, grouped)
     if not best.placement.uses_gpu:
-        notes = (*notes, "nothing on the GPU pays with these figures: everything is on the CPU")
+        notes = (*notes, "nothing on the GPU pays at this budget: everything is on the CPU")
     status: Status = "time_limit" if grouped.status == "time_limit" else "optimal"
     answer = _answer(pipeline, status, best, bound_s, notes)
     return replace(answer, status="optimal") if answer.gap <= GROUPED_GAP else answer
@@ -186,7 +187,7 @@ def _fastest_run(run: Problem, placements: list[Placement]) -> Placement:
 def _for_host(
     pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement
 ) -> PipelinePlacement | None:
-    """The plan where the host can hold the rest; else one with more on the GPUs, last one first.
+    """The plan where the host can hold the rest; else one with more on the GPUs.
 
     None where these cuts have no such plan. How the surplus is shared out is a rule of thumb: the
     bound does not count on it."""
@@ -194,22 +195,41 @@ def _for_host(
     missing = pipeline.need_bytes - sum(held)
     if missing <= 0:
         return plan
+    runs = [pipeline.run(k, int(cut_K[k]), int(cut_K[k + 1])) for k in range(pipeline.num_gpus)]
+    free = [
+        max(0, min(run.room_bytes, run.placeable_bytes) - used)
+        for run, used in zip(runs, held, strict=True)
+    ]
+    if sum(free) < missing:
+        return None
+    shares = [[-(-missing * size // sum(free)) for size in free]]  # as each has room
+    for order in (list(range(len(free))), list(range(len(free)))[::-1]):  # or one after the other
+        left, share = missing, [0] * len(free)
+        for gpu in order:
+            share[gpu] = min(left, free[gpu])
+            left -= share[gpu]
+        shares.append(share)
+    plans = [_with_more(pipeline, cut_K, plan, share) for share in shares]
+    found = [other for other in plans if other is not None]
+    return min(found, key=lambda other: plan_seconds(pipeline, other), default=None)
+
+
+def _with_more(
+    pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement, more_K: list[int]
+) -> PipelinePlacement | None:
+    """The plan with at least so many bytes more on each GPU."""
     parts = []
-    for gpu in reversed(range(pipeline.num_gpus)):
+    for gpu, (held, more) in enumerate(zip(held_bytes(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
-        run = pipeline.run(gpu, start, stop)
-        most = min(run.room_bytes, run.placeable_bytes)
-        more = max(0, min(missing, most - held[gpu]))
         if more == 0:
             parts.append(_part(plan.on_gpu(pipeline, gpu), start, stop))
             continue
-        run = pipeline.run(gpu, start, stop, need_bytes=held[gpu] + more)
+        run = pipeline.run(gpu, start, stop, need_bytes=held + more)
         feasible = [p for p in start_run(run)[0] if is_feasible(run, p)]
         if not feasible:
             return None
         parts.append(_fastest_run(run, feasible))
-        missing -= more
-    found = joined(pipeline, cut_K, parts[::-1])
+    found = joined(pipeline, cut_K, parts)
     return found if plan_is_feasible(pipeline, found) else None
 
 
@@ -247,12 +267,12 @@ def _dense_plan(pipeline: Pipeline, gpu: int) -> Answer:
     )
     bound_s = min(_start(pipeline)[1], plan_seconds(pipeline, plan))
     answer = _answer(pipeline, "fits", plan, bound_s)
-    size = f"{placement_bytes(problem, everything) / 2**30:.2f} GiB"
-    notes = [f"fits entirely in {size}; a dense plan is best, and everything is on the GPU"]
+    size = format_bytes(placement_bytes(problem, everything))
+    notes = [f"fits entirely in {size}: all of it is on the GPU, the CPU computes nothing"]
     if answer.gap > NOTED_GAP:
         notes.append(
-            "by the figures of this machine a plan that also uses the CPU could take up to"
-            f" {answer.gap:.1%} less time; a smaller budget gives one"
+            f"a plan that also uses the CPU could take up to {answer.gap:.1%} less time, by the"
+            " figures of this machine; a smaller budget gives one"
         )
     return replace(answer, notes=tuple(notes))
 
@@ -312,9 +332,10 @@ def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tu
             f" below the integer program's bound of {grouped.bound_s:.6g} s"
         )
     if grouped.status == "time_limit":
-        proven = "nothing" if np.isinf(start_s) else f"{1 - bound_s / start_s:.2%}"
+        proven = "none" if np.isinf(start_s) else f"one of {1 - bound_s / start_s:.2%}"
         notes.append(
-            f"the integer program was stopped after {grouped.solve_s:.1f} s, at a gap of"
-            f" {grouped.gap:.2%} by its own bound; the methods before it prove {proven}"
+            "the second opinion, the integer program, was stopped after"
+            f" {grouped.solve_s:.1f} s at a gap of {grouped.gap:.2%}; the methods before it prove"
+            f" {proven}"
         )
     return tuple(notes)

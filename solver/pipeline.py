@@ -8,12 +8,14 @@ problem of one GPU (`problem`), so that bounds and placements of single GPUs add
 
     T = sum_k T of the layers cut_k .. cut_(k+1) - 1 on GPU k, the head with the last run
 
-With one GPU there is one run and nothing to cut. For all cuts at once a quick bound is had by
-pricing every layer on every GPU once and adding up prefixes: for any prices
+(a visit begins and ends on one GPU: between two, a hidden state is copied out of one and into the
+other). With one GPU there is one run and nothing to cut. For all cuts at once a quick bound is had by
+pricing every layer on every GPU once: for any prices p_k and any reward r >= 0 with p_k + r >= 0
 
-    T of a run >= min(T without the GPU,  sum over its items of the least cost at a price - price * room)
+    T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k] + r * need
 
-What the host must not hold (`need_bytes`) is a sum over GPUs and does not enter this bound.
+since the bytes of run k are at most room_k and all together at least what the host cannot hold,
+need. For a given r each run has its own best price. Without a need r is 0.
 What this module does not know: how the problem of one run is solved.
 
 Letters: K GPUs, L layers, I = L + 1 items (the head is the last), P prices."""
@@ -26,15 +28,19 @@ from math import comb
 import numpy as np
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.solver.lagrangian import first_prices, priced_layers
+from sparkinfer.solver.lagrangian import block_costs, chain_costs, first_prices
 from sparkinfer.solver.problem import (
     Placement,
     Problem,
     ffn_seconds,
+    num_visits,
     on_one_device,
     segment,
 )
 
+NUM_REWARDS = 60
+# The sums behind a bound are of up to some thousand terms in f64.
+ROUNDING = 1e-12
 MAX_CUTS = 3_000_000  # rows of cuts that are compared: 4 GPUs for 80 layers are 98,770
 
 
@@ -70,9 +76,20 @@ class Pipeline:
         )
 
     @cached_property
-    def run_bound_KII(self) -> np.ndarray:
-        """No placement of the items start..stop-1 on GPU k takes less; f64 [K, I + 1, I + 1]."""
-        return np.stack([_run_bounds(problem) for problem in self.problems])
+    def run_bound_NKII(self) -> np.ndarray:
+        """No placement of the items start..stop-1 on GPU k takes less than this and reward n for
+        all of its bytes; f64 [N, K, I + 1, I + 1]."""
+        runs = [_run_bounds(problem, self.rewards_N) for problem in self.problems]
+        return np.stack(runs, axis=1)
+
+    @cached_property
+    def rewards_N(self) -> np.ndarray:
+        """Rewards r that are tried, seconds a byte: 0, and those of `first_prices` and near them."""
+        if self.need_bytes == 0:
+            return np.zeros(1)
+        rising = first_prices(self.model)
+        rising = rising[rising > 0]
+        return np.append(0.0, rising[:: max(1, len(rising) // NUM_REWARDS)])
 
     def cuts(self) -> tuple[np.ndarray, np.ndarray]:
         """Every row of cuts [C, K + 1] from 0 to I, and a bound of each, least first."""
@@ -85,11 +102,13 @@ class Pipeline:
         rows = list(combinations_with_replacement(range(num_items + 1), inner))
         cut_CK = np.array(rows, np.int64).reshape(len(rows), inner)
         cut_CK = np.pad(cut_CK, ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_items)))
-        bound_C = sum(
-            self.run_bound_KII[gpu, cut_CK[:, gpu], cut_CK[:, gpu + 1]]
-            for gpu in range(self.num_gpus)
-        )
-        assert isinstance(bound_C, np.ndarray)
+        bound_C = np.zeros(len(cut_CK))
+        for reward, bound_KII in zip(self.rewards_N, self.run_bound_NKII, strict=True):
+            runs = [
+                bound_KII[gpu, cut_CK[:, gpu], cut_CK[:, gpu + 1]] for gpu in range(self.num_gpus)
+            ]
+            bound_C = np.maximum(bound_C, np.sum(runs, axis=0) + reward * self.need_bytes)
+        bound_C *= 1 - ROUNDING
         order = np.argsort(bound_C, kind="stable")
         return cut_CK[order], bound_C[order]
 
@@ -164,26 +183,33 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
         total += float((ffn_L + dense_L)[is_home_L].sum())
         if plan.home_I[-1] == gpu:
             total += problem.head_gpu_s if placement.head else problem.head_cpu_s
+        part = plan.on_gpu(pipeline, gpu)
+        total += problem.visit_s * num_visits(part.dense_L, part.head)
     return total
 
 
-def _run_bounds(problem: Problem) -> np.ndarray:
-    """A bound of every run of items; f64 [I + 1, I + 1], infinite where start > stop."""
-    cpu_L = problem.touched_L * problem.cpu_s_per_byte_L + problem.dense_cpu_s_L
-    cpu_S = np.concatenate([[0.0], np.cumsum(np.append(cpu_L, problem.head_cpu_s))])
-    bound_SS = cpu_S[None, :] - cpu_S[:, None]
-    if problem.room_bytes >= 0:
-        price_P = first_prices(problem)
-        cost_2PL, _ = priced_layers(problem, price_P)
-        on_PL = cost_2PL[1] + problem.dense_gpu_s_L + price_P[:, None] * problem.dense_bytes_L
-        least_PL = np.minimum(cost_2PL[0] + problem.dense_cpu_s_L, on_PL)
-        head_P = np.minimum(problem.head_cpu_s, problem.head_gpu_s + price_P * problem.head_bytes)
-        sums_PS = np.cumsum(np.column_stack([np.zeros(len(price_P)), least_PL, head_P]), axis=1)
-        for start in range(len(cpu_S)):
-            priced_PS = sums_PS - sums_PS[:, [start]] - price_P[:, None] * problem.room_bytes
-            bound_SS[start] = np.minimum(bound_SS[start], priced_PS.max(axis=0))
-    bound_SS[np.tri(len(cpu_S), k=-1, dtype=bool)] = np.inf
-    return np.maximum(bound_SS, 0.0) * (1 - 1e-12)
+def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
+    """The least of T - reward * bytes of every run, or less; f64 [N, I + 1, I + 1], infinite where
+    start > stop."""
+    num_items = problem.num_layers + 1
+    bound_NSS = np.full((len(reward_N), num_items + 1, num_items + 1), np.inf)
+    if problem.room_bytes < 0:
+        cpu_L = problem.touched_L * problem.cpu_s_per_byte_L + problem.dense_cpu_s_L
+        cpu_S = np.concatenate([[0.0], np.cumsum(np.append(cpu_L, problem.head_cpu_s))])
+        bound_SS = np.where(np.tri(num_items + 1, k=-1, dtype=bool), np.inf, cpu_S - cpu_S[:, None])
+        return np.broadcast_to(np.maximum(bound_SS, 0.0), bound_NSS.shape)
+    price_P = first_prices(problem)
+    if reward_N.any():
+        price_P = np.append(-price_P[:0:-1], price_P)
+    off_PL, on_PL = block_costs(problem, price_P)
+    for start in range(num_items):
+        cost_SP = chain_costs(problem, price_P, off_PL, on_PL, first=start)
+        for bound_SS, reward in zip(bound_NSS, reward_N, strict=True):
+            limit_P = np.maximum(0.0, price_P + reward) * problem.room_bytes
+            limit_P[price_P + reward < 0] = np.inf
+            bound_SS[start, start:] = (cost_SP - limit_P).max(axis=1)
+    bound_NSS[:, num_items, num_items] = 0.0
+    return bound_NSS
 
 
 def cpu_only_plan(pipeline: Pipeline) -> PipelinePlacement:

@@ -9,8 +9,12 @@ the GPU, for layer l:
           the predictor (not in exact mode: it is not run)
     M_l = max(hot_l / B_g + launch * [l has hot neurons],  cold_l / B_c_l + round_trip * [l is split])
 
-and T = sum_l T_l + head seconds on its device + token_s. On the GPU seconds are bytes / B_g. On
-the CPU every matrix is read at the rate that the runtime's own products reach for its type (all
+and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU seconds are
+bytes / B_g, and the start of every kernel (`kernel_counts`) in a dense block and in the head on top;
+`launch` is that of all kernels of a layer's hot neurons. A visit is a run of consecutive dense
+blocks on the GPU, the head being the last block: the embedding row comes from the CPU and the
+logits go there, so the hidden state is copied to the GPU where a run begins and back where it ends.
+On the CPU every matrix is read at the rate that the runtime's own products reach for its type (all
 rows, or chosen ones), the KV cache at that of attention, and a dense block there adds layer_s,
 which the runtime takes for a layer of no bytes; token_s is the same for a token of no layers.
 B_c_l is what these rates give for all touched bytes of a layer's neurons together.
@@ -36,8 +40,8 @@ the smallest n whose n hottest neurons satisfy
 Memory. The GPU holds at most its budget, a workspace included as soon as it holds anything; the
 host at most its own, which is the same as at least `need_bytes` on the GPU.
 
-Ignored: the one row a token of the embedding matrix, the launches of the dense blocks, and the
-copy of one hidden state where the dense block of the next layer is on another device.
+Ignored: the one row a token of the embedding matrix, and the bytes (not the fixed cost) of what a
+round trip copies.
 What this module does not know: several GPUs (see `pipeline`), or how to find a good placement.
 
 Letters: L layers, F neurons of a layer. Neurons are addressed by rank: 0 is the hottest."""
@@ -48,6 +52,7 @@ from functools import cached_property
 import numpy as np
 
 from sparkinfer.budget import (
+    FLOAT_BYTES,
     head_bytes,
     is_dense,
     is_predictor,
@@ -58,6 +63,7 @@ from sparkinfer.budget import (
     workspace_bytes,
 )
 from sparkinfer.errors import SparkinferError
+from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.machine_file import Gpu, Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
@@ -83,8 +89,9 @@ class Problem:
     need_bytes: int = 0  # at least this much, workspace apart, for the host cannot hold it
     gpu_s_per_byte: float
     cpu_s_per_byte_L: np.ndarray
-    launch_s: float
+    launch_s: float  # of all kernels of a layer's hot neurons
     round_trip_s: float
+    visit_s: float  # the hidden state to the GPU and back
 
     @property
     def num_layers(self) -> int:
@@ -210,7 +217,8 @@ def build_problem(
     none_s_L = np.full(shape.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
     cpu_s_per_byte_L = np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0)
     saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s_per_byte_L[:, None]
-    num_too_few_L = (saved_LF <= gpu.launch_s.best + gpu.round_trip_s.best).sum(axis=1)
+    launch_s = HOT_KERNELS * gpu.launch_s.best
+    num_too_few_L = (saved_LF <= launch_s + gpu.round_trip_s.best).sum(axis=1)
     head = head_bytes(model)
     head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind, chosen=False)
     token_s = machine.costs.token_s.best
@@ -220,19 +228,38 @@ def build_problem(
         neuron_bytes_L=np.array([s.neuron for s in sizes]),
         min_hot_L=np.minimum(num_too_few_L + 1, shape.num_neurons),
         dense_bytes_L=np.array([s.attention + s.predictor + kv for s in sizes]),
-        dense_gpu_s_L=read_L * gpu_s,
+        dense_gpu_s_L=read_L * gpu_s + _dense_launches(model, mode) * gpu.launch_s.best,
         dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, kv / 2),
         head_bytes=head,
-        head_gpu_s=head * gpu_s + token_s,
+        head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,
         workspace_bytes=workspace_bytes(model, context_length) if workspace is None else workspace,
         budget_bytes=vram_budget_bytes,
         need_bytes=need_bytes,
         gpu_s_per_byte=gpu_s,
         cpu_s_per_byte_L=cpu_s_per_byte_L,
-        launch_s=gpu.launch_s.best,
+        launch_s=launch_s,
         round_trip_s=gpu.round_trip_s.best,
+        visit_s=2 * copy_seconds(gpu, FLOAT_BYTES * shape.width),
     )
+
+
+def copy_seconds(gpu: Gpu, num_bytes: int) -> float:
+    """One copy between the GPU and pinned memory."""
+    return gpu.copy_latency_s.best + num_bytes * 1e-9 / gpu.host_to_device_gb_per_s.best
+
+
+def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
+    """Fixed costs of the head on a GPU: its kernels, and its logits on top of a visit's copy."""
+    logits = FLOAT_BYTES * model.shape.vocab_size
+    return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
+
+
+def _dense_launches(model: ModelFile, mode: PlanMode) -> np.ndarray:
+    """Kernels of each dense block, int [L]."""
+    is_run = mode == "predicted"
+    layers = range(model.shape.num_layers)
+    return np.array([dense_kernels(model, layer, has_predictor=is_run) for layer in layers])
 
 
 def _neuron_seconds(
@@ -298,6 +325,12 @@ def ffn_seconds(
     return np.maximum(gpu_L, cpu_L)
 
 
+def num_visits(dense_L: np.ndarray, head: bool) -> int:
+    """Runs of consecutive blocks on the GPU, the head being the last block."""
+    on_I = np.append(dense_L, head).astype(np.int8)
+    return int((np.diff(on_I, prepend=0) == 1).sum())
+
+
 def placement_seconds(problem: Problem, placement: Placement) -> float:
     """T, the expected seconds of one token."""
     ffn_L = ffn_seconds(
@@ -308,7 +341,8 @@ def placement_seconds(problem: Problem, placement: Placement) -> float:
     )
     dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
     head = problem.head_gpu_s if placement.head else problem.head_cpu_s
-    return float(ffn_L.sum() + dense_L.sum() + head)
+    visits_s = problem.visit_s * num_visits(placement.dense_L, placement.head)
+    return float(ffn_L.sum() + dense_L.sum() + head + visits_s)
 
 
 def placement_bytes(problem: Problem, placement: Placement) -> int:

@@ -19,7 +19,14 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.advice import Advice, advise
-from sparkinfer.solver.inputs import Inputs, Workspace, check_budgets, load_inputs, too_small
+from sparkinfer.solver.inputs import (
+    NO_GPU,
+    Inputs,
+    Workspace,
+    check_budgets,
+    load_inputs,
+    too_small,
+)
 from sparkinfer.solver.optimise import Answer, find_plan
 from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import Placement, Problem
@@ -185,11 +192,12 @@ def split_of(answer: Answer, pipeline: Pipeline, inputs: Inputs, *, solve_s: flo
 def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     """What the figures leave open, and what they say of other budgets."""
     model, notes = inputs.model, []
-    for gpu, budget in zip(inputs.machine.gpus, inputs.budgets, strict=False):
-        if gpu.source != "measured":
+    if not inputs.machine.gpus:
+        notes.append("the machine file has no GPU: the plan is for the CPU alone")
+    for gpu in inputs.gpus:
+        if gpu.source not in ("measured", NO_GPU.source):
             notes.append(f"the figures of {gpu.name} are not measured here, but from: {gpu.source}")
-        if budget > gpu.memory_bytes:
-            notes.append(f"the budget is above the {format_bytes(gpu.memory_bytes)} of {gpu.name}")
+    notes += _memory_notes(inputs, split)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
     if unused > 0:
         notes.append(
@@ -200,23 +208,43 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         notes.append(
             "how many neurons the predictors name is unknown: the plan assumes those that fire"
         )
+    silent = np.flatnonzero(~inputs.profile.active_count_LF.any(axis=1)).tolist()
+    if silent:
+        some = ", ".join(map(str, silent[:4])) + (", ..." if len(silent) > 4 else "")
+        notes.append(f"no neuron of {len(silent)} layers ({some}) fired in the profile")
     if not np.allclose(inputs.profile.threshold_L, model.threshold_L, rtol=1e-6):
         notes.append("the profile was taken with other activation thresholds than the model has")
     return notes + (_budget_notes(advice, split) if inputs.machine.gpus else [])
 
 
+def _memory_notes(inputs: Inputs, split: Split) -> list[str]:
+    """What is granted or taken beyond what is there, or was when it was measured."""
+    notes = []
+    for gpu, budget in zip(inputs.machine.gpus, inputs.budgets, strict=False):
+        if budget > gpu.memory_bytes:
+            notes.append(f"the budget is above the {format_bytes(gpu.memory_bytes)} of {gpu.name}")
+        elif budget > gpu.free_bytes:
+            free = format_bytes(gpu.free_bytes)
+            notes.append(f"the budget is above the {free} of {gpu.name} that were free")
+    held, free_bytes = sum(split.cpu_bytes.values()), inputs.machine.free_bytes
+    if held > free_bytes:
+        notes.append(
+            f"the plan takes {format_bytes(held)} of main memory; {format_bytes(free_bytes)} were"
+            " free when this machine was measured"
+        )
+    return notes
+
+
 def _budget_notes(advice: Advice, split: Split) -> list[str]:
     if split.status == "fits":
         return []
-    notes = [f"everything fits from {format_bytes(advice.fits_from_bytes)} on"]
+    fits = f"everything fits from {format_bytes(advice.fits_from_bytes)} on"
+    if len(split.budgets) > 1:
+        fits = f"on the first GPU alone {fits}"
     if advice.helps_from_bytes is None:
-        notes.append("at no budget does anything on the GPU help on this machine")
-    else:
-        notes.append(
-            f"below {format_bytes(advice.helps_from_bytes)} nothing on the GPU helps on this"
-            " machine (by 1 % or more)"
-        )
-    return notes
+        return [f"at no budget does this GPU help on this machine (by 1 % or more); {fits}"]
+    helps = format_bytes(advice.helps_from_bytes)
+    return [f"below {helps} nothing on the GPU helps on this machine (by 1 % or more); {fits}"]
 
 
 def _report(

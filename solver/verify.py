@@ -1,8 +1,10 @@
 """Checks a plan against the files it was made from, in plain numpy, neuron by neuron.
 
-Independent of how plans are found: it shares `sparkinfer.budget` with the solver (the bytes must
-be the runtime's) and nothing else. The times are those of `sparkinfer.solver.problem`'s docstring,
+Independent of how plans are found: it shares `budget` and `kernel_counts` of `sparkinfer` with the
+solver (bytes and kernels must be the runtime's) and nothing else. The times are those of `sparkinfer.solver.problem`'s docstring,
 written a second time. What this module does not know: whether a better plan exists."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +18,8 @@ from sparkinfer.budget import (
     transposed_kind,
 )
 from sparkinfer.errors import SparkinferError
-from sparkinfer.machine_file import Machine
+from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from sparkinfer.machine_file import Gpu, Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.split_file import Split
@@ -57,9 +60,10 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
     """Expected seconds a token of a plan. Raises SparkinferError where a layer has too few hot
     neurons to be worth a launch and a round trip."""
     home = split.home or (0,) * (len(split.hot) + 1)
-    total = machine.costs.token_s.best
+    total = machine.costs.token_s.best + _copies_seconds(split, model, machine, home)
     if split.head_on_gpu:
         total += head_bytes(model) / _gpu_rate(machine, home[-1])
+        total += HEAD_KERNELS * machine.gpus[home[-1]].launch_s.best
     else:
         kind = model.tensors[model.head_name].kind
         total += head_bytes(model) / machine.cpu_rate(kind, chosen=False)
@@ -72,9 +76,10 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
         hot_s, cold_s = 0.0, cpu_s_F[~is_hot_F].sum()
         if len(places) > 1 or len(ids):
             gpu = machine.gpus[home[layer]]
-            _check_minimum(layer, len(ids), cpu_s_F, gpu.launch_s.best + gpu.round_trip_s.best)
+            launch_s = HOT_KERNELS * gpu.launch_s.best
+            _check_minimum(layer, len(ids), cpu_s_F, launch_s + gpu.round_trip_s.best)
             hot_s = touched_F[is_hot_F].sum() / _gpu_rate(machine, home[layer])
-            hot_s += gpu.launch_s.best if len(ids) else 0.0
+            hot_s += launch_s if len(ids) else 0.0
             cold_s += gpu.round_trip_s.best if len(places) > 1 else 0.0
         total += max(hot_s, cold_s)
     return float(total)
@@ -82,6 +87,24 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
 
 def _gpu_rate(machine: Machine, gpu: int) -> float:
     return machine.gpus[gpu].bandwidth_gb_per_s.best * 1e9
+
+
+def _copies_seconds(split: Split, model: ModelFile, machine: Machine, home: Sequence[int]) -> float:
+    """A hidden state's way over all devices, from the CPU and back to it; and the logits' bytes."""
+    blocks = (*split.dense_on_gpu, split.head_on_gpu)
+    places = [gpu if is_on_gpu else None for is_on_gpu, gpu in zip(blocks, home, strict=True)]
+    total, hidden = 0.0, 4 * model.shape.width
+    for before, after in zip([None, *places], [*places, None], strict=True):
+        if before != after:
+            for gpu in (machine.gpus[k] for k in (before, after) if k is not None):
+                total += gpu.copy_latency_s.best + hidden / _copy_rate(gpu)
+    if split.head_on_gpu:
+        total += 4 * model.shape.vocab_size / _copy_rate(machine.gpus[home[-1]])
+    return total
+
+
+def _copy_rate(gpu: Gpu) -> float:
+    return gpu.host_to_device_gb_per_s.best * 1e9
 
 
 def _dense_seconds(
@@ -95,7 +118,9 @@ def _dense_seconds(
         if is_dense(name) or (is_predictor(name) and split.mode == "predicted")
     }
     if split.dense_on_gpu[layer]:
-        return (kv_read + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
+        kernels = dense_kernels(model, layer, has_predictor=split.mode == "predicted")
+        read_s = (kv_read + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
+        return read_s + kernels * machine.gpus[home].launch_s.best
     total = machine.costs.layer_s[split.mode].best
     total += kv_read / (1e9 * machine.costs.kv_gb_per_s.best)
     for entry in read.values():

@@ -194,6 +194,7 @@ def make_machine(
     cpu_gb_per_s: float = 40.0,
     launch_s: float = 4e-6,
     round_trip_s: float = 15e-6,
+    copy_latency_s: float = 8e-6,
     memory_bytes: int = 24 << 30,
     host_bytes: int = 64 << 30,
     num_gpus: int = 1,
@@ -213,7 +214,7 @@ def make_machine(
         bandwidth_gb_per_s=Figure(best=gpu_gb_per_s),
         host_to_device_gb_per_s=Figure(best=25.0),
         host_to_device_pageable_gb_per_s=Figure(best=8.0),
-        copy_latency_s=Figure(best=8e-6),
+        copy_latency_s=Figure(best=copy_latency_s),
         launch_s=Figure(best=launch_s),
         round_trip_s=Figure(best=round_trip_s),
     )

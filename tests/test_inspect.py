@@ -171,6 +171,33 @@ def test_a_split(tmp_path, capsys):
     assert (found["gap"], found["context_length"], found["status"]) == (0.5, 32, "by hand")
     out = shown(tmp_path / "s", capsys)
     assert "gap 50.00%" in out and "0 of 2" in out and f"{cpu['neurons']:,}" in out
+    assert found["tokens_per_s"] == 500 and "500.0 tokens/s" in out and "not limited" in out
+    assert found["gpus"] == [
+        {"budget_bytes": split.vram_budget_bytes, "layers": [0, 1], "num_dense": 0, "num_hot": 3,
+         "has_head": True}
+    ]  # fmt: skip
+
+
+def test_a_split_over_two_gpus_shows_all_that_it_holds(tmp_path, capsys):
+    model = make_model(predictor_rank=4)
+    split = make_split(model, [[4, 2, 9], [1]], head_on_gpu=True)
+    total, first = split.vram_budget_bytes, split.vram_budget_bytes // 3
+    split = dataclasses.replace(
+        split, home=(0, 1, 1), gpu_budget_bytes=(first, total - first), host_budget_bytes=7 << 30,
+        profile_sha256="a" * 64, machine_sha256="b" * 64, solve_s=1.25,
+    )  # fmt: skip
+    split.save(tmp_path / "s")
+    found, out = inspected(tmp_path / "s", capsys), shown(tmp_path / "s", capsys)
+    assert [gpu["budget_bytes"] for gpu in found["gpus"]] == [first, total - first]
+    assert [gpu["layers"] for gpu in found["gpus"]] == [[0], [1]]
+    assert [gpu["num_hot"] for gpu in found["gpus"]] == [3, 1]
+    assert [gpu["has_head"] for gpu in found["gpus"]] == [False, True]
+    # Every field of the plan is told: by its own name, or as the lengths of its lists of neurons.
+    wanted = {field.name for field in dataclasses.fields(split)} - {"hot", "gpu_budget_bytes"}
+    assert wanted <= found.keys()
+    assert (found["host_budget_bytes"], found["home"]) == (7 << 30, [0, 1, 1])
+    for words in ("a" * 64, "b" * 64, "7.00 GiB", "GPU 1", "1.25 s", "0 to 0", "workspace"):
+        assert words in out, words
 
 
 def test_a_machine_shows_everything(tmp_path, capsys):

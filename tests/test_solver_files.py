@@ -18,8 +18,10 @@ from sparkinfer.cli import main
 from sparkinfer.commands.solve import parse_range
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Machine
-from sparkinfer.solver.advice import helps_from, layer_split_seconds
+from sparkinfer.model_file import ModelFile
+from sparkinfer.solver.advice import helps_from
 from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.layer_split import layer_split
 from sparkinfer.solver.optimise import find_plan
 from sparkinfer.solver.plots import device_of_ranks
 from sparkinfer.solver.problem import build_problem
@@ -105,6 +107,103 @@ def test_absurd_inputs_are_refused(folder, capsys):
     assert not (folder / "plan").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ("--vram-budget=-1GiB", 2, "'-1GiB' is not a size"),
+        ("-vb 1e99GiB", 2, "is not a size"),
+        ("-vb 99999999999999999999GiB", 2, "more than any machine has"),
+        ("-vb nan", 2, "is not a size"),
+        ("-vb 1KiB", 1, "holds nothing: the smallest that works is"),
+        ("-vb 700KiB -vb 700KiB", 1, "1 GPU for 2 budgets"),
+        ("-vb 700KiB --context 0", 1, "a context of 0 tokens"),
+        ("-vb 700KiB --context 33", 1, "was made for 32"),
+        ("-vb 700KiB --host-budget 0", 1, "hold no plan: the embedding and the workspace"),
+        ("-vb 700KiB --host-budget 1KiB", 1, "hold no plan: the embedding and the workspace"),
+        ("-vb 700KiB --time-limit nan", 1, "wanted more than 0"),
+        ("--sweep 8GiB:2GiB", 1, "a smaller budget before a larger one"),
+        ("--sweep 1:1", 1, "a smaller budget before a larger one"),
+        ("--sweep 1MiB:2MiB --sweep-points 1", 1, "wanted 2 or more"),
+        ("--sweep 1MiB:2MiB -vb 1MiB", 2, "leave --vram-budget out"),
+        ("--sweep 1MiB:2MiB --check", 2, "three requests"),
+        ("--check", 1, "no such file"),
+    ],
+)
+def test_absurd_requests_are_one_line_and_leave_nothing(folder, capsys, options, code, words):
+    before = sorted(folder.iterdir())
+    assert main(arguments(folder, "-o", folder / "plan", *options.split(" "))) == code
+    *usage, line = capsys.readouterr().err.strip().splitlines()
+    assert words in line and (code == 2 or not usage)
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0, "40", None, 1e-320, 1e308])
+@pytest.mark.parametrize("place", ["gpu", "cpu"])
+def test_figures_that_no_machine_has_are_one_line(folder, capsys, value, place):
+    content = json.loads((folder / "c").read_text())
+    if place == "gpu":
+        content["gpus"][0]["bandwidth_gb_per_s"]["best"] = value
+    else:
+        content["cpu_costs"]["layer_s"]["predicted"]["best"] = value
+    (folder / "c").write_text(json.dumps(content))
+    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "run sparkinfer calibrate again" in lines[0]
+    assert not (folder / "plan").exists()
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "p", "c"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_files_that_are_not_whole_are_one_line(folder, capsys, name, left):
+    (folder / name).write_bytes((folder / name).read_bytes()[:left])
+    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and str(folder / name) in lines[0] and "wanted a" in lines[0]
+    assert not (folder / "plan").exists()
+
+
+def test_silent_profiles(folder, capsys):
+    model = ModelFile.load(folder / "m.gguf")
+    make_profile(model, np.zeros((3, 96))).save(folder / "p")
+    assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
+    assert "no neuron fired in 10,000 tokens" in capsys.readouterr().err
+    frequency_LF = np.full((3, 96), 0.2)
+    frequency_LF[1] = 0
+    make_profile(model, frequency_LF).save(folder / "p")
+    assert main(arguments(folder, "-o", folder / "plan", "-vb", "330KiB")) == 0
+    assert "no neuron of 1 layers (1) fired in the profile" in capsys.readouterr().err
+
+
+def test_a_check_for_other_budgets_and_a_curve_named_like_its_picture(folder, capsys):
+    output = ("-o", folder / "plan")
+    assert main(arguments(folder, *output, "-vb", "330KiB")) == 0
+    assert main(arguments(folder, *output, "-vb", "330KiB", "--check")) == 0
+    assert main(arguments(folder, *output, "-vb", "331KiB", "--check")) == 1
+    assert "is for budgets of 330.00 KiB, not 331.00 KiB" in capsys.readouterr().err
+    curve = ("-o", folder / "s.png", "--sweep", "200KiB:2MiB")
+    assert main(arguments(folder, *curve)) == 1
+    assert "would have the same name" in capsys.readouterr().err
+    assert not (folder / "s.png").exists()
+
+
+def test_what_a_person_reads(folder, capsys):
+    """Everything fits, something does, nothing is granted, and no GPU: each says it once."""
+
+    def said(*options: str) -> str:
+        assert main(arguments(folder, "-o", folder / "plan", "--force", *options)) == 0
+        return capsys.readouterr().err
+
+    fits, between, nothing = said("-vb", "1MiB"), said("-vb", "330KiB"), said("-vb", "0")
+    assert "fits entirely in 407.00 KiB" in fits and "everything fits from" not in fits
+    assert "3 of 3 layers and the head on the GPU, no overlap" in fits
+    assert "nothing on the GPU helps" in between and "fits from 407.00 KiB on" in between
+    assert "every weight read; all on the CPU" in nothing and "the CPU alone" not in nothing
+    assert "everything on the CPU" in nothing and "on the GPU" not in nothing.splitlines()[-1]
+    make_machine(cpu_gb_per_s=0.005, num_gpus=0).save(folder / "c")
+    none = said("-vb", "0")
+    assert "no GPU: the plan is for the CPU alone" in none and "helps" not in none
+
+
 def test_a_layer_in_which_nothing_fires_has_a_plan():
     model = make_model(predictor_rank=8)
     profile = make_profile(model, np.zeros((2, 96)))
@@ -136,15 +235,53 @@ def test_below_the_budget_that_helps_nothing_does():
     assert helps_from(slow) is None
 
 
-def test_the_layer_split_by_hand():
-    # Two of four layers fit with their caches: those at the GPU's 500 GB/s, the rest and the head
-    # at the CPU's 40. Per layer f16: attention 4 heads of 64 and 2 key-value heads.
-    layer = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 1024 * 256) + 4 * 2 * 256
-    kv, head = 2 * 32 * 2 * 64 * 2, 512 * 256 * 2 + 4 * 256
-    seconds, layers = layer_split_seconds(inputs_of(1000 + 2 * (layer + kv)))
-    assert layers == 2
-    each = layer + kv / 2
-    assert seconds == pytest.approx(2 * each / 500e9 + (2 * each + head) / 40e9)
+# The model of `inputs_of`, f16: four heads and two key-value heads of 64, two norms in f32.
+LAYER = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 1024 * 256) + 4 * 2 * 256
+KV, HEAD = 2 * 32 * 2 * 64 * 2, 512 * 256 * 2 + 4 * 256
+# A layer's kernels: 4 products, 2 norms, 3 round the attention, 4 of the feed-forward part; 1 us.
+ON_GPU_S, ON_CPU_S = (LAYER + KV / 2) / 500e9 + 13e-6, (LAYER + KV / 2) / 40e9
+VISIT_S = 2 * (8e-6 + 4 * 256 / 25e9)
+
+
+@pytest.mark.parametrize(
+    ("room", "layers", "has_head", "seconds"),
+    [
+        (0, 0, False, 4 * ON_CPU_S + HEAD / 40e9),
+        (LAYER + KV - 1, 0, False, 4 * ON_CPU_S + HEAD / 40e9),
+        (LAYER + KV, 1, False, ON_GPU_S + 3 * ON_CPU_S + HEAD / 40e9 + VISIT_S),
+        (2 * (LAYER + KV), 2, False, 2 * ON_GPU_S + 2 * ON_CPU_S + HEAD / 40e9 + VISIT_S),
+        # The head is last, though there would be room for it from the first layer on.
+        (4 * (LAYER + KV) + HEAD - 1, 4, False, 4 * ON_GPU_S + HEAD / 40e9 + VISIT_S),
+        # Then two kernels more, and 512 logits on their way back.
+        (4 * (LAYER + KV) + HEAD, 4, True,
+         4 * ON_GPU_S + HEAD / 500e9 + 2e-6 + 4 * 512 / 25e9 + VISIT_S),
+    ],
+)  # fmt: skip
+def test_the_layer_split_by_hand(room, layers, has_head, seconds):
+    found = layer_split(inputs_of(1000 + room))
+    assert (found.num_layers, found.has_head) == (layers, has_head)
+    assert found.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_layer_split_over_two_gpus_by_hand():
+    # Two layers on the first, the last one on the second; its copies and the other's: two visits.
+    inputs = inputs_of(0)
+    inputs = replace(
+        inputs, machine=make_machine(round_trip_s=1e-6, launch_s=1e-6, num_gpus=2),
+        budgets=(1000 + 3 * (LAYER + KV) - 1, 1000 + LAYER + KV),
+    )  # fmt: skip
+    found = layer_split(inputs)
+    assert (found.num_layers, found.has_head) == (3, False)
+    seconds = 3 * ON_GPU_S + ON_CPU_S + HEAD / 40e9 + 2 * VISIT_S
+    assert found.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_layer_split_is_dense_and_pays_for_layers():
+    # Chosen rows at half the rate change nothing; a layer's and a token's own seconds are added.
+    slow = make_machine(round_trip_s=1e-6, launch_s=1e-6, chosen_share=0.5, layer_s=1e-3, token_s=1)
+    found = layer_split(replace(inputs_of(1000 + LAYER + KV), machine=slow))
+    seconds = ON_GPU_S + 3 * (ON_CPU_S + 1e-3) + HEAD / 40e9 + VISIT_S + 1
+    assert found.seconds == pytest.approx(seconds, rel=1e-6)
 
 
 def test_the_heat_map_colours_what_the_plan_says(folder):

@@ -173,9 +173,13 @@ def solve(
 
     if not budgets and not sweep_range and not is_check:
         raise click.UsageError("Missing option '-vb' / '--vram-budget'.")
+    if (is_check or sweep_range) and (explained or heat_map or (is_check and sweep_range)):
+        raise click.UsageError("--check, --sweep, and --explain or --heat-map are three requests.")
+    if sweep_range and budgets:
+        raise click.UsageError("--sweep FROM:TO says the budgets: leave --vram-budget out.")
     config = SolveConfig(vram_budget_bytes=budgets or (0,), **options)
     if is_check:
-        report, lines = run_check(config)
+        report, lines = run_check(config, budgets)
     elif sweep_range:
         report, lines = run_sweep(config, sweep_range, sweep_points)
     else:

@@ -15,6 +15,8 @@ from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.machine"
 VERSION = 3
+# No quantity of a machine is outside, and what is computed from those inside is finite.
+LEAST, MOST = 1e-18, 1e18
 # Half of the rounds differ by more than this share of their median: something else was running.
 DOUBTFUL_SPREAD = 0.25
 
@@ -167,7 +169,7 @@ class Machine:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def validate(self) -> None:
-        """Raises SparkinferError unless every figure is positive and finite."""
+        """Raises SparkinferError unless every figure is positive and of a machine's size."""
         if not self.cpu_bandwidth_gb_per_s:
             raise SparkinferError("no CPU bandwidth")
         numbers: dict[str, float] = {"threads": self.num_threads, "memory": self.memory_bytes}
@@ -183,8 +185,10 @@ class Machine:
                     " wanted three ascending ones, or none of 0"
                 )
         for name, number in numbers.items():
-            if not 0 < number < float("inf"):
+            if not number > 0:
                 raise SparkinferError(f"{name} is {number}, wanted more than 0")
+            if not LEAST <= number <= MOST:
+                raise SparkinferError(f"{name} is {number}, wanted {LEAST:g} to {MOST:g}")
 
 
 def _machine(read: Fields) -> Machine:

@@ -7,13 +7,18 @@ from sparkinfer.errors import SparkinferError
 _UNITS = {"": 1 << 30, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 
+MOST = 1 << 60  # a thousand million GiB; and files hold sizes in 64 bits
+
 
 def parse_bytes(text: str) -> int:
     """ "8GiB", "512 MiB", "1.5GB"; a number without a unit is GiB, as for SparkInfer's budget."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise SparkinferError(f"{text!r} is not a size; wanted e.g. 8GiB, 512MiB or 1.5GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size >= MOST:
+        raise SparkinferError(f"{text!r} is more than any machine has; wanted e.g. 8GiB or 512MiB")
+    return int(size)
 
 
 def format_bytes(count: int) -> str:

@@ -51,9 +51,15 @@ def run_solve(
     return content, lines + _speed_lines(report) + [_last_line(report)]
 
 
-def run_check(config: SolveConfig) -> tuple[Any, list[str]]:
-    """The same of a plan that exists: whether it is a right one for these files."""
+def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
+    """The same of a plan that exists: whether it is a right one for these files, and for these
+    budgets where any are given."""
     split = check(config)
+    if budgets and budgets != split.budgets:
+        raise SparkinferError(
+            f"{config.output}: is for budgets of {' and '.join(map(format_bytes, split.budgets))},"
+            f" not {' and '.join(map(format_bytes, budgets))}; run sparkinfer solve again"
+        )
     line = f"{config.output}: agrees with its files; {1 / split.objective_s:,.1f} tokens/s"
     return {"plan": str(config.output), "is_valid": True, "gap": split.gap}, [line]
 
@@ -65,6 +71,11 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
 
     first, last = parse_range(text)
     picture = config.output.with_suffix(".png")
+    if picture == config.output:
+        raise SparkinferError(
+            f"{picture}: the curve is JSON, and its picture would have the same name; give -o"
+            " another ending"
+        )
     inputs = (config.model, config.profile, config.machine)
     for path in (config.output, picture):
         check_output(path, force=config.force, inputs=inputs)
@@ -105,30 +116,38 @@ def _gpu_lines(report: SolveReport) -> list[str]:
 
 
 def _speed_lines(report: SolveReport) -> list[str]:
+    """Without what says the same twice: a plan of the CPU alone, a GPU that is not there."""
     advice = report.advice
-    rows = [
-        ("this plan", report.objective_s, f"proven within {report.gap:.2%} of the best"),
-        ("the CPU alone", advice.cpu_only_s, "the same model with nothing on a GPU"),
-        (
-            "llama.cpp's layer split",
-            advice.layer_split_s,
-            f"dense, at best; {advice.layer_split_layers} of {report.num_layers} layers on GPUs",
-        ),
-        ("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth, no waiting"),
-    ]
+    rows = [("this plan", report.objective_s, f"{_gap_words(report.gap)} slower than the best")]
+    if sum(report.gpu_bytes.values()):
+        rows.append(("the CPU alone", advice.cpu_only_s, "the same model with nothing on a GPU"))
+    there = f"{advice.layer_split_layers} of {report.num_layers} layers"
+    there += " and the head" if advice.layer_split_has_head else ""
+    there = f"{there} on the GPU, no overlap" if advice.layer_split_layers else "all on the CPU"
+    rows.append(("llama.cpp's layer split", advice.layer_split_s, f"every weight read; {there}"))
+    rows.append(("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"))
     return [
         f"  {name:24} {1 / seconds:>9,.1f} tokens/s  ({meaning})" for name, seconds, meaning in rows
     ]
 
 
+def _gap_words(gap: float) -> str:
+    return "less than 0.01%" if gap < 1e-4 else f"at most {gap:.2%}"
+
+
 def _last_line(report: SolveReport) -> str:
     used, budget = sum(report.gpu_bytes.values()), sum(report.budgets)
+    host = sum(report.cpu_bytes.values())
+    where = (
+        f"{report.num_hot:,} of {report.num_neurons:,} neurons and {format_bytes(used)} of"
+        f" {format_bytes(budget)} on the GPU{'s' * (len(report.budgets) > 1)},"
+        f" {report.hot_traffic_share:.0%} of the feed-forward traffic"
+        if used
+        else f"everything on the CPU, {format_bytes(host)} of main memory"
+    )
     return (
-        f"wrote {report.output}: {report.num_hot:,} of {report.num_neurons:,} neurons and"
-        f" {format_bytes(used)} of {format_bytes(budget)} on the GPU,"
-        f" {report.hot_traffic_share:.0%} of the feed-forward traffic;"
-        f" {report.tokens_per_s:,.1f} tokens/s predicted, {report.status},"
-        f" gap {report.gap:.2%}, {report.solve_s:.1f} s"
+        f"wrote {report.output}: {where}; {report.tokens_per_s:,.1f} tokens/s predicted,"
+        f" {report.status}, gap {report.gap:.2%}, {report.solve_s:.1f} s"
     )
 
 

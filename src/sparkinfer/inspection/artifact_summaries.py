@@ -83,20 +83,49 @@ class PredictorsSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuShare:
+    """What a plan puts on one GPU; `layers` are those that call it home."""
+
+    budget_bytes: int
+    layers: tuple[int, ...]
+    num_dense: int
+    num_hot: int
+    has_head: bool
+
+    @classmethod
+    def of(cls, split: Split, gpu: int) -> "GpuShare":
+        home = split.home or (0,) * (len(split.hot) + 1)
+        layers = tuple(layer for layer in range(len(split.hot)) if home[layer] == gpu)
+        return cls(
+            budget_bytes=split.budgets[gpu],
+            layers=layers,
+            num_dense=sum(split.dense_on_gpu[layer] for layer in layers),
+            num_hot=sum(len(split.hot[layer]) for layer in layers),
+            has_head=split.head_on_gpu and home[-1] == gpu,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitSummary:
     kind: str = "split file"
     path: Path
     file_bytes: int
     model_id: str
+    profile_sha256: str  # "unknown" where the plan does not say
+    machine_sha256: str
     mode: PlanMode
     status: str
+    tokens_per_s: float  # predicted
     objective_s: float  # predicted seconds a token
     bound_s: float
     gap: float
     solve_s: float
-    vram_budget_bytes: int
+    vram_budget_bytes: int  # of all GPUs together
+    host_budget_bytes: int  # 0: not limited
+    gpus: tuple[GpuShare, ...]
     context_length: int
     head_on_gpu: bool
+    home: tuple[int, ...]  # the GPU of each layer and of the head; () where there is one
     dense_on_gpu: tuple[bool, ...]
     num_hot_L: tuple[int, ...]
     gpu_bytes: Items
@@ -109,15 +138,21 @@ class SplitSummary:
             path=path,
             file_bytes=path.stat().st_size,
             model_id=split.model_id,
+            profile_sha256=split.profile_sha256,
+            machine_sha256=split.machine_sha256,
             mode=split.mode,
             status=split.status,
+            tokens_per_s=1 / split.objective_s,
             objective_s=split.objective_s,
             bound_s=split.bound_s,
             gap=split.gap,
             solve_s=split.solve_s,
             vram_budget_bytes=split.vram_budget_bytes,
+            host_budget_bytes=split.host_budget_bytes,
+            gpus=tuple(GpuShare.of(split, gpu) for gpu in range(len(split.budgets))),
             context_length=split.context_length,
             head_on_gpu=split.head_on_gpu,
+            home=split.home,
             dense_on_gpu=split.dense_on_gpu,
             num_hot_L=tuple(len(ids) for ids in split.hot),
             gpu_bytes=split.gpu_bytes,

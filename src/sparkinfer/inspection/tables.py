@@ -48,7 +48,7 @@ def _tables(summary: Summary, all_tensors: bool) -> list[Table]:
         case PredictorsSummary():
             return [head, _predictor_layers(summary.predictor)]
         case SplitSummary():
-            return [head, _split_bytes(summary), _split_layers(summary)]
+            return [head, _split_gpus(summary), _split_bytes(summary), _split_layers(summary)]
         case MachineSummary():
             return [head, *_gpus(summary)]
 
@@ -211,19 +211,48 @@ def _differ(predictor: PredictorInfo) -> bool:
 
 def _split_facts(summary: SplitSummary) -> list[Row]:
     used, dense = sum(summary.gpu_bytes.values()), sum(summary.dense_on_gpu)
+    held, host = sum(summary.cpu_bytes.values()), summary.host_budget_bytes
+    workspace = summary.cpu_bytes["workspace"]
     return [
-        ("model id", summary.model_id),
+        ("made for model", summary.model_id),
+        ("made from profile", f"sha256 {summary.profile_sha256}"),
+        ("made from machine file", f"sha256 {summary.machine_sha256}"),
         ("mode", summary.mode),
+        ("context", f"{summary.context_length:,} tokens"),
         ("VRAM budget", f"{format_bytes(summary.vram_budget_bytes)}, used {format_bytes(used)}"),
-        ("context", f"{summary.context_length:,}"),
+        (
+            "main memory",
+            f"{format_bytes(host) if host else 'not limited'}, used {format_bytes(held)}",
+        ),
+        ("workspace", f"{format_bytes(workspace)} on every device that holds anything"),
         ("status", summary.status),
-        ("predicted", f"{summary.objective_s:.6g} s a token"),
+        (
+            "predicted",
+            f"{summary.tokens_per_s:,.1f} tokens/s ({summary.objective_s:.6g} s a token)",
+        ),
         ("bound", f"{summary.bound_s:.6g} s a token, gap {summary.gap:.2%}"),
         ("solved in", f"{summary.solve_s:.2f} s"),
         ("hot neurons", f"{sum(summary.num_hot_L):,}"),
-        ("dense blocks on the GPU", f"{dense} of {len(summary.dense_on_gpu)}"),
-        ("output head", "GPU" if summary.head_on_gpu else "CPU"),
+        ("dense blocks on GPUs", f"{dense} of {len(summary.dense_on_gpu)}"),
+        ("output head", _head_place(summary)),
     ]
+
+
+def _head_place(summary: SplitSummary) -> str:
+    if not summary.head_on_gpu:
+        return "CPU"
+    return f"GPU {summary.home[-1] if summary.home else 0}"
+
+
+def _split_gpus(summary: SplitSummary) -> Table:
+    """Which layers each GPU is home to: those between its first and its last."""
+    columns = ["GPU", "budget", "layers", "dense blocks", "hot neurons", "head"]
+    return _table("GPUs", columns, [
+        (number, format_bytes(gpu.budget_bytes),
+         f"{gpu.layers[0]} to {gpu.layers[-1]}" if gpu.layers else "none",
+         gpu.num_dense, f"{gpu.num_hot:,}", "here" if gpu.has_head else "")
+        for number, gpu in enumerate(summary.gpus)
+    ])  # fmt: skip
 
 
 def _split_bytes(summary: SplitSummary) -> Table:
@@ -234,12 +263,13 @@ def _split_bytes(summary: SplitSummary) -> Table:
     ]  # fmt: skip
     gpu, cpu = sum(summary.gpu_bytes.values()), sum(summary.cpu_bytes.values())
     rows.append(("all", f"{gpu:,}", format_bytes(gpu), f"{cpu:,}", format_bytes(cpu)))
-    return _table("bytes", ["", "GPU", "", "CPU", ""], rows)
+    return _table("bytes", ["", "GPUs" if summary.home else "GPU", "", "CPU", ""], rows)
 
 
 def _split_layers(summary: SplitSummary) -> Table:
-    return _table("layers", ["layer", "hot neurons", "dense block"], [
-        (layer, f"{num_hot:,}", "GPU" if is_on_gpu else "CPU")
+    home = summary.home or (0,) * (len(summary.num_hot_L) + 1)
+    return _table("layers", ["layer", "home", "hot neurons", "dense block"], [
+        (layer, f"GPU {home[layer]}", f"{num_hot:,}", f"GPU {home[layer]}" if is_on_gpu else "CPU")
         for layer, (num_hot, is_on_gpu) in enumerate(
             zip(summary.num_hot_L, summary.dense_on_gpu, strict=True))
     ])  # fmt: skip

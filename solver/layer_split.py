@@ -1,0 +1,112 @@
+"""What llama.cpp's layer split would take at the same budgets, in this machine's figures.
+
+What is taken to be so:
+
+- -ngl n puts the last n layers on the GPUs, each with its whole cache; n = L + 1 the head too.
+  The largest n that fits is the best, since nothing here is faster on the CPU. Several GPUs are
+  filled one after the other, in order.
+- On every GPU used lies a compute buffer of the size of our workspace. What the driver takes for
+  itself is counted for neither of us.
+- There is no sparsity and there are no predictors: a token reads every weight, and half of the
+  cache, in the types of this file; on the CPU at the rates of this machine's own products of whole
+  matrices, and with what a layer there costs beside its bytes.
+- Nothing overlaps: V / B_g + (W - V) / B_c, and the start of every kernel.
+- The hidden state is copied to each GPU used and from it once, and with a head there the logits.
+
+What this module does not know: what llama.cpp's own kernels reach. Letters: L layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sparkinfer.budget import (
+    FLOAT_BYTES,
+    head_bytes,
+    is_predictor,
+    kv_bytes_per_layer,
+    layer_tensors,
+)
+from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
+from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.problem import copy_seconds, head_launches_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSplit:
+    """Seconds a token, the layers on GPUs, and whether the head is there."""
+
+    seconds: float
+    num_layers: int
+    has_head: bool
+
+
+def layer_split(inputs: Inputs) -> LayerSplit:
+    """Of the largest -ngl that fits."""
+    num_layers = inputs.model.shape.num_layers
+    for first in range(num_layers + 1):
+        for has_head in (True, False) if first == 0 else (False,):
+            home = _homes(inputs, first, has_head)
+            if home is not None:
+                return LayerSplit(
+                    seconds=_seconds(inputs, first, home, has_head),
+                    num_layers=num_layers - first,
+                    has_head=has_head,
+                )
+    raise AssertionError("no layers on a GPU fit any budget")
+
+
+def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
+    """The GPU of each layer from `first` on, and of the head, by number; None where they do not
+    fit."""
+    model, homes = inputs.model, list[int]()
+    kv = kv_bytes_per_layer(model, inputs.context_length)
+    layers = range(first, model.shape.num_layers)
+    sizes = [kv + sum(e.num_bytes for e in _weights(inputs, layer)) for layer in layers]
+    sizes += [head_bytes(model)] * has_head
+    gpu, room = -1, -1
+    for size in sizes:
+        while size > room:
+            gpu += 1
+            if gpu == len(inputs.budgets):
+                return None
+            room = inputs.budgets[gpu] - inputs.workspace
+        homes.append(gpu)
+        room -= size
+    return homes
+
+
+def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
+    model, machine = inputs.model, inputs.machine
+    total = machine.costs.token_s.best + sum(_cpu_seconds(inputs, layer) for layer in range(first))
+    for layer, home in zip(range(first, model.shape.num_layers), homes, strict=False):
+        gpu = inputs.gpus[home]
+        read = kv_bytes_per_layer(model, inputs.context_length) / 2
+        read += sum(entry.num_bytes for entry in _weights(inputs, layer))
+        kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
+        total += read / (gpu.bandwidth_gb_per_s.best * 1e9) + kernels * gpu.launch_s.best
+    if has_head:
+        last = inputs.gpus[homes[-1]]
+        total += head_bytes(model) / (last.bandwidth_gb_per_s.best * 1e9)
+        total += head_launches_s(model, last)
+    else:
+        kind = model.tensors[model.head_name].kind
+        total += head_bytes(model) / machine.cpu_rate(kind, chosen=False)
+    hidden = FLOAT_BYTES * model.shape.width
+    return total + sum(2 * copy_seconds(inputs.gpus[home], hidden) for home in set(homes))
+
+
+def _cpu_seconds(inputs: Inputs, layer: int) -> float:
+    """Of a whole layer on the CPU."""
+    machine, costs = inputs.machine, inputs.machine.costs
+    kv_read = kv_bytes_per_layer(inputs.model, inputs.context_length) / 2
+    total = costs.layer_s[inputs.mode].best + kv_read / (costs.kv_gb_per_s.best * 1e9)
+    for entry in _weights(inputs, layer):
+        total += entry.num_bytes / machine.cpu_rate(entry.kind, chosen=False)
+    return total
+
+
+def _weights(inputs: Inputs, layer: int) -> Iterator[TensorEntry]:
+    """All of a layer but its predictor."""
+    for name, entry in layer_tensors(inputs.model, layer).items():
+        if not is_predictor(name):
+            yield entry

@@ -1,0 +1,29 @@
+"""How many kernels a token starts on a GPU: the one definition that plans are priced with.
+
+A step on a GPU is a captured graph, in which every kernel waits for the one before it and costs
+`Gpu.launch_s` beside its bytes. Counted are a product with each matrix, one norm each (it adds the
+residual as it reads), and what follows. What this module does not know: how long any of them takes.
+"""
+
+from sparkinfer.budget import is_dense, is_predictor, layer_tensors
+from sparkinfer.model_file import ModelFile
+
+# Keys are rotated and appended; attention over parts of the cache; the parts are joined.
+ATTENTION_KERNELS = 3
+# Gate and up rows with the activation; down rows; the sums of the parts.
+HOT_KERNELS = 3
+# Gate, up, activation with product, down: a layer that is run densely, as others do.
+DENSE_FFN_KERNELS = 4
+HEAD_KERNELS = 2  # the norm and the product
+
+
+def dense_kernels(model: ModelFile, layer: int, *, has_predictor: bool) -> int:
+    """Of a layer's dense block; `has_predictor` where the predictor is run too."""
+    count = ATTENTION_KERNELS
+    for name, entry in layer_tensors(model, layer).items():
+        is_matrix = len(entry.shape) == 2
+        if is_dense(name):
+            count += is_matrix or ("norm" in name and name.endswith(".weight"))
+        elif is_predictor(name):
+            count += is_matrix and has_predictor
+    return count
