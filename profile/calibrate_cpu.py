@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparkinfer.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
 from sparkinfer.gguf_file import TensorEntry, array_entry, row_bytes
-from sparkinfer.machine_file import CpuCosts, Figure
+from sparkinfer.machine_file import CHOSEN_SHARE, CpuCosts, Figure
 from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
 from sparkinfer.runtime.engine import Engine
@@ -35,7 +35,6 @@ from sparkinfer.split_file import PlanMode
 
 CPU = torch.device("cpu")
 ROW_VALUES = 4096
-CHOSEN_SHARE = 0.1
 FEW, MANY = 2, 10
 STEPS = 20
 CONTEXT = 64

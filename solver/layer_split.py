@@ -90,7 +90,7 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
         total += head_launches_s(model, last)
     else:
         kind = model.tensors[model.head_name].kind
-        total += head_bytes(model) / machine.cpu_rate(kind, chosen=False)
+        total += head_bytes(model) / machine.cpu_rate(kind)
     hidden = FLOAT_BYTES * model.shape.width
     return total + sum(2 * copy_seconds(inputs.gpus[home], hidden) for home in set(homes))
 
@@ -101,7 +101,7 @@ def _cpu_seconds(inputs: Inputs, layer: int) -> float:
     kv_read = kv_bytes_per_layer(inputs.model, inputs.context_length) / 2
     total = costs.layer_s[inputs.mode].best + kv_read / (costs.kv_gb_per_s.best * 1e9)
     for entry in _weights(inputs, layer):
-        total += entry.num_bytes / machine.cpu_rate(entry.kind, chosen=False)
+        total += entry.num_bytes / machine.cpu_rate(entry.kind)
     return total
 
 

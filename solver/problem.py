@@ -14,9 +14,10 @@ bytes / B_g, and the start of every kernel (`kernel_counts`) in a dense block an
 `launch` is that of all kernels of a layer's hot neurons. A visit is a run of consecutive dense
 blocks on the GPU, the head being the last block: the embedding row comes from the CPU and the
 logits go there, so the hidden state is copied to the GPU where a run begins and back where it ends.
-On the CPU every matrix is read at the rate that the runtime's own products reach for its type (all
-rows, or chosen ones), the KV cache at that of attention, and a dense block there adds layer_s,
-which the runtime takes for a layer of no bytes; token_s is the same for a token of no layers.
+On the CPU every matrix is read at the rate that the runtime reaches for its type and the share of
+its rows that a token needs (in the mean over the layer's neurons, wherever they are placed), the KV
+cache at that of attention, and a dense block there adds layer_s, which the runtime takes for a layer
+of no bytes; token_s is the same for a token of no layers.
 B_c_l is what these rates give for all touched bytes of a layer's neurons together.
 
 hot_l and cold_l are the bytes that a token is expected to touch of the neurons on either side; a
@@ -212,7 +213,8 @@ def build_problem(
     down_LF = frequency_LF * np.array([s.down_row for s in sizes])[:, None]
     touched_LF = gate_LF + up_LF + down_LF
     parts = [part_LF.sum(axis=1) for part_LF in (gate_LF, up_LF, down_LF)]
-    cpu_s_L = _neuron_seconds(model, machine, mode, *parts)
+    share_2L = np.stack([named_LF.mean(axis=1), frequency_LF.mean(axis=1)])
+    cpu_s_L = _neuron_seconds(model, machine, share_2L, *parts)
     touched_L = touched_LF.sum(axis=1)
     none_s_L = np.full(shape.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
     cpu_s_per_byte_L = np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0)
@@ -220,7 +222,7 @@ def build_problem(
     launch_s = HOT_KERNELS * gpu.launch_s.best
     num_too_few_L = (saved_LF <= launch_s + gpu.round_trip_s.best).sum(axis=1)
     head = head_bytes(model)
-    head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind, chosen=False)
+    head_cpu_s = head / machine.cpu_rate(model.tensors[model.head_name].kind)
     token_s = machine.costs.token_s.best
     return Problem(
         order_LF=order_LF,
@@ -265,21 +267,23 @@ def _dense_launches(model: ModelFile, mode: PlanMode) -> np.ndarray:
 def _neuron_seconds(
     model: ModelFile,
     machine: Machine,
-    mode: PlanMode,
+    share_2L: np.ndarray,
     gate_L: np.ndarray,
     up_L: np.ndarray,
     down_L: np.ndarray,
 ) -> np.ndarray:
-    """CPU seconds of these touched bytes, f64 [L]: exact mode reads every gate, in a row."""
+    """CPU seconds of these touched bytes, f64 [L]; `share_2L` of the neurons have their gates, and
+    the rest of their rows, read."""
     seconds = []
     for layer in range(model.shape.num_layers):
         tensors = layer_tensors(model, layer)
         gate_kind = tensors[f"{model.gate_name}.weight"].kind
         down = tensors.get("ffn_down_t.weight")
-        gate = gate_L[layer] / machine.cpu_rate(gate_kind, chosen=mode == "predicted")
-        up = up_L[layer] / machine.cpu_rate(tensors["ffn_up.weight"].kind, chosen=True)
         down_kind = transposed_kind(model) if down is None else down.kind
-        seconds.append(gate + up + down_L[layer] / machine.cpu_rate(down_kind, chosen=True))
+        named, fired = share_2L[:, layer].tolist()
+        gate = gate_L[layer] / machine.cpu_rate(gate_kind, density=named)
+        up = up_L[layer] / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=fired)
+        seconds.append(gate + up + down_L[layer] / machine.cpu_rate(down_kind, density=fired))
     return np.array(seconds)
 
 
@@ -292,7 +296,7 @@ def _dense_cpu_seconds(
         total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9) + machine.costs.layer_s[mode].best
         for name, entry in layer_tensors(model, layer).items():
             if is_dense(name) or (mode == "predicted" and is_predictor(name)):
-                total += entry.num_bytes / machine.cpu_rate(entry.kind, chosen=False)
+                total += entry.num_bytes / machine.cpu_rate(entry.kind)
         seconds.append(total)
     return np.array(seconds)
 

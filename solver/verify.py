@@ -66,7 +66,7 @@ def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: M
         total += HEAD_KERNELS * machine.gpus[home[-1]].launch_s.best
     else:
         kind = model.tensors[model.head_name].kind
-        total += head_bytes(model) / machine.cpu_rate(kind, chosen=False)
+        total += head_bytes(model) / machine.cpu_rate(kind)
     for layer, ids in enumerate(split.hot):
         touched_F, cpu_s_F = _neurons(split, model, profile, machine, layer)
         is_hot_F = np.zeros(len(touched_F), bool)
@@ -124,7 +124,7 @@ def _dense_seconds(
     total = machine.costs.layer_s[split.mode].best
     total += kv_read / (1e9 * machine.costs.kv_gb_per_s.best)
     for entry in read.values():
-        total += entry.num_bytes / machine.cpu_rate(entry.kind, chosen=False)
+        total += entry.num_bytes / machine.cpu_rate(entry.kind)
     return total
 
 
@@ -140,10 +140,11 @@ def _neurons(
     down_kind = transposed_kind(model) if down is None else down.kind
     gate_kind = tensors[f"{model.gate_name}.weight"].kind
     seconds = gate_F.sum() * sizes.gate_row
-    seconds /= machine.cpu_rate(gate_kind, chosen=split.mode == "predicted")
+    seconds /= machine.cpu_rate(gate_kind, density=gate_F.mean())
     up_kind = tensors["ffn_up.weight"].kind
-    seconds += fired_F.sum() * sizes.up_row / machine.cpu_rate(up_kind, chosen=True)
-    seconds += fired_F.sum() * sizes.down_row / machine.cpu_rate(down_kind, chosen=True)
+    fired = fired_F.mean()
+    seconds += fired_F.sum() * sizes.up_row / machine.cpu_rate(up_kind, density=fired)
+    seconds += fired_F.sum() * sizes.down_row / machine.cpu_rate(down_kind, density=fired)
     total = touched_F.sum()
     return touched_F, touched_F * (seconds / total if total > 0 else 0.0)
 

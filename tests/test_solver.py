@@ -1,6 +1,7 @@
 """The solver against brute force, hand-solved cases and its own refusals."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -112,10 +113,15 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
         g * sizes.gate_row + a * (sizes.up_row + sizes.down_row)
         for g, a in zip(gate, fired, strict=True)
     ]
-    chosen_rate = costs.chosen_rows_gb_per_s["f32"].best * 1e9
-    gate_rate = chosen_rate if mode == "predicted" else cpu_rate
+    all_s = 1e-9 / costs.all_rows_gb_per_s["f32"].best
+    tenth_s = 1e-9 / costs.chosen_rows_gb_per_s["f32"].best
+
+    def byte_s(density):  # from all rows to a tenth of them, by the logarithm of the share
+        return all_s + (tenth_s - all_s) * min(1.0, max(0.0, -math.log10(density or 0.1)))
+
+    gate_s, rest_s = byte_s(sum(gate) / len(gate)), byte_s(sum(fired) / len(fired))
     all_cold_s = sum(
-        g * sizes.gate_row / gate_rate + a * (sizes.up_row + sizes.down_row) / chosen_rate
+        g * sizes.gate_row * gate_s + a * (sizes.up_row + sizes.down_row) * rest_s
         for g, a in zip(gate, fired, strict=True)
     )
     cold_rate = sum(touched) / all_cold_s if sum(touched) else cpu_rate

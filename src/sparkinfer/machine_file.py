@@ -3,6 +3,7 @@
 Specified in docs/formats.md. What this module does not know: how to measure."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,11 +15,13 @@ from sparkinfer.json_file import read_object
 from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.machine"
-VERSION = 3
+VERSION = 4
 # No quantity of a machine is outside, and what is computed from those inside is finite.
 LEAST, MOST = 1e-18, 1e18
 # Half of the rounds differ by more than this share of their median: something else was running.
 DOUBTFUL_SPREAD = 0.25
+# Of the rows, where chosen ones are measured.
+CHOSEN_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,8 @@ class Gpu:
 class CpuCosts:
     """What the runtime itself reaches with all threads: what plans are priced with.
 
-    Rates in GB/s by type of the matrix: of all its rows in turn, and of chosen ones. `kv_gb_per_s`
+    Rates in GB/s by type of the matrix: of all its rows in turn, and of CHOSEN_SHARE of them.
+    `kv_gb_per_s`
     is the cache's while one token attends to it. `layer_s` (by mode) and `token_s` are what a
     layer and a token take where there are next to no bytes to read."""
 
@@ -112,15 +116,21 @@ class Machine:
     gpus: tuple[Gpu, ...]
     versions: dict[str, str]
 
-    def cpu_rate(self, kind: str, *, chosen: bool) -> float:
-        """Bytes a second of a matrix of this type. Raises SparkinferError where not measured."""
+    def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
+        """Bytes a second of a matrix of this type of which that share of the rows is read.
+
+        Between all rows and CHOSEN_SHARE of them, the seconds of a byte go with the logarithm of
+        the share; below it they stay. Raises SparkinferError where not measured."""
         costs = self.costs
-        rates = costs.chosen_rows_gb_per_s if chosen else costs.all_rows_gb_per_s
-        if kind not in rates:
-            raise SparkinferError(
-                f"the machine file has no rate for matrices of {kind}; run sparkinfer calibrate"
-            )
-        return rates[kind].best * 1e9
+        for rates in (costs.all_rows_gb_per_s, costs.chosen_rows_gb_per_s):
+            if kind not in rates:
+                raise SparkinferError(
+                    f"the machine file has no rate for matrices of {kind}; run sparkinfer calibrate"
+                )
+        all_s = 1e-9 / costs.all_rows_gb_per_s[kind].best
+        chosen_s = 1e-9 / costs.chosen_rows_gb_per_s[kind].best
+        way = math.log(min(1.0, max(density, CHOSEN_SHARE))) / math.log(CHOSEN_SHARE)
+        return 1 / (all_s + way * (chosen_s - all_s))
 
     @property
     def costs(self) -> CpuCosts:

@@ -1,0 +1,131 @@
+"""A block of neurons in one native call: against float64 and the ordinary path, for chosen bits."""
+
+import ctypes
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from models import make_model, make_shape
+from reference import rel_error
+
+from sparkinfer import Engine
+from sparkinfer.runtime.feed_forward import FeedForward, Gate
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.native_neurons import NativeNeurons, pack_bits
+from sparkinfer.runtime.native_structs import NotNative
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+BOUNDS = {"f32": 1e-5, "q8_0": 1e-3, "q4_0": 1e-3}
+F, D = 77, 64  # no whole number of words
+
+
+def layer_of(tmp_path, kind="f32", activation="relu", is_resident=True, mode="predicted"):
+    shape = make_shape(width=D, num_neurons=F)
+    model = make_model(shape=shape, kind=kind, activation=activation, predictor_rank=8)
+    model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    with Engine.load(model.path, mode=mode, is_resident=is_resident) as engine:
+        return engine.layers[0].ffn
+
+
+def reference(ffn: FeedForward, x_D, named_F):
+    """float64, from the unpacked rows, neuron by neuron."""
+    (block,) = ffn.blocks
+    rows = torch.arange(len(block.id_N))
+    gate, up, down = (
+        m.rows(rows).double() for m in (block.gate.weight, block.up.weight, block.down)
+    )
+    activated, fires = ffn.gate.act(gate @ x_D.double(), is_dense=False)
+    hidden = ffn.gate.hidden(activated, up @ x_D.double())
+    return (hidden * fires * named_F) @ down
+
+
+@pytest.mark.parametrize("is_resident", [True, False])
+@pytest.mark.parametrize(
+    "kind, activation", [*product(BOUNDS, ["relu"]), *product(["f32"], ACTIVATIONS)]
+)
+def test_named_neurons_add_what_they_should(tmp_path, kind, activation, is_resident):
+    ffn = layer_of(tmp_path, kind, activation, is_resident)
+    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "predicted", F)
+    generator = torch.Generator().manual_seed(0)
+    for share in (0.0, 0.03, 0.4, 1.0):
+        x_D = torch.randn(D, generator=generator)
+        named_F = torch.rand(F, generator=generator) < share
+        neurons.x_D.copy_(x_D)
+        neurons.named_W.copy_(pack_bits(named_F))
+        before = neurons.bytes_read
+        neurons.run()
+        want = reference(ffn, x_D, named_F)
+        if not want.any():
+            assert not neurons.y_D.any()
+        else:
+            assert rel_error(neurons.y_D, want) < BOUNDS[kind]
+        row = ffn.blocks[0].down.row_bytes
+        assert (
+            int(named_F.sum()) * row <= neurons.bytes_read - before <= 3 * int(named_F.sum()) * row
+        )
+
+
+def test_without_bits_every_neuron_is_a_candidate(tmp_path):
+    ffn = layer_of(tmp_path, mode="exact")
+    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", F)
+    neurons.x_D.copy_(torch.linspace(-1, 1, D))
+    neurons.run()
+    want = reference(ffn, neurons.x_D, torch.ones(F))
+    assert neurons.named_W is None and rel_error(neurons.y_D, want) < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)])
+def test_the_measure_rejects_wrong_results(tmp_path, wrong):
+    ffn = layer_of(tmp_path)
+    x_D = torch.linspace(-1, 1, D)
+    want = reference(ffn, x_D, torch.ones(F))
+    assert rel_error(wrong(want.float()), want) > 0.1
+
+
+def test_bits_are_packed_by_number():
+    for length in (1, 31, 32, 33, 64, 77):
+        named_F = torch.rand(length, generator=torch.Generator().manual_seed(length)) < 0.5
+        words = pack_bits(named_F)
+        assert words.dtype == torch.int32 and len(words) == -(-length // 32)
+        got = [(int(words[j // 32]) >> (j % 32)) & 1 for j in range(length)]
+        assert got == named_F.int().tolist()
+
+
+def test_other_bits_of_the_layer_do_not_matter(tmp_path):
+    """A block that holds every third neuron looks at those bits only."""
+    ffn = layer_of(tmp_path)
+    (block,) = ffn.blocks
+    ids = torch.arange(0, F, 3)
+    part = dataclasses.replace(block, id_N=ids, row_N=ids, is_whole=False)
+    neurons = NativeNeurons.of(part, ffn.gate, "predicted", F)
+    x_D = torch.linspace(-1, 1, D)
+    neurons.x_D.copy_(x_D)
+    neurons.named_W.copy_(pack_bits(torch.ones(F, dtype=torch.bool)))
+    neurons.run()
+    is_in = torch.zeros(F).index_fill_(0, ids, 1.0)
+    assert rel_error(neurons.y_D, reference(ffn, x_D, is_in)) < 1e-5
+
+
+def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
+    ffn = layer_of(tmp_path)
+    down = dataclasses.replace(ffn.blocks[0].down, width=32)
+    block = dataclasses.replace(ffn.blocks[0], down=down)
+    with pytest.raises(NotNative, match="do not fit"):
+        NativeNeurons.of(block, ffn.gate, "predicted", F)
+    with pytest.raises(NotNative, match="do not fit"):  # ids beyond the layer
+        NativeNeurons.of(
+            dataclasses.replace(ffn.blocks[0], is_whole=False), ffn.gate, "predicted", F - 1
+        )
+
+
+def test_the_node_is_a_function_and_its_argument(tmp_path):
+    ffn = layer_of(tmp_path, mode="exact")
+    neurons = NativeNeurons.of(ffn.blocks[0], Gate(activation="relu", threshold=0.0), "exact", F)
+    neurons.x_D.fill_(0.5)
+    function, argument = neurons.node
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+    want = reference(ffn, neurons.x_D, torch.ones(F))
+    assert rel_error(neurons.y_D, want) < 1e-5
