@@ -343,7 +343,7 @@ def test_the_pipeline_by_its_commands(tmp_path, random_model):
     assert 0 < sum(gpu_bytes.values()) <= int(half.removesuffix("B"))
     assert gpu_bytes["neurons"] < whole["neurons"]
     made = {"base.gguf", "p.safetensors", "p.report.json", "p.report.md", "pred", "m.gguf",
-            "machine.json", "m.split.gguf"}  # fmt: skip
+            "card.json", "machine.json", "m.split.gguf"}  # fmt: skip
     assert {p.name for p in tmp_path.iterdir()} == made
     again = command(*steps[5], cwd=tmp_path)
     assert again.stdout.startswith("the quick")
