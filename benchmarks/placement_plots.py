@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
         answer = find_plan(pipeline, time_limit_s=10)
         assert answer is not None
         split = split_of(answer, pipeline, placed, solve_s=0.0)
-        draw_heat_map(split, inputs.profile, "7B shape, f16,", folder / f"{name}.png")
+        draw_heat_map(split, inputs.profile, "7B shape, f16", folder / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from sparkinfer.files import partial_file
 from sparkinfer.profile_file import Profile
@@ -26,25 +26,28 @@ BLUE, GREY, ORANGE, RED = "#2d6fc8", "#777f8a", "#d98a1f", "#c8452d"
 
 def plot_sweep(found: Sweep, path: Path) -> None:
     """Tokens a second of the plan, the layer split and the limit over the budget."""
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(8, 5.4), layout="constrained")
     axes = figure.add_subplot()
     budget = [point.budget_bytes / GIB for point in found.points]
     curves = [
-        ("limit of this machine for the plan's bytes", "limit_s", GREY, ":"),
-        ("this plan", "objective_s", BLUE, "-"),
-        ("llama.cpp's layer split (dense), at best", "layer_split_s", ORANGE, "--"),
+        ("limit: the plan's bytes at full bandwidth, both sides at once", "limit_s", GREY, ":"),
+        ("sparkinfer's plan", "objective_s", BLUE, "-"),
+        ("llama.cpp's layer split: whole layers, every weight read", "layer_split_s", ORANGE, "--"),
     ]
     for label, field, colour, style in curves:
         speed = [1 / getattr(point, field) for point in found.points]
         axes.plot(budget, speed, style, color=colour, label=label, marker="o", markersize=3)
-    axes.axhline(1 / found.cpu_only_s, color=RED, linewidth=0.8, label="the CPU alone")
+    axes.axhline(
+        1 / found.cpu_only_s, color=RED, linewidth=0.8, label="sparkinfer on the CPU alone"
+    )
     if budget[0] < found.fits_from_bytes / GIB < budget[-1]:
         axes.axvline(
             found.fits_from_bytes / GIB, color="black", linewidth=0.8, linestyle=(0, (1, 3)),
             label=f"everything fits from {found.fits_from_bytes / GIB:.1f} GiB on",
         )  # fmt: skip
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=budget[-1] > 4))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda speed, _: f"{speed:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("GPU memory granted (GiB)")
@@ -55,7 +58,7 @@ def plot_sweep(found: Sweep, path: Path) -> None:
         fontsize=10,
     )
     axes.grid(True, which="both", linewidth=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     _save(figure, path)
 
 
@@ -70,27 +73,43 @@ def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
     dense_L = np.where(split.dense_on_gpu, home_L + 1, 0)
-    figure = Figure(figsize=(9, max(3.2, min(9.0, 1.6 + 0.14 * num_layers))), layout="constrained")
-    blocks, ranks = figure.subplots(1, 2, width_ratios=(1, 18), sharey=True)
+    height = max(3.6, min(9.0, 2.0 + 0.14 * num_layers))
+    figure = Figure(figsize=(9, height), layout="constrained")
+    blocks, ranks, firings = figure.subplots(1, 3, width_ratios=(1, 14, 4), sharey=True)
     colours = ListedColormap([CPU_COLOUR, *GPU_COLOURS[:num_gpus]])
     limits = {"cmap": colours, "vmin": -0.5, "vmax": num_gpus + 0.5, "interpolation": "nearest"}
     blocks.imshow(dense_L[:, None], aspect="auto", **limits)
-    ranks.imshow(device_LR, aspect="auto", extent=(0, 100, num_layers - 0.5, -0.5), **limits)
+    blocks.set_title("dense\nblock", fontsize=9)
     blocks.set_xticks([])
-    blocks.set_xlabel("dense\nblock")
     blocks.set_ylabel("layer")
+    ranks.imshow(device_LR, aspect="auto", extent=(0, 100, num_layers - 0.5, -0.5), **limits)
+    ranks.set_title("neurons, by place", fontsize=9)
     ranks.set_xlabel("neurons of the layer, hottest first (%)")
-    names = ["CPU", *(f"GPU {number}" for number in range(num_gpus))]
-    handles = [Patch(color=colours(number), label=name) for number, name in enumerate(names)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8)
+    share_L = firings_on_gpu(split, profile)
+    bars = [colours(int(home) + 1) for home in home_L]
+    firings.barh(np.arange(num_layers), np.full(num_layers, 100), height=1, color=CPU_COLOUR)
+    firings.barh(np.arange(num_layers), 100 * share_L, height=1, color=bars)
+    firings.set_title("firings, by place", fontsize=9)
+    firings.set_xlabel("of the layer's firings (%)")
+    firings.set_xlim(0, 100)
+    names = ["on the CPU"]
+    names += [f"on GPU {k} ({limit / GIB:.3g} GiB)" for k, limit in enumerate(split.budgets)]
+    handles = [Patch(color=colours(number), label=label) for number, label in enumerate(names)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=9)
     head = f"GPU {split.home[-1] if split.home else 0}" if split.head_on_gpu else "the CPU"
-    budgets = " + ".join(f"{limit / GIB:.2f} GiB" for limit in split.budgets)
     figure.suptitle(
-        f"{name} in {budgets}: {1 / split.objective_s:,.1f} tokens/s predicted;"
-        f" output head on {head}",
+        f"{name}: {1 / split.objective_s:,.1f} tokens/s predicted; output head on {head}\n"
+        "(a dense block is attention, norms, predictor and KV cache of a layer)",
         fontsize=10,
     )
     _save(figure, path)
+
+
+def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
+    """Share of a layer's firings that are of hot neurons, f64 [L]; 0 where nothing fires."""
+    count_LF = profile.active_count_LF
+    hot_L = np.array([row_F[ids].sum() for row_F, ids in zip(count_LF, split.hot, strict=True)])
+    return hot_L / np.maximum(1, count_LF.sum(axis=1))
 
 
 def device_of_ranks(split: Split, profile: Profile) -> np.ndarray:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from sparkinfer.budget import plan_bytes
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
+from sparkinfer.machine_file import Figure, Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile.collect import profile
@@ -308,12 +310,16 @@ def command(*args, cwd=None, **env):
 def test_the_pipeline_by_its_commands(tmp_path, random_model):
     """Every stage as a user types it; --json gives one object on stdout."""
     text = random_model / "text.txt"
+    # So small a model pays for itself only on a card that starts kernels in no time.
+    card, soon = Machine.load(RTX), Figure(best=1e-7)
+    gpu = replace(card.gpus[0], launch_s=soon, copy_latency_s=soon, round_trip_s=soon)
+    replace(card, gpus=(gpu,)).save(tmp_path / "card.json")
     steps = [
         ("convert", random_model / "hf", "-o", "base.gguf", "--outtype", "q8_0"),
         ("profile", "base.gguf", "--corpus", text, "-o", "p.safetensors", "--tokens", 4000,
          "--train-predictors", "pred", "--predictor-rank", 16),
         ("convert", "base.gguf", "-o", "m.gguf", "--predictors", "pred"),
-        ("calibrate", "-o", "machine.json", "--gpu-from", RTX),
+        ("calibrate", "-o", "machine.json", "--gpu-from", "card.json"),
         ("solve", "m.gguf", "--profile", "p.safetensors", "--machine", "machine.json", "-vb",
          "HALF", "-o", "m.split.gguf"),
         ("generate", "m.gguf", "-spif-ms", "m.split.gguf", "-p", "the quick", "-n", 5, "--temp", 0),
@@ -337,7 +343,7 @@ def test_the_pipeline_by_its_commands(tmp_path, random_model):
     assert 0 < sum(gpu_bytes.values()) <= int(half.removesuffix("B"))
     assert gpu_bytes["neurons"] < whole["neurons"]
     made = {"base.gguf", "p.safetensors", "p.report.json", "p.report.md", "pred", "m.gguf",
-            "machine.json", "m.split.gguf"}  # fmt: skip
+            "card.json", "machine.json", "m.split.gguf"}  # fmt: skip
     assert {p.name for p in tmp_path.iterdir()} == made
     again = command(*steps[5], cwd=tmp_path)
     assert again.stdout.startswith("the quick")

@@ -23,7 +23,7 @@ from sparkinfer.solver.advice import helps_from
 from sparkinfer.solver.inputs import Inputs
 from sparkinfer.solver.layer_split import layer_split
 from sparkinfer.solver.optimise import find_plan
-from sparkinfer.solver.plots import device_of_ranks
+from sparkinfer.solver.plots import device_of_ranks, firings_on_gpu
 from sparkinfer.solver.problem import build_problem
 from sparkinfer.split_file import Split
 
@@ -292,3 +292,6 @@ def test_the_heat_map_colours_what_the_plan_says(folder):
     for layer, ids in enumerate(split.hot):
         order = np.argsort(-profile.active_count_LF[layer], kind="stable")
         assert device_LR[layer].tolist() == np.isin(order, ids).astype(int).tolist()
+        counts = profile.active_count_LF[layer]
+        share = sum(counts[j] for j in ids.tolist()) / sum(counts.tolist())
+        assert firings_on_gpu(split, profile)[layer] == pytest.approx(share)
