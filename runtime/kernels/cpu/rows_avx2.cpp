@@ -124,6 +124,9 @@ inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const 
     });
 }
 
+#include "k_quants.h"
+#include "k_quants_x86.h"
+#include "k_quants_avx2.h"
 #include "rows_template.h"
 
 }  // namespace

@@ -146,6 +146,9 @@ inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const 
     return sum(_mm512_add_ps(sum0, sum1));
 }
 
+#include "k_quants.h"
+#include "k_quants_x86.h"
+#include "k_quants_avx512.h"
 #include "rows_template.h"
 
 }  // namespace

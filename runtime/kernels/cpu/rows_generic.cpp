@@ -94,6 +94,8 @@ inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const 
     return sum;
 }
 
+#include "k_quants.h"
+#include "k_quants_generic.h"
 #include "rows_template.h"
 
 }  // namespace

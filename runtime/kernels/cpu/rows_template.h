@@ -13,6 +13,7 @@
 //   dot_q8(row, n, x, next)        a row of n blocks times what quantise() packed; `next` is the
 //                                row to ask for meanwhile
 //   dot_q4(row, n, x, next)        the same
+// and what k_quants_template.h wants.
 
 constexpr int VECTORS = BLOCK / LANES;
 
@@ -89,6 +90,8 @@ inline const uint8_t* row_of(const uint8_t* weight, int64_t row_bytes, const int
 inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<const uint8_t*>(p)); }
 inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_t*>(p), v); }
 
+#include "k_quants_template.h"
+
 template <class Format>
 inline Floats add_block(Floats sum, const uint8_t* block, const float* x) {
     Floats w[VECTORS];
@@ -138,8 +141,8 @@ void dot_rows(const uint8_t* weight, int64_t row_bytes, int64_t D, const Input& 
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
-inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                     float* y, int64_t d0, int64_t d1) {
+inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
+                           float* y, int64_t d0, int64_t d1) {
     constexpr int64_t EVERY = Format::BLOCK_BYTES < 32 ? 2 : 1;  // blocks, at most a cache line
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
@@ -163,6 +166,15 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         for (; d < d1; ++d)
             for (int r = 0; r < ROWS; ++r)
                 y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
+}
+
+template <class Format, int ROWS>
+inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
+                     float* y, int64_t d0, int64_t d1) {
+    if constexpr (IS_SUPER<Format>)
+        add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1);
+    else
+        add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1);
 }
 
 template <class Format>
@@ -214,9 +226,10 @@ float exp_sum(float* x, int64_t n, float shift) {
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
-    {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>},
+    {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>, dot_rows<Q4_K>,
+     dot_rows<Q5_K>, dot_rows<Q6_K>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
-     accumulate_rows<Q4_0>},
-    {nullptr, nullptr, nullptr, quantise, quantise_q4},
+     accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>},
+    {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise, quantise, quantise},
     exp_sum,
 };
