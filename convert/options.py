@@ -6,8 +6,17 @@ from typing import Literal, get_args
 
 from sparkinfer.architecture import Activation, Layout
 from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import KINDS
 
 Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+
+
+def check_outtype(kind: str, what: str) -> None:
+    """Raises SparkinferError, about `what`, for a type that no tensor can be written in."""
+    if kind in get_args(Outtype):
+        return
+    why = "is only copied from a GGUF that has it" if kind in KINDS else "is unknown"
+    raise SparkinferError(f"{what}: {kind!r} {why}; wanted one of {', '.join(get_args(Outtype))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +43,8 @@ class ConvertConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.outtype is not None and self.outtype not in get_args(Outtype):
-            raise SparkinferError(
-                f"outtype {self.outtype!r} is unknown; known: {', '.join(get_args(Outtype))}"
-            )
+        if self.outtype is not None:
+            check_outtype(self.outtype, "outtype")
         if self.layout not in get_args(Layout):
             raise SparkinferError(
                 f"layout {self.layout!r} is unknown; known: {', '.join(get_args(Layout))}"
@@ -81,7 +88,7 @@ class ConvertReport:
     model_id: str
     num_tensors: int
     num_bytes: int
-    outtype: Outtype
+    outtype: str  # of KINDS: what the matrices were asked to be, or mostly are
     layout: Layout
     activation: Activation
     has_predictors: bool

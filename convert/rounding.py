@@ -18,9 +18,11 @@ ERRORS = {
     "bf16": 2.0**-8,
     "q8_0": 0.5 / 127 + 2.0**-11,
     "q4_0": 1 / 8 + 2.0**-11,
+    **dict.fromkeys(("q4_k", "q5_k", "q6_k"), 0.0),  # only ever copied
 }
 # f16 has steps of 2^-24 near zero, and so has the scale of a block: up to 127 of them a value.
-TINY = {"f32": 0.0, "f16": 2.0**-24, "bf16": 1e-38, "q8_0": 127 * 2.0**-24, "q4_0": 8 * 2.0**-24}
+TINY = {"f32": 0.0, "f16": 2.0**-24, "bf16": 1e-38, "q8_0": 127 * 2.0**-24, "q4_0": 8 * 2.0**-24,
+        "q4_k": 0.0, "q5_k": 0.0, "q6_k": 0.0}  # fmt: skip
 
 
 def restore(entry: TensorEntry, want: np.ndarray, name: str) -> np.ndarray:

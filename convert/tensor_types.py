@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES
 
 from sparkinfer.convert.encode import kind_for
+from sparkinfer.convert.options import check_outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
-from sparkinfer.model_file import KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,9 @@ class TensorTypes:
     def __post_init__(self) -> None:
         for text in self.overrides:
             name, _, kind = text.rpartition("=")
-            if not name or kind not in KINDS:
-                raise SparkinferError(
-                    f"tensor type {text!r}; wanted NAME=TYPE with a type of {', '.join(KINDS)}"
-                )
+            if not name:
+                raise SparkinferError(f"tensor type {text!r}; wanted NAME=TYPE")
+            check_outtype(kind, f"tensor type {text!r}")
             try:
                 re.compile(name)
             except re.error as error:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 
 from sparkinfer.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
-from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.gguf_file import TensorEntry, array_entry, row_bytes, type_of
 from sparkinfer.machine_file import CpuCosts, Figure
 from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
@@ -36,8 +37,9 @@ CONTEXT = 64
 CACHE_STEPS = 8
 # Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
 CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
-# Bytes of 32 values, in the memory of another type: bits do not matter to the speed, denormals do.
-BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
+# The upper bytes of the f16 numbers in a block: they get those of one. Bits do not matter to the
+# speed, denormals do.
+UPPER_BYTES = {"q8_0": (1,), "q4_0": (1,), "q4_k": (1, 3), "q5_k": (1, 3), "q6_k": (209,)}
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -125,14 +127,15 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
 
 
 def _matrix(kind: str, num_bytes: int) -> Matrix:
-    """Ones, or blocks with a scale of one."""
+    """Ones, or blocks with scales of one."""
     if kind in FLOATS:
         dtype = FLOATS[kind]
         data = torch.ones(num_bytes // (dtype.itemsize * ROW_VALUES), ROW_VALUES, dtype=dtype)
     else:
-        row_bytes = ROW_VALUES // 32 * BLOCK_BYTES[kind]
-        data = torch.ones(num_bytes // row_bytes, row_bytes, dtype=torch.uint8)
-        data.view(-1, BLOCK_BYTES[kind])[:, 1] = 0x3C
+        size = row_bytes(ROW_VALUES, kind)
+        data = torch.ones(num_bytes // size, size, dtype=torch.uint8)
+        for at in UPPER_BYTES[kind]:
+            data.view(-1, GGML_QUANT_SIZES[type_of(kind)][1])[:, at] = 0x3C
     return Matrix(data=data, kind=kind, width=ROW_VALUES)
 
 

@@ -164,7 +164,7 @@ def test_the_exact_text_of_a_small_file(tmp_path):
         2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)})  # fmt: skip
     machine.save(tmp_path / "m")
     assert json.loads((tmp_path / "m").read_text()) == {
-        "format": "sparkinfer.machine", "version": 3, "cpu_name": "synthetic CPU",
+        "format": "sparkinfer.machine", "version": 4, "cpu_name": "synthetic CPU",
         "num_threads": 2, "memory_bytes": 64 << 30, "free_bytes": 64 << 30,
         "cpu_bandwidth_gb_per_s": {
             "2": {"best": 20.0, "quartiles": [17.5, 18.0, 19.0], "rounds": 7}},
@@ -184,7 +184,8 @@ def test_the_exact_text_of_a_small_file(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda c: c.update(version=1), "version 1, this program reads 3"),
+        (lambda c: c.update(version=1), "version 1, this program reads 4"),
+        (lambda c: c.update(version=3), "version 3, this program reads 4"),
         (lambda c: c.update(format="x"), "format 'x'"),
         (lambda c: c.pop("cpu_sum_gb_per_s"), "'cpu_sum_gb_per_s' is unknown or missing"),
         (lambda c: c["cpu_bandwidth_gb_per_s"].update({"1": 3.0}), "gb_per_s.1 is 3.0, wanted an object"),

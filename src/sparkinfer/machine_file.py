@@ -14,7 +14,7 @@ from sparkinfer.json_file import read_object
 from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.machine"
-VERSION = 3
+VERSION = 4  # 4: rates of the K-quants
 # Half of the rounds differ by more than this share of their median: something else was running.
 DOUBTFUL_SPREAD = 0.25
 

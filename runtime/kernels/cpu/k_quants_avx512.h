@@ -60,8 +60,8 @@ inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     }
 }
 
-// What a block's products are multiplied with, and what is taken off: d*s times the scale of x in the lower half
-// of the vector, m*t times the sum of x in the upper.
+// What a block's products are multiplied with, and what is taken off: d*s times the scale of x in
+// the lower half of the vector, m*t times the sum of x in the upper.
 inline __m512 factors_with_x(const uint8_t* block, const SuperScales& x) {
     const __m512i halves = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m512 scales =

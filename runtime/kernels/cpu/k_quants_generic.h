@@ -1,8 +1,8 @@
 // The K-quants for rows_generic.cpp; see k_quants_template.h.
 
-// Eight 6-bit scales and minima from the 12 bytes of a q4_K or q5_K block, times c: the first four
-// of each lie in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with
-// their upper two bits in the top of bytes 0-3 and 4-7.
+// Eight 6-bit scales and minima from the 12 bytes of a q4_K or q5_K block: the first four of each
+// lie in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with their
+// upper two bits in the top of bytes 0-3 and 4-7.
 inline void factors_with_minima(const uint8_t* block, float c, float* factor, float* minimum) {
     const float d = c * f16_to_float(block), m = c * f16_to_float(block + 2);
     const uint8_t* p = block + 4;

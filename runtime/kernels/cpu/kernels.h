@@ -28,7 +28,7 @@ inline int64_t block_values(int32_t kind) {
 
 enum Status : int32_t {
     STATUS_OK,
-    STATUS_BAD_ARGUMENT,        // unknown kind, a size that cannot be, D no whole blocks of the kind
+    STATUS_BAD_ARGUMENT,        // unknown kind, a size that cannot be, D that is no whole blocks
     STATUS_INDEX_OUT_OF_RANGE,  // an index below 0 or not below num_rows; nothing was written
     STATUS_UNKNOWN_LEVEL,       // this build has no such instruction set
     STATUS_UNUSABLE_LEVEL,      // it has, but this processor or its operating system has not
