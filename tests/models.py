@@ -116,7 +116,9 @@ def _random_entry(
     if kind in ("f32", "f16") or "ffn_pred" in name:
         return array_entry(values, "f32" if "ffn_pred" in name else kind)
     if kind in BLOCK_BYTES:
-        data = random_rows(kind, *shape, scale=shape[-1] ** -0.5, seed=int(random.integers(1 << 30)))
+        data = random_rows(
+            kind, *shape, scale=shape[-1] ** -0.5, seed=int(random.integers(1 << 30))
+        )
     else:
         data = quants.quantize(values, type_of(kind))
     return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
