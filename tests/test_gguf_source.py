@@ -280,7 +280,7 @@ def test_tensor_types(silu, stock, tmp_path):
         assert kinds["blk.1.attn_norm.weight"] == "f32"
         assert rel_error(logits(tmp_path / "m.gguf"), transformers_logits(silu)) < 0.5
     for wrong, words in {
-        "ffn": "wanted NAME=TYPE", "ffn=q9": "wanted NAME=TYPE", "=f32": "wanted NAME=TYPE",
+        "ffn": "wanted NAME=TYPE", "ffn=q9": "'q9' is unknown", "=f32": "wanted NAME=TYPE",
         "(=f32": "no regular expression", "ffm_up=f32": "no tensor has such a name",
     }.items():  # fmt: skip
         with pytest.raises(SparkinferError, match=words):
