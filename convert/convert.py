@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import LlamaFileType
+from gguf import GGML_QUANT_SIZES, LlamaFileType
 
 from sparkinfer.architecture import Activation, Architecture, optional_layer_shapes
 from sparkinfer.convert import gguf_source, tensors
@@ -27,7 +27,7 @@ from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
-from sparkinfer.gguf_file import Value
+from sparkinfer.gguf_file import Value, type_of
 from sparkinfer.model_file import ModelFile
 from sparkinfer.thresholds import with_thresholds
 from sparkinfer.written import Restored, Written
@@ -38,6 +38,9 @@ FILE_TYPES = {
     "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
+    "q5_k": LlamaFileType.MOSTLY_Q5_K_S,
+    "q6_k": LlamaFileType.MOSTLY_Q6_K,
 }
 
 
@@ -199,7 +202,8 @@ def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
     if fallen:
         notes.append(
             f"{len(fallen)} of {len(matrices)} matrices are f16, because their rows are no whole"
-            f" {types.outtype} blocks of 32: {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
+            f" {types.outtype} blocks of {GGML_QUANT_SIZES[type_of(types.outtype)][0]}:"
+            f" {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
         )
     if model.is_tied and plan.is_tied is None:
         notes.append("no output head in the checkpoint: the embedding matrix is used for it")

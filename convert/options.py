@@ -6,17 +6,15 @@ from typing import Literal, get_args
 
 from sparkinfer.architecture import Activation, Layout
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import KINDS
 
-Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
 
 
 def check_outtype(kind: str, what: str) -> None:
     """Raises SparkinferError, about `what`, for a type that no tensor can be written in."""
-    if kind in get_args(Outtype):
-        return
-    why = "is only copied from a GGUF that has it" if kind in KINDS else "is unknown"
-    raise SparkinferError(f"{what}: {kind!r} {why}; wanted one of {', '.join(get_args(Outtype))}")
+    known = get_args(Outtype)
+    if kind not in known:
+        raise SparkinferError(f"{what}: {kind!r} is unknown; known: {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,10 +48,11 @@ class TensorTypes:
         kind = self.override(name) if len(shape) > 1 else None
         if kind is None:
             return kind_for(shape, self.outtype)
-        if shape[-1] % GGML_QUANT_SIZES[type_of(kind)][0]:
+        block = GGML_QUANT_SIZES[type_of(kind)][0]
+        if shape[-1] % block:
             raise SparkinferError(
                 f"tensor type {kind} for {name}: rows of {shape[-1]} values are no whole blocks"
-                " of 32; leave it out for this tensor"
+                f" of {block}; leave it out for this tensor"
             )
         return kind
 

@@ -83,6 +83,8 @@ def quantize(source: str, target: str, kind: str) -> dict:
         "q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
         "q4_k_m": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
         "q5_k_m": llama.LLAMA_FTYPE_MOSTLY_Q5_K_M,
+        "q4_k": llama.LLAMA_FTYPE_MOSTLY_Q4_K_S,
+        "q5_k": llama.LLAMA_FTYPE_MOSTLY_Q5_K_S,
         "q6_k": llama.LLAMA_FTYPE_MOSTLY_Q6_K,
     }[kind]
     params.pure, params.nthread = not kind.endswith("_m"), 1
