@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
 
 import gguf
 import numpy as np
-from gguf import LlamaFileType
+from gguf import GGML_QUANT_SIZES, LlamaFileType
 
 from sparkinfer.architecture import Activation, Architecture, optional_layer_shapes
 from sparkinfer.convert import gguf_source, tensors
@@ -28,7 +27,7 @@ from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
-from sparkinfer.gguf_file import Value
+from sparkinfer.gguf_file import Value, type_of
 from sparkinfer.model_file import ModelFile
 from sparkinfer.thresholds import with_thresholds
 from sparkinfer.written import Restored, Written
@@ -39,6 +38,9 @@ FILE_TYPES = {
     "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
     "q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
+    "q5_k": LlamaFileType.MOSTLY_Q5_K_S,
+    "q6_k": LlamaFileType.MOSTLY_Q6_K,
 }
 
 
@@ -47,7 +49,7 @@ class Draft:
     """A model file that is planned but not written."""
 
     model: ModelFile
-    outtype: Outtype
+    outtype: str  # see ConvertReport
     source: Path  # the folder or file that was read
     restored: Callable[[ModelFile], Iterator[Restored]]  # see written.Written
     notes: tuple[str, ...] = ()
@@ -200,7 +202,8 @@ def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
     if fallen:
         notes.append(
             f"{len(fallen)} of {len(matrices)} matrices are f16, because their rows are no whole"
-            f" {types.outtype} blocks of 32: {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
+            f" {types.outtype} blocks of {GGML_QUANT_SIZES[type_of(types.outtype)][0]}:"
+            f" {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
         )
     if model.is_tied and plan.is_tied is None:
         notes.append("no output head in the checkpoint: the embedding matrix is used for it")
@@ -228,11 +231,9 @@ def _from_model_file(config: ConvertConfig) -> Draft:
     )
 
 
-def _outtype_of(model: ModelFile) -> Outtype:
+def _outtype_of(model: ModelFile) -> str:
     """By the file's own word; for files that others made, the type of the first projection."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
     first = model.tensors["blk.0.ffn_up.weight"].kind
-    name = names.get(int(number), first) if isinstance(number, np.integer) else first
-    assert name in get_args(Outtype), name
-    return cast(Outtype, name)
+    return names.get(int(number), first) if isinstance(number, np.integer) else first

@@ -14,7 +14,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
 # The smallest magnitude that becomes infinite: where rounding leaves the type, and for blocks
-# where their f16 scale (the largest magnitude over 127 or 8) does.
+# where their f16 scale (the largest magnitude over 127 or 8) does. Of K-quants the scale of a scale
+# or minimum does, which is over 63 and fitted; half of that is on the safe side.
 F16_LIMIT = 65520.0
 LIMITS = {
     "f32": math.inf,
@@ -22,6 +23,7 @@ LIMITS = {
     "bf16": float.fromhex("0x1.FFp127"),
     "q8_0": 127 * F16_LIMIT,
     "q4_0": 8 * F16_LIMIT,
+    **dict.fromkeys(("q4_k", "q5_k", "q6_k"), 32 * F16_LIMIT),
 }
 DTYPES = {"f32": np.float32, "f16": np.float16}
 
@@ -43,7 +45,7 @@ def encode(
     `rows` are the numbers of the rows to take, in their order; None means all. A transposed view
     is read in place. `name` says in a refusal which tensor, and of which file, and `wider` which
     outtype would hold what `kind` does not. Raises SparkinferError for NaN and infinite values,
-    and for values that `kind` cannot hold. The bytes are those of gguf.quants."""
+    and for values that `kind` cannot hold. The bytes are those of gguf.quants and of ggml."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
     encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, LIMITS[kind], rows=rows)

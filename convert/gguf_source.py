@@ -26,6 +26,8 @@ from sparkinfer.written import Restored
 
 FLOATS = ("f32", "f16", "bf16")
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite, or no number
+# Where a block has its f16 numbers, if not in its first two bytes.
+HALVES = {"q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210)}
 DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
 
@@ -137,13 +139,14 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
 
 
 def _is_finite(data: np.ndarray, kind: str) -> bool:
-    """Of values as they are stored; a block is finite if its scale is, the f16 it begins with."""
+    """Of values as they are stored; a block is finite if its f16 numbers are."""
     if kind in ("f32", "f16"):
         return bool(np.isfinite(data).all())
     if kind == "bf16":
         return bool(((data.view(np.uint16) & BF16_EXPONENT) != BF16_EXPONENT).all())
     blocks = data.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])
-    return bool(np.isfinite(np.ascontiguousarray(blocks[:, :2]).view(np.float16)).all())
+    places = HALVES.get(kind, slice(0, 2))
+    return bool(np.isfinite(np.ascontiguousarray(blocks[:, places]).view(np.float16)).all())
 
 
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:

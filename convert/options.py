@@ -7,7 +7,14 @@ from typing import Literal, get_args
 from sparkinfer.architecture import Activation, Layout
 from sparkinfer.errors import SparkinferError
 
-Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
+
+
+def check_outtype(kind: str, what: str) -> None:
+    """Raises SparkinferError, about `what`, for a type that no tensor can be written in."""
+    known = get_args(Outtype)
+    if kind not in known:
+        raise SparkinferError(f"{what}: {kind!r} is unknown; known: {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +41,8 @@ class ConvertConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.outtype is not None and self.outtype not in get_args(Outtype):
-            raise SparkinferError(
-                f"outtype {self.outtype!r} is unknown; known: {', '.join(get_args(Outtype))}"
-            )
+        if self.outtype is not None:
+            check_outtype(self.outtype, "outtype")
         if self.layout not in get_args(Layout):
             raise SparkinferError(
                 f"layout {self.layout!r} is unknown; known: {', '.join(get_args(Layout))}"
@@ -81,7 +86,7 @@ class ConvertReport:
     model_id: str
     num_tensors: int
     num_bytes: int
-    outtype: Outtype
+    outtype: str  # of KINDS: what the matrices were asked to be, or mostly are
     layout: Layout
     activation: Activation
     has_predictors: bool

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES
 
 from sparkinfer.convert.encode import kind_for
+from sparkinfer.convert.options import check_outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
-from sparkinfer.model_file import KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,9 @@ class TensorTypes:
     def __post_init__(self) -> None:
         for text in self.overrides:
             name, _, kind = text.rpartition("=")
-            if not name or kind not in KINDS:
-                raise SparkinferError(
-                    f"tensor type {text!r}; wanted NAME=TYPE with a type of {', '.join(KINDS)}"
-                )
+            if not name:
+                raise SparkinferError(f"tensor type {text!r}; wanted NAME=TYPE")
+            check_outtype(kind, f"tensor type {text!r}")
             try:
                 re.compile(name)
             except re.error as error:
@@ -49,10 +48,11 @@ class TensorTypes:
         kind = self.override(name) if len(shape) > 1 else None
         if kind is None:
             return kind_for(shape, self.outtype)
-        if shape[-1] % GGML_QUANT_SIZES[type_of(kind)][0]:
+        block = GGML_QUANT_SIZES[type_of(kind)][0]
+        if shape[-1] % block:
             raise SparkinferError(
                 f"tensor type {kind} for {name}: rows of {shape[-1]} values are no whole blocks"
-                " of 32; leave it out for this tensor"
+                f" of {block}; leave it out for this tensor"
             )
         return kind
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from sparkinfer.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
-from sparkinfer.gguf_file import TensorEntry, array_entry, row_bytes
+from sparkinfer.gguf_file import TensorEntry, array_entry, row_bytes, type_of
 from sparkinfer.machine_file import CHOSEN_SHARE, CpuCosts, Figure
 from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
@@ -41,8 +42,9 @@ CONTEXT = 64
 CACHE_STEPS = 8
 # Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
 CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
-# Bytes of 32 values, in the memory of another type: bits do not matter to the speed, denormals do.
-BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
+# The upper bytes of the f16 numbers in a block: they get those of one. Bits do not matter to the
+# speed, denormals do.
+UPPER_BYTES = {"q8_0": (1,), "q4_0": (1,), "q4_k": (1, 3), "q5_k": (1, 3), "q6_k": (209,)}
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -170,7 +172,8 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
         raw = (data.view(torch.uint8) if kind == "bf16" else data).numpy()
     else:
         raw = np.ones((count, size), np.uint8)
-        raw.reshape(-1, BLOCK_BYTES[kind])[:, 1] = 0x3C
+        for at in UPPER_BYTES[kind]:
+            raw.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])[:, at] = 0x3C
     return TensorEntry(shape=(count, ROW_VALUES), kind=kind, read_rows=lambda a, b: raw[a:b])
 
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from sparkinfer.budget import UNPACK_TILE_BYTES
-from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.gguf_file import TensorEntry, type_of
+from sparkinfer.runtime import k_quants
 from sparkinfer.runtime.kernels.cpu import library
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -30,8 +32,9 @@ def unpack(data: Tensor, kind: str) -> Tensor:
         scale, values = data[..., : 2 * count], data[..., 2 * count :]
         values = _from_nibbles(values.unflatten(-1, (-1, 16)))
         return (values * scale.contiguous().view(torch.float16).float()[..., None]).flatten(-2)
-    size = {"q8_0": 34, "q4_0": 18}[kind]
-    blocks = data.unflatten(-1, (-1, size))
+    blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
+    if kind in k_quants.KINDS:
+        return k_quants.unpack_blocks(blocks, kind).flatten(-2)
     scale = blocks[..., :2].contiguous().view(torch.float16).float()
     if kind == "q8_0":
         values = blocks[..., 2:].contiguous().view(torch.int8).float()

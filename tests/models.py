@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import quants
+from k_quants import BLOCK_BYTES, random_rows
 
 from sparkinfer.architecture import (
     ARCHITECTURES,
@@ -63,7 +64,7 @@ def make_model(
 ) -> ModelFile:
     """A sparse model file in memory; `.save(path)` puts it on disk.
 
-    Matrices are of `kind` (f32, f16 or q8_0) and norms of f32. With `predictor_rank` every layer
+    Matrices are of `kind` and norms of f32; for K-quants the shape must have widths of 256. With `predictor_rank` every layer
     gets a predictor of that rank, in f32 so that any rank will do. Weights are scaled so that
     activations neither grow nor vanish."""
     shape = shape or make_shape()
@@ -114,7 +115,12 @@ def _random_entry(
     values = (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
     if kind in ("f32", "f16") or "ffn_pred" in name:
         return array_entry(values, "f32" if "ffn_pred" in name else kind)
-    data = quants.quantize(values, type_of(kind))
+    if kind in BLOCK_BYTES:
+        data = random_rows(
+            kind, *shape, scale=shape[-1] ** -0.5, seed=int(random.integers(1 << 30))
+        )
+    else:
+        data = quants.quantize(values, type_of(kind))
     return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 

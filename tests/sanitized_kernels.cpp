@@ -45,8 +45,12 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
         return data;
     }
     for (int64_t i = 0; i < size; ++i) data[i] = static_cast<uint8_t>(next() >> 24);
-    const int64_t stride = kind == KIND_Q8_0 ? 34 : kind == KIND_Q4_0 ? 18 : 2;
-    for (int64_t i = 0; i < size; i += stride) data[i + 1] = kind == KIND_BF16 ? 0x3d : 0x20;
+    const int64_t values = block_values(kind), stride = row_bytes_of(kind, values);
+    const bool has_minima = kind == KIND_Q4_K || kind == KIND_Q5_K;
+    for (uint8_t* block = data; block < data + size; block += stride) {
+        (kind == KIND_Q6_K ? block + 208 : block)[1] = kind == KIND_BF16 ? 0x3d : 0x20;
+        if (has_minima) block[3] = 0x20;
+    }
     return data;
 }
 
@@ -75,7 +79,9 @@ SparkNorm norm(int64_t n, bool is_layer_norm) {
 }
 
 bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
-    const int64_t D = 96, F = 65, H = 4, K = 2, W = 24, C = 9, V = 33;
+    const bool is_wide = block_values(kind) > 32;
+    const int64_t D = is_wide ? 256 : 96, W = is_wide ? 64 : 24;
+    const int64_t F = 65, H = 4, K = 2, C = 9, V = 33;
     SparkLayer layer = {};
     layer.attn_norm = norm(D, !is_gated), layer.ffn_norm = norm(D, !is_gated);
     layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
@@ -89,7 +95,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     if (is_gated) block.up = matrix(kind, F, D, true);
     block.num_neurons = F;
     layer.block = &block, layer.num_blocks = 1;
-    double frequency[W / 2];
+    double frequency[32];
     for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
     SparkStep step = {};
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
@@ -112,14 +118,14 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
 
 bool level() {
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
-        const bool has_blocks = kind >= KIND_Q8_0;
-        for (int64_t D : {1, 15, 31, 32, 33, 63, 64, 65, 96, 100, 128, 160})
+        const int64_t values = block_values(kind);
+        for (int64_t D : {1, 15, 31, 32, 33, 63, 64, 65, 96, 100, 128, 160, 256, 512, 768})
             for (int64_t A : {1, 2, 3, 4, 5, 9})
-                if ((!has_blocks || D % 32 == 0) && !kernels_at(kind, D, A)) return false;
+                if (D % values == 0 && !kernels_at(kind, D, A)) return false;
         for (int32_t mode : {MODE_DENSE, MODE_EXACT, MODE_PREDICTED})
             for (bool is_gated : {false, true})
-                for (int64_t rank : {0, 32, 64})
-                    if (!steps(kind, mode, is_gated, rank)) return false;
+                for (int64_t rank : {0, 32, 64, 256})
+                    if (rank % values == 0 && !steps(kind, mode, is_gated, rank)) return false;
         all.clear();
     }
     return true;

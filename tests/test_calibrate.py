@@ -185,6 +185,7 @@ def test_the_exact_text_of_a_small_file(tmp_path):
     "change, message",
     [
         (lambda c: c.update(version=1), "version 1, this program reads 4"),
+        (lambda c: c.update(version=3), "version 3, this program reads 4"),
         (lambda c: c.update(format="x"), "format 'x'"),
         (lambda c: c.pop("cpu_sum_gb_per_s"), "'cpu_sum_gb_per_s' is unknown or missing"),
         (lambda c: c["cpu_bandwidth_gb_per_s"].update({"1": 3.0}), "gb_per_s.1 is 3.0, wanted an object"),

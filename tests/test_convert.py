@@ -41,7 +41,7 @@ from sparkinfer.gguf_file import type_of
 from sparkinfer.model_file import Layout, ModelFile, PredictorInfo, compute_model_id
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
-OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # K-quants: test_gguf_source, test_encoder
 EMBEDDING = "model.embed_tokens.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
 # By the model file's name within a layer, the checkpoint's.

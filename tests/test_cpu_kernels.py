@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from k_quants import BLOCK_BYTES, F16_AT, random_rows
 from torch import Tensor
 
 from sparkinfer.runtime.kernels.cpu import library
@@ -26,12 +27,17 @@ QUANT_TYPES = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
     "q4_0_planar": gguf.GGMLQuantizationType.Q4_0,
+    "q4_k": gguf.GGMLQuantizationType.Q4_K,
+    "q5_k": gguf.GGMLQuantizationType.Q5_K,
+    "q6_k": gguf.GGMLQuantizationType.Q6_K,
 }
+SMALL_BLOCKS = ["q8_0", "q4_0", "q4_0_planar"]
 KINDS = [*FLOAT_DTYPES, *QUANT_TYPES]
 LEVELS = library.usable_levels() if library.is_available() else []
 SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
-SIZES += [(kind, D) for kind in QUANT_TYPES for D in (32, 64, 96, 128, 160, 256)]
+SIZES += [(kind, D) for kind in SMALL_BLOCKS for D in (32, 64, 96, 128, 160, 256)]
 SIZES += [("q4_0_planar", D) for D in (480, 512, 544, 2048)]
+SIZES += [(kind, D) for kind in BLOCK_BYTES for D in (256, 512, 768)]
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 
@@ -84,6 +90,8 @@ def matrix(kind: str, F: int, D: int, seed: int = 0) -> Matrix:
     dense_FD = torch.randn(F, D, generator=torch.Generator().manual_seed(seed))
     if kind in FLOAT_DTYPES:
         weight = dense_FD.to(FLOAT_DTYPES[kind])
+    elif kind in BLOCK_BYTES:
+        weight = torch.from_numpy(random_rows(kind, F, D, 1.0, seed))
     else:
         weight = torch.from_numpy(gguf.quants.quantize(dense_FD.numpy(), QUANT_TYPES[kind]))
         weight = planar(weight) if kind == "q4_0_planar" else weight
@@ -120,17 +128,36 @@ def as_taken(kind: str, x_D: Tensor) -> Tensor:
     return torch.from_numpy(value_NB.astype(np.float64) * scale_N1.astype(np.float64)).flatten()
 
 
+def magnitudes_of(W: "Matrix") -> Tensor:
+    """|weight| as it is really added, float64 [F, D]: q4_0's nibbles count from 0 in dot_rows, and 8
+    times the sum of x is taken off again; so it is with the minima of q4_k and q5_k."""
+    magnitudes_FD = W.exact_FD.abs()
+    if W.kind.startswith("q4_0"):
+        weight = W.weight if W.kind == "q4_0" else interleaved(W.weight)
+        bits = weight.reshape(len(weight), -1, 18)[..., :2].contiguous().view(torch.float16)
+        magnitudes_FD = magnitudes_FD + 16 * bits.double().abs().expand(-1, -1, 32).flatten(1)
+    elif W.kind in ("q4_k", "q5_k"):
+        zeros = W.weight.reshape(len(W.weight), -1, BLOCK_BYTES[W.kind]).clone()
+        zeros[..., 16:] = 0  # the quants; what is left is minus the minimum
+        minimum_FD = dequantised(W.kind, zeros.flatten(1))
+        magnitudes_FD = (W.exact_FD - minimum_FD).abs() + minimum_FD.abs()
+    return magnitudes_FD
+
+
 def dot_terms(W: "Matrix", x_D: Tensor, index_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The products that dot_rows sums, and the magnitudes of what it really adds: q4_0's nibbles
-    count from 0 there, and 8 times the sum of x is taken off again."""
+    """The products that dot_rows sums, and the magnitudes of what it really adds."""
     taken_D = as_taken(W.kind, x_D)
-    terms_AD = taken(W.exact_FD, index_A) * taken_D
-    if not W.kind.startswith("q4_0"):
-        return terms_AD, terms_AD.abs()
-    weight = W.weight if W.kind == "q4_0" else interleaved(W.weight)
-    bits = weight.reshape(len(weight), -1, 18)[..., :2].contiguous().view(torch.float16)
-    scale_FD = bits.double().abs().expand(-1, -1, 32).flatten(1)
-    return terms_AD, terms_AD.abs() + 16 * taken(scale_FD, index_A) * taken_D.abs()
+    magnitudes_AD = taken(magnitudes_of(W), index_A) * taken_D.abs()
+    return taken(W.exact_FD, index_A) * taken_D, magnitudes_AD
+
+
+def accumulate_terms(
+    W: "Matrix", c_A: Tensor, index_A: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same of accumulate_rows, [D, A]."""
+    c_A1 = c_A.double()[:, None]
+    magnitudes_AD = taken(magnitudes_of(W), index_A) * c_A1.abs()
+    return (taken(W.exact_FD, index_A) * c_A1).T, magnitudes_AD.T
 
 
 def is_right(got: Tensor, terms: Tensor, magnitudes: Tensor | None = None) -> bool:
@@ -160,19 +187,19 @@ def test_dot_rows(level, kind, D, F):
 def test_accumulate_rows(level, kind, D, F):
     W = matrix(kind, F, D)
     for index_A in indices(F):
-        rows_AD = taken(W.exact_FD, index_A)
-        c_A = vector(len(rows_AD))
+        c_A = vector(len(taken(W.exact_FD, index_A)))
         y_D = library.accumulate_rows(W.weight, kind, c_A, index_A)
         assert y_D.dtype == torch.float32 and y_D.shape == (D,)
-        assert is_right(y_D, (rows_AD * c_A.double()[:, None]).T)
+        assert is_right(y_D, *accumulate_terms(W, c_A, index_A))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_may_lie_apart(level, kind):
     """Rows of three matrices side by side, as a neuron's gate, up and down."""
-    matrices = [matrix(kind, 9, 96, seed) for seed in range(3)]
+    D = 256 if kind in BLOCK_BYTES else 96
+    matrices = [matrix(kind, 9, D, seed) for seed in range(3)]
     whole = torch.cat([W.weight for W in matrices], dim=1)
-    x_D, c_F, width = vector(96), vector(9), matrices[0].weight.shape[1]
+    x_D, c_F, width = vector(D), vector(9), matrices[0].weight.shape[1]
     for number, W in enumerate(matrices):
         apart = whole[:, number * width : (number + 1) * width]
         for index_A in indices(9):
@@ -185,7 +212,7 @@ def test_rows_may_lie_apart(level, kind):
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "q4_0_planar"])
 def test_packed_rows_are_the_chosen_ones(kind):
-    W = matrix(kind, 300, 544)
+    W = matrix(kind, 300, 512 if kind in BLOCK_BYTES else 544)
     raw = W.weight.view(torch.uint8) if kind in FLOAT_DTYPES else W.weight
     want = planar(raw) if kind == "q4_0" else raw
     for index_A in indices(300):
@@ -208,7 +235,8 @@ def test_the_measure_rejects_wrong_results(kind, wrong):
     W, x_D, c_F = matrix(kind, 64, 256), vector(256), vector(64)
     y_F, y_D = library.dot_rows(W.weight, kind, x_D), library.accumulate_rows(W.weight, kind, c_F)
     assert is_right(y_F, *dot_terms(W, x_D)) and not is_right(wrong(y_F), *dot_terms(W, x_D))
-    assert not is_right(wrong(y_D), (W.exact_FD * c_F.double()[:, None]).T)
+    assert is_right(y_D, *accumulate_terms(W, c_F))
+    assert not is_right(wrong(y_D), *accumulate_terms(W, c_F))
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
@@ -222,7 +250,7 @@ def test_every_half_precision_number_is_unpacked_exactly(level, kind):
     assert torch.equal(y_A.nan_to_num(nan=0.5), weight[0].float().nan_to_num(nan=0.5))
 
 
-@pytest.mark.parametrize("kind", QUANT_TYPES)
+@pytest.mark.parametrize("kind", SMALL_BLOCKS)
 def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
     """All 63,488 finite scales, each with other random quants."""
     bits = np.arange(2**16, dtype=np.uint16)
@@ -235,7 +263,56 @@ def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
     assert torch.equal(y_D.double(), dequantised(kind, weight)[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_BYTES)
+def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
+    """All finite f16 numbers, each with other random bits."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    numbers = bits[np.isfinite(bits.view(np.float16))]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (len(numbers), BLOCK_BYTES[kind]), dtype=np.uint8)
+    for at in F16_AT[kind]:
+        blocks[:, at : at + 2] = random.permutation(numbers)[:, None].view(np.uint8)
+    weight = torch.from_numpy(blocks.reshape(1, -1))
+    y_D = library.accumulate_rows(weight, kind, torch.ones(1))
+    assert torch.equal(y_D.double(), dequantised(kind, weight)[0])
+
+
+def k_quant_by_hand(kind: str) -> tuple[bytes, Tensor]:
+    """A block whose parts p of 32 have scale p + 1 and minimum p, with quants that count up in low
+    nibbles and down in high ones, and what it holds, f32 [256]."""
+    one, half = b"\x00\x3c", b"\x00\x38"
+    count = torch.arange(32)
+    low, high = count % 16, 15 - count % 16
+    nibbles = [*(low | high << 4)] * 4
+    part = torch.arange(8)[:, None]
+    if kind == "q6_k":
+        # The upper bits of a part are its place in its half of the block, 0 to 3.
+        upper, scales = [0b11_10_01_00] * 64, [p + 1 for p in range(8) for _ in range(2)]
+        nibble = torch.stack([low, low, high, high, low, low, high, high])
+        values = (part + 1) * (nibble + 16 * (part % 4) - 32)
+        return bytes([*nibbles, *upper, *scales]) + half, 0.5 * values.flatten().float()
+    numbers = [1, 2, 3, 4, 0, 1, 2, 3, *(p + 1 | p << 4 for p in range(4, 8))]
+    fifth = [0b11001010] * 32 if kind == "q5_k" else []
+    quants = torch.stack([low, high] * 4)
+    if fifth:
+        quants += 16 * (0b11001010 >> part & 1)
+    values = (part + 1) * quants - 0.5 * part
+    return one + half + bytes([*numbers, *fifth, *nibbles]), values.flatten().float()
+
+
+@pytest.mark.parametrize("kind", BLOCK_BYTES)
+def test_the_layout_of_k_quants_is_that_of_gguf(level, kind):
+    data, want_D = k_quant_by_hand(kind)
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)[None]
+    assert torch.equal(library.accumulate_rows(row, kind, torch.ones(1)), want_D)
+    for d in range(0, 256, 5):
+        x_D = torch.zeros(256)
+        x_D[d] = 1
+        got = library.dot_rows(row, kind, x_D).item()
+        assert abs(got - want_D[d].item()) <= 200 * EPS  # of what is added and taken off
+
+
+@pytest.mark.parametrize("kind", [*FLOAT_DTYPES, *SMALL_BLOCKS])
 def test_the_layout_is_that_of_gguf(level, kind):
     """The bytes of one row by hand: 0, 1, ... 31 in floats, -8 ... 7 twice in q4_0."""
     nibbles = bytes(i | i << 4 for i in range(16))
@@ -280,7 +357,7 @@ def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads)
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
     assert is_right(seen[0][0], *dot_terms(W, x_D))
-    assert is_right(seen[0][2], (W.exact_FD * c_F.double()[:, None]).T)
+    assert is_right(seen[0][2], *accumulate_terms(W, c_F))
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 1025, 2**40])
@@ -313,7 +390,7 @@ def test_an_index_out_of_range_is_refused(row):
 @pytest.mark.parametrize("kind", QUANT_TYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_does_not_vanish_in_the_quantised_vector(level, kind, bad):
-    W, x_D = matrix(kind, 5, 96), vector(96)
+    W, x_D = matrix(kind, 5, 256), vector(256)
     x_D[40] = bad
     assert library.dot_rows(W.weight, kind, x_D).isnan().all()
 
@@ -343,6 +420,8 @@ GOOD = {"weight": torch.ones(8, 64), "kind": "f32", "index_A": torch.arange(8, d
         ({"kind": "q8_0", "weight": torch.ones(8, 68, dtype=torch.int8)}, "q8_0 weight"),
         ({"kind": "q8_0", "weight": torch.ones(8, 67, dtype=torch.uint8)}, "34-byte blocks"),
         ({"kind": "q4_0", "weight": torch.ones(8, 34, dtype=torch.uint8)}, "18-byte blocks"),
+        ({"kind": "q4_k", "weight": torch.ones(8, 72, dtype=torch.uint8)}, "144-byte blocks"),
+        ({"kind": "q6_k", "weight": torch.ones(8, 144, dtype=torch.uint8)}, "210-byte blocks"),
         ({"vector": torch.ones(8, 8)}, "x_D|coefficient_A"),
         ({"vector": torch.ones(65)}, "x_D|coefficient_A"),
         ({"vector": torch.ones(64).double()}, "x_D|coefficient_A"),
@@ -362,11 +441,12 @@ def test_wrong_arguments_are_refused(bad, match):
         library.accumulate_rows(weight, kind, bad.get("vector", torch.ones(8)), index_A)
 
 
-def test_columns_that_fill_no_block_are_refused_by_the_library_too():
-    lib, y = library._built(), torch.zeros(1)
-    weight, x = torch.zeros(1, 64, dtype=torch.uint8), torch.zeros(33)
-    arguments = weight.data_ptr(), 64, 1, 33, x.data_ptr(), None, 1, y.data_ptr()
-    for code in (3, 4, 5, 99, -1):  # 33 columns: no whole blocks, or no such kind
+@pytest.mark.parametrize("columns, codes", [(33, (3, 4, 8, 99, -1)), (224, (5, 6, 7)), (0, (99,))])
+def test_columns_that_fill_no_block_are_refused_by_the_library_too(columns, codes):
+    lib, y = library._built(), torch.zeros(columns + 1)
+    weight, x = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(columns)
+    arguments = weight.data_ptr(), 256, 1, columns, x.data_ptr(), None, 1, y.data_ptr()
+    for code in codes:  # no whole blocks, or no such kind
         assert lib.spark_dot_rows(code, *arguments) == library._BAD_ARGUMENT
         assert lib.spark_accumulate_rows(code, *arguments) == library._BAD_ARGUMENT
 

@@ -1,9 +1,11 @@
 """The C++ encoder against gguf.quants: every kind, source type and level, both directions."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 
 from sparkinfer.convert.encode import LIMITS, encode
 from sparkinfer.convert.native import library
@@ -30,6 +32,9 @@ def values_of(shape, dtype, kind, *, seed=0):
     return tensor
 
 
+GGUF_KINDS = [kind for kind in KINDS if not kind.endswith("_k")]  # those that gguf can pack
+
+
 def wanted_bytes(tensor, kind):
     values = np.ascontiguousarray(tensor.float().numpy())
     with np.errstate(all="ignore"):  # an inverse scale may be infinite
@@ -37,7 +42,7 @@ def wanted_bytes(tensor, kind):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF_KINDS)
 @pytest.mark.parametrize("dtype", SOURCE_KINDS)
 def test_bytes_are_those_of_gguf(level, kind, dtype):
     for seed, (rows, width) in enumerate(SHAPES):
@@ -57,7 +62,7 @@ def test_bytes_are_those_of_gguf(level, kind, dtype):
 
 def test_the_comparison_rejects_wrong_bytes():
     tensor = values_of((64, 64), torch.float32, "q8_0")
-    for kind in KINDS:
+    for kind in GGUF_KINDS:
         got, _ = encode_rows(tensor, kind, LIMITS[kind])
         for wrong in (torch.zeros_like(tensor), 0.5 * tensor, tensor.flip(0), tensor.T):
             assert got.tobytes() != wanted_bytes(wrong, kind)
@@ -84,7 +89,7 @@ def test_every_f16_is_read_and_every_tie_rounded(level):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_magnitude_is_found_anywhere(level, kind):
     for row, column, value in [(0, 0, -7.5), (40, 64, 9e9), (40, 95, np.inf), (69, 1, np.nan)]:
-        tensor = torch.ones(70, 96)
+        tensor = torch.ones(70, 256 if kind.endswith("_k") else 96)
         tensor[row, column] = value
         for view in (tensor, tensor.T.contiguous().T):
             _, largest = encode_rows(view, kind, LIMITS[kind], level=level)
@@ -109,3 +114,79 @@ def test_without_the_library_there_is_one_line(monkeypatch):
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     with pytest.raises(SparkinferError, match="not built; run `make build`"):
         library._load()
+
+
+# ---- K-quants: gguf packs none, so ggml's own bytes are the oracle --------------------------------
+
+K_BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
+
+
+def numbers(count: int) -> np.ndarray:
+    """f32 in (-1, 1), the same everywhere: a linear congruence, shaped like a bell."""
+    state = np.uint32(1)
+    out = np.empty(count, np.float32)
+    with np.errstate(over="ignore"):
+        for i in range(count):
+            total = np.float32(0)
+            for _ in range(3):
+                state = state * np.uint32(1664525) + np.uint32(1013904223)
+                total += np.float32(state >> np.uint32(8)) / np.float32(1 << 24)
+            out[i] = total / np.float32(1.5) - 1
+    return out
+
+
+def k_quant_values() -> np.ndarray:
+    """[24, 768]: bells of all sizes, parts of different sizes, one sign, few values, constants."""
+    values = numbers(24 * 768).reshape(24, 24, 32)
+    values[4:8] *= np.float32(2.0) ** -np.arange(24, dtype=np.float32)[None, :, None]
+    values[8], values[9] = abs(values[8]), -abs(values[9])
+    values[10] *= numbers(768).reshape(24, 32) > 0.6
+    values[11], values[12], values[13], values[14] = 0, 1, -1, -0.0
+    values[15] = np.round(8 * values[15]) / 8
+    values[16:20] *= (np.float32(2.0) ** np.array([-14, -20, -60, -126], np.float32))[:, None, None]
+    values[20:22] *= np.float32(1e5)
+    values[22, :, 5] *= 40
+    return values.reshape(24, 768)
+
+
+# sha256 of what quantize_q4_K, _q5_K and _q6_K of libggml-base (llama-cpp-python 0.3.36) write for
+# k_quant_values(); tests/llamacpp/test_files.py compares whole files.
+GGML_SHA256 = {
+    "q4_k": "f93f677997d7169f77d649ca945b6e21baaa34859ecb93d0b29bbffd34a998a1",
+    "q5_k": "883835e231d1cff237f99b3190deb82f1fd907c7e71aa376c58616836c0fde55",
+    "q6_k": "d20a7bc72b7b4de7429d5e33eae3b2a9e06233c65a20b74d15b25f8764b1fc48",
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", GGML_SHA256)
+def test_bytes_of_k_quants_are_those_of_ggml(level, kind):
+    values = k_quant_values()
+    stored = torch.from_numpy(values)
+    order = np.random.default_rng(0).permutation(len(values))
+    for tensor in (stored, stored.T.contiguous().T):
+        got, largest = encode_rows(tensor, kind, LIMITS[kind], level=level)
+        assert hashlib.sha256(got.tobytes()).hexdigest() == GGML_SHA256[kind]
+        assert largest == abs(values).max()
+        turned, _ = encode_rows(tensor, kind, LIMITS[kind], level=level, rows=order)
+        assert np.array_equal(turned, got[order])
+    wrong, _ = encode_rows(stored.flip(0), kind, LIMITS[kind], level=level)
+    assert hashlib.sha256(wrong.tobytes()).hexdigest() != GGML_SHA256[kind]
+    for dtype in (torch.float16, torch.bfloat16):
+        half = stored[:4].to(dtype)
+        assert torch.equal(
+            torch.from_numpy(encode_rows(half, kind, LIMITS[kind], level=level)[0]),
+            torch.from_numpy(encode_rows(half.float(), kind, LIMITS[kind], level=level)[0]),
+        )
+
+
+@pytest.mark.parametrize("kind", GGML_SHA256)
+def test_k_quants_hold_what_is_below_their_limit_and_no_more(kind):
+    """Just below the limit every f16 number is finite, whatever the rest of a block is."""
+    limit = np.float32(LIMITS[kind])
+    values = np.stack([np.full(256, -limit), np.full(256, limit), limit * numbers(256)])
+    values = np.concatenate([values, np.sign(numbers(256))[None] * limit]) * np.float32(0.999)
+    packed = encode(values.astype(np.float32), kind, "x")
+    assert np.isfinite(dequantize(packed, type_of(kind))).all()
+    with pytest.raises(SparkinferError, match=f"overflows {kind}; use outtype bf16"):
+        encode(np.full((1, 256), limit, np.float32), kind, "x")

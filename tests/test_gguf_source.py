@@ -9,13 +9,18 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 from checkpoints import edit_config, random_dejavu, random_llama, random_model
 from gguf.quants import dequantize, quantize
+from k_quants import random_rows
 from reference import rel_error
 from test_families import CASES, IDS, transformers_logits
 
 from sparkinfer import Engine
+from sparkinfer.budget import layer_bytes
 from sparkinfer.convert.convert import convert
+from sparkinfer.convert.encode import encode
+from sparkinfer.convert.gguf_source import restored
 from sparkinfer.convert.options import ConvertConfig, ConvertReport
 from sparkinfer.convert.rounding import ERRORS, is_rounding
 from sparkinfer.errors import SparkinferError
@@ -118,6 +123,116 @@ def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, ki
     assert len(report.model_id) == 64
 
 
+def k_quantised(stock: Path, path: Path) -> None:
+    """The stock file with random matrices as in a file of type Q4_K_M: q4_k, and q6_k for the
+    embedding and the down projection of layer 0; q5_k for one of layer 1."""
+    kinds = {"token_embd.weight": "q6_k", "blk.0.ffn_down.weight": "q6_k",
+             "blk.1.attn_q.weight": "q5_k"}  # fmt: skip
+    tensors = {}
+    for seed, (name, entry) in enumerate(ModelFile.load(stock).tensors.items()):
+        if len(entry.shape) == 2:
+            kind, width = kinds.get(name, "q4_k"), entry.shape[1]
+            packed = random_rows(kind, *entry.shape, scale=width**-0.5, seed=seed)
+            entry = TensorEntry(
+                shape=entry.shape, kind=kind, read_rows=lambda a, b, packed=packed: packed[a:b]
+            )
+        tensors[name] = entry
+    keys = gguf_keys(stock) | {"general.file_type": np.uint32(gguf.LlamaFileType.MOSTLY_Q4_K_M)}
+    write_gguf(path, "llama", keys, tensors)
+
+
+def test_k_quants_run_as_they_are(stock, tmp_path):
+    """Against the same weights in f32; the f16 cache and the transposed f16 projection differ."""
+    k_quantised(stock, tmp_path / "k.gguf")
+    run(tmp_path / "k.gguf", tmp_path / "f32.gguf", outtype="f32")
+    bound = 4 * torch.finfo(torch.float16).eps
+    want = logits(tmp_path / "f32.gguf")
+    for mode in ("dense", "exact"):
+        with Engine.load(tmp_path / "k.gguf", mode=mode) as engine:
+            assert engine.not_native is None
+            assert rel_error(engine.logits(IDS), want) < bound
+            engine.hidden(IDS[:1])
+            for position in range(1, len(IDS)):
+                last_V = engine._step(IDS[position], position)
+            assert rel_error(last_V, want[-1]) < bound
+
+
+def test_k_quants_keep_their_bytes_but_for_what_is_transposed(stock, tmp_path):
+    k_quantised(stock, tmp_path / "k.gguf")
+    report = run(tmp_path / "k.gguf", tmp_path / "m.gguf")
+    old, new = (ModelFile.load(tmp_path / name) for name in ("k.gguf", "m.gguf"))
+    for name, entry in new.tensors.items():
+        if "ffn_down_t" in name:
+            source = old.tensors[name.replace("ffn_down_t", "ffn_down")]
+            want = dequantize(source.read(), type_of(source.kind))
+            assert entry.kind == "q8_0"
+            assert rel_error(dequantize(entry.read(), type_of("q8_0")), want.T) < 0.01
+        else:
+            assert entry.kind == old.tensors[name].kind
+            assert entry.read().tobytes() == old.tensors[name].read().tobytes()
+    assert report.outtype == "q4_k" and report.model_id == old.model_id
+    packed = [note for note in report.notes if "packed again" in note]
+    assert [note.split(":")[0] for note in packed] == [
+        "q6_k packed again as q8_0", "q4_k packed again as q8_0"]  # fmt: skip
+    written = Written(
+        source=tmp_path / "k.gguf", path=tmp_path / "m.gguf", output=tmp_path / "m.gguf",
+        restored=lambda: restored(tmp_path / "k.gguf", new),
+    )  # fmt: skip
+    assert "logits equal" in verify(written).line
+
+
+def test_k_quants_have_their_bytes_in_a_budget(stock, tmp_path):
+    k_quantised(stock, tmp_path / "k.gguf")
+    run(tmp_path / "k.gguf", tmp_path / "m.gguf")
+    old, new = (layer_bytes(ModelFile.load(tmp_path / name), 0) for name in ("k.gguf", "m.gguf"))
+    assert (old.gate_row, old.up_row, old.down_row) == (144, 144, 2 * 256)  # f16 when transposed
+    assert (new.gate_row, new.up_row, new.down_row) == (144, 144, 256 // 32 * 34)
+    shape = ModelFile.load(tmp_path / "k.gguf").shape
+    kv = 2 * shape.num_kv_heads * shape.head_width
+    matrices = (2 * 256 + kv) * 144  # 256 values of every row
+    assert old.attention == new.attention == matrices + 2 * 256 * 4
+
+
+@pytest.mark.parametrize("outtype", ["q4_k", "q5_k", "q6_k"])
+def test_k_quants_are_written_and_computed_with(silu, stock, tmp_path, outtype):
+    report = run(silu, tmp_path / "a.gguf", outtype=outtype)
+    run(stock, tmp_path / "b.gguf", outtype=outtype)
+    a, b = (ModelFile.load(tmp_path / name) for name in ("a.gguf", "b.gguf"))
+    assert report.outtype == outtype and not [n for n in report.notes if "whole" in n]
+    for name, entry in a.tensors.items():
+        assert entry.kind == (outtype if len(entry.shape) == 2 else "f32")
+        assert entry.read().tobytes() == b.tensors[name].read().tobytes(), name
+    bits = int(outtype[1])
+    error = rel_error(logits(tmp_path / "a.gguf"), transformers_logits(silu))
+    assert 2.0 ** -(bits + 2) < error < 10 * 2.0**-bits, error
+
+
+def test_rows_that_are_no_whole_blocks_of_256(tmp_path):
+    narrow = random_llama(tmp_path / "hf", hidden_size=64, intermediate_size=256)
+    report = run(narrow, tmp_path / "m.gguf", outtype="q4_k")
+    assert any("f16, because their rows are no whole q4_k blocks of 256" in n for n in report.notes)
+    with pytest.raises(SparkinferError, match="rows of 64 values are no whole blocks of 256"):
+        run(narrow, tmp_path / "n.gguf", tensor_types=("attn_q=q4_k",))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "name, at",
+    [("blk.0.ffn_up.weight", 0), ("blk.0.ffn_up.weight", 2), ("blk.1.attn_q.weight", 2),
+     ("token_embd.weight", 208)],
+)  # fmt: skip
+def test_k_quants_that_are_not_finite_are_refused(stock, tmp_path, name, at, value):
+    k_quantised(stock, tmp_path / "k.gguf")
+    keys, tensors = gguf_tensors(tmp_path / "k.gguf")
+    data = np.array(tensors[name].read())
+    data[1, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    bad = dataclasses.replace(tensors[name], read_rows=lambda a, b: data[a:b])
+    write_gguf(tmp_path / "bad", "llama", gguf_keys(tmp_path / "k.gguf"), {**tensors, name: bad})
+    with pytest.raises(SparkinferError, match=f"{name}' has NaN or infinite values"):
+        run(tmp_path / "bad", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
 def gguf_tensors(path: Path):
 
     return read_gguf(path, "model file")
@@ -180,7 +295,7 @@ def test_tensor_types(silu, stock, tmp_path):
         assert kinds["blk.1.attn_norm.weight"] == "f32"
         assert rel_error(logits(tmp_path / "m.gguf"), transformers_logits(silu)) < 0.5
     for wrong, words in {
-        "ffn": "wanted NAME=TYPE", "ffn=q9": "wanted NAME=TYPE", "=f32": "wanted NAME=TYPE",
+        "ffn": "wanted NAME=TYPE", "ffn=q9": "'q9' is unknown", "=f32": "wanted NAME=TYPE",
         "(=f32": "no regular expression", "ffm_up=f32": "no tensor has such a name",
     }.items():  # fmt: skip
         with pytest.raises(SparkinferError, match=words):
@@ -367,14 +482,14 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_rounding_is_told_from_error(kind):
-    want = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows
-    got = dequantize(quantize(want, type_of(kind)), type_of(kind))
+    got = dequantize(encode(want, kind, "test"), type_of(kind)).reshape(want.shape)
     assert is_rounding(got, want, kind)
     for wrong in (0 * want, 0.5 * want, want[::-1], want[:, ::-1], 1.3 * want, want[:2]):
         assert not is_rounding(np.ascontiguousarray(wrong), want, kind)
     off = got.copy()
-    off[2, 5] += 0.5
+    off[2, 5] += 0.3 * abs(want[2]).max()
     assert not is_rounding(off, want, kind)
 
 

@@ -245,15 +245,15 @@ def test_stdout_that_takes_only_ascii(tmp_path):
 
 
 def test_block_types_that_are_not_run_are_inspected_with_the_reason(tmp_path, capsys):
-    """144 bytes hold 256 values of q4_K."""
+    """84 bytes hold 256 values of q2_K."""
     model = make_model(shape=make_shape(num_layers=1, width=256, num_neurons=32))
-    data = np.zeros((32, 144), np.uint8)
-    q4_k = TensorEntry(shape=(32, 256), kind="q4_k", read_rows=lambda a, b: data[a:b])
+    data = np.zeros((32, 84), np.uint8)
+    q2_k = TensorEntry(shape=(32, 256), kind="q2_k", read_rows=lambda a, b: data[a:b])
     keys = {**model._own_keys(), **model.extra_keys}
-    write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": q4_k})
+    write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": q2_k})
     found = inspected(tmp_path / "m", capsys)
-    assert "blk.0.ffn_up.weight is q4_k [32, 256]" in found["refusal"]
-    assert found["by_type"]["q4_k"] == {"num_tensors": 1, "num_bytes": 32 * 144}
+    assert "blk.0.ffn_up.weight is q2_k [32, 256]" in found["refusal"]
+    assert found["by_type"]["q2_k"] == {"num_tensors": 1, "num_bytes": 32 * 84}
     assert str(tmp_path) not in found["refusal"]
 
 

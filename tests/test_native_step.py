@@ -19,7 +19,8 @@ from sparkinfer.runtime.kernels.cpu import library
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 # Sums in another order move an f16 of the KV cache, and a 16-bit value, by one at most here and
 # there; seen: 3e-6 for f32, 3e-4 for the others.
-BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
+BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3,
+          "q4_k": 1e-3, "q5_k": 1e-3, "q6_k": 1e-3}  # fmt: skip
 
 
 @pytest.fixture
@@ -43,7 +44,8 @@ PAIRS = [*((a, "f32") for a in ACTIVATIONS), *(("relu", kind) for kind in BOUNDS
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("activation, kind", PAIRS)
 def test_it_agrees_with_the_ordinary_path(tmp_path, mode, kind, activation):
-    model = make_model(kind=kind, activation=activation, predictor_rank=8)
+    shape = make_shape(width=256 if kind.endswith("_k") else 64)
+    model = make_model(shape=shape, kind=kind, activation=activation, predictor_rank=8)
     model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode) as engine:
@@ -68,7 +70,7 @@ def test_divided_layers_agree_too(tmp_path, mode, pattern):
 
 
 @pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
-@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0", "q4_k", "q6_k"])
 def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, name, kind):
     """Large enough that every product and every chunk of neurons is divided."""
     library.set_level(name)

@@ -98,10 +98,10 @@ def test_a_dense_silu_model_ignores_the_threshold_and_an_exact_one_obeys_it(tmp_
     assert rel_error(want, logits_ref(cut, IDS)) > 1e-3  # the threshold does something
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
 def test_stored_types_are_computed_in_f32(tmp_path, kind):
     """The reference unpacks the same stored values, so only the f16 KV cache may differ."""
-    model = saved(tmp_path, kind=kind)
+    model = saved(tmp_path, kind=kind, shape=make_shape(width=256))
     want = logits_ref(model, IDS)
     for mode in ("dense", "exact"):
         with Engine.load(model.path, mode=mode) as engine:

@@ -5,7 +5,9 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 32;
+int64_t block_values(int32_t kind) {
+    return kind >= KIND_Q4_K ? 256 : kind >= KIND_Q8_0 ? 32 : 1;
+}
 
 const Encoders& encoders_of(int32_t level) {
 #ifdef __x86_64__
@@ -21,7 +23,7 @@ bool is_valid(const Job& job, int32_t level, int32_t source_kind, int32_t kind) 
     if (source_kind < 0 || source_kind >= NUM_SOURCE_KINDS || kind < 0 || kind >= NUM_KINDS)
         return false;
     if (job.num_rows < 0 || job.num_columns < 0) return false;
-    if (kind >= KIND_Q8_0 && job.num_columns % BLOCK != 0) return false;
+    if (job.num_columns % block_values(kind) != 0) return false;
     return job.column_stride == 1 || (job.row_stride == 1 && !job.index);
 }
 

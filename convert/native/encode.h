@@ -1,7 +1,8 @@
 // Weights of one float type to the bytes of a type of the model file, in one pass:
 //   target[n][m] = source[(index ? index[n] : n) * row_stride + m * column_stride]   n < N, m < M
 // The bytes are those of gguf.quants (gguf-py/gguf/quants.py of ggml-org/llama.cpp), which are
-// ggml's. All arithmetic is f32 and never fused, so that every instruction set gives the same.
+// ggml's, and for the K-quants, which it has not, those of ggml itself. All arithmetic is f32 and
+// never fused, so that every instruction set gives the same.
 #pragma once
 #include <stdint.h>
 
@@ -12,13 +13,16 @@ enum Kind : int32_t {
     KIND_Q8_0,  // 34 bytes for 32 values: f16 scale = largest / 127, 32 x int8 rounded away from 0
     KIND_Q4_0,  // 18 bytes for 32 values: f16 scale = the value of largest magnitude / -8, 16 x 2
                 // nibbles = value / scale + 8.5 cut off; low nibbles 0..15, high nibbles 16..31
+    KIND_Q4_K,  // 144 bytes for 256 values, see k_quants.h
+    KIND_Q5_K,  // 176
+    KIND_Q6_K,  // 210
     NUM_KINDS
 };
 constexpr int32_t NUM_SOURCE_KINDS = 3;  // f32, f16, bf16
 
 enum Status : int32_t {
     STATUS_OK,
-    STATUS_BAD_ARGUMENT,  // unknown kind or level, neither stride 1, M % 32 != 0 for a block kind
+    STATUS_BAD_ARGUMENT,  // unknown kind or level, neither stride 1, M no whole blocks of the kind
 };
 
 // Each level can do what those before it can.

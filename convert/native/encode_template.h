@@ -43,20 +43,20 @@ struct BF16 {
     }
 };
 
-// ---- target formats: BLOCK finite f32 below the limit to bytes --------------------------------
+// ---- target formats: VALUES finite f32 below the limit to bytes -------------------------------
 
 struct ToF32 {
-    static constexpr int64_t BLOCK_BYTES = 128;
+    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 128;
     static inline void pack(const float* x, uint8_t* p) { __builtin_memcpy(p, x, BLOCK * 4); }
 };
 
 struct ToF16 {
-    static constexpr int64_t BLOCK_BYTES = 64;
+    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 64;
     static inline void pack(const float* x, uint8_t* p) { floats_to_f16(x, p); }
 };
 
 struct ToBF16 {
-    static constexpr int64_t BLOCK_BYTES = 64;
+    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 64;
     static inline void pack(const float* x, uint8_t* p) {
         uint16_t half[BLOCK];
         for (int i = 0; i < BLOCK; ++i) {
@@ -87,7 +87,7 @@ inline void write_scale(float scale, uint8_t* p) {
 }
 
 struct ToQ8_0 {
-    static constexpr int64_t BLOCK_BYTES = 34;
+    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 34;
     static inline void pack(const float* x, uint8_t* p) {
         const float scale = float_of(block_largest(x)) / 127.0f, inverse = inverse_of(scale);
         int8_t q[BLOCK];
@@ -103,7 +103,7 @@ struct ToQ8_0 {
 };
 
 struct ToQ4_0 {
-    static constexpr int64_t BLOCK_BYTES = 18;
+    static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 18;
     static inline void pack(const float* x, uint8_t* p) {
         const int32_t largest = block_largest(x);
         int32_t first = BLOCK;  // of those with the largest magnitude, the first gives the sign
@@ -129,6 +129,8 @@ struct ToQ4_0 {
         return magnitude(scale) != 0 && magnitude(scale) < 0x00200001;
     }
 };
+
+#include "k_quants.h"
 
 // ---- rows -------------------------------------------------------------------------------------
 
@@ -168,18 +170,19 @@ inline void unpack_values(const uint8_t* source, int64_t count, float* x, Larges
 template <class Target>
 inline void pack_values(const float* x, int64_t count, uint8_t* target) {
     int64_t i = 0;
-    for (; i + BLOCK <= count; i += BLOCK, target += Target::BLOCK_BYTES) Target::pack(x + i, target);
+    for (; i + Target::VALUES <= count; i += Target::VALUES, target += Target::BLOCK_BYTES)
+        Target::pack(x + i, target);
     if (i == count) return;  // as it is for block kinds
     uint8_t rest[Target::BLOCK_BYTES];
     Target::pack(x + i, rest);
-    __builtin_memcpy(target, rest, (count - i) * Target::BLOCK_BYTES / BLOCK);
+    __builtin_memcpy(target, rest, (count - i) * Target::BLOCK_BYTES / Target::VALUES);
 }
 
 constexpr int64_t CHUNK = 1024;  // values on the way at a time: 4 KiB stay in the first cache
 
 template <class Source, class Target>
 uint32_t encode_rows(const Job& job) {
-    const int64_t row_bytes = job.num_columns * Target::BLOCK_BYTES / BLOCK;
+    const int64_t row_bytes = job.num_columns * Target::BLOCK_BYTES / Target::VALUES;
     float x[CHUNK];
     uint32_t largest = 0;
     for (int64_t n = 0; n < job.num_rows; ++n) {
@@ -192,25 +195,30 @@ uint32_t encode_rows(const Job& job) {
             const uint32_t here = seen.all();
             largest = here > largest ? here : largest;
             if (here < job.limit)
-                pack_values<Target>(
-                    x, count, job.target + n * row_bytes + m * Target::BLOCK_BYTES / BLOCK);
+                pack_values<Target>(x, count,
+                                    job.target + n * row_bytes +
+                                        m * Target::BLOCK_BYTES / Target::VALUES);
         }
     }
     return largest;
 }
 
 constexpr int64_t TILE = 64;  // rows and columns turned at a time: twice 16 KiB
+// A row's part that is packed at once: a tile, or the four that make a K-quant's block.
+template <class Target>
+constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;
 
-// Rows that are columns of the source: it is read along its rows, TILE values of TILE of them.
+// Rows that are columns of the source: it is read along its rows, TILE values of WIDTH of them.
 template <class Source, class Target>
 uint32_t encode_columns(const Job& job) {
-    const int64_t row_bytes = job.num_columns * Target::BLOCK_BYTES / BLOCK;
-    float line[TILE][TILE], turned[TILE][TILE];
+    const int64_t row_bytes = job.num_columns * Target::BLOCK_BYTES / Target::VALUES;
+    constexpr int64_t TILES = WIDTH<Target> / TILE;
+    float line[WIDTH<Target>][TILE], turned[TILES][TILE][TILE], row[WIDTH<Target>];
     uint32_t largest = 0;
     for (int64_t n = 0; n < job.num_rows; n += TILE) {
         const int64_t rows = smaller(TILE, job.num_rows - n);
-        for (int64_t m = 0; m < job.num_columns; m += TILE) {
-            const int64_t columns = smaller(TILE, job.num_columns - m);
+        for (int64_t m = 0; m < job.num_columns; m += WIDTH<Target>) {
+            const int64_t columns = smaller(WIDTH<Target>, job.num_columns - m);
             Largest seen;
             for (int64_t c = 0; c < columns; ++c) {
                 const int64_t start = (m + c) * job.column_stride + n;
@@ -219,10 +227,15 @@ uint32_t encode_columns(const Job& job) {
             const uint32_t here = seen.all();
             largest = here > largest ? here : largest;
             if (here >= job.limit) continue;
-            turn(line[0], turned[0], TILE);
-            uint8_t* target = job.target + n * row_bytes + m * Target::BLOCK_BYTES / BLOCK;
-            for (int64_t r = 0; r < rows; ++r)
-                pack_values<Target>(turned[r], columns, target + r * row_bytes);
+            for (int64_t t = 0; t < TILES; ++t) turn(line[t * TILE], turned[t][0], TILE);
+            uint8_t* target =
+                job.target + n * row_bytes + m * Target::BLOCK_BYTES / Target::VALUES;
+            for (int64_t r = 0; r < rows; ++r) {
+                for (int64_t t = 0; TILES > 1 && t < TILES; ++t)
+                    __builtin_memcpy(row + t * TILE, turned[t][r], TILE * sizeof(float));
+                pack_values<Target>(TILES > 1 ? row : turned[0][r], columns,
+                                    target + r * row_bytes);
+            }
         }
     }
     return largest;
@@ -237,6 +250,7 @@ uint32_t encode(const Job& job) {
 #define ENCODERS_OF(Source)                                                                        \
     {                                                                                              \
         encode<Source, ToF32>, encode<Source, ToF16>, encode<Source, ToBF16>,                      \
-            encode<Source, ToQ8_0>, encode<Source, ToQ4_0>                                         \
+            encode<Source, ToQ8_0>, encode<Source, ToQ4_0>, encode<Source, ToQ4K>,                 \
+            encode<Source, ToQ5K>, encode<Source, ToQ6K>                                           \
     }
 #define ENCODERS {ENCODERS_OF(F32), ENCODERS_OF(F16), ENCODERS_OF(BF16)}

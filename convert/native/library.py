@@ -1,7 +1,7 @@
 """The C++ encoder in this folder, called on torch tensors.
 
 It reads f32, f16 or bf16 weights where they are, along rows or columns, and writes the bytes of a
-type, as gguf.quants does; it also finds the largest magnitude, since every value passes by.
+type, as gguf.quants and, for K-quants, ggml do; it also finds the largest magnitude, since every value passes by.
 
 Knows nothing of files or refusals. Where the C++ is not built, importing this raises
 SparkinferError: gguf.quants would do the same, at a fifteenth of the speed.
@@ -19,7 +19,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import row_bytes
 
 LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")  # enum Kind
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")  # enum Kind
 SOURCE_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OK = 0
 

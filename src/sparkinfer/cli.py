@@ -71,7 +71,8 @@ cli.add_command(profile)
 @cli.command()
 @click.argument("source", type=FILE)
 @click.option("-o", "--output", type=FILE, required=True, help="The model file to write.")
-@click.option("--outtype", type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"]),
+@click.option("--outtype",
+              type=click.Choice("f32 f16 bf16 q8_0 q4_0 q4_k q5_k q6_k".split()),
               help="Type of the matrices; f16 for a checkpoint.")  # fmt: skip
 @click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
               show_default=True, help="stock is what llama.cpp loads.")  # fmt: skip

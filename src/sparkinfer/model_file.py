@@ -34,7 +34,7 @@ from sparkinfer.gguf_file import TensorEntry, Value, open_gguf, type_of, write_g
 from sparkinfer.model_keys import VERSION, KeyReader, shape_keys
 from sparkinfer.powerinfer_file import adopt
 
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"
 END_KEY = "tokenizer.end_token_ids"

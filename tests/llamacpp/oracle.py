@@ -74,14 +74,20 @@ def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str)
 
 
 def quantize(source: str, target: str, kind: str) -> dict:
-    """All matrices of one type, as `llama-quantize --pure` does."""
+    """All matrices of one type, as `llama-quantize --pure` does; of a mixture, which ends in _m, as
+    without."""
     params = llama.llama_model_quantize_default_params()
     params.ftype = {
         "f16": llama.LLAMA_FTYPE_MOSTLY_F16,
         "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
         "q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
+        "q4_k_m": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+        "q5_k_m": llama.LLAMA_FTYPE_MOSTLY_Q5_K_M,
+        "q4_k": llama.LLAMA_FTYPE_MOSTLY_Q4_K_S,
+        "q5_k": llama.LLAMA_FTYPE_MOSTLY_Q5_K_S,
+        "q6_k": llama.LLAMA_FTYPE_MOSTLY_Q6_K,
     }[kind]
-    params.pure, params.nthread = True, 1
+    params.pure, params.nthread = not kind.endswith("_m"), 1
     status = llama.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
     assert status == 0, "".join(LOG)[-2000:]
     return {}

@@ -28,6 +28,8 @@ PROMPTS = [
 NUM_TOKENS = 64
 # |ours - theirs| / |theirs|; measured: 5e-7, 3.3e-4, 2e-3, 8.3e-3, 1.1e-2 at most.
 BOUNDS = {"f32": 5e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
+# K-quants: 1.2e-2 to 1.7e-2. Files that people download are mixtures of them.
+K_BOUNDS = {"q4_k_m": 3e-2, "q5_k_m": 3e-2, "q4_k": 3e-2, "q5_k": 3e-2, "q6_k": 3e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def check(found: Continuation, bound: float) -> tuple[float, int, int]:
 
 def check_all(llama_cpp, path: Path, folder: Path, kind: str, what: str) -> None:
     began = time.perf_counter()
-    results = [check(c, BOUNDS[kind]) for c in continuations(llama_cpp, path, folder)]
+    results = [check(c, (BOUNDS | K_BOUNDS)[kind]) for c in continuations(llama_cpp, path, folder)]
     errors, is_open, differing = zip(*results, strict=True)
     steps = NUM_TOKENS * len(PROMPTS)
     print(
@@ -140,16 +142,34 @@ def check_all(llama_cpp, path: Path, folder: Path, kind: str, what: str) -> None
         assert sum(is_open) == 0, "the strict comparison must decide every step"
 
 
-@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("kind", [*BOUNDS, "q4_k", "q5_k", "q6_k"])
 def test_our_file_in_llama_cpp(llama_cpp, stock, tmp_path, kind):
     check_all(llama_cpp, stock(kind), tmp_path, kind, "ours")
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"])
 def test_llama_cpps_file_in_our_runtime(llama_cpp, quantised, tmp_path, kind):
     path = quantised(kind)
     assert TOKENIZER_KEY not in ModelFile.load(path).extra_keys
     check_all(llama_cpp, path, tmp_path, kind, "llama.cpp's")
+
+
+def test_a_mixture_of_k_quants_converts_with_its_bytes(llama_cpp, quantised, tmp_path):
+    """All but the down projections, which are transposed; and its numbers are llama.cpp's."""
+    path, ours = quantised("q4_k_m"), tmp_path / "m.gguf"
+    report = convert(ConvertConfig(source=path, output=ours))
+    old, new = ModelFile.load(path).tensors, ModelFile.load(ours).tensors
+    kinds = {entry.kind for entry in old.values()}
+    assert {"q4_k", "q6_k"} <= kinds, kinds
+    for name, entry in new.items():
+        if "ffn_down_t" in name:
+            assert entry.kind == "q8_0"
+        else:
+            assert entry.kind == old[name].kind
+            assert np.array_equal(entry.read(), old[name].read())
+    assert report.outtype == "q4_k" and any("packed again as q8_0" in n for n in report.notes)
+    for found in continuations(llama_cpp, path, tmp_path, ours):
+        check(found, K_BOUNDS["q4_k_m"])
 
 
 def test_the_check_rejects_other_numbers(llama_cpp, stock, silu, tmp_path):
@@ -162,7 +182,7 @@ def test_the_check_rejects_other_numbers(llama_cpp, stock, silu, tmp_path):
             check(found, bound)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
 def test_bytes_are_those_of_llama_cpps_quantiser(stock, quantised, kind):
     ours, theirs = ModelFile.load(stock(kind)), ModelFile.load(quantised(kind))
     assert ours.tensors.keys() == theirs.tensors.keys()

@@ -66,7 +66,8 @@ Level* find(const char* name) {
 }
 
 constexpr int32_t MAX_THREADS = 1024;
-constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {128, 64, 64, 34, 18, 18};
+constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,   2,   2,   34, 18,
+                                            144, 176, 210, 18};  // of block_values()
 
 Status check(int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index, int64_t A) {
     if (row_bytes < 0 || stride < row_bytes || num_rows < 0 || A < 0) return STATUS_BAD_ARGUMENT;
@@ -116,8 +117,8 @@ const Kernels& kernels() { return *current->kernels; }
 
 int64_t row_bytes_of(int32_t kind, int64_t D) {
     if (kind < 0 || kind >= NUM_KINDS || D < 0) return -1;
-    if (kind >= KIND_Q8_0 && D % BLOCK != 0) return -1;
-    return kind >= KIND_Q8_0 ? D / BLOCK * BLOCK_BYTES[kind] : D * (BLOCK_BYTES[kind] / BLOCK);
+    const int64_t values = block_values(kind);
+    return D % values ? -1 : D / values * BLOCK_BYTES[kind];
 }
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -147,7 +148,8 @@ EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_
     AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
     const Rows rows = {weight, stride, D, index, A};
     // One piece per thread and no narrow ones: the longer the part of a row, the better it is read.
-    split(A * row_bytes, D, 4 * BLOCK, 1, [=, &rows](int64_t d0, int64_t d1) {
+    const int64_t grain = block_values(kind) > 4 * BLOCK ? block_values(kind) : 4 * BLOCK;
+    split(A * row_bytes, D, grain, 1, [=, &rows](int64_t d0, int64_t d1) {
         std::memset(y + d0, 0, (d1 - d0) * sizeof(float));
         accumulate_rows(rows, c, y, 0, A, d0, d1);
     });

@@ -14,14 +14,24 @@ enum Kind : int32_t {
     KIND_Q8_0,  // 34 bytes for 32 values: f16 scale, 32 x int8
     KIND_Q4_0,  // 18 bytes for 32 values: f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale,
                 // low nibbles are values 0..15, high nibbles values 16..31
+    // llama.cpp's K-quants: 256 values, laid out as k_quants_template.h says
+    KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, 6 bits of each for 32 values, nibbles
+    KIND_Q5_K,  // 176: the same with 5 bits a value
+    KIND_Q6_K,  // 210: 6 bits a value, int8 scale for 16 values, f16 scale
     KIND_Q4_0_PLANAR,  // a row of q4_0 with all its scales first, then all its nibbles: no file has
                        // it, it is what q4_0 becomes in memory (spark_pack_rows)
     NUM_KINDS
 };
 
+// Values in one block of a kind; 1 for the float kinds.
+inline int64_t block_values(int32_t kind) {
+    if (kind == KIND_Q4_K || kind == KIND_Q5_K || kind == KIND_Q6_K) return 256;
+    return kind >= KIND_Q8_0 ? 32 : 1;
+}
+
 enum Status : int32_t {
     STATUS_OK,
-    STATUS_BAD_ARGUMENT,        // unknown kind, a size that cannot be, D % 32 != 0 for a block kind
+    STATUS_BAD_ARGUMENT,        // unknown kind, a size that cannot be, D that is no whole blocks
     STATUS_INDEX_OUT_OF_RANGE,  // an index below 0 or not below num_rows; nothing was written
     STATUS_UNKNOWN_LEVEL,       // this build has no such instruction set
     STATUS_UNUSABLE_LEVEL,      // it has, but this processor or its operating system has not
@@ -48,6 +58,7 @@ constexpr int form_of(int32_t kind) {
 }
 
 constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
+constexpr int64_t SUPER_BLOCK = 256;  // values of a K-quant's block
 
 // Rows of D values, `stride` bytes apart. Where index is null, row a is row a of the matrix.
 struct Rows {
@@ -60,7 +71,7 @@ struct Rows {
 // A level is one instruction set: kernels for each kind, over part of the work.
 // rows a0 <= a < a1 of y
 using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1);
-// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 32 == 0; rows in order
+// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 32 == 0 (K-quants: 256); rows in order
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
 // Fills packed from f32. D % 32 == 0.

@@ -2,7 +2,9 @@
 
 A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "bf16" are tensors
 [F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
-values; "q4_0_planar" is q4_0 with all scales of a row first, as `pack_rows` makes it. Weights are unpacked in registers and all arithmetic is f32, but that `dot_rows` takes x in
+values, "q4_k", "q5_k" and "q6_k" with 144, 176 and 210 bytes for each 256; "q4_0_planar" is q4_0
+with all scales of a row first, as `pack_rows` makes it. Weights are unpacked in registers and all
+arithmetic is f32, but that `dot_rows` takes x in
 blocks of 16-bit integers where the weights are in blocks (kernels.h, Input); results do not depend
 on the number of threads.
 
@@ -38,7 +40,10 @@ _LAYOUTS: dict[str, _Layout] = {
     "bf16": _Layout(2, torch.bfloat16, 1, 1),
     "q8_0": _Layout(3, torch.uint8, 34, 32),
     "q4_0": _Layout(4, torch.uint8, 18, 32),
-    "q4_0_planar": _Layout(5, torch.uint8, 18, 32),
+    "q4_k": _Layout(5, torch.uint8, 144, 256),
+    "q5_k": _Layout(6, torch.uint8, 176, 256),
+    "q6_k": _Layout(7, torch.uint8, 210, 256),
+    "q4_0_planar": _Layout(8, torch.uint8, 18, 32),
 }
 
 # enum Status in kernels.h

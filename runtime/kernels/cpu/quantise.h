@@ -2,7 +2,8 @@
 // rows_<level>.cpp, as rows_template.h is.
 
 // The plain layout: int16 value[D], then float scale[D / 32], then int32 correction[D / 32], which
-// is -8 times the sum of a block's values: q4_0 counts its nibbles from 0 instead of -8.
+// is -8 times the sum of a block's values: q4_0 counts its nibbles from 0 instead of -8. Where D is
+// a multiple of 256, SuperScales[D / 256] follow, for the K-quants.
 inline int16_t* values_of(uint8_t* packed) { return reinterpret_cast<int16_t*>(packed); }
 
 inline const int16_t* values_of(const uint8_t* packed) {
@@ -15,6 +16,15 @@ inline const float* scales_of(const uint8_t* packed, int64_t num_blocks) {
 
 inline const int32_t* corrections_of(const uint8_t* packed, int64_t num_blocks) {
     return reinterpret_cast<const int32_t*>(packed + num_blocks * BLOCK * 2 + num_blocks * 4);
+}
+
+// Of the eight blocks of 256 values: their scales, and scale times sum of values.
+struct SuperScales {
+    float scale[8], sum[8];
+};
+
+inline const SuperScales* super_scales_of(const uint8_t* packed, int64_t num_blocks) {
+    return reinterpret_cast<const SuperScales*>(packed + num_blocks * (BLOCK * 2 + 8));
 }
 
 // Plain loops that the compiler turns into vectors: integers of the bits of non-negative floats
@@ -51,4 +61,10 @@ void quantise(const Input& x, int64_t D) {
     for (int64_t b = 0; b < num_blocks; ++b)
         quantise_block(x.f32 + b * BLOCK, values_of(x.packed) + b * BLOCK, scale + b,
                        correction + b);
+    if (D % SUPER_BLOCK != 0) return;
+    SuperScales* super = const_cast<SuperScales*>(super_scales_of(x.packed, num_blocks));
+    for (int64_t b = 0; b < num_blocks; ++b) {
+        super[b / 8].scale[b % 8] = scale[b];
+        super[b / 8].sum[b % 8] = scale[b] * (-0.125f * static_cast<float>(correction[b]));
+    }
 }

@@ -249,6 +249,9 @@ inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, cons
 }
 #endif
 
+#include "k_quants.h"
+#include "k_quants_x86.h"
+#include "k_quants_avx512.h"
 #include "rows_template.h"
 
 }  // namespace

@@ -107,6 +107,8 @@ inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, cons
     return dot_q4<Planar>(row, n, x, next);
 }
 
+#include "k_quants.h"
+#include "k_quants_generic.h"
 #include "rows_template.h"
 
 }  // namespace

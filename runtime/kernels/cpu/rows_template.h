@@ -15,6 +15,7 @@
 //   dot_q4<Layout>(row, n, x, next)   the same; Layout: Interleaved or Planar
 //   dot_q4_planar(row, n, x, next)    the same
 //   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16
+// and what k_quants_template.h wants.
 
 constexpr int VECTORS = BLOCK / LANES;
 
@@ -109,6 +110,8 @@ inline const uint8_t* row_of(const Rows& rows, int64_t a) {
 inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<const uint8_t*>(p)); }
 inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_t*>(p), v); }
 
+#include "k_quants_template.h"
+
 template <class Format>
 inline Floats add_block(Floats sum, const uint8_t* block, const float* x) {
     Floats w[VECTORS];
@@ -144,7 +147,8 @@ inline float dot_floats(const uint8_t* row, int64_t D, const float* x, const uin
 // at the end of a page, and cannot know which row of a list comes next.
 template <class Format>
 void dot_rows(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1) {
-    const int64_t ahead = rows.D * Format::BLOCK_BYTES >= 1024 * BLOCK ? 1 : 4;
+    constexpr int64_t VALUES = IS_SUPER<Format> ? SUPER_BLOCK : BLOCK;
+    const int64_t ahead = rows.D * Format::BLOCK_BYTES >= 1024 * VALUES ? 1 : 4;
     for (int64_t a = a0; a < a1; ++a) {
         const uint8_t* row = row_of(rows, a);
         const uint8_t* next = a + ahead < rows.A ? row_of(rows, a + ahead) : row;
@@ -157,8 +161,8 @@ void dot_rows(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
-inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                     float* y, int64_t d0, int64_t d1) {
+inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
+                           float* y, int64_t d0, int64_t d1) {
     constexpr int64_t EVERY = Format::BLOCK_BYTES < 32 ? 2 : 1;  // blocks, at most a cache line
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
@@ -182,6 +186,15 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         for (; d < d1; ++d)
             for (int r = 0; r < ROWS; ++r)
                 y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
+}
+
+template <class Format, int ROWS>
+inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
+                     float* y, int64_t d0, int64_t d1) {
+    if constexpr (IS_SUPER<Format>)
+        add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1);
+    else
+        add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1);
 }
 
 // The same for planar rows of n blocks, whose scales are read sixteen at a time.
@@ -273,10 +286,12 @@ float exp_sum(float* x, int64_t n, float shift) {
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
-    {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>,
-     dot_rows<Q4_0Planar>},
+    {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>, dot_rows<Q4_K>,
+     dot_rows<Q5_K>, dot_rows<Q6_K>, dot_rows<Q4_0Planar>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
-     accumulate_rows<Q4_0>, accumulate_rows<Q4_0Planar>},
-    {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise_q4_planar},
+     accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
+     accumulate_rows<Q4_0Planar>},
+    {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise, quantise, quantise,
+     quantise_q4_planar},
     exp_sum,
 };

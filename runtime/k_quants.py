@@ -1,0 +1,61 @@
+"""The K-quants of llama.cpp unpacked by torch, on any device: where there is no kernel for them.
+
+Blocks of 256 values, laid out as dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c have it;
+runtime/kernels/cpu/k_quants_template.h says it in words. What this module does not know: rows.
+
+Letters: B blocks. A part is 32 values of a block, a group of q6_k 16."""
+
+import torch
+from torch import Tensor
+
+KINDS = ("q4_k", "q5_k", "q6_k")
+
+
+def unpack_blocks(blocks: Tensor, kind: str) -> Tensor:
+    """f32 [..., 256] of uint8 [..., 144], [..., 176] or [..., 210]."""
+    return _unpack_q6_k(blocks) if kind == "q6_k" else _unpack_with_minima(blocks)
+
+
+def _unpack_with_minima(blocks: Tensor) -> Tensor:
+    """Of q4_k, and of q5_k, which has 32 bytes of fifth bits before its nibbles."""
+    factors = _halves(blocks[..., :4])
+    scale, minimum = _six_bit_numbers(blocks[..., 4:16])
+    quants = _parts(blocks[..., -128:].unflatten(-1, (4, 32)))
+    if blocks.shape[-1] == 176:
+        fifth = blocks[..., None, 16:48] >> _places(blocks, range(8))
+        quants = quants | (fifth & 1) << 4
+    scale, minimum = factors[..., :1] * scale, factors[..., 1:] * minimum
+    return (scale[..., None] * quants - minimum[..., None]).flatten(-2)
+
+
+def _unpack_q6_k(blocks: Tensor) -> Tensor:
+    # In each half of the block: two times 32 low nibbles, then the high ones of the same bytes.
+    nibbles = blocks[..., :128].unflatten(-1, (2, 1, 64))
+    quants = torch.cat([nibbles & 15, nibbles >> 4], dim=-2).unflatten(-1, (2, 32)).flatten(-3, -2)
+    upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _places(blocks, (0, 2, 4, 6))
+    quants = (quants | (upper & 3) << 4).float() - 32
+    scale = _halves(blocks[..., 208:]) * blocks[..., 192:208].contiguous().view(torch.int8)
+    return (quants.flatten(-3).unflatten(-1, (16, 16)) * scale[..., None]).flatten(-2)
+
+
+def _halves(data: Tensor) -> Tensor:
+    """f32 of the f16 numbers in some bytes."""
+    return data.contiguous().view(torch.float16).float()
+
+
+def _parts(data: Tensor) -> Tensor:
+    """[..., 8, 32] of nibbles [..., 4, 32]: the low ones of 32 bytes, then their high ones."""
+    return torch.stack([data & 15, data >> 4], dim=-2).flatten(-3, -2)
+
+
+def _places(blocks: Tensor, bits: range | tuple[int, ...]) -> Tensor:
+    return torch.tensor([*bits], dtype=torch.uint8, device=blocks.device)[:, None]
+
+
+def _six_bit_numbers(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima from 12 bytes: the first four of each are the low six bits of
+    bytes 0-3 and 4-7, the others nibbles of bytes 8-11 under the top bits of those."""
+    low, middle, high = data.unflatten(-1, (3, 4)).unbind(-2)
+    scale = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
+    minimum = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)
+    return scale, minimum

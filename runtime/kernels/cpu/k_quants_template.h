@@ -1,0 +1,128 @@
+// The K-quants of llama.cpp (block_q4_K, block_q5_K and block_q6_K in its ggml-common.h): blocks of
+// 256 values in eight parts of 32. Included by rows_template.h; a level defines
+//   dot_q4_k(row, n, x, next), dot_q5_k, dot_q6_k    as dot_q8; n counts blocks of 32
+//   factors_with_minima(block, c, factor, minimum)   c*d*s and c*m*t of the eight parts, see below
+//   factors_of_q6_k(block, c, factor)               c*d*s of the sixteen halves of parts
+//   unpack_q4_k(quants, w)               32 bytes -> w[2 * VECTORS]: 32 low nibbles, 32 high ones
+//   unpack_q5_k(quants, bits, part, w)   the same, each with bit `part` or `part` + 1 of bits[i] as
+//                                        its fifth
+//   unpack_q6_k(quants, bits, part, w)   the same, each with two bits of bits[i] above it, those
+//                                        from 2 * part or 2 * part + 4 on (part 0 or 1), less 32
+//
+// q4_K, q5_K   f16 d, f16 m, 12 bytes of eight 6-bit scales s and eight minima t, then for q5_K 32
+//              bytes of fifth bits, then 128 bytes of nibbles; value = d*s[part]*q - m*t[part].
+//              Parts 2i and 2i+1 are the low and high nibbles of bytes 32i .. 32i+31.
+// q6_K         128 bytes of nibbles, 64 of the two bits above them, 16 int8 scales, one for 16
+//              values, f16 d; value = d*s[at / 16]*(q - 32). In each half of the block parts 0 and
+//              2 are the low and high nibbles of the first 32 bytes, 1 and 3 of the others.
+
+// The two parts that lie in the same bytes, for each of the four pairs of a block.
+struct Parts {
+    int first, second;
+};
+
+// Factor of each part (q6_K: of each half of a part), and what is taken off each part's values.
+struct Factors {
+    float factor[16], minimum[8];
+};
+
+template <class Format>
+constexpr bool IS_SUPER = false;
+
+template <int BYTES>
+struct WithMinima {
+    static constexpr int64_t BLOCK_BYTES = BYTES;
+    static constexpr bool SCALED = true, IS_PLANAR = false, HAS_MINIMA = true;
+    static constexpr Parts parts(int pair) { return {2 * pair, 2 * pair + 1}; }
+
+    static inline void factors(const uint8_t* block, float c, Factors& out) {
+        factors_with_minima(block, c, out.factor, out.minimum);
+    }
+};
+
+struct Q4_K : WithMinima<144> {
+    static inline void unpack(const uint8_t* block, int pair, Floats* w) {
+        unpack_q4_k(block + 16 + 32 * pair, w);
+    }
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q4_k(row, n, x, next);
+    }
+};
+
+struct Q5_K : WithMinima<176> {
+    static inline void unpack(const uint8_t* block, int pair, Floats* w) {
+        unpack_q5_k(block + 48 + 32 * pair, block + 16, 2 * pair, w);
+    }
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q5_k(row, n, x, next);
+    }
+};
+
+struct Q6_K {
+    static constexpr int64_t BLOCK_BYTES = 210;
+    static constexpr bool SCALED = true, IS_PLANAR = false, HAS_MINIMA = false;
+    static constexpr Parts parts(int pair) {
+        return {pair / 2 * 4 + pair % 2, pair / 2 * 4 + pair % 2 + 2};
+    }
+    static inline void factors(const uint8_t* block, float c, Factors& out) {
+        factors_of_q6_k(block, c, out.factor);
+    }
+    static inline void unpack(const uint8_t* block, int pair, Floats* w) {
+        unpack_q6_k(block + 32 * pair, block + 128 + pair / 2 * 32, pair % 2, w);
+    }
+    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
+                            const uint8_t* next) {
+        return dot_q6_k(row, n, x, next);
+    }
+};
+
+template <>
+constexpr bool IS_SUPER<Q4_K> = true;
+template <>
+constexpr bool IS_SUPER<Q5_K> = true;
+template <>
+constexpr bool IS_SUPER<Q6_K> = true;
+
+// y[d0..d1) += c[r] * rows[r][d0..d1) for whole blocks; the minima of all rows are taken off first.
+template <class Format, int ROWS>
+inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
+                           float* y, int64_t d0, int64_t d1) {
+    for (int64_t d = d0; d < d1; d += SUPER_BLOCK) {
+        const int64_t at = d / SUPER_BLOCK * Format::BLOCK_BYTES;
+        Factors of[ROWS];
+        float minimum[8] = {};
+        for (int r = 0; r < ROWS; ++r) {
+            for (int64_t line = 0; line < Format::BLOCK_BYTES; line += 64)
+                __builtin_prefetch(next[r] + at + line);
+            Format::factors(rows[r] + at, c[r], of[r]);
+            if constexpr (Format::HAS_MINIMA)
+                for (int i = 0; i < 8; ++i) minimum[i] += of[r].minimum[i];
+        }
+        keep_in_memory(of), keep_in_memory(minimum);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; ++pair) {
+            const Parts parts = Format::parts(pair);
+            float* part_y[2] = {y + d + parts.first * BLOCK, y + d + parts.second * BLOCK};
+            Floats out[2 * VECTORS];
+            for (int v = 0; v < 2 * VECTORS; ++v) {
+                const int part = v < VECTORS ? parts.first : parts.second;
+                out[v] = load_floats(part_y[v / VECTORS] + v % VECTORS * LANES);
+                if constexpr (Format::HAS_MINIMA) out[v] = out[v] - broadcast(minimum[part]);
+            }
+            for (int r = 0; r < ROWS; ++r) {
+                Floats w[2 * VECTORS];
+                Format::unpack(rows[r] + at, pair, w);
+                for (int v = 0; v < 2 * VECTORS; ++v) {
+                    const int part = v < VECTORS ? parts.first : parts.second;
+                    const int half = v % VECTORS * LANES / 16;
+                    const int at = Format::HAS_MINIMA ? part : 2 * part + half;
+                    out[v] = multiply_add(w[v], broadcast(of[r].factor[at]), out[v]);
+                }
+            }
+            for (int v = 0; v < 2 * VECTORS; ++v)
+                store_floats(part_y[v / VECTORS] + v % VECTORS * LANES, out[v]);
+        }
+    }
+}

@@ -1,0 +1,21 @@
+"""Random K-quants for tests: gguf unpacks them and packs none."""
+
+import numpy as np
+
+BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
+# Where a block has its f16 numbers, each with its size beside the first: the minima of random bits
+# then lie at the middle of the values.
+F16_AT = {"q4_k": {0: 1.0, 2: 7.5}, "q5_k": {0: 1.0, 2: 15.5}, "q6_k": {208: 1.0}}
+# The root mean square of the values of random bits where the first number is 1.
+RMS = {"q4_k": 272.0, "q5_k": 550.0, "q6_k": 1405.0}
+
+
+def random_rows(kind: str, num_rows: int, width: int, scale: float, seed: int = 0) -> np.ndarray:
+    """uint8 [num_rows, row_bytes]: every bit of the format random, values of about `scale`."""
+    random = np.random.default_rng(seed)
+    shape = (num_rows * width // 256, BLOCK_BYTES[kind])
+    blocks = random.integers(0, 256, shape, dtype=np.uint8)
+    first = scale / RMS[kind] * random.uniform(0.5, 1.5, len(blocks))
+    for at, factor in F16_AT[kind].items():
+        blocks[:, at : at + 2] = (first * factor).astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(num_rows, -1)
