@@ -66,6 +66,8 @@ struct Rows {
     int64_t stride, D;
     const int32_t* index;
     int64_t A;  // rows a < A may be asked for ahead of their use
+    // Or what to ask the memory for while row a0 + i is used, for each i; null: rows of this matrix.
+    const uint8_t* const* next = nullptr;
 };
 
 // A level is one instruction set: kernels for each kind, over part of the work.

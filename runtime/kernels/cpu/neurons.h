@@ -11,8 +11,11 @@
 // luck do not show in the result.
 constexpr int64_t MAX_CHUNKS = 32;
 constexpr int64_t CHUNK_NEURONS = 32;
-// Where gate, up and down of a neuron lie together, so many neurons at a time go from gate to down.
+// Where gate, up and down of a neuron lie together, so many neurons at a time go from gate to down,
+// each row asking for the one that is wanted a group's rows later; fewer where rows are long, so that
+// what was asked for is still in the first cache then.
 constexpr int64_t GROUP = 4;
+constexpr int64_t GROUP_BYTES = 10 * 1024;
 
 // What an activation does to a gate, as Gate in feed_forward.py.
 struct Gate {
@@ -101,48 +104,86 @@ class Neurons {
     int64_t run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
                       const Input& up_x, const int32_t* rows, int64_t a0, int64_t a1, float* out) {
         const SparkMatrix& matrix = block.gate;
-        const Rows gates = {matrix.data, matrix.stride, D, rows, a1};
         // Gates that lie one behind the other are read to the end first.
-        const int64_t group = matrix.stride > row_bytes(matrix) ? GROUP : a1 - a0;
+        const bool is_bundled = matrix.stride > row_bytes(matrix);
+        const int64_t fitting = std::max<int64_t>(1, GROUP_BYTES / row_bytes(matrix));
+        const int64_t few = std::min(GROUP, fitting), group = is_bundled ? few : a1 - a0;
         std::fill_n(out, D, 0.0f);
         int64_t all_open = 0;
         for (int64_t g0 = a0, g1; g0 < a1; g0 = g1) {
             g1 = std::min(g0 + group, a1);
+            const uint8_t* next[GROUP];
+            Rows gates = {matrix.data, matrix.stride, D, rows, a1};
+            if (is_bundled) {
+                const SparkMatrix& then = block.up.data ? block.up : block.down;
+                gates.next = rows_at(then, rows, g0, g1, next);
+            }
             kernels().dot_rows[matrix.kind](gates, gate_x, gate_, g0, g1);
             int32_t* open = open_ + g0;
-            float* hidden = gate_ + g0;
-            int64_t count = 0;
-            for (int64_t a = g0; a < g1; ++a) {
-                const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
-                float value = gate_[a];
-                if (matrix.bias) value += matrix.bias[row];
-                const bool fires = gate.act(value);
-                open[count] = row, hidden[count] = value;
-                count += fires;
+            const int64_t count = act_all(matrix, gate, rows, g0, g1, open);
+            for (int64_t o0 = 0; o0 < count; o0 += few) {
+                const int64_t o1 = std::min(o0 + few, count);
+                const uint8_t* after[GROUP];
+                if (is_bundled)  // the next group's gates
+                    rows_at(matrix, rows, g1, std::min(g1 + few, a1), after);
+                else  // the next neurons' ups or downs
+                    rows_at(block.up.data ? block.up : block.down, open, o1,
+                            std::min(o1 + few, count), after);
+                const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+                add(block, up_x, is_drelu, open + o0, o1 - o0, gate_ + g0 + o0, up_ + g0 + o0,
+                    after, out);
             }
-            const bool is_drelu = gate.activation == ACTIVATION_DRELU;
-            for (int64_t o = 0; o < count; o += GROUP)
-                add(block, up_x, is_drelu, open, count, o, std::min(o + GROUP, count), hidden, out);
             all_open += count;
         }
         return all_open;
     }
 
-    // Up and down of the neurons o0 .. o1-1 of `open`, which has `count`.
+    // Gates g0 .. g1-1 through the activation: what fires goes to `open`, its value to gate_ + g0;
+    // returns how many they are.
+    int64_t act_all(const SparkMatrix& matrix, const Gate& gate, const int32_t* rows, int64_t g0,
+                    int64_t g1, int32_t* open) {
+        float* hidden = gate_ + g0;
+        int64_t count = 0;
+        for (int64_t a = g0; a < g1; ++a) {
+            const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
+            float value = gate_[a];
+            if (matrix.bias) value += matrix.bias[row];
+            const bool fires = gate.act(value);
+            open[count] = row, hidden[count] = value;
+            count += fires;
+        }
+        return count;
+    }
+
+    // Where rows a0 .. a1-1 of a list (null: of all rows) lie; where they are fewer than GROUP, some
+    // place that may be asked for.
+    static const uint8_t* const* rows_at(const SparkMatrix& m, const int32_t* list, int64_t a0,
+                                         int64_t a1, const uint8_t** next) {
+        for (int64_t i = 0; i < GROUP; ++i) {
+            const int64_t row = a0 + i >= a1 ? 0 : list ? list[a0 + i] : a0 + i;
+            next[i] = m.data + row * m.stride;
+        }
+        return next;
+    }
+
+    // Up and down of up to GROUP neurons; `hidden` are their activated gates, `up_out` is room, and
+    // `after` is what is wanted when they are done.
     void add(const SparkBlock& block, const Input& up_x, bool is_drelu, const int32_t* open,
-             int64_t count, int64_t o0, int64_t o1, float* hidden, float* out) {
+             int64_t count, float* hidden, float* up_out, const uint8_t* const* after, float* out) {
         const SparkMatrix &up = block.up, &down = block.down;
         if (up.data) {
-            float* up_out = up_ + (hidden - gate_);
-            kernels().dot_rows[up.kind]({up.data, up.stride, D, open, count}, up_x, up_out, o0, o1);
-            for (int64_t o = o0; o < o1; ++o) {
+            const uint8_t* downs[GROUP];
+            rows_at(down, open, 0, count, downs);
+            kernels().dot_rows[up.kind]({up.data, up.stride, D, open, count, downs}, up_x, up_out,
+                                        0, count);
+            for (int64_t o = 0; o < count; ++o) {
                 float value = up_out[o] + (up.bias ? up.bias[open[o]] : 0.0f);
                 if (is_drelu && value < 0.0f) value = 0.0f;
                 hidden[o] *= value;
             }
         }
-        kernels().accumulate_rows[down.kind]({down.data, down.stride, D, open, count}, hidden, out,
-                                             o0, o1, 0, D);
+        kernels().accumulate_rows[down.kind]({down.data, down.stride, D, open, count, after},
+                                             hidden, out, 0, count, 0, D);
     }
 
     const int64_t D;

@@ -151,7 +151,9 @@ void dot_rows(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1
     const int64_t ahead = rows.D * Format::BLOCK_BYTES >= 1024 * VALUES ? 1 : 4;
     for (int64_t a = a0; a < a1; ++a) {
         const uint8_t* row = row_of(rows, a);
-        const uint8_t* next = a + ahead < rows.A ? row_of(rows, a + ahead) : row;
+        const uint8_t* next = rows.next             ? rows.next[a - a0]
+                              : a + ahead < rows.A ? row_of(rows, a + ahead)
+                                                   : row;
         if constexpr (Format::SCALED)
             y[a] = Format::dot(row, rows.D / BLOCK, x.packed, next);
         else
@@ -244,7 +246,9 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
         const uint8_t *row[ROWS], *next[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             row[r] = row_of(rows, a + r);
-            next[r] = a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r) : row[r];
+            next[r] = rows.next                ? rows.next[a + r - a0]
+                      : a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r)
+                                              : row[r];
         }
         if constexpr (Format::IS_PLANAR)
             add_planar<ROWS>(row, next, rows.D / BLOCK, c + a, y, d0, d1);
@@ -254,6 +258,7 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
     // Four rows at a time, so that y is read and written a quarter as often.
     int64_t a = a0;
     for (; a + 4 <= a1; a += 4) add(Count<4>{}, a);
+    for (; a + 2 <= a1; a += 2) add(Count<2>{}, a);
     for (; a < a1; ++a) add(Count<1>{}, a);
 }
 
