@@ -55,6 +55,9 @@ def _load() -> ctypes.CDLL | None:
     for function in (lib.spark_dot_rows, lib.spark_accumulate_rows):
         function.argtypes = [int32, pointer, size, size, pointer, pointer, size, pointer]
         function.restype = int32
+    lib.spark_unpack_rows.argtypes = [int32, pointer, size, size, size, pointer, size, int32,
+                                      pointer]  # fmt: skip
+    lib.spark_unpack_rows.restype = int32
     lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
     for function in (lib.spark_level_status, lib.spark_set_level):
         function.argtypes = [ctypes.c_char_p]
@@ -140,8 +143,9 @@ def _use_level_from_environment() -> None:
 _use_level_from_environment()
 
 
-def _layout(weight: Tensor, kind: str) -> tuple[int, int, int]:
-    """The code of `kind`, F and D, once it is sure that C++ may read `weight` as such a matrix."""
+def _layout(weight: Tensor, kind: str, *, may_stride: bool = False) -> tuple[int, int, int]:
+    """The code of `kind`, F and D, once it is sure that C++ may read `weight` as such a matrix;
+    `may_stride`: whether there may be something between a row and the next."""
     layout = _LAYOUTS.get(kind)
     if layout is None:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(_LAYOUTS)}")
@@ -149,7 +153,7 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int]:
     if (
         weight.dtype != dtype
         or weight.dim() != 2
-        or not weight.is_contiguous()
+        or not (weight.is_contiguous() or (may_stride and _rows_are_apart(weight)))
         or not weight.is_cpu
         or weight.shape[1] % unit_elements
     ):
@@ -157,6 +161,10 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int]:
         _refuse(f"{kind} weight", f"contiguous 2-d {dtype}{unit}", weight)
     num_rows, num_elements = weight.shape
     return code, num_rows, num_elements // unit_elements * unit_values
+
+
+def _rows_are_apart(weight: Tensor) -> bool:
+    return weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1]
 
 
 def _check_vector(name: str, t: Tensor, dtype: torch.dtype, length: int) -> int:
@@ -256,3 +264,31 @@ def accumulate_rows(
     if status:
         _raise_status(status, index_A, num_rows)
     return y_D
+
+
+def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+    """out_AD[a] = W_FD[index_A[a]], written: a tile for a matrix product over several tokens.
+
+    weight: the matrix W_FD as `kind` stores it (see the module); between its rows there may be
+    something else. out_AD: f32 or bf16 [A, D], contiguous; bf16 is rounded to the nearest.
+    index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
+    Reads A rows of W and writes A * D values.
+    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
+    """
+    lib = _lib or _built()
+    code, num_rows, num_columns = _layout(weight, kind, may_stride=True)
+    if index_A is None:
+        num_active, index = num_rows, None
+    else:
+        num_active = index_A.numel()
+        index = _check_vector("index_A", index_A, torch.int32, num_active)
+    is_right = out_AD.dtype in (torch.float32, torch.bfloat16) and out_AD.is_contiguous()
+    if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
+        _refuse("out_AD", f"contiguous f32 or bf16 of {num_active} rows of {num_columns}", out_AD)
+    status = lib.spark_unpack_rows(
+        code, weight.data_ptr(), num_rows, weight.stride(0) * weight.element_size(), num_columns,
+        index, num_active, _LAYOUTS["f32" if out_AD.dtype == torch.float32 else "bf16"].code,
+        out_AD.data_ptr(),
+    )  # fmt: skip
+    if status:
+        _raise_status(status, index_A, num_rows)

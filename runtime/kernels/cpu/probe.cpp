@@ -17,10 +17,27 @@ constexpr int64_t D = 160, ROWS = 5;
 alignas(64) uint8_t weight[ROWS * D * 4];
 alignas(64) float x[D], c[ROWS], y[2][D];
 alignas(64) uint8_t packed[2][4 * D + 256];
+alignas(64) uint8_t unpacked[2][ROWS * D * 4];
 
 bool are_close(const float* got, const float* want, int64_t n) {
     for (int64_t i = 0; i < n; ++i)
         if (!(std::fabs(got[i] - want[i]) <= 1e-3f * std::fabs(want[i]) + 1e-2f)) return false;
+    return true;
+}
+
+// Exact in every kind, so to the bit; weight holds no NaN.
+bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
+                  int64_t row_bytes) {
+    for (bool is_bf16 : {false, true}) {
+        for (int which = 0; which < 2; ++which) {
+            const Kernels& kernels = which ? reference : tried;
+            UnpackRows* unpack_rows =
+                (is_bf16 ? kernels.unpack_rows_bf16 : kernels.unpack_rows)[kind];
+            unpack_rows(weight, row_bytes, D, nullptr, unpacked[which], 0, ROWS);
+        }
+        for (int64_t i = 0; i < ROWS * D * (is_bf16 ? 2 : 4); ++i)
+            if (unpacked[0][i] != unpacked[1][i]) return false;
+    }
     return true;
 }
 
@@ -43,6 +60,7 @@ bool agree(const Kernels& tried, const Kernels& reference) {
             both[which]->accumulate_rows[kind](weight, row_bytes[kind], c, nullptr, ROWS, y[which],
                                                0, D);
         if (!are_close(y[0], y[1], D)) return false;
+        if (!unpack_alike(tried, reference, kind, row_bytes[kind])) return false;
     }
     for (int which = 0; which < 2; ++which) {
         for (int64_t i = 0; i < D; ++i) y[which][i] = -0.1f * static_cast<float>(i);

@@ -7,6 +7,7 @@
 //   zero() broadcast(f) mul(a, b) multiply_add(a, b, c) = a*b+c  sum(v)
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
 //   store_f32(p, v)
+//   store_bf16(p, v)               rounded to the nearest, ties to even
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
 //   f16_to_float(p)                one f16
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
@@ -185,6 +186,53 @@ void accumulate_rows(const uint8_t* weight, int64_t row_bytes, const float* c,
     }
 }
 
+struct ToF32 {
+    static constexpr int64_t VALUE_BYTES = 4;
+    static inline void store(uint8_t* p, Floats v) { store_f32(p, v); }
+    static inline void store_one(uint8_t* p, float f) { __builtin_memcpy(p, &f, 4); }
+};
+
+struct ToBF16 {
+    static constexpr int64_t VALUE_BYTES = 2;
+    static inline void store(uint8_t* p, Floats v) { store_bf16(p, v); }
+    static inline void store_one(uint8_t* p, float f) {
+        uint8_t all[2 * LANES];
+        store_bf16(all, broadcast(f));
+        __builtin_memcpy(p, all, 2);
+    }
+};
+
+template <class Format, class Out>
+inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, uint8_t* out) {
+    for (int64_t b = 0; b < D / BLOCK; ++b) {
+        const uint8_t* block = row + b * Format::BLOCK_BYTES;
+        for (int64_t at = 0; at < Format::BLOCK_BYTES; at += 64)
+            __builtin_prefetch(next + b * Format::BLOCK_BYTES + at);
+        Floats w[VECTORS];
+        Format::unpack(block, w);
+        if constexpr (Format::SCALED) {
+            const Floats scale = Format::scale(block);
+            for (int v = 0; v < VECTORS; ++v) w[v] = mul(w[v], scale);
+        }
+        for (int v = 0; v < VECTORS; ++v)
+            Out::store(out + (b * BLOCK + v * LANES) * Out::VALUE_BYTES, w[v]);
+    }
+    if constexpr (!Format::SCALED)
+        for (int64_t d = D / BLOCK * BLOCK; d < D; ++d)
+            Out::store_one(out + d * Out::VALUE_BYTES,
+                           Format::value(row + d * Format::VALUE_BYTES));
+}
+
+template <class Format, class Out>
+void unpack_rows(const uint8_t* weight, int64_t row_stride, int64_t D, const int32_t* index,
+                 uint8_t* out, int64_t a0, int64_t a1) {
+    for (int64_t a = a0; a < a1; ++a) {
+        const uint8_t* row = row_of(weight, row_stride, index, a);
+        const uint8_t* next = a + 1 < a1 ? row_of(weight, row_stride, index, a + 1) : row;
+        unpack_row<Format, Out>(row, next, D, out + a * D * Out::VALUE_BYTES);
+    }
+}
+
 // exp by 2^n * p(r), r the rest below log(2) / 2, p a Taylor polynomial of degree 7.
 inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;  // NaN stays
@@ -217,6 +265,10 @@ constexpr Kernels ALL_KERNELS = {
     {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>},
+    {unpack_rows<F32, ToF32>, unpack_rows<F16, ToF32>, unpack_rows<BF16, ToF32>,
+     unpack_rows<Q8_0, ToF32>, unpack_rows<Q4_0, ToF32>},
+    {unpack_rows<F32, ToBF16>, unpack_rows<F16, ToBF16>, unpack_rows<BF16, ToBF16>,
+     unpack_rows<Q8_0, ToBF16>, unpack_rows<Q4_0, ToBF16>},
     {nullptr, nullptr, nullptr, quantise, quantise_q4},
     exp_sum,
 };
