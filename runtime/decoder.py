@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import LOGITS_CHUNK, PREFILL_CHUNK
+from sparkinfer.budget import LOGITS_CHUNK, PREFILL_CHUNK, WATCHED_CHUNK
 from sparkinfer.runtime.attention import Turn
 from sparkinfer.runtime.feed_forward import Traffic
 from sparkinfer.runtime.loader import Layer, Weights
@@ -43,11 +43,16 @@ class Decoder:
             return self.native.run(token, position)
         return self.logits(self.forward(torch.tensor([token]), position))[0]
 
+    @property
+    def most_tokens(self) -> int:
+        """That a pass takes now."""
+        return WATCHED_CHUNK if self.observers.active else PREFILL_CHUNK
+
     def forward(self, ids_T: Tensor, start: int) -> Tensor:
         """Hidden states [T, D] before the head, of tokens at positions from `start`.
 
-        Takes at most PREFILL_CHUNK tokens; keys and values go into the cache."""
-        assert 1 <= len(ids_T) <= PREFILL_CHUNK, len(ids_T)
+        Takes at most `most_tokens`; keys and values go into the cache."""
+        assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
         weights = self.weights
         x_TD = embed(weights.embedding, weights.positions, ids_T, start)
         self.observers.show("embedding", None, x_TD)

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import DEFAULT_CONTEXT, PREFILL_CHUNK, Items, plan_bytes
+from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
@@ -178,8 +178,8 @@ class Engine:
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
         """Runs a text through all layers but not through the head: for observers."""
         self._user += 1
-        for start, chunk in enumerate(self._ids(token_ids).split(PREFILL_CHUNK)):
-            self._live.forward(chunk, start * PREFILL_CHUNK)
+        for start, chunk in self._chunks(self._ids(token_ids)):
+            self._live.forward(chunk, start)
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
@@ -188,8 +188,8 @@ class Engine:
         self._user += 1
         return torch.cat(
             [
-                self._live.logits(self._live.forward(chunk, start * PREFILL_CHUNK))
-                for start, chunk in enumerate(ids_T.split(PREFILL_CHUNK))
+                self._live.logits(self._live.forward(chunk, start))
+                for start, chunk in self._chunks(ids_T)
             ]
         )
 
@@ -240,9 +240,14 @@ class Engine:
 
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
-        for start, chunk in enumerate(ids_T.split(PREFILL_CHUNK)):
-            hidden_TD = self._live.forward(chunk, start * PREFILL_CHUNK)
+        for start, chunk in self._chunks(ids_T):
+            hidden_TD = self._live.forward(chunk, start)
         return self._live.logits(hidden_TD[-1:])[0]
+
+    def _chunks(self, ids_T: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(position of the first token, tokens) of each forward pass over a text."""
+        size = self._live.most_tokens
+        return ((number * size, chunk) for number, chunk in enumerate(ids_T.split(size)))
 
     @torch.inference_mode()
     def _step(self, token_id: int, position: int) -> Tensor:

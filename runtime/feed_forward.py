@@ -8,11 +8,12 @@ is called gate here is that up projection.
 `exact` computes every gate and the rest only where the gate is open; `predicted` computes the
 gates that the predictor names and the rest where such a gate is open. Both give what `dense`
 gives up to the neurons that the predictor misses. For one token only the rows that are needed
-are read; for several, all rows are read and masked, which gives the same values.
+are read; for several, those that any of them needs, or all rows where those are most of them, and
+what is not needed is masked: the same values up to the order of sums.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -20,10 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
+from sparkinfer.budget import part_neurons
 from sparkinfer.runtime.matrix import Linear, Matrix
 from sparkinfer.runtime.observers import Observers
 
 Mode = Literal["dense", "exact", "predicted"]
+
+# Of the neurons that several tokens might need, the share that they must need for all rows to be
+# taken: choosing rows costs a copy of the tokens' values of those that are chosen.
+MOST_CHOSEN = 0.8
 
 
 @dataclass
@@ -117,6 +123,20 @@ class NeuronBlock:
     def device(self) -> torch.device:
         return self.gate.weight.data.device
 
+    def part(self, start: int, stop: int) -> "NeuronBlock":
+        """Some of its neurons that follow one another; nothing is copied."""
+        ids = self.id_N[start:stop]
+        if self.row_N is not None:
+            return replace(self, id_N=ids, row_N=self.row_N[start:stop], is_whole=False)
+        return replace(
+            self,
+            gate=self.gate.part(start, stop),
+            up=None if self.up is None else self.up.part(start, stop),
+            down=self.down.part(start, stop),
+            id_N=ids,
+            is_whole=False,
+        )
+
     def rows(self, position_A: Tensor) -> Tensor:
         """int32 rows of the neurons at these positions of the block."""
         chosen = position_A if self.row_N is None else self.row_N[position_A]
@@ -125,12 +145,17 @@ class NeuronBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockResult:
-    """Output [T, D], and gate and hidden values [T, A] of the neurons at `position_A`."""
+    """Output [T, D], and gate and hidden values [T, A] of the neurons at `position_A`: None where
+    nobody watches."""
 
     y_TD: Tensor
-    gate_TA: Tensor
-    hidden_TA: Tensor
-    position_A: Tensor | None  # None: all neurons of the block
+    gate_TA: Tensor | None = None
+    hidden_TA: Tensor | None = None
+    position_A: Tensor | None = None  # None: all neurons of the block
+
+
+# What observers may see of a layer's neurons, and the value where it was not computed.
+_SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +174,15 @@ class FeedForward:
         """Output [T, D] for normed input; blocks on a GPU are started before those on the CPU."""
         named_TF = self._named(predictor_input_TD) if self.mode == "predicted" else None
         ordered = sorted(self.blocks, key=lambda block: block.device.type == "cpu")
+        is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
         results = []
         for block in ordered:
-            named_TN = None if named_TF is None else named_TF.to(block.device)[:, block.id_N]
+            named_TN = None if named_TF is None else named_TF.to(block.device)
+            if named_TN is not None and not block.is_whole:
+                named_TN = named_TN[:, block.id_N]
             x = x_TD.to(block.device)
             is_gathered = len(x) == 1 and block.device.type == "cpu" and self.mode != "dense"
-            run = self._gathered if is_gathered else self._masked
+            run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
             results.append(run(block, x, named_TN))
         self._show(ordered, results)
         total = results[0].y_TD.to(x_TD.device)
@@ -192,8 +220,49 @@ class FeedForward:
             y_TD=y_D[None], gate_TA=gate_A[None], hidden_TA=hidden_A[None], position_A=position
         )
 
+    def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """Several tokens: a part of the neurons at a time, whose values stay in the cache."""
+        y_TD = torch.zeros_like(x_TD)
+        size, count = part_neurons(x_TD.shape[1], len(x_TD)), len(block.id_N)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            named = None if named_TN is None else named_TN[:, start:stop]
+            self._add_part(y_TD, block.part(start, stop), x_TD, named)
+        return BlockResult(y_TD=y_TD)
+
+    def _add_part(
+        self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
+    ) -> None:
+        """Adds what these neurons give; reads the rows that any of the tokens needs."""
+        rows = part.row_N
+        if named_TN is not None:
+            chosen = self._chosen(part, named_TN)
+            if chosen is not None:
+                rows, named_TN = part.rows(chosen), named_TN[:, chosen]
+        gate_TA = _product(part.gate, x_TD, rows)
+        num_gates = gate_TA.shape[1]
+        hidden_TA, _ = self.gate.act(gate_TA, is_dense=self.mode == "dense")
+        if named_TN is not None:
+            hidden_TA = hidden_TA * named_TN
+        # What does not fire is 0, and NaN is not: it is to be seen in the result.
+        chosen = None if self.mode == "dense" else self._chosen(part, hidden_TA != 0)
+        if chosen is not None:
+            rows = chosen.to(torch.int32) if rows is None else rows[chosen]
+            hidden_TA = hidden_TA[:, chosen]
+        up_TA = None if part.up is None else _product(part.up, x_TD, rows)
+        hidden_TA = self.gate.hidden(hidden_TA, up_TA)
+        self._count(part, num_gates, hidden_TA.shape[1])
+        part.down.add_many(y_TD, hidden_TA, rows)
+
+    def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
+        """Positions of the neurons that any token needs; None: take all of them."""
+        if part.device.type != "cpu":
+            return None  # to count them would be to wait for the device
+        chosen = is_needed_TA.any(dim=0).nonzero().flatten()
+        return None if len(chosen) > MOST_CHOSEN * is_needed_TA.shape[1] else chosen
+
     def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens: reads every row of the block once."""
+        """Any number of tokens, all values of which are kept: reads every row of the block once."""
         gate_TN = _product(block.gate, x_TD, block.row_N)
         activated_TN, _ = self.gate.act(gate_TN, is_dense=self.mode == "dense")
         up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
@@ -213,18 +282,20 @@ class FeedForward:
 
     def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
         """Puts the values of all blocks into the order of the layer, if anyone wants them."""
-        for name, unknown in (("ffn_gate", torch.nan), ("ffn_hidden", 0.0)):
+        for name, unknown in _SHOWN.items():
             if not self.observers.want(name, self.layer):
                 continue
             if ordered[0].is_whole and results[0].position_A is None:
                 result = results[0]
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+                assert part is not None
                 self.observers.show(name, self.layer, part)
                 continue
             whole = results[0].y_TD.new_full((len(results[0].y_TD), self.num_neurons), unknown)
             for block, result in zip(ordered, results, strict=True):
                 ids = block.id_N if result.position_A is None else block.id_N[result.position_A]
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+                assert part is not None
                 whole[:, ids.to(whole.device)] = part.to(whole.device)
             self.observers.show(name, self.layer, whole)
 

@@ -8,17 +8,18 @@ torch. What this module does not know: which rows matter.
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
-from sparkinfer.budget import UNPACK_TILE_BYTES
+from sparkinfer.budget import tile_rows
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.runtime import k_quants
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.tiles import tile_dtype
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -79,6 +80,10 @@ class Matrix:
     def _is_native(self) -> bool:
         return self.data.device.type == "cpu" and library.is_available()
 
+    def part(self, start: int, stop: int) -> "Matrix":
+        """Some rows that follow one another; nothing is copied."""
+        return replace(self, data=self.data[start:stop])
+
     def rows(self, index_A: Tensor) -> Tensor:
         """f32 [A, D]: the chosen rows, unpacked."""
         return unpack(self.data[index_A], self.kind)
@@ -97,25 +102,60 @@ class Matrix:
 
     def product(self, x_TD: Tensor, index_A: Tensor | None = None) -> Tensor:
         """f32 [T, A]: every token times the chosen rows (None: all)."""
-        pieces = [x_TD @ rows_AD.T for _, rows_AD in self._tiles(index_A)]
-        return torch.cat(pieces, dim=1) if pieces else x_TD.new_zeros(len(x_TD), 0)
+        count = self.num_rows if index_A is None else len(index_A)
+        y_TA = x_TD.new_empty(len(x_TD), count)
+        x = x_TD.to(self._tile_dtype)
+        for start, rows_AD in self._tiles(index_A):
+            y = y_TA[:, start : start + len(rows_AD)]
+            if x.dtype == torch.float32:
+                torch.mm(x, rows_AD.T, out=y)
+            else:
+                y.copy_(x @ rows_AD.T)
+        return y_TA
 
     def combine_many(self, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
         """f32 [T, D]: for every token the weighted sum of the chosen rows (None: all)."""
         sum_TD = weight_TA.new_zeros(len(weight_TA), self.width)
+        return self.add_many(sum_TD, weight_TA, index_A)
+
+    def add_many(self, sum_TD: Tensor, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """Adds that to `sum_TD`, f32, and returns it."""
         for start, rows_AD in self._tiles(index_A):
-            sum_TD.addmm_(weight_TA[:, start : start + len(rows_AD)], rows_AD)
+            weight = weight_TA[:, start : start + len(rows_AD)]
+            if rows_AD.dtype == torch.float32:
+                sum_TD.addmm_(weight, rows_AD)
+            else:
+                sum_TD += weight.to(rows_AD.dtype) @ rows_AD
         return sum_TD
 
+    @property
+    def _tile_dtype(self) -> torch.dtype:
+        return tile_dtype(self.kind) if self._is_native else torch.float32
+
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """(first position, f32 rows) of pieces small enough for the workspace."""
+        """(first position, rows [A, D] of `_tile_dtype`) of pieces small enough for the workspace.
+
+        A piece is overwritten by the next."""
         count = self.num_rows if index_A is None else len(index_A)
-        is_plain = self.kind == "f32" and index_A is None
-        tile = count if is_plain else max(1, UNPACK_TILE_BYTES // (4 * self.width))
-        for start in range(0, count, max(1, tile)):
-            piece = slice(start, start + tile)
-            chosen = self.data[piece] if index_A is None else self.data[index_A[piece]]
-            yield start, unpack(chosen, self.kind)
+        if self.kind == "f32" and index_A is None:
+            yield 0, self.data
+            return
+        dtype = self._tile_dtype
+        tile = tile_rows(self.width)
+        buffer = torch.empty(min(tile, count), self.width, dtype=dtype) if self._is_native else None
+        rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
+        for start in range(0, count, tile):
+            piece = slice(start, min(start + tile, count))
+            if buffer is None:
+                chosen = self.data[piece] if index_A is None else self.data[index_A[piece]]
+                yield start, unpack(chosen, self.kind)
+                continue
+            out_AD = buffer[: piece.stop - start]
+            if rows_A is None:
+                library.unpack_rows(self.data[piece], self.kind, out_AD)
+            else:
+                library.unpack_rows(self.data, self.kind, out_AD, rows_A[piece])
+            yield start, out_AD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +177,11 @@ class Linear:
     @property
     def num_bytes(self) -> int:
         return self.weight.num_bytes + (0 if self.bias_N is None else self.bias_N.nbytes)
+
+    def part(self, start: int, stop: int) -> "Linear":
+        """Some outputs that follow one another; nothing is copied."""
+        bias = None if self.bias_N is None else self.bias_N[start:stop]
+        return Linear(weight=self.weight.part(start, stop), bias_N=bias)
 
 
 def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None = None) -> Matrix:

@@ -54,6 +54,21 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
     return data;
 }
 
+// index is all rows backwards.
+bool unpacks(int32_t kind, const uint8_t* w, int64_t D, const int32_t* index, int64_t A) {
+    const int64_t row_bytes = row_bytes_of(kind, D);
+    for (int32_t out_kind : {KIND_F32, KIND_BF16}) {
+        const int64_t size = D * (out_kind == KIND_F32 ? 4 : 2);
+        uint8_t *all_rows = bytes(A * size), *backwards = bytes(A * size);
+        if (spark_unpack_rows(kind, w, row_bytes, A, D, nullptr, A, out_kind, all_rows) ||
+            spark_unpack_rows(kind, w, row_bytes, A, D, index, A, out_kind, backwards))
+            return false;
+        for (int64_t a = 0; a < A; ++a)
+            if (std::memcmp(all_rows + a * size, backwards + (A - 1 - a) * size, size)) return false;
+    }
+    return true;
+}
+
 bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     const uint8_t* w = weights(kind, A, D);
     const int64_t row_bytes = row_bytes_of(kind, D);
@@ -66,7 +81,8 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     for (int64_t a = 0; a < A; ++a)
         if (y[a] != backwards[A - 1 - a]) return false;
     return !spark_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) &&
-           !spark_accumulate_rows(kind, w, row_bytes, A, D, c, index, A, z);
+           !spark_accumulate_rows(kind, w, row_bytes, A, D, c, index, A, z) &&
+           unpacks(kind, w, D, index, A);
 }
 
 SparkMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
@@ -139,6 +155,9 @@ void errs(const Rows&, const Input&, float* y, int64_t a0, int64_t a1) {
     for (int64_t a = a0; a < a1; ++a) y[a] = 0.0f;
 }
 
+void unpacks_nothing(const uint8_t*, int64_t, int64_t, const int32_t*, uint8_t*, int64_t,
+                     int64_t) {}
+
 // The probe takes what runs and refuses what faults or errs, at any kind of weight.
 bool probes() {
     if (!runs_here(kernels_generic, kernels_generic)) return false;
@@ -146,6 +165,12 @@ bool probes() {
         for (DotRows* wrong : {faults, errs}) {
             Kernels kernels = kernels_generic;
             kernels.dot_rows[kind] = wrong;
+            if (runs_here(kernels, kernels_generic)) return false;
+        }
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
+        for (bool is_bf16 : {false, true}) {
+            Kernels kernels = kernels_generic;
+            (is_bf16 ? kernels.unpack_rows_bf16 : kernels.unpack_rows)[kind] = unpacks_nothing;
             if (runs_here(kernels, kernels_generic)) return false;
         }
     return true;

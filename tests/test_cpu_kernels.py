@@ -229,6 +229,91 @@ def test_packed_rows_are_the_chosen_ones(kind):
             library.pack_rows(W.weight, kind, None, bad)
 
 
+def unpacked(W: Matrix, index_A: Tensor | None = None, dtype=torch.float32) -> Tensor:
+    count = len(W.weight) if index_A is None else len(index_A)
+    out_AD = torch.full((count, W.exact_FD.shape[1]), torch.nan, dtype=dtype)
+    library.unpack_rows(W.weight, W.kind, out_AD, index_A)
+    return out_AD
+
+
+def is_unpacked(W: Matrix, got_AD: Tensor, index_A: Tensor | None = None) -> bool:
+    """Whether these are the rows in the type of `got_AD`, to the bit: each value is a scale of 11
+    bits times an integer of 8 at most, which f32 holds. Those of K-quants are rounded on the way."""
+    exact_AD = taken(W.exact_FD, index_A)
+    if W.kind not in BLOCK_BYTES:
+        return torch.equal(got_AD, exact_AD.float().to(got_AD.dtype))
+    bound_AD = 2 * torch.finfo(got_AD.dtype).eps * taken(magnitudes_of(W), index_A)
+    return bool(((got_AD.double() - exact_AD).abs() <= bound_AD).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("F", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("kind, D", SIZES)
+def test_unpack_rows(level, kind, D, F, dtype):
+    W = matrix(kind, F, D)
+    for index_A in indices(F):
+        assert is_unpacked(W, unpacked(W, index_A, dtype), index_A)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_lie_apart_are_unpacked(level, kind):
+    W = matrix(kind, 9, 256)
+    wide = torch.cat([W.weight, W.weight.flip(0)], dim=1)[:, : W.weight.shape[1]]
+    assert not wide.is_contiguous()
+    assert is_unpacked(W, unpacked(W._replace(weight=wide)))
+    backwards = torch.arange(8, -1, -1, dtype=torch.int32)
+    assert is_unpacked(W, unpacked(W._replace(weight=wide), backwards), backwards)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_measure_rejects_wrong_rows(kind, dtype, wrong):
+    W = matrix(kind, 64, 256)
+    right_FD = unpacked(W, dtype=dtype)
+    assert is_unpacked(W, right_FD) and not is_unpacked(W, wrong(right_FD))
+
+
+def test_every_rounding_to_bf16_is_torchs(level):
+    """Each upper half of an f32 with lower halves round the middle: ties, overflow, infinities."""
+    low_B = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int64)
+    bits = (torch.arange(2**16)[:, None] << 16 | low_B).flatten()
+    value_1D = bits.to(torch.int32).view(torch.float32)[None]  # wraps round, as bits do
+    got = unpacked(Matrix("f32", value_1D, value_1D), dtype=torch.bfloat16)
+    want = value_1D.bfloat16()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[~got.isnan()].view(torch.int16), want[~want.isnan()].view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(8, 63),
+        torch.zeros(7, 64),
+        torch.zeros(8, 64).half(),
+        torch.zeros(64, 8).T,
+        torch.zeros(8, 128)[:, ::2],
+        torch.zeros(8, 64, device="meta"),
+    ],
+)
+def test_a_wrong_place_to_unpack_to_is_refused(out):
+    with pytest.raises(ValueError, match="out_AD"):
+        library.unpack_rows(torch.ones(8, 64), "f32", out)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(64, 8).T, torch.ones(1, 64).expand(8, 64)])
+def test_rows_that_overlap_or_have_gaps_inside_are_refused(weight):
+    with pytest.raises(ValueError, match="f32 weight"):
+        library.unpack_rows(weight, "f32", torch.zeros(8, 64))
+
+
+@pytest.mark.parametrize("bad", [-1, 8])
+def test_no_row_outside_is_unpacked(bad):
+    index_A = torch.tensor([0, bad], dtype=torch.int32)
+    with pytest.raises(IndexError, match="rows 0 to 7"):
+        library.unpack_rows(torch.ones(8, 64), "f32", torch.zeros(2, 64), index_A)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_measure_rejects_wrong_results(kind, wrong):
@@ -352,6 +437,8 @@ def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads)
                 library.dot_rows(W.weight, kind, x_D, index_A),
                 library.accumulate_rows(W.weight, kind, c_F),
                 library.accumulate_rows(W.weight, kind, c_F[: len(index_A)], index_A),
+                unpacked(W),
+                unpacked(W, index_A, torch.bfloat16),
             ]
         )
     for other in seen[1:]:

@@ -14,11 +14,30 @@ ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "
 Items = dict[str, int]
 
 DEFAULT_CONTEXT = 4096  # tokens of KV cache where nobody asks; less for a model made for less
-PREFILL_CHUNK = 128  # tokens a forward pass takes at most
+# Tokens a forward pass takes at most. Weights are unpacked once a pass, and matrix products are the
+# faster the longer they are: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes
+# of 256 and 13 in one (docs/log.md). A pass that someone watches takes WATCHED_CHUNK, which is a
+# batch of the training of predictors, too.
+PREFILL_CHUNK = 512
+WATCHED_CHUNK = 128
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 FLOAT_BYTES = 4
-# A dense product unpacks its weights to f32 a tile of rows at a time.
+# A dense product unpacks its weights to f32 a tile of rows at a time: of this many bytes, but of
+# no fewer rows than make a sum over a tile's rows worth reading and writing its result.
 UNPACK_TILE_BYTES = 2 << 20
+LEAST_TILE_ROWS = 128
+
+
+def tile_rows(width: int) -> int:
+    """Rows of a matrix that are unpacked at a time."""
+    return max(LEAST_TILE_ROWS, UNPACK_TILE_BYTES // (FLOAT_BYTES * width))
+
+
+def part_neurons(width: int, num_tokens: int) -> int:
+    """Neurons of which a pass has values at a time, where nobody watches: whole tiles of a matrix
+    of this width, and as many values as one tile has."""
+    rows = tile_rows(width)
+    return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +125,21 @@ def embedding_bytes(model: ModelFile) -> int:
     return tokens + (positions.num_bytes if positions else 0)
 
 
-def workspace_bytes(model: ModelFile, context_length: int) -> int:
+def workspace_bytes(model: ModelFile, context_length: int, *, is_watched: bool = False) -> int:
     """Temporaries of one forward pass over a prefill chunk, all of them f32.
 
-    Hidden state and its copies 8 TD, gate, up and product 4 TF, keys and values of the whole
-    context unpacked, the attention mask TC, logits, and the tile that weights are unpacked to."""
+    Hidden state and its copies 8 TD, gate, up and product of a part of the neurons (of all, where
+    the pass is watched), keys and values of the whole context unpacked, the attention mask TC,
+    logits, and the tile that weights are unpacked to."""
     shape = model.shape
-    tokens = min(PREFILL_CHUNK, context_length)
+    tokens = min(WATCHED_CHUNK if is_watched else PREFILL_CHUNK, context_length)
+    neurons = shape.num_neurons
+    if not is_watched:
+        neurons = min(neurons, part_neurons(shape.width, tokens))
     kv = 2 * context_length * shape.num_kv_heads * shape.head_width
-    values = tokens * (8 * shape.width + 4 * shape.num_neurons + context_length) + kv
-    return 4 * (values + LOGITS_CHUNK * shape.vocab_size) + UNPACK_TILE_BYTES
+    values = tokens * (8 * shape.width + 4 * neurons + context_length) + kv
+    tile = tile_rows(shape.width) * shape.width
+    return FLOAT_BYTES * (values + LOGITS_CHUNK * shape.vocab_size + tile)
 
 
 def plan_bytes(

@@ -176,6 +176,20 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* f
     return STATUS_OK;
 }
 
+EXPORT int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride,
+                                 int64_t num_rows, int64_t D, const int32_t* index, int64_t A,
+                                 int32_t out_kind, uint8_t* out) {
+    const int64_t row_bytes = row_bytes_of(kind, D);
+    if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
+    if (out_kind != KIND_F32 && out_kind != KIND_BF16) return STATUS_BAD_ARGUMENT;
+    UnpackRows* unpack_rows = (out_kind == KIND_F32 ? current->kernels->unpack_rows
+                                                    : current->kernels->unpack_rows_bf16)[kind];
+    const Rows rows = {weight, stride, D, index, A};
+    split(A * row_bytes, A, 4, 4,
+          [=, &rows](int64_t a0, int64_t a1) { unpack_rows(rows, out, a0, a1); });
+    return STATUS_OK;
+}
+
 EXPORT const char* spark_level() { return current->name; }
 
 EXPORT const char* spark_faulty_level() {

@@ -1,9 +1,12 @@
-// Two operations over a weight matrix W [num_rows, D] stored row by row as in a GGUF file:
+// Three operations over a weight matrix W [num_rows, D] stored row by row as in a GGUF file:
 //   dot_rows         y[a] = sum over d of x[d] * W[index[a]][d]       a < A
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
+//   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked
 // in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. For the block kinds
-// dot_rows takes x in blocks of 16-bit integers, see Input; all other arithmetic is f32.
+// dot_rows takes x in blocks of 16-bit integers, see Input; all other arithmetic is f32. unpack_rows
+// writes f32, or bf16 rounded to the nearest, ties to even (a NaN stays one), for a
+// matrix product over several tokens; its row stride may be more than the bytes of a row.
 #pragma once
 #include <stdint.h>
 
@@ -73,9 +76,12 @@ struct Rows {
 // A level is one instruction set: kernels for each kind, over part of the work.
 // rows a0 <= a < a1 of y
 using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1);
-// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 32 == 0 (K-quants: 256); rows in order
+// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 32 == 0
+// (K-quants: 256); rows in order
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
+// rows a0 <= a < a1 of out, D values each
+using UnpackRows = void(const Rows& rows, uint8_t* out, int64_t a0, int64_t a1);
 // Fills packed from f32. D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
 // x[i] = exp(x[i] - shift) for x[i] <= shift, relative error below 3e-7; returns the sum.
@@ -84,6 +90,8 @@ using ExpSum = float(float* x, int64_t n, float shift);
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
     AccumulateRows* accumulate_rows[NUM_KINDS];
+    UnpackRows* unpack_rows[NUM_KINDS];       // to f32
+    UnpackRows* unpack_rows_bf16[NUM_KINDS];
     Quantise* quantise[NUM_KINDS];  // null for the float kinds
     ExpSum* exp_sum;
 };
@@ -101,6 +109,11 @@ int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t strid
 // Copies rows of the kind (index null: rows 0 .. A-1), q4_0 as planar rows where `is_planar`.
 int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
+// weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written: KIND_F32
+// or KIND_BF16 by out_kind.
+int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+                          int64_t D, const int32_t* index, int64_t A, int32_t out_kind,
+                          uint8_t* out);
 const char* spark_level();
 const char* spark_faulty_level();  // the best one that is advertised but faults or errs; or null
 int32_t spark_level_status(const char* name);

@@ -65,6 +65,9 @@ def _load() -> ctypes.CDLL | None:
         int32, int32, pointer, size, size, pointer, size, pointer, size,
     ]  # fmt: skip
     lib.spark_pack_rows.restype = int32
+    lib.spark_unpack_rows.argtypes = [int32, pointer, size, size, size, pointer, size, int32,
+                                      pointer]  # fmt: skip
+    lib.spark_unpack_rows.restype = int32
     lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
     for function in (lib.spark_level_status, lib.spark_set_level):
         function.argtypes = [ctypes.c_char_p]
@@ -310,6 +313,34 @@ def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) ->
     status = _built().spark_pack_rows(
         code, kind == "q4_0", weight.data_ptr(), num_rows, num_columns, index, num_active,
         out.data_ptr(), out.stride(0),
+    )  # fmt: skip
+    if status:
+        _raise_status(status, index_A, num_rows)
+
+
+def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+    """out_AD[a] = W_FD[index_A[a]], written: a tile for a matrix product over several tokens.
+
+    weight: the matrix W_FD as `kind` stores it (see the module); between its rows there may be
+    something else. out_AD: f32 or bf16 [A, D], contiguous; bf16 is rounded to the nearest.
+    index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
+    Reads A rows of W and writes A * D values.
+    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
+    """
+    lib = _lib or _built()
+    code, stride, num_rows, num_columns = _layout(weight, kind)
+    if index_A is None:
+        num_active, index = num_rows, None
+    else:
+        num_active = index_A.numel()
+        index = _check_vector("index_A", index_A, torch.int32, num_active)
+    is_right = out_AD.dtype in (torch.float32, torch.bfloat16) and out_AD.is_contiguous()
+    if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
+        _refuse("out_AD", f"contiguous f32 or bf16 of {num_active} rows of {num_columns}", out_AD)
+    status = lib.spark_unpack_rows(
+        code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active,
+        _LAYOUTS["f32" if out_AD.dtype == torch.float32 else "bf16"].code,
+        out_AD.data_ptr(),
     )  # fmt: skip
     if status:
         _raise_status(status, index_A, num_rows)

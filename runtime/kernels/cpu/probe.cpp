@@ -17,10 +17,33 @@ constexpr int64_t D = 512, ROWS = 5;
 alignas(64) uint8_t weight[ROWS * D * 4];
 alignas(64) float x[D], c[ROWS], y[2][D];
 alignas(64) uint8_t packed[2][packed_bytes(D)];
+alignas(64) uint8_t unpacked[2][ROWS * D * 4];
 
 bool are_close(const float* got, const float* want, int64_t n) {
     for (int64_t i = 0; i < n; ++i)
         if (!(std::fabs(got[i] - want[i]) <= 1e-3f * std::fabs(want[i]) + 1e-2f)) return false;
+    return true;
+}
+
+// Exact in every kind but the K-quants, so to the bit; weight holds no NaN.
+bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
+                  int64_t row_bytes) {
+    for (bool is_bf16 : {false, true}) {
+        for (int which = 0; which < 2; ++which) {
+            const Kernels& kernels = which ? reference : tried;
+            UnpackRows* unpack_rows =
+                (is_bf16 ? kernels.unpack_rows_bf16 : kernels.unpack_rows)[kind];
+            unpack_rows({weight, row_bytes, D, nullptr, ROWS}, unpacked[which], 0, ROWS);
+        }
+        const float* values[] = {reinterpret_cast<float*>(unpacked[0]),
+                                 reinterpret_cast<float*>(unpacked[1])};
+        if (block_values(kind) == SUPER_BLOCK) {
+            if (!is_bf16 && !are_close(values[0], values[1], ROWS * D)) return false;
+            continue;
+        }
+        for (int64_t i = 0; i < ROWS * D * (is_bf16 ? 2 : 4); ++i)
+            if (unpacked[0][i] != unpacked[1][i]) return false;
+    }
     return true;
 }
 
@@ -47,6 +70,7 @@ bool agree(const Kernels& tried, const Kernels& reference) {
                                                y[which], 0, ROWS, 0, D);
         }
         if (!are_close(y[0], y[1], D)) return false;
+        if (!unpack_alike(tried, reference, kind, row_bytes[kind])) return false;
     }
     for (int which = 0; which < 2; ++which) {
         for (int64_t i = 0; i < D; ++i) y[which][i] = -0.1f * static_cast<float>(i);

@@ -24,6 +24,19 @@ inline Floats load_f32(const uint8_t* p) {
 
 inline void store_f32(uint8_t* p, Floats v) { _mm256_storeu_ps(reinterpret_cast<float*>(p), v); }
 
+inline void store_bf16(uint8_t* p, Floats v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(high),
+                                            _mm256_extracti128_si256(high, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);
+}
+
 inline __m128i load_16_bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }

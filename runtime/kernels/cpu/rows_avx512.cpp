@@ -16,6 +16,16 @@ inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline Floats load_f32(const uint8_t* p) { return _mm512_loadu_ps(p); }
 inline void store_f32(uint8_t* p, Floats v) { _mm512_storeu_ps(p, v); }
 
+inline void store_bf16(uint8_t* p, Floats v) {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x00400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
 inline __m128i load_16_bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }

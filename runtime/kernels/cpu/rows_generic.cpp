@@ -21,6 +21,18 @@ inline Floats load_f32(const uint8_t* p) {
 
 inline void store_f32(uint8_t* p, Floats v) { __builtin_memcpy(p, &v, 16); }
 
+inline void store_bf16(uint8_t* p, Floats v) {
+    for (int lane = 0; lane < LANES; ++lane) {
+        uint32_t bits;
+        const float value = v[lane];
+        __builtin_memcpy(&bits, &value, 4);
+        const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+        const uint32_t rounded = is_nan ? bits | 0x00400000 : bits + 0x7fff + (bits >> 16 & 1);
+        const uint16_t half = static_cast<uint16_t>(rounded >> 16);
+        __builtin_memcpy(p + 2 * lane, &half, 2);
+    }
+}
+
 inline Ints load_u16(const uint8_t* p) {
     uint16_t h[4];
     __builtin_memcpy(h, p, 8);

@@ -7,6 +7,7 @@
 //   zero() broadcast(f) mul(a, b) multiply_add(a, b, c) = a*b+c  sum(v)
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
 //   store_f32(p, v)
+//   store_bf16(p, v)               rounded to the nearest, ties to even
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
 //   f16_to_float(p)                one f16
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
@@ -262,6 +263,64 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
     for (; a < a1; ++a) add(Count<1>{}, a);
 }
 
+struct ToF32 {
+    static constexpr int64_t VALUE_BYTES = 4;
+    static inline void store(uint8_t* p, Floats v) { store_f32(p, v); }
+    static inline void store_one(uint8_t* p, float f) { __builtin_memcpy(p, &f, 4); }
+};
+
+struct ToBF16 {
+    static constexpr int64_t VALUE_BYTES = 2;
+    static inline void store(uint8_t* p, Floats v) { store_bf16(p, v); }
+    static inline void store_one(uint8_t* p, float f) {
+        uint8_t all[2 * LANES];
+        store_bf16(all, broadcast(f));
+        __builtin_memcpy(p, all, 2);
+    }
+};
+
+template <class Format, class Out>
+inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, uint8_t* out) {
+    constexpr int64_t VALUES = IS_SUPER<Format> ? SUPER_BLOCK : BLOCK;
+    for (int64_t b = 0; b < D / VALUES; ++b) {
+        const uint8_t* block = row + b * Format::BLOCK_BYTES;
+        const uint8_t* then = next + b * Format::BLOCK_BYTES;
+        for (int64_t at = 0; at < Format::BLOCK_BYTES; at += 64) __builtin_prefetch(then + at);
+        Floats w[VALUES / LANES];
+        if constexpr (IS_SUPER<Format>) {
+            alignas(64) float values[SUPER_BLOCK] = {};
+            const float one = 1.0f;
+            add_rows<Format, 1>(&block, &then, &one, values, 0, SUPER_BLOCK);
+            for (int v = 0; v < VALUES / LANES; ++v) w[v] = load_floats(values + v * LANES);
+        } else if constexpr (Format::IS_PLANAR) {
+            const Floats scale = scale_f16(Planar::scale(row, D / BLOCK, b));
+            unpack_q4(Planar::nibbles(row, D / BLOCK, b), w);
+            for (int v = 0; v < VECTORS; ++v) w[v] = mul(w[v], scale);
+        } else {
+            Format::unpack(block, w);
+            if constexpr (Format::SCALED) {
+                const Floats scale = Format::scale(block);
+                for (int v = 0; v < VECTORS; ++v) w[v] = mul(w[v], scale);
+            }
+        }
+        for (int v = 0; v < VALUES / LANES; ++v)
+            Out::store(out + (b * VALUES + v * LANES) * Out::VALUE_BYTES, w[v]);
+    }
+    if constexpr (!Format::SCALED)
+        for (int64_t d = D / BLOCK * BLOCK; d < D; ++d)
+            Out::store_one(out + d * Out::VALUE_BYTES,
+                           Format::value(row + d * Format::VALUE_BYTES));
+}
+
+template <class Format, class Out>
+void unpack_rows(const Rows& rows, uint8_t* out, int64_t a0, int64_t a1) {
+    for (int64_t a = a0; a < a1; ++a) {
+        const uint8_t* row = row_of(rows, a);
+        const uint8_t* next = a + 1 < a1 ? row_of(rows, a + 1) : row;
+        unpack_row<Format, Out>(row, next, rows.D, out + a * rows.D * Out::VALUE_BYTES);
+    }
+}
+
 // exp by 2^n * p(r), r the rest below log(2) / 2, p a Taylor polynomial of degree 7.
 inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;  // NaN stays
@@ -296,6 +355,12 @@ constexpr Kernels ALL_KERNELS = {
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>},
+    {unpack_rows<F32, ToF32>, unpack_rows<F16, ToF32>, unpack_rows<BF16, ToF32>,
+     unpack_rows<Q8_0, ToF32>, unpack_rows<Q4_0, ToF32>, unpack_rows<Q4_K, ToF32>,
+     unpack_rows<Q5_K, ToF32>, unpack_rows<Q6_K, ToF32>, unpack_rows<Q4_0Planar, ToF32>},
+    {unpack_rows<F32, ToBF16>, unpack_rows<F16, ToBF16>, unpack_rows<BF16, ToBF16>,
+     unpack_rows<Q8_0, ToBF16>, unpack_rows<Q4_0, ToBF16>, unpack_rows<Q4_K, ToBF16>,
+     unpack_rows<Q5_K, ToBF16>, unpack_rows<Q6_K, ToBF16>, unpack_rows<Q4_0Planar, ToBF16>},
     {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise, quantise, quantise,
      quantise_q4_planar},
     exp_sum,
