@@ -277,9 +277,9 @@ def test_a_plan_gives_the_logits_of_the_whole(checkpoints, tmp_path, case, outty
         assert rel_error(decoded(engine, IDS), want_last) < bound
         parts = [
             part
-            for layer in engine.layers
+            for layer, ids in zip(engine.layers, split.hot, strict=True)
             for block in layer.ffn.blocks
-            if block.row_N is None
+            if block.id_N.tolist() == ids.tolist()
             for part in (block.gate, block.up, block.down)
             if part is not None
         ]
