@@ -1,7 +1,7 @@
 # make demo           the whole pipeline on the bundled model, from nothing
 # make test           the tests, from nothing
 # make test-llamacpp  our model files in llama.cpp and its in our runtime; builds it first (10 min)
-# make bench          decode speed against llama.cpp and the machine's limit
+# make bench          decode and prefill speed against llama.cpp and the machine's limit
 # make check          lint and types; writes nothing into the tree
 #
 # One stage on any checkpoint, with all stages before it as far as they are not up to date:
@@ -137,9 +137,10 @@ test-llamacpp: build $(LLAMACPP)/ready  ## our files in llama.cpp, its files in 
 	$(BIN)/python -m pytest -q -rP tests/llamacpp
 
 BENCH_DIR ?= build/bench
-bench: build $(LLAMACPP)/ready  ## decode against llama.cpp on this machine; 8 GiB in BENCH_DIR
+bench: build $(LLAMACPP)/ready  ## decode and prefill against llama.cpp on this machine; 8 GiB in BENCH_DIR
 	@mkdir -p $(BENCH_DIR)
 	$(BIN)/python benchmarks/decode.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
+	$(BIN)/python benchmarks/prefill.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
 
 check: build
 	$(BIN)/ruff check .

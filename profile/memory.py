@@ -12,7 +12,7 @@ import torch
 
 from sparkinfer.budget import (
     LOGITS_CHUNK,
-    WATCHED_CHUNK,
+    SHORT_CHUNK,
     kv_bytes_per_layer,
     plan_bytes,
     workspace_bytes,
@@ -87,16 +87,15 @@ def needs_of(
             num_hot=[0] * layers,
             dense_on_gpu=[False] * layers,
             head_on_gpu=False,
-            workspace=workspace_bytes(model, context_length, is_watched=True),
         )[1],
         predictor=0,  # not run
     )
     lasting, passing = (
         (0, 0) if choices is None else trainer_bytes(shape.width, shape.num_neurons, choices)
     )
-    observers = OBSERVER_BYTES_PER_VALUE * min(WATCHED_CHUNK, window) * shape.num_neurons
+    observers = OBSERVER_BYTES_PER_VALUE * min(SHORT_CHUNK, window) * shape.num_neurons
     one = max(streamed_layer_bytes(model, layer) for layer in range(layers))
-    workspace = workspace_bytes(model, window, is_watched=True)
+    workspace = workspace_bytes(model, window)
     no_logits = workspace - 4 * LOGITS_CHUNK * shape.vocab_size
     return Needs(
         whole_bytes=sum(whole.values()) + observers + layers * lasting + passing,
@@ -134,7 +133,7 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
     # The regression on the layer before needs the product of both, in f64.
     lasting = start + 8 * square + 8 * gate + round(candidates) + network + kept
     svd = 48 * gate + 96 * square
-    return lasting, max(svd, 40 * max(WATCHED_CHUNK, KEPT_TOKENS) * num_neurons)
+    return lasting, max(svd, 40 * max(SHORT_CHUNK, KEPT_TOKENS) * num_neurons)
 
 
 def trim() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import DEFAULT_CONTEXT, WATCHED_CHUNK
+from sparkinfer.budget import DEFAULT_CONTEXT, SHORT_CHUNK
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, prefetch, release
 from sparkinfer.model_file import ModelFile
@@ -216,8 +216,8 @@ class LayerStream:
                     f"{self.model.path}: its tokenizer gives token {int(ids_T.max())}, its"
                     f" embedding has {embedding.num_rows}; convert the checkpoint again"
                 )
-            for start in range(0, len(ids_T), WATCHED_CHUNK):
-                x_TD = embed(embedding, positions, ids_T[start : start + WATCHED_CHUNK], start)
+            for start in range(0, len(ids_T), SHORT_CHUNK):
+                x_TD = embed(embedding, positions, ids_T[start : start + SHORT_CHUNK], start)
                 self.observers.show("embedding", None, x_TD)
                 waiting.states.write(waiting.starts[window] + start, x_TD)
                 release(entry)
@@ -312,8 +312,8 @@ class StreamedLayer:
     def _run(self, window: int) -> None:
         rotary, waiting = self.stream.rotary, self.waiting
         length = len(waiting.windows[window])
-        for start in range(0, length, WATCHED_CHUNK):
-            count = min(WATCHED_CHUNK, length - start)
+        for start in range(0, length, SHORT_CHUNK):
+            count = min(SHORT_CHUNK, length - start)
             at = waiting.starts[window] + start
             if waiting.inputs and self.index:
                 self.before_TD = waiting.inputs.read(at, at + count).to(self.layer.device)
@@ -349,7 +349,7 @@ def _touch(entry: TensorEntry) -> None:
 def _flops_per_s(layer: Layer) -> float:
     """Of one product as the pass does it, unpacking included; the second of two."""
     gate = layer.ffn.blocks[0].gate
-    x_TD = torch.ones(WATCHED_CHUNK, gate.weight.width, device=layer.device)
+    x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):
         began = time.perf_counter()
         gate.apply(x_TD)[0, 0].item()  # waits for the device

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import WATCHED_CHUNK
+from sparkinfer.budget import SHORT_CHUNK
 from sparkinfer.profile.layer_trainer import KEPT_TOKENS, LayerTrainer
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.training import Batch, LowRank
@@ -150,9 +150,9 @@ class SharedSteps:
 
     def _hook(self, index: int) -> Any:
         def share(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-            start = self.steps[index] * WATCHED_CHUNK
+            start = self.steps[index] * SHORT_CHUNK
             self.steps[index] += 1
-            counts = [max(0, min(WATCHED_CHUNK, n - start)) for n in self.length_of_rank]
+            counts = [max(0, min(SHORT_CHUNK, n - start)) for n in self.length_of_rank]
             share_of_mine = counts[self.ranks.rank] / sum(counts)
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
             flat = torch.cat([gradient.flatten() for gradient in gradients]) * share_of_mine
@@ -165,7 +165,7 @@ class SharedSteps:
 
 def num_chunks(length: int) -> int:
     """Steps that a window of `length` tokens makes."""
-    return -(-length // WATCHED_CHUNK)
+    return -(-length // SHORT_CHUNK)
 
 
 def num_steps(windows: Sequence[Tensor], size: int) -> int:

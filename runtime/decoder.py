@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import LOGITS_CHUNK, PREFILL_CHUNK, WATCHED_CHUNK
+from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
 from sparkinfer.runtime.attention import Turn
 from sparkinfer.runtime.feed_forward import Traffic
 from sparkinfer.runtime.loader import Layer, Weights
@@ -24,16 +24,23 @@ class Decoder:
     input_layer_offset: int  # whose FFN input a predictor takes: this layer's (0), the one before
     observers: Observers
     native: NativeStep | str  # a token's step in one call, or why there is none
+    chunk: int = SHORT_CHUNK  # tokens of a pass, where nobody watches
 
     @classmethod
     def of(
-        cls, weights: Weights, input_layer_offset: int, observers: Observers, traffic: Traffic
+        cls,
+        weights: Weights,
+        input_layer_offset: int,
+        observers: Observers,
+        traffic: Traffic,
+        chunk: int = SHORT_CHUNK,
     ) -> "Decoder":
         return cls(
             weights=weights,
             input_layer_offset=input_layer_offset,
             observers=observers,
             native=build(weights, input_layer_offset, traffic),
+            chunk=chunk,
         )
 
     def step(self, token: int, position: int) -> Tensor:
@@ -46,7 +53,7 @@ class Decoder:
     @property
     def most_tokens(self) -> int:
         """That a pass takes now."""
-        return WATCHED_CHUNK if self.observers.active else PREFILL_CHUNK
+        return SHORT_CHUNK if self.observers.active else self.chunk
 
     def forward(self, ids_T: Tensor, start: int) -> Tensor:
         """Hidden states [T, D] before the head, of tokens at positions from `start`.

@@ -18,7 +18,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes
+from sparkinfer.budget import (
+    DEFAULT_CONTEXT,
+    PREFILL_CHUNK,
+    SHORT_CHUNK,
+    Items,
+    plan_bytes,
+    workspace_bytes,
+)
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
@@ -150,7 +157,8 @@ class Engine:
             print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
                   " times slower; run make build", file=sys.stderr)  # fmt: skip
         offset = file.predictor.input_layer_offset if file.predictor else 0
-        decoder = Decoder.of(weights, offset, observers, traffic)
+        chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
+        decoder = Decoder.of(weights, offset, observers, traffic, chunk)
         return cls(
             file,
             decoder,
@@ -172,7 +180,9 @@ class Engine:
         )
         old = self._live
         weights = replace(old.weights, layers=layers)
-        self._decoder = Decoder.of(weights, old.input_layer_offset, old.observers, self.traffic)
+        self._decoder = Decoder.of(
+            weights, old.input_layer_offset, old.observers, self.traffic, old.chunk
+        )
 
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
@@ -373,7 +383,11 @@ def _bytes_by_role(
         num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
         dense_on_gpu=plan.dense_on_gpu if plan else [False] * num_layers,
         head_on_gpu=plan.head_on_gpu if plan else False,
-        workspace=plan.cpu_bytes["workspace"] if plan else None,
+        workspace=(
+            plan.cpu_bytes["workspace"]
+            if plan
+            else workspace_bytes(model, context_length, is_short=False)
+        ),
         home=plan.home if plan else (),
     )
     if plan is not None:

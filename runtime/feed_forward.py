@@ -29,7 +29,7 @@ Mode = Literal["dense", "exact", "predicted"]
 
 # Of the neurons that several tokens might need, the share that they must need for all rows to be
 # taken: choosing rows costs a copy of the tokens' values of those that are chosen.
-MOST_CHOSEN = 0.8
+MOST_CHOSEN = 0.9
 
 
 @dataclass

@@ -57,8 +57,11 @@ def _survives_bf16() -> bool:
         return True
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # those of the parent are not here
-        os._exit(0 if _is_right() else 1)
+        try:
+            torch.set_num_threads(1)  # those of the parent are not here
+            os._exit(0 if _is_right() else 1)
+        finally:  # the child must never run on in the parent's code
+            os._exit(2)
     deadline = time.monotonic() + _CHILD_S
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sparkinfer.budget import LOGITS_CHUNK, PREFILL_CHUNK, layer_bytes
+from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.feed_forward import Mode, Traffic
@@ -39,7 +39,7 @@ def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
     """Bytes that a pass over a prefill chunk takes at its peak, rounded up.
 
     Reads one layer and the head of the file: a second or so for 7 B parameters."""
-    tokens = min(PREFILL_CHUNK, context_length)
+    tokens = min(SHORT_CHUNK, context_length)
     ids_T = torch.arange(tokens) % model.shape.vocab_size
     most = 0
     for hot_share in (None, HOT_SHARE):
@@ -91,6 +91,7 @@ def _two_layers(
     `hot_share` is None."""
     cpu, num_layers = torch.device("cpu"), model.shape.num_layers
     observers = Observers()
+    observers.add(lambda name, layer, tensor: None, None)  # who watches is within the plan, too
     placement = Placement.on_one_device(num_layers, cpu)
     if hot_share is not None:
         step = round(1 / hot_share)

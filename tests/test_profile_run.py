@@ -228,7 +228,7 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights
 
-    from sparkinfer.budget import WATCHED_CHUNK
+    from sparkinfer.budget import SHORT_CHUNK
     from sparkinfer.profile.trainer_state import SharedSteps
     from sparkinfer.profile.training import LowRank
 
@@ -255,14 +255,14 @@ def test_two_processes_take_the_same_steps(monkeypatch):
         steps = SharedSteps(Ranks(rank), [layer])
         for turn in range(2):
             steps.begin(lengths)
-            for start in range(0, lengths[rank], WATCHED_CHUNK):
-                size = min(WATCHED_CHUNK, lengths[rank] - start)
+            for start in range(0, lengths[rank], SHORT_CHUNK):
+                size = min(SHORT_CHUNK, lengths[rank] - start)
                 network.step(batch_of(inputs(size, 10 * rank + turn + start), gate_FD))
             steps.end()
         found[rank] = network
 
     found = {}
-    lengths = (2 * WATCHED_CHUNK, WATCHED_CHUNK - 5)
+    lengths = (2 * SHORT_CHUNK, SHORT_CHUNK - 5)
     threads = [threading.Thread(target=run, args=(rank, lengths, found)) for rank in (0, 1)]
     for thread in threads:
         thread.start()

@@ -16,10 +16,10 @@ Items = dict[str, int]
 DEFAULT_CONTEXT = 4096  # tokens of KV cache where nobody asks; less for a model made for less
 # Tokens a forward pass takes at most. Weights are unpacked once a pass, and matrix products are the
 # faster the longer they are: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes
-# of 256 and 13 in one (docs/log.md). A pass that someone watches takes WATCHED_CHUNK, which is a
-# batch of the training of predictors, too.
+# of 256 and 13 in one (docs/log.md). By a plan a pass is short, as its workspace counts against the
+# budget of a GPU; and where someone watches, as it is a batch of the training of predictors.
 PREFILL_CHUNK = 512
-WATCHED_CHUNK = 128
+SHORT_CHUNK = 128
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 FLOAT_BYTES = 4
 # A dense product unpacks its weights to f32 a tile of rows at a time: of this many bytes, but of
@@ -125,16 +125,16 @@ def embedding_bytes(model: ModelFile) -> int:
     return tokens + (positions.num_bytes if positions else 0)
 
 
-def workspace_bytes(model: ModelFile, context_length: int, *, is_watched: bool = False) -> int:
+def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = True) -> int:
     """Temporaries of one forward pass over a prefill chunk, all of them f32.
 
-    Hidden state and its copies 8 TD, gate, up and product of a part of the neurons (of all, where
-    the pass is watched), keys and values of the whole context unpacked, the attention mask TC,
+    Hidden state and its copies 8 TD, gate, up and product of all neurons (in a long pass, which
+    nobody watches, of a part of them), keys and values of the whole context unpacked, the attention mask TC,
     logits, and the tile that weights are unpacked to."""
     shape = model.shape
-    tokens = min(WATCHED_CHUNK if is_watched else PREFILL_CHUNK, context_length)
+    tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
     neurons = shape.num_neurons
-    if not is_watched:
+    if not is_short:
         neurons = min(neurons, part_neurons(shape.width, tokens))
     kv = 2 * context_length * shape.num_kv_heads * shape.head_width
     values = tokens * (8 * shape.width + 4 * neurons + context_length) + kv

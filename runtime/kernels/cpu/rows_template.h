@@ -209,6 +209,8 @@ inline void add_planar(const uint8_t* const* rows, const uint8_t* const* next, i
         const int64_t b1 = b0 + 16 < d1 / BLOCK ? b0 + 16 : d1 / BLOCK;
         for (int r = 0; r < ROWS; ++r)
             scale_many(Planar::scale(rows[r], n, b0), b1 - b0, c[r], factor[r]);
+        // Else gcc broadcasts them out of registers, through the port that the unpacking needs.
+        asm("" : "+m"(factor));
         for (int64_t b = b0; b < b1; ++b) {
             if (b % 2 == 0)
                 for (int r = 0; r < ROWS; ++r) __builtin_prefetch(next[r] + b * 18);

@@ -1,0 +1,181 @@
+"""Prefill speed on the CPU against llama.cpp, alternating in one run.
+
+    python benchmarks/prefill.py FOLDER --rival path/to/venv/bin/python
+
+Models and rounds as in decode.py: a Llama of 1.1 B parameters whose sparsity is planted, in all
+modes, against its SiLU twin of the same shape and type. A measurement is a prompt of --tokens up to
+the logits behind it, llama.cpp's in one batch, with and without its flash attention; the faster
+counts. A figure is the median of the rounds.
+
+To force the instruction set of a lesser processor, ours and torch's, and to compare with a
+llama.cpp built for it (CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON ..."):
+
+    SPARKINFER_CPU_LEVEL=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 \\
+      ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/prefill.py FOLDER --rival ..."""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from decode import MODES, _make
+from machine import machine, processor, slug
+from random_checkpoint import Shape
+
+from sparkinfer import Engine
+from sparkinfer.files import partial_file
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.threads import use_threads
+from sparkinfer.runtime.tiles import tile_dtype
+
+FORCED = ("SPARKINFER_CPU_LEVEL", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY",
+          "ONEDNN_MAX_CPU_ISA", "SPARKINFER_PREFILL_TILES")  # fmt: skip
+
+
+class Rival:
+    """A process that takes prompts, see llamacpp_prefill.py."""
+
+    def __init__(self, python: str, model: Path, num_tokens: int) -> None:
+        program = Path(__file__).with_name("llamacpp_prefill.py")
+        self.process = subprocess.Popen(
+            [python, program, str(model), str(num_tokens)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.about = str(self._line())
+
+    def _line(self):  # type: ignore[no-untyped-def]  # JSON
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("the rival died; its message is above")
+        return json.loads(line)
+
+    def seconds(self, threads: int, flash: bool, ids: list[int]) -> float:
+        assert self.process.stdin is not None
+        asked = {"threads": threads, "flash": flash, "ids": ids}
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def main() -> None:
+    arguments = _arguments()
+    forced = {name: os.environ[name] for name in FORCED if name in os.environ}
+    if forced.get("SPARKINFER_CPU_LEVEL") == "avx2" and "MKL_ENABLE_INSTRUCTIONS" not in forced:
+        raise SystemExit("MKL_ENABLE_INSTRUCTIONS=AVX2 is not set: torch would use AVX-512")
+    types = arguments.types.split(",")
+    threads = [int(count) for count in arguments.threads.split(",")]
+    for kind in types:
+        _make(arguments.folder, kind, arguments.num_layers)
+    result: dict[str, object] = {
+        "benchmark": "prefill",
+        "model": "synthetic: planted_checkpoint.py",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "level": library.level(),
+        "forced": forced,
+        "tiles": str(tile_dtype("f16")),
+        "tokens": arguments.tokens,
+        "load_before": os.getloadavg(),
+        "rounds": arguments.rounds,
+    }
+    print(f"{library.level()}, tiles {tile_dtype('f16')}, forced: {forced or 'nothing'}")
+    result["types"] = {kind: _type(arguments, kind, threads) for kind in types}
+    result["load_after"] = os.getloadavg()
+    name = f"prefill-{library.level()}-{slug(processor())}.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {output}")
+
+
+def _type(arguments: argparse.Namespace, kind: str, threads: list[int]) -> dict[str, object]:
+    folder, num_tokens = arguments.folder, arguments.tokens
+    engines = {
+        mode: Engine.load(folder / f"{kind}.gguf", mode=mode, context_length=2 * num_tokens)
+        for mode in arguments.modes.split(",")
+    }
+    rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf", num_tokens)
+    times: dict[tuple[int, str], list[float]] = {}
+    generator = random.Random(0)
+    for number in range(arguments.rounds + 1):  # the first warms up
+        for count in threads if number else threads[:1]:
+            use_threads(count)
+            ids = [generator.randrange(3, Shape.vocab_size) for _ in range(num_tokens)]
+            runs = {mode: _ours(engine, ids) for mode, engine in engines.items()}
+            runs["llama.cpp"] = rival.seconds(count, False, ids)
+            runs["llama.cpp, flash"] = rival.seconds(count, True, ids)
+            for name, seconds in runs.items() if number else ():
+                times.setdefault((count, name), []).append(seconds)
+    rival.close()
+    for engine in engines.values():
+        engine.close()
+    report: dict[str, object] = {"rival": rival.about}
+    for count in threads:
+        report[str(count)] = _report(kind, count, num_tokens, times)
+    return report
+
+
+def _ours(engine: Engine, ids: list[int]) -> float:
+    ids_T = torch.tensor(ids)
+    began = time.perf_counter()
+    engine._prefill(ids_T)
+    return time.perf_counter() - began
+
+
+def _report(
+    kind: str, count: int, num_tokens: int, times: dict[tuple[int, str], list[float]]
+) -> dict[str, object]:
+    runs = {name: seconds for (threads, name), seconds in times.items() if threads == count}
+    theirs = min(
+        (runs["llama.cpp"], runs["llama.cpp, flash"]),
+        key=lambda seconds: statistics.median(seconds),
+    )
+    print(f"{kind}, {count} threads")
+    lines: dict[str, object] = {}
+    for name, seconds in runs.items():
+        median = statistics.median(seconds)
+        # A neighbour slows ours and theirs alike in a round, so ratios are taken in rounds too.
+        ratio = statistics.median(a / b for a, b in zip(theirs, seconds, strict=True))
+        lines[name] = {
+            "tokens_per_s": num_tokens / median,
+            "best_tokens_per_s": num_tokens / min(seconds),
+            "samples_s": seconds,
+            "times_rival": statistics.median(theirs) / median,
+            "times_rival_in_rounds": ratio,
+        }
+        print(
+            f"  {name:16} {num_tokens / median:7.2f} tokens/s, best {num_tokens / min(seconds):7.2f},"
+            f" {statistics.median(theirs) / median:.2f}x llama.cpp ({ratio:.2f}x in rounds)",
+            flush=True,
+        )
+    return lines
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the models are, or are to be made")
+    parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
+    parser.add_argument("--types", default="f16,bf16,q8_0,q4_0")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--threads", default="2,1")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-layers", type=int, default=22)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
