@@ -19,6 +19,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import torch
 from machine import machine, processor, slug
 from planted_checkpoint import make_planted
@@ -27,7 +28,9 @@ from random_checkpoint import Shape
 from sparkinfer import Engine
 from sparkinfer.convert.convert import ConvertConfig, convert
 from sparkinfer.files import partial_file
+from sparkinfer.gguf_file import array_entry
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.resident import Residence
 
 MODES = ("dense", "exact", "predicted")
 CONTEXT = 128
@@ -68,7 +71,8 @@ class Rival:
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
-    weight = torch.ones(1 << 16, 1 << 11)
+    ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
+    weight = Residence().matrix(ones).data  # in huge pages, as the weights
     result: dict[str, object] = {
         "benchmark": "decode",
         "model": "synthetic: planted_checkpoint.py",
