@@ -11,6 +11,7 @@ So where the runtime's kernels change, these figures change with them. What this
 know: real models. Letters: N rows, D row width, A chosen rows."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,8 +132,8 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
         gate=Linear(weight=gate), up=Linear(weight=up), down=down, id_N=torch.arange(count),
         row_N=None, is_whole=True,
     )  # fmt: skip
-    # Below every activation: what is named fires, whatever its gate is.
-    always = Gate(activation="silu", threshold=-1.0)
+    # What is named fires, whatever its gate is.
+    always = Gate(activation="fatrelu", threshold=-math.inf)
     neurons = NativeNeurons.of(block, always, "predicted", count)
     neurons.x_D.fill_(1.0)
     tenths = _tenths(count)

@@ -10,7 +10,8 @@
 // others' in order: cuts and order depend on the number of neurons alone, so the threads' number and
 // luck do not show in the result.
 constexpr int64_t MAX_CHUNKS = 32;
-constexpr int64_t CHUNK_NEURONS = 32;
+// At least so many neurons to a chunk, whose sum and whose first rows cost about what five do.
+constexpr int64_t CHUNK_NEURONS = 64;
 // Where gate, up and down of a neuron lie together, so many neurons at a time go from gate to down,
 // each row asking for the one that is wanted a group's rows later; fewer where rows are long, so that
 // what was asked for is still in the first cache then.
@@ -78,8 +79,9 @@ class Neurons {
     // `rows`, or the first `count` where it is null.
     void run(const SparkBlock& block, const Gate& gate, const int32_t* rows, int64_t count,
              Operand& x, float* out, NeuronBytes& read) {
-        const int64_t by_size = (count + CHUNK_NEURONS - 1) / CHUNK_NEURONS;
-        const int64_t chunks = std::min(MAX_CHUNKS, std::max<int64_t>(1, by_size));
+        // A power of two, which most numbers of threads share evenly.
+        int64_t chunks = 1;
+        while (chunks < MAX_CHUNKS && 2 * chunks * CHUNK_NEURONS <= count) chunks *= 2;
         const Input gate_x = x.as(block.gate.kind), up_x = x.as(block.up.kind);
         int64_t num_open[MAX_CHUNKS];
         const int64_t bytes = count * row_bytes(block.gate);

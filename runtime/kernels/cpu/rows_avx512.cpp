@@ -189,6 +189,13 @@ inline const float* planar_scales(const uint8_t* packed, int64_t n) {
     return reinterpret_cast<const float*>(packed + quads_of(n) * sizeof(Quad));
 }
 
+// 32 numbers of 8 bits, 16 to each place.
+inline void store_halves(int8_t* first, int8_t* last, __m512i numbers) {
+    const __m256i bytes = _mm512_cvtepi16_epi8(numbers);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(first), _mm256_castsi256_si128(bytes));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(last), _mm256_extracti128_si256(bytes, 1));
+}
+
 void quantise_q4_planar(const Input& x, int64_t D) {
     const int64_t n = D / BLOCK;
     Quad* quads = reinterpret_cast<Quad*>(x.packed);
@@ -200,11 +207,12 @@ void quantise_q4_planar(const Input& x, int64_t D) {
         Quad& quad = quads[b / 4];
         const int64_t at = b % 4;
         quantise_block(x.f32 + b * BLOCK, value, scale + b, quad.correction + 4 * at, 32639.0f);
-        for (int i = 0; i < BLOCK; ++i) {
-            const int high = (value[i] + 128) >> 8;
-            quad.high[i / 16][16 * at + i % 16] = static_cast<int8_t>(high);
-            quad.low[i / 16][16 * at + i % 16] = static_cast<int8_t>(value[i] - 256 * high);
-        }
+        const __m512i values = load_64_bytes(value);
+        const __m512i high =
+            _mm512_srai_epi16(_mm512_add_epi16(values, _mm512_set1_epi16(128)), 8);
+        const __m512i low = _mm512_sub_epi16(values, _mm512_slli_epi16(high, 8));
+        store_halves(quad.high[0] + 16 * at, quad.high[1] + 16 * at, high);
+        store_halves(quad.low[0] + 16 * at, quad.low[1] + 16 * at, low);
     }
 }
 
