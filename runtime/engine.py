@@ -83,10 +83,12 @@ class Engine:
         bytes_by_role: dict[str, Items],
         device: torch.device,
         traffic: Traffic,
+        load_s: float,
     ) -> None:
         self.model, self.mode, self.context_length = model, mode, context_length
         self.bytes_by_role, self.device = bytes_by_role, device
         self.traffic = traffic
+        self.load_s = load_s  # seconds from an open file to weights where they belong
         self.last_run = Run()
         self._decoder: Decoder | None = decoder
         self._codec: TextCodec | None = None
@@ -139,6 +141,7 @@ class Engine:
         is_resident: bool | None = None,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
+        began = time.perf_counter()
         mode = _mode(file, mode)
         gpu = device_of(device)
         context_length = _context(file, plan, context_length)
@@ -167,6 +170,7 @@ class Engine:
             bytes_by_role=bytes_by_role,
             device=gpu,
             traffic=traffic,
+            load_s=time.perf_counter() - began,
         )
 
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:

@@ -236,11 +236,12 @@ def generate(
     )
     slow = f", steps in Python because {not_native}" if not_native else ""
     line = (
-        f"[{engine.mode} on {engine.device}; prefill {run.prefill_tokens} tokens,"
+        f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s;"
+        f" prefill {run.prefill_tokens} tokens,"
         f" {run.prefill_per_s:.1f}/s; decode {run.decode_tokens} tokens,"
         f" {run.decode_per_s:.1f}/s, {num_threads} threads{slow}; {where}; stopped by {run.stopped_by}]"
     )
-    report = {"text": text, "token_ids": ids, "mode": engine.mode, **asdict(run),
+    report = {"text": text, "token_ids": ids, "mode": engine.mode, "load_s": engine.load_s, **asdict(run),
               "prefill_per_s": run.prefill_per_s, "decode_per_s": run.decode_per_s,
               "num_threads": num_threads, "not_native": not_native, "bytes": roles}  # fmt: skip
     finish(report, as_json, [line])
