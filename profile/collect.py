@@ -33,7 +33,8 @@ from sparkinfer.profile.streamed_quality import compare_streamed
 from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile.thresholds import Found, Goal, ThresholdReport, search, thresholds_for
 from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.engine import Engine, device_of
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.engine_options import device_of
 from sparkinfer.runtime.feed_forward import Gate, Mode
 
 OnTokens = Callable[[float], None]

@@ -19,29 +19,29 @@ import torch
 from torch import Tensor
 
 from sparkinfer.budget import (
-    DEFAULT_CONTEXT,
     PREFILL_CHUNK,
     SHORT_CHUNK,
     Items,
-    plan_bytes,
-    workspace_bytes,
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
+from sparkinfer.runtime.engine_options import (
+    bytes_by_role_of,
+    context_of,
+    device_of,
+    gpus_of,
+    mode_of,
+    residence_of,
+)
 from sparkinfer.runtime.feed_forward import Mode, Traffic
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Placement, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
-from sparkinfer.runtime.resident import Residence
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
 from sparkinfer.split_file import Split
-from sparkinfer.system_memory import free_memory_bytes
 from sparkinfer.thresholds import replace_thresholds, with_thresholds
-
-# Of the free memory, for weights: the rest is for the cache of files, which is read meanwhile.
-FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,15 @@ class Engine:
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
-        mode = _mode(file, mode)
+        mode = mode_of(file, mode)
         gpu = device_of(device)
-        context_length = _context(file, plan, context_length)
+        context_length = context_of(file, plan, context_length)
         if plan is None:
             placement = Placement.on_one_device(file.shape.num_layers, gpu)
         else:
-            placement = Placement.of_split(plan, _gpus(plan, gpu))
-        bytes_by_role = _bytes_by_role(file, plan, context_length, gpu)
-        residence = _residence(file, is_resident, bytes_by_role, gpu)
+            placement = Placement.of_split(plan, gpus_of(plan, gpu))
+        bytes_by_role = bytes_by_role_of(file, plan, context_length, gpu)
+        residence = residence_of(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
         weights = load_weights(
             file, placement, mode, context_length, observers, traffic,
@@ -343,103 +343,3 @@ class Engine:
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
             raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
         return ids_T
-
-
-def _residence(
-    model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
-) -> Residence | None:
-    """Where weights on the CPU go; None leaves them in the file."""
-    if is_resident is False or not library.is_available():
-        return None
-    on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
-    wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
-    if is_resident is None and wanted > FREE_SHARE * free:
-        print(
-            f"{model.path}: {wanted / 2**30:.1f} GiB on the CPU and {free / 2**30:.1f} GiB of memory"
-            " free: the weights stay in the file, where reading them is slower",
-            file=sys.stderr,
-        )
-        return None
-    return Residence()
-
-
-def _mode(model: ModelFile, mode: Mode | None) -> Mode:
-    if mode is None:
-        return "predicted" if model.predictor else "exact"
-    if mode not in ("dense", "exact", "predicted"):
-        raise SparkinferError(f"mode {mode!r}; known: dense, exact, predicted")
-    if mode == "predicted" and model.predictor is None:
-        raise SparkinferError(
-            f"{model.path}: has no predictors; train them with sparkinfer profile"
-            " --train-predictors and add them with sparkinfer convert --predictors"
-        )
-    return mode
-
-
-def _bytes_by_role(
-    model: ModelFile, plan: Split | None, context_length: int, device: torch.device
-) -> dict[str, Items]:
-    """Itemised bytes of each side; without a plan there is one side, that of the device."""
-    num_layers = model.shape.num_layers
-    gpu_bytes, cpu_bytes = plan_bytes(
-        model,
-        context_length=context_length,
-        num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
-        dense_on_gpu=plan.dense_on_gpu if plan else [False] * num_layers,
-        head_on_gpu=plan.head_on_gpu if plan else False,
-        workspace=(
-            plan.cpu_bytes["workspace"]
-            if plan
-            else workspace_bytes(model, context_length, is_short=False)
-        ),
-        home=plan.home if plan else (),
-    )
-    if plan is not None:
-        return {"gpu": gpu_bytes, "cpu": cpu_bytes}
-    return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
-
-
-def _gpus(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
-    """The devices that a plan's GPUs are: the CPU for all of them, or those from `first` on."""
-    if first.type == "cpu":
-        return (first,) * len(plan.budgets)
-    start, wanted = first.index or 0, len(plan.budgets)
-    if start + wanted > torch.cuda.device_count():
-        raise SparkinferError(
-            f"the plan is for {wanted} GPUs, and from {first} on there are"
-            f" {torch.cuda.device_count() - start}; run sparkinfer solve with a budget for each"
-        )
-    return tuple(torch.device("cuda", start + number) for number in range(wanted))
-
-
-def device_of(device: str | None) -> torch.device:
-    """The device asked for; None takes CUDA where there is one. Raises SparkinferError."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise SparkinferError(f"device {device!r}; wanted cpu or cuda") from error
-    if found.type not in ("cpu", "cuda"):
-        raise SparkinferError(f"device {device!r}; wanted cpu or cuda")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise SparkinferError(
-            f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here"
-        )
-    return found
-
-
-def _context(model: ModelFile, plan: Split | None, asked: int | None) -> int:
-    if plan is not None:
-        if asked not in (None, plan.context_length):
-            raise SparkinferError(
-                f"context of {asked} asked for, but the plan budgets {plan.context_length};"
-                " run sparkinfer solve with --context"
-            )
-        return plan.context_length
-    longest = model.shape.context_length
-    if asked is None:
-        return min(longest, DEFAULT_CONTEXT)
-    if not 1 <= asked <= longest:
-        raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
-    return asked

@@ -9,8 +9,7 @@ from test_runtime import IDS, PATTERNS, decoded, make_split
 
 from sparkinfer import Engine
 from sparkinfer.model_file import KINDS
-from sparkinfer.runtime import engine as engine_module
-from sparkinfer.runtime import resident
+from sparkinfer.runtime import engine_options, resident
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.matrix import matrix_of
 from sparkinfer.runtime.resident import Residence
@@ -105,7 +104,7 @@ def test_memory_grows_by_segments(monkeypatch):
 
 
 def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys):
-    monkeypatch.setattr(engine_module, "free_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(engine_options, "free_memory_bytes", lambda: 1 << 20)
     with Engine.load(model, mode="exact") as engine:
         assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
     said = capsys.readouterr().err
