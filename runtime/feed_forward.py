@@ -57,12 +57,13 @@ class Gate:
         """(activation, whether the neuron fires). A neuron that does not fire gives zero.
 
         The threshold of SiLU and GELU is an approximation, so `dense` does without it; that of
-        FATReLU is a part of the model (ProSparse, arXiv 2402.13516)."""
+        FATReLU is a part of the model (ProSparse, arXiv 2402.13516). What is no number fires, or it
+        would vanish."""
         if self.activation in SMOOTH:
             value = self.smooth(gate)
-            fires = value.abs() > self.threshold
+            fires = ~(value.abs() <= self.threshold)
             return (value, torch.ones_like(fires)) if is_dense else (value * fires, fires)
-        fires = gate > self.opens_above
+        fires = ~(gate <= self.opens_above)
         return gate * fires, fires
 
     @property
@@ -196,7 +197,7 @@ class FeedForward:
         score_TF = self.predictor.scores(x_TD)
         self.traffic.predictor += self.predictor.num_bytes
         self.observers.show("ffn_predicted", self.layer, score_TF)
-        return score_TF > self.predictor.threshold
+        return ~(score_TF <= self.predictor.threshold)
 
     def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """One token on the CPU: reads the rows of named gates and of open neurons, no others."""

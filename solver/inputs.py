@@ -200,10 +200,23 @@ def least_held(pipeline: Pipeline) -> int:
     return min(found)
 
 
+def most_held(pipeline: Pipeline) -> int:
+    """The most bytes that fit into the GPUs' room together, of whole blocks and whole neurons; where
+    there are several GPUs, a neuron of each less, since no neuron is on two."""
+    model, room = pipeline.model, pipeline.room_bytes
+    neuron, most = int(model.neuron_bytes_L.max()), model.num_layers * model.num_neurons
+    dense = np.concatenate([[0], np.cumsum(np.sort(model.dense_bytes_L))])
+    found = [0]
+    for blocks in (*dense.tolist(), *(dense + model.head_bytes).tolist()):
+        count = min((room - blocks) // neuron, most)
+        if blocks <= room and (count == 0 or count >= int(model.min_hot_L.max())):
+            found.append(blocks + count * neuron)
+    return max(0, max(found) - (pipeline.num_gpus - 1) * neuron)
+
+
 def too_small(inputs: Inputs, pipeline: Pipeline) -> SparkinferError:
     """All memories together are too small: the refusal with what either of them would have to be."""
-    missing = pipeline.need_bytes - pipeline.room_bytes
-    host = inputs.host_budget + max(0, missing)
+    host = inputs.host_budget + max(0, pipeline.need_bytes - most_held(pipeline))
     used = [p for p in pipeline.problems if p.budget_bytes > 0] or [pipeline.problems[0]]
     vram = least_held(pipeline) + sum(p.workspace_bytes for p in used)
     given = sum(p.budget_bytes for p in used)

@@ -453,6 +453,12 @@ def test_a_thread_count_that_cannot_be_is_refused(num_threads):
         library.set_threads(num_threads)
 
 
+def test_every_level_that_is_advertised_runs_and_is_right():
+    """The tests above are of the levels that the probe accepted: none may be missing because its
+    kernels are wrong. (Where a processor's instructions fault although advertised, this fails.)"""
+    assert library._built().spark_faulty_level() is None
+
+
 def test_rows_beyond_two_gib_are_found(level):
     """The matrix is 4.3 GiB of address space, of which only its last row is ever touched."""
     F, D = 4_500_000, 256

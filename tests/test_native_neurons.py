@@ -68,6 +68,38 @@ def test_named_neurons_add_what_they_should(tmp_path, kind, activation, is_resid
         )
 
 
+def test_biases_are_those_of_the_named_rows(tmp_path):
+    ffn = layer_of(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    gate_F, up_F = (torch.randn(F, generator=generator) for _ in range(2))
+    (block,) = ffn.blocks
+    gate = dataclasses.replace(block.gate, bias_N=gate_F)
+    up = dataclasses.replace(block.up, bias_N=up_F)
+    block = dataclasses.replace(block, gate=gate, up=up)
+    neurons = NativeNeurons.of(block, ffn.gate, "predicted", F)
+    x_D, named_F = torch.randn(D, generator=generator), torch.arange(F) % 3 == 1
+    neurons.x_D.copy_(x_D)
+    neurons.named_W.copy_(pack_bits(named_F))
+    neurons.run()
+    rows = torch.arange(F)
+    gates = gate.weight.rows(rows).double() @ x_D.double() + gate_F
+    ups = up.weight.rows(rows).double() @ x_D.double() + up_F
+    want = (gates.clamp(min=0) * ups * named_F) @ block.down.rows(rows).double()
+    assert rel_error(neurons.y_D, want) < 1e-5
+
+
+def test_a_gate_that_is_no_number_does_not_vanish(tmp_path):
+    for activation in ACTIVATIONS:
+        ffn = layer_of(tmp_path, activation=activation)
+        ffn.blocks[0].gate.weight.data[5, 3] = torch.nan
+        neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "predicted", F)
+        neurons.x_D.fill_(0.5)
+        for named, is_lost in ((torch.arange(F) == 5, True), (torch.arange(F) != 5, False)):
+            neurons.named_W.copy_(pack_bits(named))
+            neurons.run()
+            assert neurons.y_D.isnan().all() == is_lost
+
+
 def test_without_bits_every_neuron_is_a_candidate(tmp_path):
     ffn = layer_of(tmp_path, mode="exact")
     neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", F)

@@ -300,6 +300,8 @@ def test_verify_refuses_wrong_plans_for_two_gpus(folder):
         with pytest.raises(SparkinferError):
             verify(replace(split, **changes), **files)
             pytest.fail(f"accepted {what}")
+    with pytest.raises(SparkinferError, match="of main memory for a budget of"):
+        verify(replace(split, **wrong["main memory"]), **files)
 
 
 def test_changed_files_invalidate_a_plan(folder):
@@ -323,7 +325,8 @@ def test_changed_files_invalidate_a_plan(folder):
 
 
 def test_main_memory_that_is_too_small_names_what_works(folder):
-    on_cpu = sum(solve(config_of(folder, 0)).cpu_bytes.values())
+    cpu_bytes = solve(config_of(folder, 0)).cpu_bytes
+    on_cpu = sum(cpu_bytes.values())
     with pytest.raises(SparkinferError, match="smallest that works is") as error:
         solve(config_of(folder, 0, host_budget_bytes=on_cpu - 1000, force=True))
     vram, host = (
@@ -336,6 +339,12 @@ def test_main_memory_that_is_too_small_names_what_works(folder):
     assert sum(solve(half).cpu_bytes.values()) <= on_cpu - 1000
     with pytest.raises(SparkinferError):
         solve(config_of(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True))
+    some = room(folder, 0.3)  # of which the workspace holds no weights
+    short = on_cpu - (some - cpu_bytes["workspace"]) - 1
+    with pytest.raises(SparkinferError, match="smallest that works is") as error:
+        solve(config_of(folder, some, host_budget_bytes=short, force=True))
+    host = int(str(error.value).split(", or ")[1].split(" (")[0].replace(",", ""))
+    assert solve(config_of(folder, some, host_budget_bytes=host, force=True)).num_hot
     assert solve(config_of(folder, vram, host_budget_bytes=on_cpu - 1000, force=True)).num_hot
 
 

@@ -29,14 +29,14 @@ struct Gate {
         return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
     }
 
-    // What it lets through; whether the neuron fires.
+    // What it lets through; whether the neuron fires, which what is no number does.
     bool act(float& gate) const {
         if (activation >= ACTIVATION_SILU) {
             gate = smooth(gate);
-            return mode == MODE_DENSE || std::fabs(gate) > threshold;
+            return mode == MODE_DENSE || !(std::fabs(gate) <= threshold);
         }
-        const bool fires = gate > (activation == ACTIVATION_FATRELU ? threshold : 0.0f);
-        if (!fires) gate *= 0.0f;  // a NaN stays one
+        const bool fires = !(gate <= (activation == ACTIVATION_FATRELU ? threshold : 0.0f));
+        if (!fires) gate = 0.0f;
         return fires || mode == MODE_DENSE;
     }
 };

@@ -209,7 +209,7 @@ class Step {
     void feed_forward(const SparkLayer& l, Operand& x, Operand& named_by) {
         if (s.mode == MODE_PREDICTED) predict(l, named_by);
         const Gate gate = {s.activation, s.mode, l.threshold};
-        auto is_named = [&](int64_t j) { return w.named[j] > l.predictor_threshold; };
+        auto is_named = [&](int64_t j) { return !(w.named[j] <= l.predictor_threshold); };
         NeuronBytes read;
         for (int64_t b = 0; b < l.num_blocks; ++b) {
             const SparkBlock& block = l.block[b];
