@@ -247,7 +247,7 @@ def is_unpacked(W: Matrix, got_AD: Tensor, index_A: Tensor | None = None) -> boo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("F", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("F", [1, 7, 64])
 @pytest.mark.parametrize("kind, D", SIZES)
 def test_unpack_rows(level, kind, D, F, dtype):
     W = matrix(kind, F, D)
