@@ -189,6 +189,19 @@ def split_of(answer: Answer, pipeline: Pipeline, inputs: Inputs, *, solve_s: flo
     return replace(empty, gpu_bytes=gpu_bytes, cpu_bytes=cpu_bytes)
 
 
+def _doubts(inputs: Inputs) -> list[str]:
+    """That the CPU's rates, which every prediction rests on, were disturbed when measured."""
+    costs = inputs.machine.costs
+    rates = [*costs.all_rows_gb_per_s.values(), *costs.chosen_rows_gb_per_s.values()]
+    doubtful = sum(figure.is_doubtful for figure in rates)
+    if 4 * doubtful < len(rates):
+        return []
+    return [
+        f"{doubtful} of {len(rates)} rates of the CPU in {inputs.paths[2]} varied while they were"
+        " measured: predicted speeds may be far off; calibrate again when the machine is idle"
+    ]
+
+
 def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     """What the figures leave open, and what they say of other budgets."""
     model, notes = inputs.model, []
@@ -196,8 +209,9 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         notes.append("the machine file has no GPU: the plan is for the CPU alone")
     for gpu in inputs.gpus:
         if gpu.source not in ("measured", NO_GPU.source):
-            notes.append(f"the figures of {gpu.name} are not measured here, but from: {gpu.source}")
-    notes += _memory_notes(inputs, split)
+            line = f"the figures of {gpu.name} are not measured here, but from: {gpu.source}"
+            notes += [] if line in notes else [line]
+    notes += _memory_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
     if unused > 0:
         notes.append(

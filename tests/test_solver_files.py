@@ -25,6 +25,7 @@ from sparkinfer.solver.layer_split import layer_split
 from sparkinfer.solver.optimise import find_plan
 from sparkinfer.solver.plots import device_of_ranks, firings_on_gpu
 from sparkinfer.solver.problem import build_problem
+from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.split_file import Split
 
 
@@ -295,3 +296,24 @@ def test_the_heat_map_colours_what_the_plan_says(folder):
         counts = profile.active_count_LF[layer]
         share = sum(counts[j] for j in ids.tolist()) / sum(counts.tolist())
         assert firings_on_gpu(split, profile)[layer] == pytest.approx(share)
+
+
+def test_rates_that_varied_are_told_of(tmp_path):
+    model = make_model(kind="f16")
+    model.save(tmp_path / "m.gguf")
+    make_profile(model).save(tmp_path / "p")
+    machine = make_machine()
+    assert machine.cpu_costs is not None
+    config = SolveConfig(
+        model=tmp_path / "m.gguf", profile=tmp_path / "p", machine=tmp_path / "c",
+        output=tmp_path / "plan", vram_budget_bytes=0, force=True,
+    )  # fmt: skip
+    for spread, is_told in ((0.1, False), (2.0, True)):
+        rates = {
+            kind: replace(rate, quartiles=(1.0, 1.0, 1.0 + spread), rounds=5)
+            for kind, rate in machine.cpu_costs.all_rows_gb_per_s.items()
+        }
+        costs = replace(machine.cpu_costs, all_rows_gb_per_s=rates)
+        replace(machine, cpu_costs=costs).save(tmp_path / "c")
+        notes = solve(config, lambda *given: 1 << 20).notes
+        assert any("varied while they were measured" in note for note in notes) == is_told
