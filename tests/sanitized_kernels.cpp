@@ -155,8 +155,7 @@ void errs(const Rows&, const Input&, float* y, int64_t a0, int64_t a1) {
     for (int64_t a = a0; a < a1; ++a) y[a] = 0.0f;
 }
 
-void unpacks_nothing(const uint8_t*, int64_t, int64_t, const int32_t*, uint8_t*, int64_t,
-                     int64_t) {}
+void unpacks_nothing(const Rows&, uint8_t*, int64_t, int64_t) {}
 
 // The probe takes what runs and refuses what faults or errs, at any kind of weight.
 bool probes() {

@@ -4,6 +4,7 @@
 #include <csignal>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -35,10 +36,20 @@ bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
                 (is_bf16 ? kernels.unpack_rows_bf16 : kernels.unpack_rows)[kind];
             unpack_rows({weight, row_bytes, D, nullptr, ROWS}, unpacked[which], 0, ROWS);
         }
-        const float* values[] = {reinterpret_cast<float*>(unpacked[0]),
-                                 reinterpret_cast<float*>(unpacked[1])};
         if (block_values(kind) == SUPER_BLOCK) {
-            if (!is_bf16 && !are_close(values[0], values[1], ROWS * D)) return false;
+            static float values[2][ROWS * D];
+            for (int which = 0; which < 2; ++which)
+                for (int64_t i = 0; i < ROWS * D; ++i) {
+                    uint32_t bits = 0;  // a bf16 is the upper half of a float
+                    uint8_t* upper = reinterpret_cast<uint8_t*>(&bits) + (is_bf16 ? 2 : 0);
+                    const int size = is_bf16 ? 2 : 4;
+                    std::memcpy(upper, unpacked[which] + i * size, size);
+                    std::memcpy(&values[which][i], &bits, 4);
+                }
+            for (int64_t i = 0; i < ROWS * D; ++i) {
+                const float bound = (is_bf16 ? 1e-2f : 1e-5f) * std::fabs(values[1][i]) + 1e-2f;
+                if (!(std::fabs(values[0][i] - values[1][i]) <= bound)) return false;
+            }
             continue;
         }
         for (int64_t i = 0; i < ROWS * D * (is_bf16 ? 2 : 4); ++i)
