@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from decode import MODES, _bandwidth
 from machine import machine, processor, slug
 
 from sparkinfer import Engine
@@ -28,7 +29,6 @@ from sparkinfer.gguf_file import array_entry
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.resident import Residence
 
-MODES = ("dense", "exact", "predicted")
 CONTEXT, PROMPT, STEPS = 128, 16, 100
 
 
@@ -122,15 +122,6 @@ def _beside_s(engine: Engine, product: torch.Tensor) -> float:
     finally:
         is_over.set()
         other.join()
-
-
-def _bandwidth(weight: torch.Tensor) -> float:
-    best, x = float("inf"), torch.ones(weight.shape[1])
-    for _ in range(3):
-        began = time.perf_counter()
-        library.dot_rows(weight, "f32", x)
-        best = min(best, time.perf_counter() - began)
-    return weight.nbytes / best
 
 
 def _arguments() -> argparse.Namespace:
