@@ -10,7 +10,7 @@ from torch import Tensor
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2
 
 # Parts that are loaded at once: one after the other each would cost the latency of memory.
-_UNROLL = 8
+_AT_ONCE = 8
 
 
 @triton.jit
@@ -24,19 +24,19 @@ def _add_norm(
     out,
     x_out,
     NUM_PARTS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
     total = tl.load(x + column, mask=in_row, other=0.0)
-    for first in range(0, NUM_PARTS, UNROLL):
-        for offset in tl.static_range(UNROLL):
-            part = first + offset
-            total += tl.load(
-                parts + part * part_stride + column, mask=in_row & (part < NUM_PARTS), other=0.0
-            )
+    if parts is not None:
+        for first in range(0, NUM_PARTS, AT_ONCE):
+            part = (first + tl.arange(0, AT_ONCE))[:, None]
+            is_live = in_row[None, :] & (part < NUM_PARTS)
+            values = tl.load(parts + part * part_stride + column[None, :], mask=is_live, other=0.0)
+            total += tl.sum(values, axis=0)
     if x_out is not None:
         tl.store(x_out + column, total, mask=in_row)
     if out is not None:
@@ -74,7 +74,7 @@ def add_norm(
         out_D,
         x_out_D,
         NUM_PARTS=num_parts,
-        UNROLL=min(_UNROLL, power_of_2(max(1, num_parts))),
+        AT_ONCE=min(_AT_ONCE, power_of_2(max(1, num_parts))),
         WIDTH=width,
         BLOCK=block,
         num_warps=max(1, min(16, block // 128)),
