@@ -159,18 +159,22 @@ def _half_at(pointer, is_live):
 @triton.jit
 def values(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part, scaled; see `quants`."""
-    low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+    # Scales first, as the compiler keeps the order of loads: what waits for quants would wait twice.
     if KIND == "q4_k" or KIND == "q5_k":
         BLOCK_BYTES: tl.constexpr = 144 if KIND == "q4_k" else 176
         scale_low, scale_high, minimum_low, minimum_high = scales_and_minima(
             row_R, live_R, in_row_U, unit_U, BLOCK_BYTES
         )
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low = low * scale_low[:, :, None] - minimum_low[:, :, None]
         high = high * scale_high[:, :, None] - minimum_high[:, :, None]
     elif KIND != "f32" and KIND != "f16" and KIND != "bf16":
         scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low = low * scale_low[:, :, None]
         high = high * scale_high[:, :, None]
+    else:
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
     return low, high
 
 
@@ -198,27 +202,25 @@ def dot_rows(
             in_row_U = unit_U >= 0
         else:
             in_row_U = unit_U < NUM_UNITS
-        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
-        x_low = tl.load(x + columns(unit_U, KIND, 0), mask=in_row_U[:, None], other=0.0)
-        if HAS_BLOCKS:
-            dot_low = tl.sum(low * x_low[None, :, :], axis=2)
-        if PARTS == 2:
-            x_high = tl.load(x + columns(unit_U, KIND, 1), mask=in_row_U[:, None], other=0.0)
-            dot_high = tl.sum(high * x_high[None, :, :], axis=2)
         if KIND == "q4_k" or KIND == "q5_k":
             BLOCK_BYTES: tl.constexpr = 144 if KIND == "q4_k" else 176
             scale_low, scale_high, minimum_low, minimum_high = scales_and_minima(
                 row_R, live_R, in_row_U, unit_U, BLOCK_BYTES
             )
-            total += dot_low * scale_low - minimum_low * tl.sum(x_low, axis=1)[None, :]
-            total += dot_high * scale_high - minimum_high * tl.sum(x_high, axis=1)[None, :]
         elif HAS_BLOCKS:
             scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
-            total += dot_low * scale_low
-            if PARTS == 2:
-                total += dot_high * scale_high
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        x_low = tl.load(x + columns(unit_U, KIND, 0), mask=in_row_U[:, None], other=0.0)
+        if HAS_BLOCKS:
+            total += tl.sum(low * x_low[None, :, :], axis=2) * scale_low
         else:
             total += low * x_low[None, :, :]
+        if PARTS == 2:
+            x_high = tl.load(x + columns(unit_U, KIND, 1), mask=in_row_U[:, None], other=0.0)
+            total += tl.sum(high * x_high[None, :, :], axis=2) * scale_high
+        if KIND == "q4_k" or KIND == "q5_k":
+            total -= minimum_low * tl.sum(x_low, axis=1)[None, :]
+            total -= minimum_high * tl.sum(x_high, axis=1)[None, :]
     if not HAS_BLOCKS:
         total = tl.sum(total, axis=2)
     return tl.sum(total, axis=1)

@@ -14,7 +14,8 @@ from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.matrix import Matrix
 
 # Of `down`: units of columns that a program adds up, a super-block of K-quants or 128 bytes of
-# nibbles; and neurons whose hidden values it looks through at once for those that are not 0.
+# nibbles; and neurons whose hidden values it looks through at once for those that are not 0. These
+# it takes 16 at a time: at 32, sums and search together take 150 to 250 registers.
 _UNITS = 8
 _CHUNK = 256
 
@@ -198,8 +199,7 @@ def gate_up(
 def down(down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
     layout = Layout.of(down)
     assert parts_SD.is_contiguous() and parts_SD.shape[1] == down.width, parts_SD.shape
-    # Of 256 neurons some 32 are open where a tenth is; fewer rows would leave loads unused.
-    rows = 32 if skips_zeros else max(32, min(64, 16384 // (_UNITS * layout.unit_bytes)))
+    rows, num_warps = (16, NUM_WARPS) if skips_zeros else (_dense_rows(layout), 2 * NUM_WARPS)
     _down[(triton.cdiv(layout.num_units, _UNITS), len(parts_SD))](
         down.data,
         layout.stride,
@@ -215,5 +215,11 @@ def down(down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool)
         UNITS=_UNITS,
         CHUNK=_CHUNK,
         SKIPS_ZEROS=skips_zeros,
-        num_warps=2 * NUM_WARPS,
+        num_warps=num_warps,
     )
+
+
+def _dense_rows(layout: Layout) -> int:
+    """Neurons of a tile of `down`: at 64 the compiler takes 128 registers or fewer, but for f32 and
+    q6_k."""
+    return 32 if layout.kind in ("f32", "q6_k_planar") else 64

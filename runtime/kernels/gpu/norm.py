@@ -10,7 +10,7 @@ from torch import Tensor
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2
 
 # Parts that are loaded at once: one after the other each would cost the latency of memory.
-_AT_ONCE = 8
+_AT_ONCE = 16
 
 
 @triton.jit
@@ -77,5 +77,5 @@ def add_norm(
         AT_ONCE=min(_AT_ONCE, power_of_2(max(1, num_parts))),
         WIDTH=width,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 128)),
+        num_warps=max(1, min(32, block // 128)),
     )
