@@ -17,6 +17,7 @@ from sparkinfer.runtime.matrix import Matrix
 _FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _BYTE_KINDS = ("q8_0", "q8_0_planar")
 NUM_WARPS = 4
+LEAST_PROGRAMS = 512
 _TILE_BYTES = {1: 64 * 32 * NUM_WARPS, 2: 32 * 32 * NUM_WARPS}  # by parts of a unit
 # Fewer rows do not get longer tiles: laying out x for them would take more than it gives.
 _LEAST_ROWS = 4
@@ -63,8 +64,8 @@ def power_of_2(number: int) -> int:
 
 
 def rows_of_program(num_rows: int, most: int = 4) -> int:
-    """Few enough for 512 programs: several on each multiprocessor of an H200 (132)."""
+    """Few enough for `LEAST_PROGRAMS`: several on each multiprocessor of an H200 (132)."""
     rows = most
-    while rows > 1 and num_rows < 512 * rows:
+    while rows > 1 and num_rows < LEAST_PROGRAMS * rows:
         rows //= 2
     return rows
