@@ -3,6 +3,8 @@
 They run on a CUDA device where there is one, else in Triton's interpreter; without Triton they
 fail. Attention and norms: test_gpu_attention.py; the reference: test_gpu_reference.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu_matrices import (
@@ -76,6 +78,23 @@ def test_dot_of_a_long_row(kernels, kind):
     x = vector(matrix.width)
     got, want = both(kernels, "dot", vector(2), matrix, None, x)
     assert_close(got, want, product_bound(matrix, x, None))
+
+
+@pytest.mark.parametrize("width", [1, 8, 40, 100])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_rows_of_floats_may_have_any_width(kernels, kind, width):
+    """Ranks of predictors may be anything; values behind a row's are NaN here."""
+    matrix, inner = make_matrix(kind, 37, width), vector(width)
+    whole = torch.full((37, width + 9), NAN, dtype=matrix.data.dtype, device=device())
+    whole[:, :width] = matrix.data
+    matrix = replace(matrix, data=whole[:, :width])
+    got, want = both(kernels, "dot", vector(37), matrix, None, inner)
+    assert_close(got, want, product_bound(matrix, inner, None))
+    named, right = predicted(kernels, matrix, None, inner, 0.2)
+    assert_same_bits(named, right)
+    out = torch.full((37, width + 3), 7.0, device=device())
+    got, want = both(kernels, "unpack", out[:, :width], matrix)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
