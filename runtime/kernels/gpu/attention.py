@@ -227,7 +227,7 @@ def rotate_append(
         frequency_W2,
         query_weight_W,
         key_weight_W,
-        epsilon,
+        float(epsilon),
         position_1,
         key_CKW,
         value_CKW,

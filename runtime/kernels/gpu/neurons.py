@@ -20,7 +20,7 @@ _UNITS = 8
 _CHUNK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_up(
     gate,
     gate_stride,
@@ -91,7 +91,7 @@ def _add_rows(
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "size"])
 def _down(
     data,
     stride,
@@ -178,7 +178,7 @@ def gate_up(
         named_B,
         x_D,
         hidden_N,
-        threshold,
+        float(threshold),
         gate.num_rows,
         KIND=layout.kind,
         UP_KIND=up_layout.kind,

@@ -15,7 +15,7 @@ _UNPACK_ROWS = 8
 _UNPACK_UNITS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _dot(
     data,
     stride,
@@ -42,7 +42,7 @@ def _dot(
     tl.store(out + row_R, y_R, mask=live_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _unpack(
     data,
     stride,
