@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +27,7 @@ from sparkinfer.budget import (
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decoder import Decoder
+from sparkinfer.runtime.device_memory import told_out_of_memory
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
     context_of,
@@ -35,6 +37,7 @@ from sparkinfer.runtime.engine_options import (
     residence_of,
 )
 from sparkinfer.runtime.feed_forward import Mode, Traffic
+from sparkinfer.runtime.gpu_setup import Memories, memories_of, uploading, with_cold_streams
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Placement, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
@@ -84,11 +87,13 @@ class Engine:
         device: torch.device,
         traffic: Traffic,
         load_s: float,
+        memories: Memories,
     ) -> None:
         self.model, self.mode, self.context_length = model, mode, context_length
         self.bytes_by_role, self.device = bytes_by_role, device
         self.traffic = traffic
         self.load_s = load_s  # seconds from an open file to weights where they belong
+        self.memories = memories  # of the GPUs, and what they report
         self.last_run = Run()
         self._decoder: Decoder | None = decoder
         self._codec: TextCodec | None = None
@@ -152,15 +157,21 @@ class Engine:
         bytes_by_role = bytes_by_role_of(file, plan, context_length, gpu)
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
-        weights = load_weights(
-            file, placement, mode, context_length, observers, traffic,
-            lambda line: print(f"{file.path}: {line}", file=sys.stderr), residence,
-        )  # fmt: skip
+        notice = partial(_notice, file)
+        memories = memories_of(file, plan, placement, bytes_by_role, context_length, notice)
+        with uploading(memories, residence) as uploaders:
+            weights = load_weights(
+                file, placement, mode, context_length, observers, traffic, notice, residence,
+                uploaders,
+            )  # fmt: skip
         if not library.is_available():
             print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
                   " times slower; run make build", file=sys.stderr)  # fmt: skip
         offset = file.predictor.input_layer_offset if file.predictor else 0
         chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
+        weights, chunk = with_cold_streams(
+            file, weights, memories, placement, mode, context_length, bytes_by_role, chunk, notice
+        )
         decoder = Decoder.of(weights, offset, observers, traffic, chunk)
         return cls(
             file,
@@ -171,6 +182,7 @@ class Engine:
             device=gpu,
             traffic=traffic,
             load_s=time.perf_counter() - began,
+            memories=memories,
         )
 
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
@@ -188,6 +200,7 @@ class Engine:
             weights, old.input_layer_offset, old.observers, self.traffic, old.chunk
         )
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
         """Runs a text through all layers but not through the head: for observers."""
@@ -195,6 +208,7 @@ class Engine:
         for start, chunk in self._chunks(self._ids(token_ids)):
             self._live.forward(chunk, start)
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """f32 [T, V] on the CPU: what follows each token, the text starting with the first."""
@@ -252,6 +266,7 @@ class Engine:
             run.ffn_bytes = self.traffic.total - read
             position += 1
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
         for start, chunk in self._chunks(ids_T):
@@ -263,6 +278,7 @@ class Engine:
         size = self._live.most_tokens
         return ((number * size, chunk) for number, chunk in enumerate(ids_T.split(size)))
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def _step(self, token_id: int, position: int) -> Tensor:
         return self._live.step(token_id, position)
@@ -310,6 +326,8 @@ class Engine:
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
         self._decoder = None
+        for memory in self.memories.values():
+            memory.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -343,3 +361,8 @@ class Engine:
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
             raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
         return ids_T
+
+
+def _notice(file: ModelFile, line: str) -> None:
+    """What a user should know."""
+    print(f"{file.path}: {line}", file=sys.stderr)
