@@ -9,7 +9,7 @@ What this module does not know: how layers are computed or where weights lie."""
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from sparkinfer.budget import (
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.device_memory import told_out_of_memory
 from sparkinfer.runtime.engine_options import (
@@ -39,7 +40,7 @@ from sparkinfer.runtime.engine_options import (
 from sparkinfer.runtime.feed_forward import Mode, Traffic
 from sparkinfer.runtime.gpu_setup import Memories, memories_of, uploading, with_cold_streams
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.loader import Layer, Placement, load_weights
+from sparkinfer.runtime.loader import Layer, Placement, Weights, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
@@ -86,12 +87,14 @@ class Engine:
         bytes_by_role: dict[str, Items],
         device: torch.device,
         traffic: Traffic,
+        step_of: Callable[[Weights], DecodeStep | str],
         load_s: float,
         memories: Memories,
     ) -> None:
         self.model, self.mode, self.context_length = model, mode, context_length
         self.bytes_by_role, self.device = bytes_by_role, device
         self.traffic = traffic
+        self._step_of = step_of
         self.load_s = load_s  # seconds from an open file to weights where they belong
         self.memories = memories  # of the GPUs, and what they report
         self.last_run = Run()
@@ -109,6 +112,7 @@ class Engine:
         context_length: int | None = None,
         thresholds: str | Path | None = None,
         is_resident: bool | None = None,
+        graph: bool = True,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
@@ -119,7 +123,8 @@ class Engine:
         a SiLU or GELU model runs with instead of its own; mode "dense" does without any.
         is_resident: whether weights on the CPU are copied into memory arranged for decoding, or
         stay in the mapped file, which loads at once and decodes slower; None copies them where
-        they fit into the free memory.
+        they fit into the free memory. graph: whether a step on CUDA is captured into a graph;
+        without one it gives the same numbers, slower, and can be debugged.
 
         Raises SparkinferError for a wrong file, plan, mode, device or profile."""
         file = ModelFile.load(Path(model))
@@ -133,7 +138,7 @@ class Engine:
         if split is not None:
             plan = Split.load(Path(split))
             plan.check_against(file, Path(split))
-        return cls.of(file, plan, mode, device, context_length, is_resident)
+        return cls.of(file, plan, mode, device, context_length, is_resident, graph)
 
     @classmethod
     def of(
@@ -144,6 +149,7 @@ class Engine:
         device: str | None = None,
         context_length: int | None = None,
         is_resident: bool | None = None,
+        graph: bool = True,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
@@ -172,7 +178,17 @@ class Engine:
         weights, chunk = with_cold_streams(
             file, weights, memories, placement, mode, context_length, bytes_by_role, chunk, notice
         )
-        decoder = Decoder.of(weights, offset, observers, traffic, chunk)
+        step = decode_step(weights, placement, offset, traffic, has_graph=graph)
+        if isinstance(step, str) and gpu.type == "cuda":
+            print(f"{file.path}: {step}: tokens go through torch layer by layer, several times"
+                  " slower", file=sys.stderr)  # fmt: skip
+        decoder = Decoder(
+            weights=weights,
+            input_layer_offset=offset,
+            observers=observers,
+            native=step,
+            chunk=chunk,
+        )
         return cls(
             file,
             decoder,
@@ -181,6 +197,9 @@ class Engine:
             bytes_by_role=bytes_by_role,
             device=gpu,
             traffic=traffic,
+            step_of=lambda weights: decode_step(
+                weights, placement, offset, traffic, has_graph=graph
+            ),
             load_s=time.perf_counter() - began,
             memories=memories,
         )
@@ -194,11 +213,8 @@ class Engine:
             replace(layer, ffn=replace(layer.ffn, gate=replace(layer.ffn.gate, threshold=value)))
             for layer, value in zip(self.layers, threshold_L, strict=True)
         )
-        old = self._live
-        weights = replace(old.weights, layers=layers)
-        self._decoder = Decoder.of(
-            weights, old.input_layer_offset, old.observers, self.traffic, old.chunk
-        )
+        weights = replace(self._live.weights, layers=layers)
+        self._decoder = replace(self._live, weights=weights, native=self._step_of(weights))
 
     @told_out_of_memory()
     @torch.inference_mode()
