@@ -174,7 +174,11 @@ def _side_by_side(tensors: list[Tensor]) -> list[list[int]]:
         tensor = tensors[number]
         if groups:
             first = tensors[groups[-1][0]]
-            is_same = first.dtype == tensor.dtype and first.stride(0) == tensor.stride(0)
+            is_same = (
+                first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                and first.dtype == tensor.dtype
+                and first.stride(0) == tensor.stride(0)
+            )
             stride_bytes = first.stride(0) * first.element_size()
             if is_same and tensor.data_ptr() - first.data_ptr() < stride_bytes:
                 groups[-1].append(number)

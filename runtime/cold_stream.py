@@ -67,6 +67,7 @@ class _Slot:
     buffer: Tensor  # uint8
     ready: Any = None  # its piece has been copied
     free: Any = None  # its piece has been multiplied
+    is_filled: bool = False  # a copy was started that nothing has waited for
 
 
 @dataclass(kw_only=True)
@@ -103,7 +104,7 @@ class ColdStream:
         for number in numbers:
             slot = self._slots[number % 2]
             block, start, stop = self._pieces[number]
-            self.compute.wait(slot.ready)
+            self._arrive(slot)
             part = block.on_device(slot.buffer, start, stop)
             self.compute.launch(partial(add, part), reads=[slot.buffer, x], writes=[y])
             slot.free = self.compute.record()
@@ -129,10 +130,7 @@ class ColdStream:
     def _open(self) -> None:
         """Takes the buffers."""
         self._end()
-        self._slots = [
-            _Slot(torch.empty(self.piece_bytes, dtype=torch.uint8, device=self.device))
-            for _ in range(2)
-        ]
+        self._slots = [_Slot(_buffer(self.piece_bytes, self.device)) for _ in range(2)]
         for slot in self._slots:
             slot.free = self.compute.record()  # whatever had this memory before
 
@@ -143,6 +141,7 @@ class ColdStream:
         slot = self._slots[number % 2]
         block, start, stop = self._pieces[number]
         self.copier.wait(slot.free)
+        slot.is_filled = True
         if self.staging is None:
             block.copy(self.copier, slot.buffer, start, stop)
             slot.ready = self.copier.record()
@@ -153,6 +152,15 @@ class ColdStream:
     def _end(self) -> None:
         """Gives the buffers back, to be had by what is launched after their last copies."""
         for slot in self._slots:
-            if slot.ready is not None:
-                self.compute.wait(slot.ready)
+            self._arrive(slot)
         self._slots = []
+
+    def _arrive(self, slot: _Slot) -> None:
+        """Lets what is launched next come after the copy into a buffer, if there is one."""
+        if slot.is_filled:
+            self.compute.wait(slot.ready)
+            slot.is_filled = False
+
+
+def _buffer(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

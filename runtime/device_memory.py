@@ -16,7 +16,7 @@ Outside of that, and reported apart: the context, the code of kernels and what l
 the driver themselves. What this module does not know: models, plans."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -62,6 +62,8 @@ class DeviceMemory:
     budget_bytes: int | None
     taken: dict[str, int] = field(default_factory=dict)
     used_bytes: int = 0  # of the slab, gaps included
+    aside_bytes: int = 0  # for temporaries
+    step_start: int | None = None  # where the buffers of a decode step begin
 
     @classmethod
     def of(
@@ -109,9 +111,18 @@ class DeviceMemory:
             return torch.cuda.mem_get_info(self.device)[0]
         return max(0, allowed - reserved - SMALL_BYTES)
 
-    def set_aside(self, num_bytes: int) -> None:
-        """Reserves memory for temporaries of the current stream; see the top of this file."""
-        if self.device.type == "cuda" and num_bytes > 0:
+    def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+        """Gives zeros for the buffers of a decode step; those of the one before are over."""
+        self.step_start = self.used_bytes if self.step_start is None else self.step_start
+        self.used_bytes = self.step_start
+        return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
+
+    def set_aside(self) -> None:
+        """Reserves `aside_bytes` for temporaries of the current stream: see the top of this file.
+
+        To be called again after a capture, which empties the allocator's store."""
+        num_bytes = min(self.aside_bytes, self.room_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
+        if self.device.type == "cuda" and num_bytes:
             with told_out_of_memory(self.device, num_bytes):
                 # Back in the allocator's hands, from which nobody but this process gets it.
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -7,6 +7,7 @@
 
 What this module does not know: how layers are computed or where weights lie."""
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,14 @@ from sparkinfer.runtime.engine_options import (
     residence_of,
 )
 from sparkinfer.runtime.feed_forward import Mode, Traffic
-from sparkinfer.runtime.gpu_setup import Memories, memories_of, uploading, with_cold_streams
+from sparkinfer.runtime.gpu_setup import (
+    Memories,
+    memories_of,
+    set_aside,
+    step_takes,
+    uploading,
+    with_cold_streams,
+)
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Placement, Weights, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
@@ -178,7 +186,12 @@ class Engine:
         weights, chunk = with_cold_streams(
             file, weights, memories, placement, mode, context_length, bytes_by_role, chunk, notice
         )
-        step = decode_step(weights, placement, offset, traffic, has_graph=graph)
+        step_of = partial(
+            decode_step, placement=placement, input_layer_offset=offset, traffic=traffic,
+            has_graph=graph, take=step_takes(memories),
+        )  # fmt: skip
+        step = step_of(weights)
+        set_aside(memories)
         if isinstance(step, str) and gpu.type == "cuda":
             print(f"{file.path}: {step}: tokens go through torch layer by layer, several times"
                   " slower", file=sys.stderr)  # fmt: skip
@@ -197,9 +210,7 @@ class Engine:
             bytes_by_role=bytes_by_role,
             device=gpu,
             traffic=traffic,
-            step_of=lambda weights: decode_step(
-                weights, placement, offset, traffic, has_graph=graph
-            ),
+            step_of=step_of,
             load_s=time.perf_counter() - began,
             memories=memories,
         )
@@ -215,6 +226,7 @@ class Engine:
         )
         weights = replace(self._live.weights, layers=layers)
         self._decoder = replace(self._live, weights=weights, native=self._step_of(weights))
+        set_aside(self.memories)
 
     @told_out_of_memory()
     @torch.inference_mode()
@@ -342,9 +354,10 @@ class Engine:
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
         self._decoder = None
-        for memory in self.memories.values():
-            memory.close()
         if self.device.type == "cuda":
+            gc.collect()  # a captured step and what it was made from refer to each other
+            for memory in self.memories.values():
+                memory.close()
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:

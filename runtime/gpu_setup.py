@@ -2,7 +2,9 @@
 left of it, and cold weights on their way.
 
     memories_of        before loading: a slab a GPU, and the limit that its budget is
+    uploading          while loading: who fills them
     with_cold_streams  after loading: who brings cold weights, from which number of tokens on
+    set_aside          when a decode step has been captured: room for the temporaries of passes
 
 Without a GPU there is nothing to set up. What this module does not know: the order of a pass."""
 
@@ -26,6 +28,7 @@ from sparkinfer.runtime.device_memory import (
     DeviceMemory,
 )
 from sparkinfer.runtime.feed_forward import Mode
+from sparkinfer.runtime.hybrid_device import Take
 from sparkinfer.runtime.loader import Placement, Weights
 from sparkinfer.runtime.pass_bytes import decode_bytes, pass_bytes
 from sparkinfer.runtime.resident import Residence
@@ -91,6 +94,17 @@ def slab_bytes(model: ModelFile, items: Items, context_length: int, num_ids: int
     return stays + 4 * num_ids + decode_bytes(model, context_length) + ALIGNMENT * num_tensors
 
 
+def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
+    """Where the buffers of a decode step come from; None: from torch's allocator."""
+    return (lambda device: memories[device].take_for_step()) if memories else None
+
+
+def set_aside(memories: Memories) -> None:
+    """Room for temporaries; when whatever empties torch's store of memory is over."""
+    for memory in memories.values():
+        memory.set_aside()
+
+
 @contextmanager
 def uploading(memories: Memories, residence: Residence | None) -> Iterator[dict]:
     """What fills the slabs, by device; when it ends everything is there and pinned."""
@@ -139,8 +153,7 @@ def with_cold_streams(
         piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
         piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
                                default=0) + SEGMENT_BYTES)  # fmt: skip
-        aside = min(room, max(workspace_bytes, wanted + 2 * max(0, piece)))
-        memory.set_aside(aside // SEGMENT_BYTES * SEGMENT_BYTES)
+        memory.aside_bytes = max(workspace_bytes, wanted + 2 * max(0, piece))
         if not blocks:
             continue
         if piece < max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values())):
