@@ -124,20 +124,27 @@ def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Te
     group = num_heads // num_kv
     out_THW = torch.empty_like(query_THW)
     step = max(1, SCORE_BYTES // (4 * group * num_cached))
-    position_C = torch.arange(num_cached, device=query_THW.device)
     for head in range(num_kv):
-        key_CW, value_CW = key_CKW[:, head].float(), value_CKW[:, head].float()
         own = slice(head * group, (head + 1) * group)
-        for start in range(0, num_tokens, step):
-            query_SGW = query_THW[start : start + step, own]
-            score_SGC = query_SGW.flatten(0, 1) @ key_CW.T / math.sqrt(width)
-            score_SGC = score_SGC.unflatten(0, (-1, group))
-            first = num_cached - num_tokens + start
-            last_S = torch.arange(first, first + len(score_SGC), device=query_THW.device)
-            score_SGC.masked_fill_((position_C > last_S[:, None])[:, None], -math.inf)
-            share = score_SGC.softmax(dim=-1).flatten(0, 1)
-            out_THW[start : start + step, own] = (share @ value_CW).unflatten(0, (-1, group))
+        _attend_head(query_THW[:, own], key_CKW[:, head], value_CKW[:, head], out_THW[:, own], step)
     return out_THW.flatten(1)
+
+
+def _attend_head(
+    query_TGW: Tensor, key_CW: Tensor, value_CW: Tensor, out_TGW: Tensor, step: int
+) -> None:
+    """Causal attention of the heads that share a key, `step` tokens at a time, into `out_TGW`."""
+    num_tokens, group, width = query_TGW.shape
+    key_WC, value_CW = key_CW.float().T, value_CW.float()
+    position_C = torch.arange(len(value_CW), device=query_TGW.device)
+    for start in range(0, num_tokens, step):
+        query_SGW = query_TGW[start : start + step] / math.sqrt(width)
+        last_S = position_C[start - num_tokens :][: len(query_SGW)]
+        is_later_S1C = (position_C > last_S[:, None])[:, None]
+        share_SGC = (query_SGW.flatten(0, 1) @ key_WC).unflatten(0, (-1, group))
+        share_SGC = share_SGC.masked_fill_(is_later_S1C, -math.inf).softmax(dim=-1)
+        out_TGW[start : start + step] = (share_SGC.flatten(0, 1) @ value_CW).view_as(query_SGW)
+        del share_SGC  # before there is another
 
 
 def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:

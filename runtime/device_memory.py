@@ -32,6 +32,8 @@ ALIGNMENT = 256
 # What torch's allocator takes from the driver for one tensor above 10 MiB is rounded to this; so are
 # the segments in which tensors up to 1 MiB lie.
 SEGMENT_BYTES = 2 << 20
+# So much is taken for a tensor of 1 to 10 MiB, and the rest of it kept for others.
+MIDDLE_BYTES = 20 << 20
 # Room for segments of small tensors: norms' temporaries, masks, indices.
 SMALL_BYTES = 4 * SEGMENT_BYTES
 # Less than this cannot be kept by an allocator whose smallest pieces are 2 and 20 MiB.
@@ -72,15 +74,18 @@ class DeviceMemory:
         """A slab of `num_bytes`; with a budget the process keeps to it from here on.
 
         Raises SparkinferError where the device has no room for it."""
-        with told_out_of_memory(device, num_bytes):
-            if device.type == "cuda":
-                _warm_up(device)
-                if budget_bytes is not None:
-                    _limit_all(device, budget_bytes)
-            memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
-        slab = memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
-        made = cls(device=device, slab=slab, budget_bytes=budget_bytes)
+        made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
         _living.add(made)
+        try:
+            with told_out_of_memory(device, num_bytes):
+                if device.type == "cuda":
+                    _warm_up(device)
+                    _limit_all(device)
+                memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
+        except SparkinferError:
+            made.close()
+            raise
+        made.slab = memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
         return made
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
@@ -102,14 +107,15 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """What temporaries may take beside the slab; without a budget, what the device has free."""
+        """What temporaries may take beside the slab; 0 where not even one of a middle size fits.
+        Without a budget, what the device has free."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
-        reserved = torch.cuda.memory_reserved(self.device)
         allowed = allowed_bytes(self.device)
         if allowed is None:
             return torch.cuda.mem_get_info(self.device)[0]
-        return max(0, allowed - reserved - SMALL_BYTES)
+        left = allowed - torch.cuda.memory_reserved(self.device) - SMALL_BYTES
+        return left if left >= MIDDLE_BYTES else 0
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
         """Gives zeros for the buffers of a decode step; those of the one before are over."""
@@ -122,7 +128,7 @@ class DeviceMemory:
 
         To be called again after a capture, which empties the allocator's store."""
         num_bytes = min(self.aside_bytes, self.room_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
-        if self.device.type == "cuda" and num_bytes:
+        if self.device.type == "cuda" and num_bytes >= MIDDLE_BYTES:
             with told_out_of_memory(self.device, num_bytes):
                 # Back in the allocator's hands, from which nobody but this process gets it.
                 torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -148,7 +154,7 @@ class DeviceMemory:
         _living.discard(self)
         self.slab = torch.empty(0, dtype=torch.uint8)
         if self.device.type == "cuda":
-            _limit_all(self.device, 0)
+            _limit_all(self.device)
 
 
 def allowed_bytes(device: torch.device) -> int | None:
@@ -164,13 +170,10 @@ def kept_budget(budget_bytes: int) -> int:
     return max(budget_bytes, LEAST_BUDGET_BYTES)
 
 
-def _limit_all(device: torch.device, more_bytes: int) -> None:
-    """Sets the limit to the budgets of all engines and of one more."""
+def _limit_all(device: torch.device) -> None:
+    """Sets the limit to what all engines on the device may have together."""
     allowed = allowed_bytes(device)
-    is_first = not any(memory.device == device for memory in _living)
-    if more_bytes and (is_first or allowed is not None):
-        limit(device, (allowed or 0) + kept_budget(more_bytes))
-    elif allowed is None:
+    if allowed is None:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
         limit(device, allowed)
@@ -195,9 +198,10 @@ def limit(device: torch.device, budget_bytes: int) -> None:
 def _warm_up(device: torch.device) -> None:
     """Takes what products take once for good, so that what is left is known afterwards.
 
-    cuBLAS has a workspace of torch's memory for each stream: 8 MiB unless told otherwise (32 on an
-    H100 or H200), which counts against the budget."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    cuBLAS has a workspace of torch's memory for each stream, which counts against the budget: 8 MiB,
+    where torch would take 32 on an H100 or H200 and nobody has said otherwise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")  # numbers of KiB
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "8192")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         square = torch.zeros(64, 64, dtype=dtype, device=device)
         square @ square

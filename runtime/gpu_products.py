@@ -10,6 +10,7 @@ What this module does not know: matrices, models. Letters: T tokens, D row width
 N all rows."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from sparkinfer.errors import SparkinferError
 
 if TYPE_CHECKING:
     from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+    from sparkinfer.runtime.matrix import Matrix
 
 Tiles = Iterable[tuple[int, Tensor]]
 # A tile is unpacked and multiplied by a launch each: large enough to be worth both.
@@ -51,6 +53,23 @@ def kernels() -> "Kernels":
         raise SparkinferError(
             f"a GPU needs Triton, which is missing ({error}); install it or use --device cpu"
         ) from error
+
+
+def unpack(matrix: "Matrix", out_AD: Tensor, index_A: Tensor | None) -> None:
+    """As kernels.Unpack, on the device of the matrix."""
+    with _on_device_of(out_AD):
+        kernels().unpack(matrix, out_AD, index_A)
+
+
+def dot(matrix: "Matrix", x_D: Tensor, out_N: Tensor) -> None:
+    """As kernels.Dot, on the device of the matrix."""
+    with _on_device_of(out_N):
+        kernels().dot(matrix, None, x_D, out_N)
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of its arguments."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def product(x_TD: Tensor, num_rows: int, tiles: Tiles) -> Tensor:

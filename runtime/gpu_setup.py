@@ -60,13 +60,13 @@ def memories_of(
     Raises SparkinferError where a GPU has not so much memory."""
     if placement.homes[0].type != "cuda":
         return {}
-    items = [bytes_by_role["gpu"]]
-    budgets: list[int | None] = [None]
-    if plan is not None:
+    budgets: list[int | None]
+    if plan is None:
+        items, budgets = [bytes_by_role["gpu"]], [None]
+    else:
         items, budgets = plan.items_of_gpus(model)[0], list(plan.budgets)
-    numbers = plan.home if plan and plan.home else (0,) * len(placement.homes)
     found: Memories = {}
-    for device, number in dict(zip(placement.homes, numbers, strict=True)).items():
+    for device, number in dict(zip(placement.homes, placement.numbers, strict=True)).items():
         budget = budgets[number]
         if budget is not None and budget < LEAST_BUDGET_BYTES:
             notice(

@@ -20,7 +20,7 @@ from sparkinfer.budget import tile_rows
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.runtime import gpu_products, k_quants
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.planar import from_planar
+from sparkinfer.runtime.planar import PLANAR_KIND, from_planar
 from sparkinfer.runtime.tiles import tile_dtype
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -95,9 +95,9 @@ class Matrix:
         """f32 [A]: the chosen rows (None: all) times one vector."""
         if self._is_native:
             return library.dot_rows(self.data, self.kind, x_D, index_A)
-        if self._is_on_gpu and index_A is None:
+        if self._is_on_gpu and index_A is None and self.kind not in PLANAR_KIND:
             y_N = x_D.new_empty(self.num_rows)
-            gpu_products.kernels().dot(self, None, x_D, y_N)
+            gpu_products.dot(self, x_D, y_N)
             return y_N
         return self.product(x_D[None], index_A)[0]
 
@@ -160,9 +160,9 @@ class Matrix:
             stop = min(start + size, count)
             out_AD = buffer[: stop - start]
             if index_A is None:
-                gpu_products.kernels().unpack(self.part(start, stop), out_AD)
+                gpu_products.unpack(self.part(start, stop), out_AD, None)
             else:
-                gpu_products.kernels().unpack(self, out_AD, index_A[start:stop])
+                gpu_products.unpack(self, out_AD, index_A[start:stop])
             yield start, out_AD
 
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:

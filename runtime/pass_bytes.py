@@ -28,7 +28,8 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
     inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
     heads = shape.num_heads * shape.head_width
     group = shape.num_heads // shape.num_kv_heads
-    scores = 3 * max(SCORE_BYTES, FLOAT_BYTES * group * context_length)
+    of_token = FLOAT_BYTES * group * context_length
+    scores = 3 * of_token * min(tokens, max(1, SCORE_BYTES // of_token))
     one_head = FLOAT_BYTES * 2 * context_length * shape.head_width + 16 * context_length
     hidden = tokens * 4 * width  # before, between and after the blocks, and their inputs
     attention = hidden + tokens * (2 * width + 3 * inputs + 3 * heads)
@@ -37,9 +38,10 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
     if mode == "predicted":
         feed_forward += tokens * 3 * neurons
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
-    most_rows = max(width, heads)
-    tile_rows = gpu_products.tile_rows(width)
-    tile = FLOAT_BYTES * tile_rows * most_rows + FLOAT_BYTES * tokens * tile_rows
+    # Weights in blocks, two bytes a value; f32 is multiplied as it is.
+    widest = max(width, heads)
+    tile = max(gpu_products.TILE_BYTES, 2 * gpu_products.tile_rows(widest) * widest)
+    tile += FLOAT_BYTES * tokens * gpu_products.tile_rows(min(width, heads))
     return max(
         FLOAT_BYTES * attention + scores + one_head,
         FLOAT_BYTES * max(attention, feed_forward, head) + tile,
