@@ -70,7 +70,7 @@ class _Slot:
     is_filled: bool = False  # a copy was started that nothing has waited for
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ColdStream:
     """Of one device: `blocks` are those whose layers call it home, by layer, in their order."""
 

@@ -191,7 +191,9 @@ def limit(device: torch.device, budget_bytes: int) -> None:
             f" budget to the byte; unset {' and '.join(_ALLOCATOR_VARIABLES)}"
         )
     torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info(device)[1]
+    # Which of the two torch multiplies by the fraction depends on its version.
+    properties = torch.cuda.get_device_properties(device)
+    total = max(torch.cuda.mem_get_info(device)[1], properties.total_memory)
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
 
 

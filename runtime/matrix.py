@@ -23,6 +23,8 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.planar import PLANAR_KIND, from_planar
 from sparkinfer.runtime.tiles import tile_dtype
 
+# Arranged for a GPU: the CPU's kernels do not know them.
+_GPU_KINDS = ("q8_0_planar", "q6_k_planar")
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -81,7 +83,7 @@ class Matrix:
     @property
     def _is_native(self) -> bool:
         is_on_cpu = self.data.device.type == "cpu" and not self._is_on_gpu
-        return is_on_cpu and library.is_available()
+        return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
 
     def part(self, start: int, stop: int) -> "Matrix":
         """Some rows that follow one another; nothing is copied."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_shape, shape_only
 from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, make_split
 from test_workspace import spanned_bytes
@@ -179,6 +179,9 @@ def card(monkeypatch):
     monkeypatch.setattr(cuda, "memory_reserved", lambda device: state.reserved)
     monkeypatch.setattr(cuda, "get_allocator_backend", lambda: state.backend)
     monkeypatch.setattr(cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=state.total)
+    )
 
     def keep(fraction, device):
         assert 0 <= fraction <= 1
@@ -250,7 +253,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
 
 
 def test_a_pass_is_made_as_short_as_the_room_asks_for(card):
-    model = make_model(shape=make_shape(width=512, num_neurons=2048, context_length=1024))
+    model = shape_only(make_shape(width=4096, num_neurons=11008, context_length=1024))
     memory = living(1 << 30)
     for tokens in (128, 64):
         card.reserved = (1 << 30) - device_memory.SMALL_BYTES
@@ -259,6 +262,47 @@ def test_a_pass_is_made_as_short_as_the_room_asks_for(card):
     card.reserved = 1 << 30
     with pytest.raises(SparkinferError, match="one token takes .* larger --vram-budget"):
         gpu_setup._most_tokens(model, memory, "exact", 1024, 128)
+
+
+@pytest.mark.parametrize("room", ["none", "for a pass", "for cold weights too"])
+def test_cold_weights_are_brought_where_there_is_room_for_them(room, monkeypatch):
+    shape = make_shape(width=256, num_neurons=2048, context_length=256)
+    model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
+    split = make_split(model, [range(0, 2048, 2), range(100)], context_length=256)
+    decoder, uploader, _ = load_for(model, split, "exact", 256)
+    memory, said = uploader.memory, []
+    monkeypatch.setattr(gpu_setup, "least_tokens_of", lambda *arguments: 16)
+    wanted = pass_bytes(model, 128, 256, "exact")
+    piece = 1 << 20
+    left = {"none": 0, "for a pass": wanted, "for cold weights too": wanted + 2 * piece}[room]
+    memory.budget_bytes = len(memory.slab) + int(left / (1 - gpu_setup.GAPS)) + 2
+    items = {"gpu": split.gpu_bytes}
+
+    def set_up():
+        placement = Placement.of_split(split, (CARD,))
+        return gpu_setup.with_cold_streams(
+            model, decoder.weights, {CARD: memory}, placement, "exact", 256, items, 128, said.append
+        )
+
+    if room == "none":
+        with pytest.raises(SparkinferError, match="larger --vram-budget"):
+            set_up()
+        return
+    weights, chunk = set_up()
+    assert chunk == 128
+    streams = {layer.ffn.cold for layer in weights.layers}
+    if room == "for a pass":
+        assert streams == {None} and "too little to bring cold weights there" in said[0]
+        return
+    (stream,) = streams
+    assert not said and stream.least_tokens == 16 and stream.staging is not None
+    assert piece - 4 <= stream.piece_bytes <= piece and set(stream.blocks) == {0, 1}
+    assert memory.aside_bytes >= wanted + 2 * stream.piece_bytes
+    with torch.inference_mode():
+        got = dataclasses.replace(decoder, weights=weights).forward(torch.arange(40), 0)
+        want = decoder.forward(torch.arange(40), 0)
+    assert stream._next == len(stream._pieces) > 2
+    assert rel_error(got, want) < 1e-3
 
 
 def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
@@ -446,8 +490,6 @@ def load_for(model, split, mode, context):
 @pytest.mark.parametrize("context", [512, 4096, 32768])
 def test_models_that_people_have_leave_room_in_their_workspace(shape, context):
     """For the vectors of a step, cuBLAS, and pieces of cold weights that are worth a copy."""
-    from models import shape_only
-
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
     left = workspace_bytes(model, context) - decode_bytes(model, context)
     left -= (
