@@ -127,6 +127,8 @@ class DeviceMemory:
         """Reserves `aside_bytes` for temporaries of the current stream: see the top of this file.
 
         To be called again after a capture, which empties the allocator's store."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         num_bytes = min(self.aside_bytes, self.room_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
         if self.device.type == "cuda" and num_bytes >= MIDDLE_BYTES:
             with told_out_of_memory(self.device, num_bytes):

@@ -124,8 +124,10 @@ def uploading(memories: Memories, residence: Residence | None) -> Iterator[dict]
         yield found
         for uploader in found.values():
             uploader.finish()
-    if residence is not None and any(device.type == "cuda" for device in memories):
-        residence.pin()
+    if any(device.type == "cuda" for device in memories):
+        torch.cuda.empty_cache()  # the pieces' memory, or it would count as taken
+        if residence is not None:
+            residence.pin()
 
 
 def with_cold_streams(
