@@ -16,7 +16,7 @@ from torch import Tensor
 from sparkinfer.budget import kv_kind, transposed_kind
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.attention import Attention, LayerCache, Norm, Rotary
+from sparkinfer.runtime.attention import Attention, LayerCache, Norm, Rotary, head_major
 from sparkinfer.runtime.feed_forward import (
     FeedForward,
     Gate,
@@ -252,15 +252,19 @@ class Builder:
             output=self.linear(index, "attn_output", device),
             query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
             key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
-            cache=LayerCache(*(self.zeros(size, dtype, device) for _ in range(2))),
+            cache=LayerCache(*(self.cache(size, dtype, device) for _ in range(2))),
             num_heads=shape.num_heads,
         )
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of the cache."""
-        if device in self.uploaders:
-            return self.uploaders[device].zeros(shape, dtype, "kv_cache")
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def cache(
+        self, shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """As head_major."""
+        if device not in self.uploaders:
+            return head_major(shape_CKW, dtype, device)
+        context_length, num_kv, width = shape_CKW
+        shape = (num_kv, context_length, width)
+        return self.uploaders[device].zeros(shape, dtype, "kv_cache").transpose(0, 1)
 
     def predictor(self, index: int, device: torch.device) -> Predictor:
         info = self.model.predictor
