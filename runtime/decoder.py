@@ -11,10 +11,9 @@ from torch import Tensor
 
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
 from sparkinfer.runtime.attention import Turn
-from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime.decode_step import DecodeStep
 from sparkinfer.runtime.loader import Layer, Weights
 from sparkinfer.runtime.matrix import Matrix
-from sparkinfer.runtime.native_step import NativeStep, build
 from sparkinfer.runtime.observers import Observers
 
 
@@ -23,30 +22,13 @@ class Decoder:
     weights: Weights
     input_layer_offset: int  # whose FFN input a predictor takes: this layer's (0), the one before
     observers: Observers
-    native: NativeStep | str  # a token's step in one call, or why there is none
+    native: DecodeStep | str  # a token's step in one call, or why there is none
     chunk: int = SHORT_CHUNK  # tokens of a pass, where nobody watches
-
-    @classmethod
-    def of(
-        cls,
-        weights: Weights,
-        input_layer_offset: int,
-        observers: Observers,
-        traffic: Traffic,
-        chunk: int = SHORT_CHUNK,
-    ) -> "Decoder":
-        return cls(
-            weights=weights,
-            input_layer_offset=input_layer_offset,
-            observers=observers,
-            native=build(weights, input_layer_offset, traffic),
-            chunk=chunk,
-        )
 
     def step(self, token: int, position: int) -> Tensor:
         """Logits f32 [V] behind one token, natively unless someone watches or `native` says why
         not. The two ways differ in the order of sums."""
-        if isinstance(self.native, NativeStep) and not self.observers.active:
+        if not isinstance(self.native, str) and not self.observers.active:
             return self.native.run(token, position)
         return self.logits(self.forward(torch.tensor([token]), position))[0]
 

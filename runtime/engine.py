@@ -9,7 +9,7 @@ What this module does not know: how layers are computed or where weights lie."""
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from sparkinfer.budget import (
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
@@ -36,7 +37,7 @@ from sparkinfer.runtime.engine_options import (
 )
 from sparkinfer.runtime.feed_forward import Mode, Traffic
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.loader import Layer, Placement, load_weights
+from sparkinfer.runtime.loader import Layer, Placement, Weights, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
@@ -83,11 +84,13 @@ class Engine:
         bytes_by_role: dict[str, Items],
         device: torch.device,
         traffic: Traffic,
+        step_of: Callable[[Weights], DecodeStep | str],
         load_s: float,
     ) -> None:
         self.model, self.mode, self.context_length = model, mode, context_length
         self.bytes_by_role, self.device = bytes_by_role, device
         self.traffic = traffic
+        self._step_of = step_of
         self.load_s = load_s  # seconds from an open file to weights where they belong
         self.last_run = Run()
         self._decoder: Decoder | None = decoder
@@ -104,6 +107,7 @@ class Engine:
         context_length: int | None = None,
         thresholds: str | Path | None = None,
         is_resident: bool | None = None,
+        graph: bool = True,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
@@ -114,7 +118,8 @@ class Engine:
         a SiLU or GELU model runs with instead of its own; mode "dense" does without any.
         is_resident: whether weights on the CPU are copied into memory arranged for decoding, or
         stay in the mapped file, which loads at once and decodes slower; None copies them where
-        they fit into the free memory.
+        they fit into the free memory. graph: whether a step on CUDA is captured into a graph;
+        without one it gives the same numbers, slower, and can be debugged.
 
         Raises SparkinferError for a wrong file, plan, mode, device or profile."""
         file = ModelFile.load(Path(model))
@@ -128,7 +133,7 @@ class Engine:
         if split is not None:
             plan = Split.load(Path(split))
             plan.check_against(file, Path(split))
-        return cls.of(file, plan, mode, device, context_length, is_resident)
+        return cls.of(file, plan, mode, device, context_length, is_resident, graph)
 
     @classmethod
     def of(
@@ -139,6 +144,7 @@ class Engine:
         device: str | None = None,
         context_length: int | None = None,
         is_resident: bool | None = None,
+        graph: bool = True,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
@@ -161,7 +167,17 @@ class Engine:
                   " times slower; run make build", file=sys.stderr)  # fmt: skip
         offset = file.predictor.input_layer_offset if file.predictor else 0
         chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
-        decoder = Decoder.of(weights, offset, observers, traffic, chunk)
+        step = decode_step(weights, placement, offset, traffic, has_graph=graph)
+        if isinstance(step, str) and gpu.type == "cuda":
+            print(f"{file.path}: {step}: tokens go through torch layer by layer, several times"
+                  " slower", file=sys.stderr)  # fmt: skip
+        decoder = Decoder(
+            weights=weights,
+            input_layer_offset=offset,
+            observers=observers,
+            native=step,
+            chunk=chunk,
+        )
         return cls(
             file,
             decoder,
@@ -170,6 +186,9 @@ class Engine:
             bytes_by_role=bytes_by_role,
             device=gpu,
             traffic=traffic,
+            step_of=lambda weights: decode_step(
+                weights, placement, offset, traffic, has_graph=graph
+            ),
             load_s=time.perf_counter() - began,
         )
 
@@ -182,11 +201,8 @@ class Engine:
             replace(layer, ffn=replace(layer.ffn, gate=replace(layer.ffn.gate, threshold=value)))
             for layer, value in zip(self.layers, threshold_L, strict=True)
         )
-        old = self._live
-        weights = replace(old.weights, layers=layers)
-        self._decoder = Decoder.of(
-            weights, old.input_layer_offset, old.observers, self.traffic, old.chunk
-        )
+        weights = replace(self._live.weights, layers=layers)
+        self._decoder = replace(self._live, weights=weights, native=self._step_of(weights))
 
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:

@@ -66,6 +66,7 @@ class Placement:
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool
     hot: tuple[np.ndarray, ...] | None
+    numbers: tuple[int, ...]  # of the homes, among the GPUs of the plan
 
     @classmethod
     def of_split(cls, split: Split, gpus: tuple[torch.device, ...]) -> "Placement":
@@ -75,15 +76,26 @@ class Placement:
             dense_on_gpu=split.dense_on_gpu,
             head_on_gpu=split.head_on_gpu,
             hot=split.hot,
+            numbers=tuple(home),
         )
 
     @classmethod
     def on_one_device(cls, num_layers: int, device: torch.device) -> "Placement":
         homes = (device,) * (num_layers + 1)
-        return cls(homes=homes, dense_on_gpu=(True,) * num_layers, head_on_gpu=True, hot=None)
+        return cls(
+            homes=homes,
+            dense_on_gpu=(True,) * num_layers,
+            head_on_gpu=True,
+            hot=None,
+            numbers=(0,) * len(homes),
+        )
 
     def dense_device(self, layer: int) -> torch.device:
         return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
+
+    def gpu(self, number: int) -> torch.device:
+        """The device that is this one of the plan's GPUs."""
+        return self.homes[self.numbers.index(number)]
 
     @property
     def head_device(self) -> torch.device:

@@ -19,6 +19,7 @@ from sparkinfer.budget import tile_rows
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.runtime import k_quants
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.planar import from_planar
 from sparkinfer.runtime.tiles import tile_dtype
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -28,11 +29,7 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     """f32 [A, D] of rows as they are stored; blocks as in ggml-quants.c of llama.cpp."""
     if kind in _FLOATS:
         return data.float()
-    if kind == "q4_0_planar":
-        count = data.shape[-1] // 18
-        scale, values = data[..., : 2 * count], data[..., 2 * count :]
-        values = _from_nibbles(values.unflatten(-1, (-1, 16)))
-        return (values * scale.contiguous().view(torch.float16).float()[..., None]).flatten(-2)
+    data, kind = from_planar(data, kind)
     blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
     if kind in k_quants.KINDS:
         return k_quants.unpack_blocks(blocks, kind).flatten(-2)

@@ -25,6 +25,26 @@ class NeuronsStruct(Structure):
                 ("activation", c_int32), ("mode", c_int32), ("threshold", c_float)]  # fmt: skip
 
 
+class SharedWorkspace:
+    """One for several blocks of which no two run at a time."""
+
+    def __init__(self) -> None:
+        self._structs: list[NeuronsStruct] = []
+        self._kept = Structs()
+
+    def add(self, struct: NeuronsStruct) -> None:
+        self._structs.append(struct)
+
+    def allocate(self) -> None:
+        """Once, when all are known. Raises NotNative where one contradicts itself."""
+        sizes = [library.neurons_bytes(struct) for struct in self._structs]
+        if not sizes:
+            return
+        start = self._kept.workspace(max(sizes) if min(sizes) >= 0 else -1)
+        for struct in self._structs:
+            struct.workspace = start
+
+
 @dataclass(frozen=True, kw_only=True)
 class NativeNeurons:
     """Reads `x_D` and the bits of `named_W`, writes `y_D`: buffers that stay where they are."""
@@ -43,16 +63,22 @@ class NativeNeurons:
         mode: Mode,
         num_neurons: int,
         *,
-        is_pinned: bool = False,
+        x_D: Tensor | None = None,
+        named_W: Tensor | None = None,
+        y_D: Tensor | None = None,
+        room: SharedWorkspace | None = None,
     ) -> "NativeNeurons":
-        """`num_neurons` is the layer's F. Raises NotNative for what the kernels do not cover, and
-        ImportError where they are not built."""
+        """`num_neurons` is the layer's F; vectors that are not given are made. With a `room` it
+        cannot be run before that is allocated. Raises NotNative for
+        what the kernels do not cover, and ImportError where they are not built."""
         structs = Structs()
         width = block.down.width
-        x_D, y_D = (torch.zeros(width, pin_memory=is_pinned) for _ in range(2))
-        words = -(-num_neurons // 32)
-        is_chosen = mode == "predicted"
-        named_W = torch.zeros(words, dtype=torch.int32, pin_memory=is_pinned) if is_chosen else None
+        x_D = torch.zeros(width) if x_D is None else x_D
+        y_D = torch.zeros(width) if y_D is None else y_D
+        if mode != "predicted":
+            named_W = None
+        elif named_W is None:
+            named_W = torch.zeros(-(-num_neurons // 32), dtype=torch.int32)
         struct = NeuronsStruct(
             block=structs.block(block),
             x=x_D.data_ptr(),
@@ -64,8 +90,11 @@ class NativeNeurons:
             mode=MODES.index(mode),
             threshold=gate.threshold,
         )
-        struct.workspace = structs.workspace(library.neurons_bytes(struct))
-        kept = tuple(structs.kept)
+        if room is None:
+            struct.workspace = structs.workspace(library.neurons_bytes(struct))
+        else:
+            room.add(struct)
+        kept = (*structs.kept, room)
         return cls(struct=struct, x_D=x_D, named_W=named_W, y_D=y_D, kept=kept)
 
     @property

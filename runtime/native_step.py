@@ -3,6 +3,7 @@
 What is not covered keeps the ordinary path of decoder.py: `build`
 says why. What this module does not know: the order of a forward pass."""
 
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime.feed_forward import NeuronBlock, Traffic
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Weights
 from sparkinfer.runtime.native_structs import (
@@ -26,7 +27,7 @@ from sparkinfer.runtime.native_structs import (
 _PREDICTORS = ("linear", "relu", "gate")
 
 
-class _Layer(Structure):
+class LayerStruct(Structure):
     _fields_ = [("attn_norm", NormStruct), ("attn_norm_2", NormStruct), ("ffn_norm", NormStruct),
                 ("query_norm", NormStruct), ("key_norm", NormStruct),
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
@@ -36,9 +37,9 @@ class _Layer(Structure):
                 ("threshold", c_float), ("predictor_threshold", c_float)]  # fmt: skip
 
 
-class _Step(Structure):
+class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
-                ("output_norm", NormStruct), ("layer", POINTER(_Layer)), ("frequency", c_void_p),
+                ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)), ("frequency", c_void_p),
                 ("workspace", c_void_p),
                 ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
@@ -53,7 +54,7 @@ class _Step(Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class NativeStep:
-    step: _Step
+    step: StepStruct
     vocab_size: int
     traffic: Traffic
     kept: tuple[Any, ...]  # whatever the structs point at
@@ -82,30 +83,42 @@ def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> Native
     if not library.is_available():
         return "the C++ kernels are not built"
     try:
-        return _Builder().step(weights, input_layer_offset, traffic)
+        return StepBuilder().step(weights, input_layer_offset, traffic)
     except NotNative as reason:
         return str(reason)
 
 
-class _Builder(Structs):
-    """The layers and the whole of a step."""
+class StepBuilder(Structs):
+    """The layers of a step, and what they have in common."""
 
     def step(self, weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep:
-        layers = (_Layer * len(weights.layers))(*(self.layer(layer) for layer in weights.layers))
+        layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
+        step = self.frame(weights, layers, input_layer_offset)
+        step.embedding = self.matrix(weights.embedding)
+        step.head = self.linear(weights.head)
+        step.output_norm = self.norm(weights.output_norm)
+        step.workspace = self.workspace(library.step_bytes(step))
+        return NativeStep(
+            step=step, vocab_size=weights.head.weight.num_rows, traffic=traffic,
+            kept=tuple(self.kept),
+        )  # fmt: skip
+
+    def frame(
+        self, weights: Weights, layer_structs: list[LayerStruct], input_layer_offset: int
+    ) -> StepStruct:
+        """A step of these layers without embedding, head and workspace."""
+        layers = (LayerStruct * len(layer_structs))(*layer_structs)
         first = weights.layers[0]
         cache, ffn = first.attention.cache.key_CKW, first.ffn
-        rotary = next(iter(weights.rotary.values()), None)
+        rotary = weights.rotary.get(torch.device("cpu"))
         predictor = ffn.predictor
-        step = _Step(
-            embedding=self.matrix(weights.embedding),
+        step = StepStruct(
             positions=MatrixStruct()
             if weights.positions is None
             else self.matrix(weights.positions),
-            head=self.linear(weights.head),
-            output_norm=self.norm(weights.output_norm),
             layer=layers,
             frequency=None if rotary is None else self.pointer(rotary.frequency_W, torch.float64),
-            num_layers=len(weights.layers),
+            num_layers=len(layers),
             width=weights.embedding.width,
             num_neurons=ffn.num_neurons,
             num_heads=first.attention.num_heads,
@@ -122,21 +135,18 @@ class _Builder(Structs):
             input_layer_offset=input_layer_offset,
         )
         self.kept += [layers, rotary]
-        step.workspace = self.workspace(library.step_bytes(step))
-        return NativeStep(
-            step=step, vocab_size=weights.head.weight.num_rows, traffic=traffic,
-            kept=tuple(self.kept),
-        )  # fmt: skip
+        return step
 
-    def layer(self, layer: Layer) -> _Layer:
+    def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
+        """One with these of its blocks."""
         attention, ffn = layer.attention, layer.ffn
         inputs = [self.linear(linear) for linear in attention.inputs]
-        blocks = (BlockStruct * len(ffn.blocks))(*(self.block(block) for block in ffn.blocks))
+        blocks = (BlockStruct * len(neuron_blocks))(*map(self.block, neuron_blocks))
         predictor = ffn.predictor
         down = None if predictor is None else predictor.down
         cache = attention.cache
         self.kept.append(blocks)
-        return _Layer(
+        return LayerStruct(
             attn_norm=self.norm(layer.attn_norm),
             attn_norm_2=self.norm(layer.attn_norm_2),
             ffn_norm=self.norm(layer.ffn_norm),

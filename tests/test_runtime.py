@@ -10,7 +10,7 @@ from models import make_model, make_shape
 from reference import logits_ref, rel_error
 
 from sparkinfer import Engine
-from sparkinfer.budget import ITEMS, plan_bytes
+from sparkinfer.budget import ITEMS, plan_bytes_of_gpus
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
 from sparkinfer.split_file import Split
@@ -26,16 +26,20 @@ def saved(tmp_path, **options):
     return model
 
 
-def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32):
+def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None):
+    """`dense_on_gpu` is of all layers or of each; `home` names the GPU of each layer and the head."""
     num_layers = model.shape.num_layers
-    dense = (dense_on_gpu,) * num_layers
-    gpu, cpu = plan_bytes(
+    is_one = isinstance(dense_on_gpu, bool)
+    dense = (dense_on_gpu,) * num_layers if is_one else tuple(map(bool, dense_on_gpu))
+    gpus, cpu = plan_bytes_of_gpus(
         model,
         context_length=context_length,
         num_hot=[len(ids) for ids in hot],
         dense_on_gpu=dense,
         head_on_gpu=head_on_gpu,
+        home=home or (),
     )
+    gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(
         model_id=model.model_id,
         mode="exact",
@@ -50,6 +54,8 @@ def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_lengt
         objective_s=1.0,
         bound_s=1.0,
         solve_s=0.0,
+        home=tuple(home or ()),
+        gpu_budget_bytes=tuple(sum(items.values()) for items in gpus) if home else (),
     )
 
 

@@ -76,6 +76,10 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_step_bytes.restype = size
     lib.spark_step.argtypes = [pointer, size, size, pointer]
     lib.spark_step.restype = int32
+    lib.spark_parts_bytes.argtypes = [pointer]
+    lib.spark_parts_bytes.restype = size
+    lib.spark_part.argtypes = [pointer]
+    lib.spark_part.restype = None
     lib.spark_neurons_bytes.argtypes = [pointer]
     lib.spark_neurons_bytes.restype = size
     lib.spark_neurons.argtypes = [pointer]
@@ -216,6 +220,21 @@ def run_step(step: ctypes.Structure, token: int, position: int, logits_V: Tensor
         raise IndexError(f"token {token} at position {position} is outside the model")
 
 
+def parts_bytes(step: ctypes.Structure) -> int:
+    """As step_bytes, for a step of which only parts are run."""
+    return int(_built().spark_parts_bytes(ctypes.addressof(step)))
+
+
+def run_part(part: ctypes.Structure) -> None:
+    """A part of a step as native_parts.py describes it; the step was checked by parts_bytes."""
+    (_lib or _built()).spark_part(ctypes.addressof(part))
+
+
+def part_function() -> int:
+    """The address of what `run_part` calls: void (*)(void*)."""
+    return _address("spark_part")
+
+
 def neurons_bytes(neurons: ctypes.Structure) -> int:
     """As step_bytes, for a block of neurons as native_neurons.py describes it."""
     return int(_built().spark_neurons_bytes(ctypes.addressof(neurons)))
@@ -228,7 +247,11 @@ def run_neurons(neurons: ctypes.Structure) -> None:
 
 def neurons_function() -> int:
     """The address of what `run_neurons` calls: void (*)(void*)."""
-    found = ctypes.cast(_built().spark_neurons, ctypes.c_void_p).value
+    return _address("spark_neurons")
+
+
+def _address(function: str) -> int:
+    found = ctypes.cast(getattr(_built(), function), ctypes.c_void_p).value
     assert found is not None
     return found
 

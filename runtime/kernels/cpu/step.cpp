@@ -84,15 +84,47 @@ class Step {
 
     void run(int64_t token, int64_t position, float* logits) {
         embed(token, position);
-        turn(position);
-        for (int64_t i = 0; i < s.num_layers; ++i) layer(i, position);
-        Operand& last = w.attn_input;
-        if (s.output_norm.weight)
-            apply(s.output_norm, s.epsilon, w.x, D, last.f32);
-        else
-            std::memcpy(last.f32, w.x, D * sizeof(float));
-        last.changed();
-        multiply(&s.head, 1, last, logits);
+        layers(0, s.num_layers, position);
+        head(logits);
+    }
+
+    void run(const SparkPart& part) {
+        Operand& last = w.ffn_input[(part.end + 1) % 2];
+        const size_t bytes = D * sizeof(float);
+        switch (part.part) {
+            case PART_EMBED:
+                embed(*part.token, *part.position);
+                std::memcpy(part.x, w.x, bytes);
+                break;
+            case PART_LAYERS:
+                enter(part);
+                layers(part.begin, part.end, *part.position, part.is_first);
+                std::memcpy(part.x, w.x, bytes);
+                std::memcpy(part.ffn_input, last.f32, bytes);
+                break;
+            case PART_FRONT:
+                enter(part);
+                turn(*part.position);
+                front(part.begin, *part.position);
+                if (s.mode == MODE_PREDICTED) {
+                    predict(s.layer[part.begin], named_by(part.begin, part.is_first));
+                    pack_named(s.layer[part.begin], part.named);
+                }
+                std::memcpy(part.ffn_input, last.f32, bytes);
+                break;
+            case PART_BACK:
+                std::fill_n(w.ffn_out, D, 0.0f);
+                for (const float* out : part.ffn_out)
+                    if (out) add(w.ffn_out, out, D);
+                if (s.layer[part.begin].down_bias) add(w.ffn_out, s.layer[part.begin].down_bias, D);
+                back(part.begin);
+                std::memcpy(part.x, w.x, bytes);
+                break;
+            case PART_HEAD:
+                std::memcpy(w.x, part.x, bytes);
+                head(part.logits);
+                break;
+        }
     }
 
   private:
@@ -119,12 +151,43 @@ class Step {
         }
     }
 
-    // The three orders of blocks, as in decoder.run_layer.
-    void layer(int64_t index, int64_t position) {
+    // What the layer before left: the hidden state, and what its predictor may want.
+    void enter(const SparkPart& part) {
+        std::memcpy(w.x, part.x, D * sizeof(float));
+        Operand& before = w.ffn_input[(part.begin + 1) % 2];
+        before.changed();
+        if (!part.is_first) std::memcpy(before.f32, part.ffn_input, D * sizeof(float));
+    }
+
+    void layers(int64_t begin, int64_t end, int64_t position, bool is_first = true) {
+        turn(position);
+        for (int64_t i = begin; i < end; ++i) {
+            front(i, position);
+            feed_forward(s.layer[i], w.ffn_input[i % 2], named_by(i, is_first && i == begin));
+            back(i);
+        }
+    }
+
+    void head(float* logits) {
+        Operand& last = w.attn_input;
+        if (s.output_norm.weight)
+            apply(s.output_norm, s.epsilon, w.x, D, last.f32);
+        else
+            std::memcpy(last.f32, w.x, D * sizeof(float));
+        last.changed();
+        multiply(&s.head, 1, last, logits);
+    }
+
+    // What tells a layer's predictor which neurons fire.
+    Operand& named_by(int64_t index, bool is_first) {
+        return w.ffn_input[(index + (s.input_layer_offset && !is_first)) % 2];
+    }
+
+    // A layer up to the input of its feed-forward part, and what follows that: the three orders of
+    // blocks, as in decoder.run_layer.
+    void front(int64_t index, int64_t position) {
         const SparkLayer& l = s.layer[index];
         Operand& ffn_input = w.ffn_input[index % 2];
-        const bool is_ahead = s.input_layer_offset && index > 0;
-        Operand& named_by = is_ahead ? w.ffn_input[(index + 1) % 2] : ffn_input;
         ffn_input.changed();
         w.attn_input.changed();
         if (!l.ffn_norm.weight) {
@@ -132,25 +195,34 @@ class Step {
             Operand& own = l.attn_norm_2.weight ? w.attn_input : ffn_input;
             if (l.attn_norm_2.weight) apply(l.attn_norm_2, s.epsilon, w.x, D, own.f32);
             attention(l, own, position);
-            feed_forward(l, ffn_input, named_by);
             add(w.x, w.attn_out, D);
-            add(w.x, w.ffn_out, D);
         } else if (s.is_post_norm) {
             std::memcpy(w.attn_input.f32, w.x, D * sizeof(float));
             attention(l, w.attn_input, position);
             add(w.x, w.attn_out, D);
             apply(l.attn_norm, s.epsilon, w.x, D, ffn_input.f32);
-            feed_forward(l, ffn_input, named_by);
-            add(w.ffn_out, ffn_input.f32, D);
-            apply(l.ffn_norm, s.epsilon, w.ffn_out, D, w.x);
         } else {
             apply(l.attn_norm, s.epsilon, w.x, D, w.attn_input.f32);
             attention(l, w.attn_input, position);
             add(w.x, w.attn_out, D);
             apply(l.ffn_norm, s.epsilon, w.x, D, ffn_input.f32);
-            feed_forward(l, ffn_input, named_by);
-            add(w.x, w.ffn_out, D);
         }
+    }
+
+    void back(int64_t index) {
+        const SparkLayer& l = s.layer[index];
+        if (!s.is_post_norm || !l.ffn_norm.weight) {
+            add(w.x, w.ffn_out, D);
+            return;
+        }
+        add(w.ffn_out, w.ffn_input[index % 2].f32, D);
+        apply(l.ffn_norm, s.epsilon, w.ffn_out, D, w.x);
+    }
+
+    void pack_named(const SparkLayer& l, uint32_t* named) {
+        std::fill_n(named, (s.num_neurons + 31) / 32, 0u);
+        for (int64_t j = 0; j < s.num_neurons; ++j)
+            named[j / 32] |= static_cast<uint32_t>(!(w.named[j] <= l.predictor_threshold)) << j % 32;
     }
 
     void attention(const SparkLayer& l, Operand& x, int64_t position) {
@@ -264,7 +336,6 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
         if (is_low_rank && !fits(l.predictor_down, rank, s.width)) return false;
         if (!fits(l.predictor_up, s.num_neurons, rank)) return false;
     }
-    if (l.num_blocks < 1 || !l.block) return false;
     for (int64_t b = 0; b < l.num_blocks; ++b)
         if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr))
             return false;
@@ -272,15 +343,16 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
 }
 
 bool fits(const SparkStep& s) {
-    const int64_t sizes[] = {s.num_layers,   s.width,      s.num_neurons,   s.num_heads,
-                             s.num_kv_heads, s.head_width, s.context_length};
+    const int64_t sizes[] = {s.width,        s.num_neurons, s.num_heads,
+                             s.num_kv_heads, s.head_width,  s.context_length};
     for (int64_t size : sizes)
         if (size < 1 || size > INT32_MAX) return false;
     if (s.num_heads % s.num_kv_heads || (s.frequency && s.head_width % 2)) return false;
     if (s.cache_kind != KIND_F32 && s.cache_kind != KIND_F16) return false;
-    if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS || !s.layer) return false;
-    if (!fits(s.embedding, s.embedding.num_rows, s.width)) return false;
-    if (!fits(s.head, s.head.num_rows, s.width)) return false;
+    if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS) return false;
+    if (s.num_layers < 0 || (s.num_layers > 0 && !s.layer)) return false;
+    for (const SparkMatrix& m : {s.embedding, s.head})
+        if (m.data && !fits(m, m.num_rows, s.width)) return false;
     if (s.positions.data && (s.positions.num_rows < s.context_length ||
                              !fits(s.positions, s.positions.num_rows, s.width)))
         return false;
@@ -289,12 +361,28 @@ bool fits(const SparkStep& s) {
     return true;
 }
 
+// Whether every layer can be run from its beginning to its end.
+bool is_whole(const SparkStep& s) {
+    bool has_blocks = s.num_layers > 0;
+    for (int64_t i = 0; i < s.num_layers; ++i) has_blocks &= s.layer[i].num_blocks > 0;
+    return has_blocks && s.embedding.data && s.head.data;
+}
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT int64_t spark_step_bytes(const SparkStep* step) {
+    return fits(*step) && is_whole(*step) ? Work(*step, nullptr).arena.used() : -1;
+}
+
+EXPORT int64_t spark_parts_bytes(const SparkStep* step) {
     return fits(*step) ? Work(*step, nullptr).arena.used() : -1;
+}
+
+EXPORT void spark_part(void* data) {
+    const SparkPart& part = *static_cast<const SparkPart*>(data);
+    Step(*part.step).run(part);
 }
 
 EXPORT int32_t spark_step(SparkStep* step, int64_t token, int64_t position, float* logits) {

@@ -59,6 +59,29 @@ struct SparkStep {
     int32_t input_layer_offset;
 };
 
+// A part of a step, for what of a model is not on a GPU. The layers of `step` are then those that
+// have attention on the CPU, in order; its `embedding` and `head` may be missing. Vectors are where
+// the rest of the model reads and writes them; what a part leaves for the next one is in the step's
+// workspace.
+enum Part : int32_t {
+    PART_EMBED,   // x = the row of *token
+    PART_LAYERS,  // layers begin .. end-1: x -> x
+    PART_FRONT,   // layer begin up to its feed-forward part: x -> ffn_input, named
+    PART_BACK,    // the rest of it: x from ffn_out[0] + ffn_out[1]
+    PART_HEAD     // logits of x
+};
+struct SparkPart {
+    SparkStep* step;
+    const int64_t *token, *position;
+    float* x;          // [D]
+    float* ffn_input;  // [D] the last layer's, written; with input_layer_offset also read
+    uint32_t* named;   // [F / 32 rounded up] written by PART_FRONT of a predicted layer
+    const float* ffn_out[2];  // [D] or null: nothing to add
+    float* logits;            // [V]
+    int64_t begin, end;
+    int32_t part, is_first;  // of the model: no layer is before it
+};
+
 // A block of neurons of one layer, for one token.
 struct SparkNeurons {
     SparkBlock block;
@@ -78,6 +101,12 @@ int64_t spark_step_bytes(const SparkStep* step);
 // Appends one token's keys and values at `position` and writes logits [V]. The same bits for any
 // number of threads. STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be.
 int32_t spark_step(SparkStep* step, int64_t token, int64_t position, float* logits);
+// The bytes of workspace that the parts of a step need, or -1; layers may be without blocks where
+// only PART_FRONT and PART_BACK run them.
+int64_t spark_parts_bytes(const SparkStep* step);
+// Runs a part; `data` is a SparkPart*. A function as a CUDA graph calls it on the host: token and
+// position are not checked again.
+void spark_part(void* data);
 // The bytes of workspace it needs, or -1 where sizes, kinds or pointers do not fit together.
 int64_t spark_neurons_bytes(const SparkNeurons* neurons);
 // y = what the named neurons (all, where `named` is null) add. `data` is a SparkNeurons*: this is the

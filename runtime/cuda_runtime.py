@@ -1,0 +1,66 @@
+"""The calls of the CUDA runtime that torch does not offer, of the library that torch has loaded.
+
+Another copy of that library would have a state of its own, so it is looked for among what the
+process has loaded, and there is no toolkit to be installed. Signatures: cuda_runtime_api.h."""
+
+import ctypes
+import re
+from ctypes import CDLL, c_char_p, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sparkinfer.errors import SparkinferError
+
+_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses tell which device they are on
+_MAPS = Path("/proc/self/maps")
+_NAME = re.compile(r"libcudart[^/]*\.so[.\d]*$")
+
+
+@dataclass(frozen=True)
+class CudaRuntime:
+    library: CDLL
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Asynchronously, in the order of the stream; by the addresses of both."""
+        self._check(
+            self.library.cudaMemcpyAsync(target, source, num_bytes, _BY_ADDRESS, stream),
+            f"a copy of {num_bytes:,} bytes",
+        )
+
+    def host_function(self, stream: int, function: int, argument: int) -> None:
+        """Calls `void function(void* argument)` on the host, in the order of the stream."""
+        self._check(self.library.cudaLaunchHostFunc(stream, function, argument), "a host function")
+
+    def _check(self, status: int, what: str) -> None:
+        if status:
+            text = self.library.cudaGetErrorString(status).decode()
+            raise SparkinferError(f"{what} was refused by CUDA: {text} (error {status})")
+
+
+@cache
+def load() -> CudaRuntime:
+    """Raises SparkinferError where torch has loaded none."""
+    torch.cuda.init()
+    library = CDLL(loaded_library(_MAPS.read_text() if _MAPS.exists() else ""))
+    library.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
+    library.cudaLaunchHostFunc.argtypes = [c_void_p, c_void_p, c_void_p]
+    library.cudaGetErrorString.argtypes = [c_int]
+    library.cudaGetErrorString.restype = c_char_p
+    for name in ("cudaMemcpyAsync", "cudaLaunchHostFunc"):
+        getattr(library, name).restype = ctypes.c_int
+    return CudaRuntime(library)
+
+
+def loaded_library(maps: str) -> str:
+    """The path of the CUDA runtime among a process's mappings, as /proc/self/maps lists them."""
+    for line in maps.splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and _NAME.search(fields[5]):
+            return fields[5]
+    raise SparkinferError(
+        "torch has not loaded CUDA's runtime library (libcudart) as a file of its own, so a decode"
+        " step cannot be captured; run on the CPU with device='cpu'"
+    )

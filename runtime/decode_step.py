@@ -1,0 +1,39 @@
+"""Which way a token goes through a model: all of it in one native call, one captured graph a GPU, or
+for want of these layer by layer through torch.
+
+What this module does not know: text, sampling."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from sparkinfer.runtime import hybrid_step, native_step
+from sparkinfer.runtime.cuda_backend import cuda_backend
+from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime.loader import Placement, Weights
+from sparkinfer.runtime.native_structs import NotNative
+
+
+class DecodeStep(Protocol):
+    def run(self, token: int, position: int) -> Tensor:
+        """f32 [V] on the CPU: the logits behind one token, good until the next step."""
+
+
+def decode_step(
+    weights: Weights,
+    placement: Placement,
+    input_layer_offset: int,
+    traffic: Traffic,
+    *,
+    has_graph: bool,
+) -> DecodeStep | str:
+    """The step of this model where its weights are, or in a few words why there is none.
+
+    Without `has_graph` nothing is captured: for debugging, with the same numbers."""
+    if all(home.type == "cpu" for home in placement.homes):
+        return native_step.build(weights, input_layer_offset, traffic)
+    try:
+        backend = cuda_backend(has_graph=has_graph)
+        return hybrid_step.build(weights, placement, input_layer_offset, traffic, backend)
+    except (NotNative, ImportError) as reason:
+        return str(reason)

@@ -1,0 +1,173 @@
+"""The kernels of a decode step on a GPU as one record of functions, so that the step can be run on
+Triton's and on the float64 reference.
+
+All of them write into tensors that they are given, allocate nothing, wait for nothing and launch on
+torch's current stream; grids depend on shapes alone, so that a captured CUDA graph stays right.
+Vectors are contiguous f32 where nothing else is said; rows of matrices may lie apart. A matrix is
+of f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar (sparkinfer.runtime.planar).
+
+What this module does not know: models, plans, streams.
+Letters: D width, F neurons of the layer, N rows of a matrix or neurons of a block, R rank, H heads,
+K key-value heads, W head width, C positions of the cache, S parts of a sum, P rows to add, A chosen
+rows, B words of 32 bits."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from sparkinfer.architecture import Activation, PredictorKind
+from sparkinfer.runtime.matrix import Matrix
+
+
+class Dot(Protocol):
+    def __call__(
+        self,
+        matrix: Matrix,
+        bias_N: Tensor | None,
+        x_D: Tensor,
+        out_N: Tensor,
+        *,
+        has_relu: bool = False,
+    ) -> None:
+        """out = W x + bias, then max(0, .) where `has_relu`; what is no number stays so."""
+
+
+class Embed(Protocol):
+    def __call__(
+        self, matrix: Matrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False
+    ) -> None:
+        """out = row index_1[0] (int64 on the device), or out += that row."""
+
+
+class Unpack(Protocol):
+    def __call__(self, matrix: Matrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+        """The rows (those at `index_A`, int64 or int32, where given) as f32, f16 or bf16, of rows
+        that may lie apart too. Takes q8_0, q4_0 and q6_k as in a file as well."""
+
+
+class AddNorm(Protocol):
+    def __call__(
+        self,
+        x_D: Tensor,
+        parts_PD: Tensor | None,
+        weight_D: Tensor | None,
+        bias_D: Tensor | None,
+        epsilon: float,
+        out_D: Tensor | None,
+        x_out_D: Tensor | None,
+    ) -> None:
+        """t = x + the rows of `parts_PD`, in order; x_out = t, and out = norm(t) as
+        sparkinfer.runtime.attention.Norm has it, each where given. `x_out_D` may be `x_D`."""
+
+
+class RotateAppend(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        frequency_W2: Tensor | None,
+        is_adjacent: bool,
+        query_weight_W: Tensor | None,
+        key_weight_W: Tensor | None,
+        epsilon: float,
+        position_1: Tensor,
+        key_CKW: Tensor,
+        value_CKW: Tensor,
+        num_heads: int,
+    ) -> None:
+        """RMS norm of each head of q and of k, and rotation by f64 [W / 2] frequencies, each where
+        given. `qkv` is f32 [(H + 2 K) W]: q is written in place, k and v into the cache, f32 or f16,
+        at `position_1` (int64 on the device)."""
+
+
+class Attend(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        key_CKW: Tensor,
+        value_CKW: Tensor,
+        position_1: Tensor,
+        num_heads: int,
+        scratch: Tensor,
+        out_HW: Tensor,
+    ) -> None:
+        """softmax(q k / sqrt W) v over the positions 0 to `position_1`, that one too. `scratch` is
+        f32 with at least `attend_scratch` values."""
+
+
+class Predict(Protocol):
+    def __call__(
+        self,
+        up: Matrix,
+        bias_F: Tensor | None,
+        inner_R: Tensor,
+        threshold: float,
+        kind: PredictorKind,
+        activation: Activation,
+        named_B: Tensor,
+    ) -> None:
+        """Bit j % 32 of word j // 32 of `named_B`, int32 [ceil(F / 32)]: whether neuron j is named.
+
+        Its score is up_j inner + bias, or |activation(that)| for "gate"; it is named unless score <=
+        threshold. Bits past F are 0."""
+
+
+class GateUp(Protocol):
+    def __call__(
+        self,
+        gate: Matrix,
+        gate_bias_N: Tensor | None,
+        up: Matrix | None,
+        up_bias_N: Tensor | None,
+        id_N: Tensor | None,
+        named_B: Tensor | None,
+        x_D: Tensor,
+        activation: Activation,
+        threshold: float,
+        is_dense: bool,
+        hidden_N: Tensor,
+    ) -> None:
+        """hidden_j = act(gate_j x + bias) (up_j x + bias), by sparkinfer.runtime.feed_forward.Gate.
+
+        0 for neurons that are not named or, unless `is_dense`, do not fire: rows of the former and
+        up rows of the latter are not read. `id_N`, int32, are their numbers in the layer, by which
+        `named_B` is looked up; None: 0, 1, ..."""
+
+
+class Down(Protocol):
+    def __call__(
+        self, down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
+    ) -> None:
+        """Row s of `parts_SD` is the sum of hidden_j down_j over the s-th range of ceil(N / S)
+        neurons, zeros where that is empty. Rows of neurons that are 0 are not read where
+        `skips_zeros`. `add_norm` adds the parts up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    dot: Dot
+    embed: Embed
+    unpack: Unpack
+    add_norm: AddNorm
+    rotate_append: RotateAppend
+    attend: Attend
+    predict: Predict
+    gate_up: GateUp
+    down: Down
+
+
+def reference_kernels() -> Kernels:
+    """In float64 by torch, on any device: the definition of what the others do."""
+    from sparkinfer.runtime.kernels.gpu import reference
+
+    return Kernels(
+        dot=reference.dot,
+        embed=reference.embed,
+        unpack=reference.unpack,
+        add_norm=reference.add_norm,
+        rotate_append=reference.rotate_append,
+        attend=reference.attend,
+        predict=reference.predict,
+        gate_up=reference.gate_up,
+        down=reference.down,
+    )

@@ -1,0 +1,196 @@
+"""What the GPU kernels compute, in float64 by torch: slow, plain, and their definition.
+
+What this module does not know: Triton. Letters and contracts: see kernels.py."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
+from sparkinfer.runtime import matrix as matrices
+from sparkinfer.runtime.kernels.gpu.ranges import range_of
+from sparkinfer.runtime.matrix import Matrix
+
+
+def dot(
+    matrix: Matrix, bias_N: Tensor | None, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False
+) -> None:
+    y_N = _product(matrix, bias_N, x_D)
+    out_N.copy_(y_N.relu() if has_relu else y_N)
+
+
+def embed(matrix: Matrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
+    row_D = _rows(matrix, index_1)[0]
+    out_D.copy_(out_D + row_D if is_added else row_D)
+
+
+def unpack(matrix: Matrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+    out_AD.copy_(_rows(matrix, index_A))
+
+
+def add_norm(
+    x_D: Tensor,
+    parts_PD: Tensor | None,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    epsilon: float,
+    out_D: Tensor | None,
+    x_out_D: Tensor | None,
+) -> None:
+    total_D = x_D.double()
+    if parts_PD is not None:
+        total_D = total_D + parts_PD.double().sum(dim=0)
+    if out_D is not None:
+        assert weight_D is not None
+        centred_D = total_D if bias_D is None else total_D - total_D.mean()
+        normed_D = _rms_norm(centred_D, weight_D, epsilon)
+        out_D.copy_(normed_D if bias_D is None else normed_D + bias_D)
+    if x_out_D is not None:
+        x_out_D.copy_(total_D)
+
+
+def rotate_append(
+    qkv: Tensor,
+    frequency_W2: Tensor | None,
+    is_adjacent: bool,
+    query_weight_W: Tensor | None,
+    key_weight_W: Tensor | None,
+    epsilon: float,
+    position_1: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    num_heads: int,
+) -> None:
+    _, num_kv, width = key_CKW.shape
+    query, key, value = (
+        qkv.double().unflatten(0, (-1, width)).split([num_heads, num_kv, num_kv], dim=0)
+    )
+    if query_weight_W is not None:
+        query = _rms_norm(query, query_weight_W, epsilon)
+    if key_weight_W is not None:
+        key = _rms_norm(key, key_weight_W, epsilon)
+    if frequency_W2 is not None:
+        angle_W2 = position_1 * frequency_W2.double()
+        query, key = _turn(query, angle_W2, is_adjacent), _turn(key, angle_W2, is_adjacent)
+    qkv[: num_heads * width].copy_(query.flatten())
+    key_CKW[position_1] = key.to(key_CKW.dtype)[None]
+    value_CKW[position_1] = value.to(value_CKW.dtype)[None]
+
+
+def attend(
+    qkv: Tensor,
+    key_CKW: Tensor,
+    value_CKW: Tensor,
+    position_1: Tensor,
+    num_heads: int,
+    scratch: Tensor,
+    out_HW: Tensor,
+) -> None:
+    _, num_kv, width = key_CKW.shape
+    count = int(position_1) + 1
+    query_KGW = qkv[: num_heads * width].double().view(num_kv, -1, width)
+    key_KWC = key_CKW[:count].double().permute(1, 2, 0)
+    share_KGC = (query_KGW @ key_KWC / width**0.5).softmax(dim=-1)
+    out_HW.copy_((share_KGC @ value_CKW[:count].double().transpose(0, 1)).view_as(out_HW))
+
+
+def predict(
+    up: Matrix,
+    bias_F: Tensor | None,
+    inner_R: Tensor,
+    threshold: float,
+    kind: PredictorKind,
+    activation: Activation,
+    named_B: Tensor,
+) -> None:
+    score_F = _product(up, bias_F, inner_R)
+    if kind == "gate":
+        score_F = _smooth(score_F, activation).abs()
+    named_B.copy_(pack_bits(~(score_F <= threshold)))
+
+
+def gate_up(
+    gate: Matrix,
+    gate_bias_N: Tensor | None,
+    up: Matrix | None,
+    up_bias_N: Tensor | None,
+    id_N: Tensor | None,
+    named_B: Tensor | None,
+    x_D: Tensor,
+    activation: Activation,
+    threshold: float,
+    is_dense: bool,
+    hidden_N: Tensor,
+) -> None:
+    value_N, fires_N = _activate(_product(gate, gate_bias_N, x_D), activation, threshold)
+    if is_dense:
+        fires_N = torch.ones_like(fires_N)
+    if named_B is not None:
+        bits_F = unpack_bits(named_B)
+        fires_N = fires_N & (bits_F[: len(fires_N)] if id_N is None else bits_F[id_N.long()])
+    if up is not None:
+        up_N = _product(up, up_bias_N, x_D)
+        value_N = value_N * (up_N.relu() if activation == "drelu" else up_N)
+    hidden_N.copy_(torch.where(fires_N, value_N, 0.0))
+
+
+def down(down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+    size = range_of(len(hidden_N), len(parts_SD))
+    for part, parts_D in enumerate(parts_SD):
+        index_A = torch.arange(part * size, part * size + size, device=hidden_N.device)
+        index_A = index_A[index_A < len(hidden_N)]
+        if skips_zeros:
+            index_A = index_A[hidden_N[index_A] != 0]
+        parts_D.copy_(hidden_N[index_A].double() @ _rows(down, index_A))
+
+
+def pack_bits(is_set_F: Tensor) -> Tensor:
+    """int32 [ceil(F / 32)] of bool [F]: bit j % 32 of word j // 32."""
+    padded = functional.pad(is_set_F.long(), (0, -len(is_set_F) % 32)).view(-1, 32)
+    return (padded << torch.arange(32, device=is_set_F.device)).sum(dim=1).to(torch.int32)
+
+
+def unpack_bits(named_B: Tensor) -> Tensor:
+    """bool [32 B]: the inverse of `pack_bits`."""
+    return (named_B[:, None] >> torch.arange(32, device=named_B.device) & 1).bool().flatten()
+
+
+def _rows(matrix: Matrix, index_A: Tensor | None = None) -> Tensor:
+    """f64 [A, D]."""
+    data = matrix.data if index_A is None else matrix.data[index_A.long()]
+    return matrices.unpack(data, matrix.kind).double()
+
+
+def _product(matrix: Matrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:
+    """f64 [N]."""
+    y_N = _rows(matrix) @ x_D.double()
+    return y_N if bias_N is None else y_N + bias_N
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool) -> Tensor:
+    """Each pair as a complex number times e^(i angle): neighbours, or values half a head apart."""
+    pairs = x_HW.unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
+    first, second = pairs.unbind(-1 if is_adjacent else -2)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle_W2), angle_W2)
+    return torch.stack([turned.real, turned.imag], dim=-1 if is_adjacent else -2).flatten(-2)
+
+
+def _activate(gate_N: Tensor, activation: Activation, threshold: float) -> tuple[Tensor, Tensor]:
+    """(value, whether it fires)."""
+    if activation in SMOOTH:
+        value_N = _smooth(gate_N, activation)
+        return value_N, ~(value_N.abs() <= threshold)
+    fires_N = ~(gate_N <= (threshold if activation == "fatrelu" else 0.0))
+    return torch.where(fires_N, gate_N, 0.0), fires_N
+
+
+def _smooth(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    if activation == "gelu":
+        return x * (1 + torch.erf(x / 2**0.5)) / 2
+    return x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2

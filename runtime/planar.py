@@ -1,0 +1,57 @@
+"""Rows of blocks whose scales, nibbles and other parts lie apart, as a GPU reads them.
+
+The blocks of q4_0, q8_0 and q6_K in a file are of 18, 34 and 210 bytes: no load of 16 bytes is
+aligned in them. In a planar row each part of all blocks lies behind the same part of the block
+before it, and the row has as many bytes as in the file:
+
+    q4_0_planar   scales f16 | nibbles, 16 bytes a block
+    q8_0_planar   scales f16 | values, 32 bytes a block
+    q6_k_planar   ql, 128 bytes a super-block | qh, 64 | scales int8, 16 | d f16
+
+What this module does not know: matrices, files, and what the bits of a block mean.
+Letters: N rows, B blocks of a row."""
+
+import torch
+from torch import Tensor
+
+# The planar kind of a kind in a file; the other kinds are read as they are.
+PLANAR_KIND = {"q4_0": "q4_0_planar", "q8_0": "q8_0_planar", "q6_k": "q6_k_planar"}
+FILE_KIND = {planar: kind for kind, planar in PLANAR_KIND.items()}
+
+# (first byte in a block of the file, bytes), in the order of the planar row.
+_PLANES = {
+    "q4_0_planar": ((0, 2), (2, 16)),
+    "q8_0_planar": ((0, 2), (2, 32)),
+    "q6_k_planar": ((0, 128), (128, 64), (192, 16), (208, 2)),
+}
+
+
+def planar(data: Tensor, kind: str) -> tuple[Tensor, str]:
+    """(rows, their kind) of rows uint8 [N, row_bytes] of a file, rearranged into new memory.
+
+    Rows of a kind that has no planar one come back as they are."""
+    if kind not in PLANAR_KIND:
+        return data, kind
+    planes = _PLANES[PLANAR_KIND[kind]]
+    blocks = data.unflatten(-1, (-1, _block_bytes(planes)))
+    parts = [blocks[..., start : start + size].flatten(-2) for start, size in planes]
+    return torch.cat(parts, dim=-1), PLANAR_KIND[kind]
+
+
+def from_planar(data: Tensor, kind: str) -> tuple[Tensor, str]:
+    """The inverse of `planar`."""
+    if kind not in FILE_KIND:
+        return data, kind
+    planes = _PLANES[kind]
+    count = data.shape[-1] // _block_bytes(planes)
+    blocks = data.new_empty(*data.shape[:-1], count, _block_bytes(planes))
+    first = 0
+    for start, size in planes:
+        part = data[..., first : first + size * count]
+        blocks[..., start : start + size] = part.unflatten(-1, (count, size))
+        first += size * count
+    return blocks.flatten(-2), FILE_KIND[kind]
+
+
+def _block_bytes(planes: tuple[tuple[int, int], ...]) -> int:
+    return sum(size for _, size in planes)

@@ -1,0 +1,156 @@
+"""Streams that run what they are given late, in any order that their events allow, and that prove
+from what was submitted alone that no order could have gone wrong."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sparkinfer.runtime.hybrid_step import Backend
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.plain_backend import plain_backend
+from sparkinfer.runtime.streams import HostNode
+
+
+class Race(AssertionError):
+    """Two operations that no event orders touch the same memory, and one writes it."""
+
+
+@dataclass(eq=False)
+class Operation:
+    name: str
+    run: Callable[[], None]
+    reads: list[tuple[int, int]]
+    writes: list[tuple[int, int]]
+    clock: dict[int, int]  # of each stream, how many of its operations come before for certain
+    stream: int
+    number: int
+
+    def is_before(self, other: "Operation") -> bool:
+        return other.clock.get(self.stream, 0) > self.number
+
+
+@dataclass
+class FakeDevice:
+    """Makes streams, and runs what is on all of them when one is waited for."""
+
+    seed: int = 0
+    dropped: int | None = None  # the number of a wait that is forgotten
+    queues: list[list[Operation]] = field(default_factory=list)
+    log: list[Operation] = field(default_factory=list)
+    num_waits: int = 0
+
+    def stream(self) -> "FakeStream":
+        self.queues.append([])
+        return FakeStream(self, len(self.queues) - 1)
+
+    def backend(self, kernels: Kernels) -> Backend:
+        plain = plain_backend(kernels)
+        return Backend(
+            kernels=kernels,
+            streams=lambda device: (self.stream(), self.stream()),
+            take=plain.take,
+            prepare=plain.prepare,
+            is_pinned=False,
+        )
+
+    def drain(self) -> None:
+        """Runs everything, each time a random one of those that may be next."""
+        operations = [operation for queue in self.queues for operation in queue]
+        check_races(operations)
+        chooser = random.Random(self.seed)
+        self.seed += 1
+        done = [queue[0].number if queue else 0 for queue in self.queues]
+        heads = [0] * len(self.queues)
+        while True:
+            ready = [
+                queue[head]
+                for queue, head in zip(self.queues, heads, strict=True)
+                if head < len(queue)
+                and all(done[s] >= n for s, n in queue[head].clock.items() if self.queues[s])
+            ]
+            if not ready:
+                break
+            operation = chooser.choice(ready)
+            operation.run()
+            self.log.append(operation)
+            heads[operation.stream] += 1
+            done[operation.stream] = operation.number + 1
+        assert all(h == len(q) for h, q in zip(heads, self.queues, strict=True)), "a deadlock"
+        for queue in self.queues:
+            queue.clear()
+
+
+class FakeStream:
+    def __init__(self, device: FakeDevice, number: int) -> None:
+        self.device, self.number, self.count = device, number, 0
+        self.clock: dict[int, int] = {}
+
+    def launch(self, run, *, reads, writes) -> None:
+        self._submit("kernel", run, reads, writes)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert target.shape == source.shape and target.dtype == source.dtype
+        assert target.is_contiguous() and source.is_contiguous()
+        self._submit("copy", lambda: target.copy_(source), [source], [target])
+
+    def host(self, node: HostNode) -> None:
+        self._submit("host", node.run, node.reads, node.writes)
+
+    def record(self) -> dict[int, int]:
+        return {**self.clock, self.number: self.count}
+
+    def wait(self, event: dict[int, int]) -> None:
+        self.device.num_waits += 1
+        if self.device.num_waits - 1 == self.device.dropped:
+            return
+        for stream, count in event.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), count)
+
+    def finish(self) -> None:
+        self.device.drain()
+
+    def _submit(self, name, run, reads, writes) -> None:
+        self.device.queues[self.number].append(
+            Operation(
+                name=name,
+                run=run,
+                reads=[span(tensor) for tensor in reads],
+                writes=[span(tensor) for tensor in writes],
+                clock={**self.clock, self.number: self.count},
+                stream=self.number,
+                number=self.count,
+            )
+        )
+        self.count += 1
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from its first byte to behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def check_races(operations: list[Operation]) -> None:
+    for number, first in enumerate(operations):
+        for second in operations[number + 1 :]:
+            if first.stream == second.stream:
+                continue
+            if first.is_before(second) or second.is_before(first):
+                continue
+            if (
+                overlap(first.writes, second.writes)
+                or overlap(first.writes, second.reads)
+                or overlap(first.reads, second.writes)
+            ):
+                raise Race(
+                    f"{first.name} on stream {first.stream}, {second.name} on {second.stream}"
+                )
+
+
+def overlap(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
+    return any(a < d and c < b for a, b in some for c, d in others)

@@ -1,0 +1,275 @@
+"""The decode step over a GPU and the CPU, both roles on the CPU: against dense and the ordinary path,
+for every division of the neurons, graph of layers, type and mode; and that no order of events that
+the streams allow changes a bit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_model, save_tokenizer
+from fake_streams import FakeDevice, Race
+from models import make_model, make_shape
+from reference import rel_error
+from test_families import CASES, converted
+from test_native_step import BOUNDS
+from test_runtime import IDS, make_split
+
+from sparkinfer import Engine
+from sparkinfer.gguf_file import array_entry
+from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime import hybrid_step
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.loader import Placement
+from sparkinfer.runtime.plain_backend import plain_backend
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+F, L = 96, 4
+ALL, NONE = np.arange(F), np.arange(0)
+random = np.random.default_rng(5)
+SOME = random.permutation(F)[:37]
+# Hot neurons of each layer, where attention is on the GPU, whether the head is, the GPU of each.
+PLANS = {
+    "all on the GPU": ([ALL] * L, [1] * L, True, None),
+    "no neuron on the GPU": ([NONE] * L, [1] * L, True, None),
+    "one neuron": ([ALL[5:6]] * L, [1] * L, True, None),
+    "random": ([SOME] * L, [1] * L, True, None),
+    "all but one": ([ALL[1:]] * L, [1] * L, True, None),
+    "mixed": ([SOME, NONE, ALL, ALL[::3]], [1] * L, True, None),
+    "head on the CPU": ([SOME] * L, [1] * L, False, None),
+    "last layers on the CPU": ([SOME, ALL, NONE, NONE], [1, 1, 0, 0], False, None),
+    "first layers on the CPU": ([NONE, NONE, SOME, ALL], [0, 0, 1, 1], True, None),
+    "layers on the CPU between": ([SOME, NONE, NONE, ALL], [1, 0, 0, 1], True, None),
+    "attention on the CPU": ([SOME, ALL, ALL[:1], NONE], [0] * L, True, None),
+    "every kind of layer": ([SOME, SOME, NONE, NONE], [1, 0, 0, 1], False, None),
+    "two GPUs": ([SOME, NONE, SOME, ALL], [1, 1, 1, 1], True, [0, 0, 1, 1, 1]),
+    "two GPUs, layers on the CPU": ([SOME, NONE, NONE, SOME], [1, 0, 0, 1], True, [0, 0, 1, 1, 1]),
+}
+
+
+def hybrid(engine, split, backend):
+    """The step of a loaded engine by a plan, with both roles on the CPU."""
+    cpu = torch.device("cpu")
+    placement = Placement.of_split(split, (cpu,) * len(split.budgets))
+    weights = engine._live.weights
+    offset = engine._live.input_layer_offset
+    return hybrid_step.build(weights, placement, offset, engine.traffic, backend)
+
+
+def planned(tmp_path, model, plan):
+    hot, dense, head, home = PLANS[plan]
+    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+    split.save(tmp_path / "s.gguf")
+    return split
+
+
+def steps(step, ids=IDS):
+    """Logits behind each of the tokens."""
+    return torch.stack([step.run(token, i).clone() for i, token in enumerate(ids)])
+
+
+def stepped(engine, ids=IDS):
+    return torch.stack([engine._step(token, i).clone() for i, token in enumerate(ids)])
+
+
+def make(tmp_path, **options):
+    shape = options.pop("shape", None) or make_shape(num_layers=L, num_neurons=F)
+    threshold = options.pop("threshold", 0.05)
+    model = make_model(shape=shape, predictor_rank=8, **options)
+    return dataclasses.replace(
+        model, threshold_L=(threshold,) * shape.num_layers, path=tmp_path / "m.gguf"
+    )
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_division_gives_what_the_undivided_model_gives(tmp_path, plan, mode):
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, plan)
+    with Engine.load(model.path, mode=mode) as whole:
+        want = stepped(whole)
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
+        step = hybrid(engine, split, plain_backend(reference_kernels()))
+        assert rel_error(steps(step), want) < BOUNDS["f32"]
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
+@pytest.mark.parametrize("kind", [kind for kind in BOUNDS if kind != "f32"])
+def test_every_type_of_weights(tmp_path, kind, plan, mode):
+    shape = make_shape(num_layers=L, num_neurons=F, width=256 if kind.endswith("_k") else 64)
+    model = make(tmp_path, kind=kind, shape=shape)
+    model.save(model.path)
+    split = planned(tmp_path, model, plan)
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
+        step = hybrid(engine, split, plain_backend(reference_kernels()))
+        assert rel_error(steps(step), stepped(engine)) < BOUNDS[kind]
+
+
+@pytest.mark.parametrize("activation", ["fatrelu", "drelu", "silu", "gelu", "gelu_tanh"])
+def test_every_activation(tmp_path, activation):
+    model = make(tmp_path, activation=activation)
+    model.save(model.path)
+    split = planned(tmp_path, model, "every kind of layer")
+    for mode in ("dense", "exact"):
+        with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
+            step = hybrid(engine, split, plain_backend(reference_kernels()))
+            assert rel_error(steps(step), stepped(engine)) < BOUNDS["f32"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "relu", "gate"])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("plan", ["every kind of layer", "attention on the CPU", "two GPUs"])
+def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset, kind):
+    model = make(tmp_path, predictor_kind=kind, activation="silu" if kind == "gate" else "relu")
+    info = dataclasses.replace(model.predictor, input_layer_offset=offset)
+    dataclasses.replace(model, predictor=info).save(model.path)
+    split = planned(tmp_path, model, plan)
+    with Engine.load(model.path, mode="predicted") as whole:
+        want = stepped(whole)
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        step = hybrid(engine, split, plain_backend(reference_kernels()))
+        assert rel_error(steps(step), want) < BOUNDS["f32"]
+    with Engine.load(model.path, mode="dense") as engine:
+        assert rel_error(stepped(engine), want) > 1e-3  # the predictors decide something
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "llama-mqa-tied", "qwen3-biases-tied", "opt",
+                                  "opt-norm-after", "opt-untied-plain", "falcon-11b",
+                                  "falcon-one-after-the-other", "falcon-many-keys"])  # fmt: skip
+def test_every_graph_of_layers(tmp_path, case):
+    """Of random checkpoints, whose logits other tests compare with transformers'."""
+    folder = random_model(tmp_path / "hf", CASES[case])
+    save_tokenizer(folder, 320)
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
+    model = ModelFile.load(path)
+    neurons = np.arange(model.shape.num_neurons)
+    some, none = neurons[::3], neurons[:0]
+    for hot, dense, head in (
+        ([some, neurons, none], [1, 1, 1], True),
+        ([none, some, some], [0, 0, 1], True),
+        ([some, some, none], [1, 0, 0], False),
+    ):
+        split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head)
+        split.save(tmp_path / "s.gguf")
+        with Engine.load(path, split=tmp_path / "s.gguf", mode="exact") as engine:
+            step = hybrid(engine, split, plain_backend(reference_kernels()))
+            assert rel_error(steps(step), stepped(engine)) < BOUNDS["f32"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, plan)
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        want = steps(hybrid(engine, split, plain_backend(reference_kernels())))
+        for seed in range(3):
+            device = FakeDevice(seed=seed)
+            step = hybrid(engine, split, device.backend(reference_kernels()))
+            assert torch.equal(steps(step), want)
+
+
+@pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "two GPUs, layers on the CPU"])
+def test_no_event_could_be_left_out(tmp_path, plan):
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, plan)
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        device = FakeDevice()
+        step = hybrid(engine, split, device.backend(reference_kernels()))
+        before = device.num_waits
+        step.run(IDS[0], 0)
+        assert device.num_waits > before
+        for number in range(before, device.num_waits):
+            device = FakeDevice(dropped=number)
+            step = hybrid(engine, split, device.backend(reference_kernels()))
+            with pytest.raises(Race):
+                step.run(IDS[0], 0)
+
+
+def test_a_divided_layer_goes_there_and_back_once(tmp_path):
+    """Submit, copy, host function, copy, join; a layer that is not divided pays nothing."""
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, "mixed")  # divided, all on the CPU, all on the GPU, divided
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        device = FakeDevice()
+        step = hybrid(engine, split, device.backend(reference_kernels()))
+        device.log.clear()
+        step.run(IDS[0], 0)
+        main, side = ([o.name for o in device.log if o.stream == stream] for stream in (0, 1))
+        assert side == ["copy", "copy", "host", "copy"] * 3
+        assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
+        counted = sum(dense_kernels(model, i, has_predictor=True) for i in range(L))
+        # An append is in attention's kernels, and the sum of the parts in the next norm.
+        assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS
+
+
+def test_the_cpu_works_while_the_gpu_does(tmp_path):
+    """Nothing orders the cold neurons and the hot ones of a layer."""
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, "random")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        device = FakeDevice()
+        step = hybrid(engine, split, device.backend(reference_kernels()))
+        device.log.clear()
+        step.run(IDS[0], 0)
+        hosts = [o for o in device.log if o.name == "host"]
+        kernels = [o for o in device.log if o.name == "kernel"]
+        assert len(hosts) == L
+        for host in hosts:
+            beside = [k for k in kernels if not (k.is_before(host) or host.is_before(k))]
+            assert len(beside) == HOT_KERNELS - 1
+
+
+def test_nan_reaches_the_logits(tmp_path):
+    model = make(tmp_path, kind="f16")
+    entry = model.tensors["blk.2.ffn_gate.weight"]
+    values = np.array(entry.read())
+    values[7] = np.nan
+    model.tensors["blk.2.ffn_gate.weight"] = array_entry(values, "f16")
+    model.save(model.path)
+    for plan in ("random", "all but one", "no neuron on the GPU"):
+        split = planned(tmp_path, model, plan)
+        with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
+            step = hybrid(engine, split, plain_backend(reference_kernels()))
+            assert step.run(IDS[0], 0).isnan().all()
+
+
+def test_traffic_of_the_cpu_is_counted(tmp_path):
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, "random")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
+        step = hybrid(engine, split, plain_backend(reference_kernels()))
+        before = engine.traffic.total
+        step.run(IDS[0], 0)
+        row = 4 * model.shape.width
+        assert engine.traffic.total - before == L * (F - len(SOME)) * 3 * row
+
+
+@pytest.mark.parametrize("wrong", ["names", "cold", "hot"])
+def test_the_comparison_sees_a_missing_part(tmp_path, wrong):
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, "random")
+
+    def nothing(*arguments, **options) -> None:
+        pass
+
+    broken = reference_kernels()
+    if wrong != "cold":
+        broken = dataclasses.replace(broken, **{"predict" if wrong == "names" else "down": nothing})
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        want = stepped(engine)
+        step = hybrid(engine, split, plain_backend(broken))
+        elsewhere = torch.zeros(model.shape.width)
+        if wrong == "cold":
+            for struct in step.meter.structs[:-1]:
+                struct.y = elsewhere.data_ptr()
+        assert rel_error(steps(step), want) > 1e-2
