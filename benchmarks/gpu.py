@@ -6,13 +6,15 @@
 Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one, f16, with planted
 sparsity. Calibrates, then for each shape writes the model, solves at each budget (a share of the
 model's bytes, mode predicted) and for a budget that holds all of it, loads each plan in a process
-of its own, and takes turns (gpu_cases.py). The plan's limit is that of gpu_limit.py.
+of its own, and takes turns (gpu_cases.py). The plan's limit is the solver's own: the bytes that a
+token touches on each side over the measured bandwidth of that side, both at once, no fixed costs.
 
 Prints a table last, writes FOLDER/gpu.json as it goes and FOLDER/timeline.png of one step. Stops by
 itself before the minutes are over, and then says what was not measured."""
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import time
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +30,20 @@ import gpu_cases
 import gpu_timeline
 import torch
 from gpu_cases import Amount, Case
-from gpu_limit import dense_limit_seconds, limit_seconds
 from gpu_model import Planted, write_planted, write_stock
 from gpu_rival import RivalModel, best_rival
-from machine import machine
+from machine import machine as this_machine
 from processes import Process, ProcessError
 
 from sparkinfer.architecture import ModelShape
-from sparkinfer.budget import layer_bytes
+from sparkinfer.budget import head_bytes, kv_bytes_per_layer, layer_bytes
 from sparkinfer.files import partial_file
 from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.calibrate import CalibrateConfig, calibrate
-from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.workspace import measure_workspace
 from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.split_file import Split
+from sparkinfer.split_file import PlanMode
 
 # Of a model that is whole on the GPU: its bytes, and these for cache and workspace.
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
@@ -72,6 +73,16 @@ def _shape(layers: int, width: int, neurons: int, heads: int, kv_heads: int, voc
     )  # fmt: skip
 
 
+@cache
+def _workspace_of(path: Path, context_length: int, mode: PlanMode) -> int:
+    return measure_workspace(ModelFile.load(path), context_length, mode)
+
+
+def _workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
+    """Measured once for all budgets."""
+    return _workspace_of(model.path, context_length, mode)
+
+
 SCALES = (
     Scale(name="7B", shape=_shape(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
           resident=("dense", "exact", "predicted"), context_length=1024, steps=32),
@@ -98,6 +109,16 @@ def main() -> None:
     print(json.dumps({"benchmark": "gpu", "json": str(bench.output)}))
 
 
+def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
+    """Of a model that is whole on the first GPU and reads all its neurons: no plan is of that."""
+    total = head_bytes(model)
+    for layer in range(model.shape.num_layers):
+        sizes = layer_bytes(model, layer)
+        total += sizes.attention + model.shape.num_neurons * sizes.neuron
+        total += kv_bytes_per_layer(model, context_length) // 2
+    return total / (machine.gpus[0].bandwidth_gb_per_s.best * 1e9)
+
+
 class Bench:
     """One run; `result` is what the JSON holds, written anew after every step."""
 
@@ -113,7 +134,7 @@ class Bench:
             "benchmark": "gpu",
             "model": "synthetic: gpu_model.py",
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine() | {"device": self._device_name()},
+            "machine": this_machine() | {"device": self._device_name()},
             "is_smoke": arguments.smoke,
             "seconds": {},
             "rows": [],
@@ -163,14 +184,14 @@ class Bench:
         folder.mkdir()
         try:
             with self.timed(f"{scale.name}: model"):
-                model, profile = self._model(scale, folder)
+                model = self._model(scale, folder)
             with self.timed(f"{scale.name}: plans"):
-                cases = self._cases(scale, folder, model, profile)
+                cases = self._cases(scale, folder, model)
             self._measure(scale, folder, model, cases)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _model(self, scale: Scale, folder: Path) -> tuple[ModelFile, Profile]:
+    def _model(self, scale: Scale, folder: Path) -> ModelFile:
         planted = Planted(shape=scale.shape, rank=scale.rank, device=self.device)
         model, profile = write_planted(planted, folder / "model.gguf")
         profile.save(folder / "profile.safetensors")
@@ -178,9 +199,9 @@ class Bench:
             write_stock(planted, folder / "stock.gguf")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return model, profile
+        return model
 
-    def _cases(self, scale: Scale, folder: Path, model: ModelFile, profile: Profile) -> list[Case]:
+    def _cases(self, scale: Scale, folder: Path, model: ModelFile) -> list[Case]:
         """A case for each budget and each mode, its process started but nothing loaded."""
         size = model.path.stat().st_size
         whole = int(WHOLE * size) + BESIDE_BYTES
@@ -189,14 +210,12 @@ class Bench:
         ]
         wanted += [(f"{scale.name} resident", mode, whole) for mode in scale.resident]
         return [
-            self._case(scale, folder, model, profile, name, mode, budget)
-            for name, mode, budget in wanted
+            self._case(scale, folder, model, name, mode, budget) for name, mode, budget in wanted
         ]
 
     def _case(
-        self, scale: Scale, folder: Path, model: ModelFile, profile: Profile,
-        name: str, mode: str, budget: int,
-    ) -> Case:  # fmt: skip
+        self, scale: Scale, folder: Path, model: ModelFile, name: str, mode: str, budget: int
+    ) -> Case:
         plan = folder / f"{len(list(folder.glob('*.split.gguf')))}.split.gguf"
         report = solve(
             SolveConfig(
@@ -205,14 +224,12 @@ class Bench:
                 context_length=scale.context_length, force=True, time_limit_s=4.0,
                 mode="predicted" if mode == "predicted" else "exact",
             ),
-            measure_workspace,
+            _workspace,
         )  # fmt: skip
-        figures = Machine.load(self.machine_path)
+        limit, predicted = report.advice.limit_s, report.objective_s
         if mode == "dense":
+            figures = Machine.load(self.machine_path)
             limit, predicted = dense_limit_seconds(model, figures, scale.context_length), None
-        else:
-            limit = limit_seconds(Split.load(plan), model=model, profile=profile, machine=figures)
-            predicted = report.objective_s
         self.say(
             f"{name} {mode}: {report.status}, {report.num_hot:,} of {report.num_neurons:,} hot,"
             f" {report.num_dense_on_gpu} dense blocks and head {report.head_on_gpu} on the GPU,"
@@ -221,7 +238,7 @@ class Bench:
         program = Path(__file__).with_name("gpu_worker.py")
         command = (sys.executable, program, model.path, "--mode", mode, "--split", plan,
                    "--device", self.device.type)  # fmt: skip
-        log = self.folder / f"{name.replace(' ', '-').replace('/', '-')}-{mode}.log"
+        log = self.folder / f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{mode}.log"
         return Case(
             name=name, mode=mode, budget_bytes=budget, limit_s=limit, predicted_s=predicted,
             process=Process.of(command, f"{name} {mode}", log),

@@ -2,7 +2,9 @@
 
 What this module does not know: how llama.cpp is built (gpu_rival.sh) or asked (llamacpp_gpu.py)."""
 
+import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from processes import Process, ProcessError
 
 PROGRAM = Path(__file__).with_name("llamacpp_gpu.py")
 MOST_LOADS = 4
+# load_tensors:        CUDA0 model buffer size =  3577.56 MiB; likewise those of the cache and of
+# computing. CUDA_Host is pinned main memory.
+BUFFER = re.compile(r"\bCUDA\d+\s.*buffer size\s*=\s*([0-9.]+) MiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,4 +57,10 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
 def _loaded(rival: RivalModel, count: int, log: Path) -> Rival:
     command = (sys.executable, PROGRAM, rival.model, str(rival.context_length), str(count))
     process = Process.of(command, "llama.cpp", log, rival.folder)
-    return Rival(process=process, num_layers=count, gpu_bytes=process.about["gpu_bytes"])
+    return Rival(process=process, num_layers=count, gpu_bytes=gpu_bytes(process.about["buffers"]))
+
+
+def gpu_bytes(log: Iterable[str]) -> int:
+    """The sum of all buffers on GPUs that the lines of llama.cpp's log tell of."""
+    found = [match for line in log if (match := BUFFER.search(line))]
+    return round(sum(float(match[1]) for match in found) * (1 << 20))

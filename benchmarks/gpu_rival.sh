@@ -6,7 +6,7 @@
 # SOURCE is made by `make gpu-rival-source`, where there is a network. FOLDER then holds the package
 # llama_cpp and its libraries, and is what `benchmarks/gpu.py --rival` wants. For one architecture
 # alone (ARCHITECTURE, 90 unless told), as each more takes as long again. Flash attention's kernels
-# are half of the build: FLASH=OFF leaves them out. Stops after MINUTES, 9 unless told; what was
+# are half of the build: FLASH=OFF leaves them out; CUDA=OFF builds for the CPU alone. Stops after MINUTES, 9 unless told; what was
 # compiled by then stays, and the next call goes on from there.
 set -euo pipefail
 python=$1 source=$2 folder=$3 minutes=${MINUTES:-9}
@@ -21,7 +21,7 @@ libraries=$folder/llama_cpp/lib
 # A toolkit that is the compiler alone takes cuBLAS from torch's packages: nvidia/cu13/{include,lib},
 # or nvidia/cublas/{include,lib} before CUDA 13. Their libraries lack the name that a linker wants.
 cuda=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p' | xargs dirname)
-if ! compgen -G "$cuda/lib*/libcublas.so" > /dev/null && ! compgen -G "$cuda/targets/*/lib/libcublas.so" > /dev/null; then
+if [ "${CUDA:-ON}" = ON ] && ! compgen -G "$cuda/lib*/libcublas.so" > /dev/null && ! compgen -G "$cuda/targets/*/lib/libcublas.so" > /dev/null; then
   packaged=$("$python" -c 'import glob, nvidia
 print(*[f for p in nvidia.__path__ for f in glob.glob(p + "/*/lib/libcublas.so.*")][:1])' 2> /dev/null) || packaged=""
   [ -n "$packaged" ] || refuse "no cuBLAS in $cuda, nor among the packages of $python; install the CUDA toolkit"

@@ -1,32 +1,23 @@
 """llama.cpp with some of its layers on a GPU; run by a Python whose path has `gpu_rival.sh`'s folder.
 
 Started with a model file, a context length and a number of layers; the first line on stdout tells
-what was loaded and how many bytes of GPU memory it takes by its own account. After it, as
+what was loaded and what buffers it has by its own account. After it, as
 gpu_worker.py: a JSON object a line in and out, to prefill or to decode.
 What this program does not know: sparkinfer."""
 
 import ctypes
 import json
-import re
 import sys
 import time
 
 import llama_cpp as llama
 
-# load_tensors:  CUDA0 model buffer size = 123.45 MiB; likewise those of the cache and of computing.
-# CUDA_Host is pinned main memory.
-BUFFER = re.compile(r"\bCUDA\d+\s.*buffer size\s*=\s*([0-9.]+) MiB")
 lines: list[str] = []
 
 
 @llama.llama_log_callback
 def listen(level: int, text: bytes, user_data: int) -> None:
     lines.append(text.decode(errors="replace"))
-
-
-def gpu_bytes(log: str) -> int:
-    """The sum of all buffers on GPUs that a log of loading tells of."""
-    return round(sum(float(size) for size in BUFFER.findall(log)) * (1 << 20))
 
 
 def main(path: str, context_length: int, num_layers: int) -> None:
@@ -41,7 +32,8 @@ def main(path: str, context_length: int, num_layers: int) -> None:
         print(json.dumps({"error": "".join(lines[-2:]).strip()}), flush=True)
         return
     about = llama.llama_print_system_info().decode()
-    print(json.dumps({"about": about, "gpu_bytes": gpu_bytes("".join(lines))}), flush=True)
+    buffers = [line for line in "".join(lines).splitlines() if "buffer size" in line]
+    print(json.dumps({"about": about, "buffers": buffers}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         llama.llama_set_n_threads(context, asked["threads"], asked["threads"])

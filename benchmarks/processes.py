@@ -44,7 +44,7 @@ class Process:
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         """Raises ProcessError with its reason where it does not do it."""
-        assert self.about and self._process.stdin is not None
+        assert self.about is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **what}) + "\n")
             self._process.stdin.flush()

@@ -95,7 +95,7 @@ class Runner:
         with self._log(job).open("wb") as log:
             self.running[job.name] = subprocess.Popen(
                 [*command, *job.arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
             )  # fmt: skip
         job.state, job.began = "running", self.passed
 
