@@ -28,8 +28,13 @@ OUTCOME = re.compile(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 WHY = re.compile(r"^(?:FAILED|ERROR|SKIPPED) .*", re.MULTILINE)
 # These fill the card or slow it down: they run when the others are done.
 ALONE = ("test_memory", "test_sanitizer")
-# A file of many tests, in parts that compile different kernels: by words of the tests' names.
-PARTS = {"test_step": ("f32 or q8_0", "f16", "q4_0 or q4_k", "q5_k or q6_k")}
+# Files of many tests, in parts that compile different kernels: by words of the tests' names. Each
+# has one part more, of all other tests.
+PARTS = {
+    "test_step": ("f32 or q8_0", "f16", "q4_0 or q4_k", "q5_k or q6_k"),
+    "test_gpu_kernels": ("dot or embed or unpack", "gate", "down"),
+}
+MOST_PROCESSES = 8
 MOST_LINES = 20
 
 
@@ -140,22 +145,24 @@ class Runner:
 
 def jobs_of(device: str) -> list[Job]:
     """On the CPU only those that compare the two."""
-    tests = [path for path in sorted(HERE.glob("test_*.py")) if path.stem not in PARTS]
-    jobs = [_job(path, "--device", device) for path in tests]
-    for name, parts in PARTS.items():
-        rest = f"not ({' or '.join(parts)})"
-        jobs += [
-            _job(HERE / f"{name}.py", "--device", device, "-k", part, name=f"{name}-{number}")
-            for number, part in enumerate((*parts, rest))
-        ]
+    jobs = [job for path in sorted(HERE.glob("test_*.py")) for job in _of(path, "--device", device)]
     if device == "cuda":
-        jobs += [_job(path) for path in sorted((ROOT / "tests").glob("test_gpu_*.py"))]
-        jobs.append(_job(ROOT / "tests" / "test_calibrate.py", "-m", "gpu"))
+        for path in sorted((ROOT / "tests").glob("test_gpu_*.py")):
+            jobs += _of(path)
+        jobs += _of(ROOT / "tests" / "test_calibrate.py", "-m", "gpu")
     return sorted(jobs, key=lambda job: job.is_alone)
 
 
-def _job(path: Path, *options: str, name: str = "") -> Job:
-    return Job(name=name or path.stem, arguments=[*options, str(path)])
+def _of(path: Path, *options: str) -> list[Job]:
+    """One job, or one for each part."""
+    parts = PARTS.get(path.stem)
+    if parts is None:
+        return [Job(name=path.stem, arguments=[*options, str(path)])]
+    rest = f"not ({' or '.join(parts)})"
+    return [
+        Job(name=f"{path.stem}-{number}", arguments=[*options, "-k", part, str(path)])
+        for number, part in enumerate((*parts, rest))
+    ]
 
 
 def table(jobs: list[Job]) -> str:
@@ -176,7 +183,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu")
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--processes", type=int, default=4)
+    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--processes", type=int, default=processes)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try")
     parser.add_argument("--only", help="files whose names hold this")
     asked = parser.parse_args()

@@ -13,8 +13,8 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent.parent
-KERNEL_TESTS = sorted((ROOT / "tests").glob("test_gpu_kernels*.py"))
-SELECTION = "q4_0 or q6_k or attend or norm"
+KERNEL_TESTS = sorted((ROOT / "tests").glob("test_gpu_*.py"))
+SELECTION = "q4_0 or q6_k or attend or add_norm"
 MOST_TESTS = 12
 SECONDS = 100
 ERROR = 86  # the exit code of a run in which the tool found something
