@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sparkinfer.runtime import hybrid_step, native_step
+from sparkinfer.runtime import hybrid_builder, native_step
 from sparkinfer.runtime.cuda_backend import cuda_backend
 from sparkinfer.runtime.feed_forward import Traffic
 from sparkinfer.runtime.loader import Placement, Weights
@@ -34,6 +34,6 @@ def decode_step(
         return native_step.build(weights, input_layer_offset, traffic)
     try:
         backend = cuda_backend(has_graph=has_graph)
-        return hybrid_step.build(weights, placement, input_layer_offset, traffic, backend)
+        return hybrid_builder.build(weights, placement, input_layer_offset, traffic, backend)
     except (NotNative, ImportError) as reason:
         return str(reason)

@@ -3,6 +3,8 @@ for every division of the neurons, graph of layers, type and mode; and that no o
 the streams allow changes a bit."""
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -19,11 +21,12 @@ from sparkinfer import Engine
 from sparkinfer.gguf_file import array_entry
 from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime import hybrid_step
+from sparkinfer.runtime import hybrid_builder
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.loader import Placement
 from sparkinfer.runtime.plain_backend import plain_backend
+from sparkinfer.runtime.streams import HostNode
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L = 96, 4
@@ -55,7 +58,7 @@ def hybrid(engine, split, backend):
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
     weights = engine._live.weights
     offset = engine._live.input_layer_offset
-    return hybrid_step.build(weights, placement, offset, engine.traffic, backend)
+    return hybrid_builder.build(weights, placement, offset, engine.traffic, backend)
 
 
 def planned(tmp_path, model, plan):
@@ -273,3 +276,28 @@ def test_the_comparison_sees_a_missing_part(tmp_path, wrong):
             for struct in step.meter.structs[:-1]:
                 struct.y = elsewhere.data_ptr()
         assert rel_error(steps(step), want) > 1e-2
+
+
+def test_what_a_graph_has_the_addresses_of_stays(tmp_path):
+    """A captured graph does not know the functions that submitted it."""
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, "every kind of layer")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        backend = plain_backend(reference_kernels())
+        forgetful = dataclasses.replace(backend, prepare=lambda stream, submit: print)
+        nodes = []
+        was = HostNode.run
+
+        def run(node):
+            nodes.append(weakref.ref(node.kept[0]))
+            was(node)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostNode, "run", run)
+            step = hybrid(engine, split, forgetful)
+        gc.collect()
+        assert len(nodes) == 6 and all(node() is not None for node in nodes)
+        del step
+        gc.collect()
+        assert all(node() is None for node in nodes)
