@@ -160,7 +160,7 @@ bench: build $(LLAMACPP)/ready  ## decode and prefill against llama.cpp on this 
 
 # From .venv where that was made, otherwise from PYTHON and what it lacks in GPU_SITE.
 GPU_WHEELS := build/gpu-wheels
-GPU_SITE := build/gpu-site
+GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RIVAL := build/gpu-rival
 GPU_BENCH_DIR ?= build/bench-gpu
 RIVAL ?=
@@ -187,7 +187,7 @@ gpu-wheels:
 	@rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
 	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
 	  --implementation cp --python-version $(PYTHON_VERSION) $(addprefix --platform ,$(GPU_PLATFORMS)) \
-	  -c constraints.txt -d $(GPU_WHEELS) gguf pulp highspy
+	  -c constraints.txt -d $(GPU_WHEELS) gguf pulp highspy scikit-build-core
 	@du -sh $(GPU_WHEELS)
 
 # Without what a build of the two libraries does not read; its history alone is 38 MiB.

@@ -9,7 +9,7 @@ model's bytes, mode predicted) and for a budget that holds all of it, loads each
 of its own, and takes turns (gpu_cases.py). The plan's limit is the solver's own: the bytes that a
 token touches on each side over the measured bandwidth of that side, both at once, no fixed costs.
 
-Prints a table last, writes FOLDER/gpu.json as it goes and FOLDER/timeline.png of one step. Stops by
+Prints a table last, writes gpu.json as it goes and timeline.png of one step. Stops by
 itself before the minutes are over, and then says what was not measured."""
 
 import argparse
@@ -48,6 +48,7 @@ from sparkinfer.split_file import PlanMode
 # Of a model that is whole on the GPU: its bytes, and these for cache and workspace.
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
 CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
+NO_HOST_LIMIT = 1 << 40  # main memory is not what is measured
 LEAST_SECONDS = 100.0  # for which another shape is not begun any more
 
 
@@ -128,7 +129,9 @@ class Bench:
         self.deadline = self.began + 60 * arguments.minutes
         self.folder: Path = arguments.folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.output = self.folder / "gpu.json"
+        self.results: Path = arguments.output or self.folder
+        self.results.mkdir(parents=True, exist_ok=True)
+        self.output = self.results / "gpu.json"
         self.device = torch.device("cpu" if arguments.smoke else "cuda")
         self.result: dict[str, Any] = {
             "benchmark": "gpu",
@@ -140,19 +143,21 @@ class Bench:
             "rows": [],
             "notes": [] if arguments.rival else ["no rival: make gpu-rival, then RIVAL=..."],
         }
-        self.machine_path = self._machine()
+        self.machine_path: Path | None = self.asked.machine
 
     def _device_name(self) -> str:
         return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
-    def _machine(self) -> Path:
-        if self.asked.machine is not None:
-            return self.asked.machine
-        path = self.folder / "machine.json"
-        with self.timed("calibrate"):
-            card = CARD if self.asked.smoke else None
-            calibrate(CalibrateConfig(output=path, gpu_from=card, force=True), self.say)
-        return path
+    def _calibrated(self) -> Path:
+        """Once a run, and after a model is written: some machines have all of their memory only
+        when it is used, and buffers are measured by how much is free."""
+        if self.machine_path is None:
+            path = self.results / "machine.json"
+            with self.timed("calibrate"):
+                card = CARD if self.asked.smoke else None
+                calibrate(CalibrateConfig(output=path, gpu_from=card, force=True), self.say)
+            self.machine_path = path
+        return self.machine_path
 
     @property
     def seconds_left(self) -> float:
@@ -185,6 +190,7 @@ class Bench:
         try:
             with self.timed(f"{scale.name}: model"):
                 model = self._model(scale, folder)
+            self._calibrated()
             with self.timed(f"{scale.name}: plans"):
                 cases = self._cases(scale, folder, model)
             self._measure(scale, folder, model, cases)
@@ -220,15 +226,16 @@ class Bench:
         report = solve(
             SolveConfig(
                 model=model.path, profile=folder / "profile.safetensors",
-                machine=self.machine_path, output=plan, vram_budget_bytes=budget,
+                machine=self._calibrated(), output=plan, vram_budget_bytes=budget,
                 context_length=scale.context_length, force=True, time_limit_s=4.0,
+                host_budget_bytes=NO_HOST_LIMIT,
                 mode="predicted" if mode == "predicted" else "exact",
             ),
             _workspace,
         )  # fmt: skip
         limit, predicted = report.advice.limit_s, report.objective_s
         if mode == "dense":
-            figures = Machine.load(self.machine_path)
+            figures = Machine.load(self._calibrated())
             limit, predicted = dense_limit_seconds(model, figures, scale.context_length), None
         self.say(
             f"{name} {mode}: {report.status}, {report.num_hot:,} of {report.num_neurons:,} hot,"
@@ -281,7 +288,7 @@ class Bench:
 
     def _timeline(self, cases: list[Case], amount: Amount) -> None:
         """Of the first plan that divides the model, once a run."""
-        picture = self.folder / "timeline.png"
+        picture = self.results / "timeline.png"
         divided = [case for case in cases if case.is_measured and "%" in case.name]
         if "timeline" in self.result or not divided:
             return
@@ -307,7 +314,8 @@ class Bench:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="for models (30 GB, removed) and results")
+    parser.add_argument("folder", type=Path, help="for models (30 GB, removed) and logs")
+    parser.add_argument("--output", type=Path, help="for results, where they go elsewhere")
     parser.add_argument("--rival", type=Path, help="what gpu_rival.sh built; without it no rival")
     parser.add_argument("--machine", type=Path, help="a machine file; else it is measured")
     parser.add_argument("--minutes", type=float, default=8.0)

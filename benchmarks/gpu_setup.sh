@@ -12,8 +12,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 refuse() { echo "gpu_setup: $1" >&2; exit 1; }
 
 command -v "$python" > /dev/null || refuse "no $python here; name the Python that has torch: PYTHON=..."
-"$python" "$here/gpu_ready.py" --packages torch,triton,numpy,pytest,transformers,scikit_build_core "${options[@]}"
-for wheel in gguf pulp highspy; do
+"$python" "$here/gpu_ready.py" --packages torch,triton,numpy,pytest,transformers "${options[@]}"
+for wheel in gguf pulp highspy scikit_build_core; do
   if ! "$python" -c "import $wheel" 2> /dev/null && ! compgen -G "$wheels/$wheel-*.whl" > /dev/null; then
     refuse "no wheel of $wheel in $wheels; run make gpu-wheels where there is a network and copy the folder here"
   fi
@@ -21,7 +21,7 @@ done
 command -v c++ > /dev/null || refuse "no C++ compiler (c++) here; install one"
 
 began=$SECONDS
-mkdir -p "$site"
+mkdir -p "$site" && site=$(cd "$site" && pwd)  # a build runs elsewhere
 # What a Python in a virtual environment brought along, cmake and ninja among it, is beside it.
 PATH="$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH"
 export PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -32,6 +32,6 @@ if [ ! -e "$site/ready" ]; then
   done
   touch "$site/ready"
 fi
-"${install[@]}" --no-build-isolation "$here/.." || refuse "sparkinfer was not built; the reason is above"
+PYTHONPATH=$site "${install[@]}" --no-build-isolation "$here/.." || refuse "sparkinfer was not built; the reason is above"
 PYTHONPATH="$site" "$python" "$here/gpu_ready.py" --packages gguf,pulp,highspy,sparkinfer --needs-kernels "${options[@]}"
 echo "gpu_setup: ready in $((SECONDS - began)) s: PYTHONPATH=$site $python"

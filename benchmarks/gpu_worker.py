@@ -68,6 +68,7 @@ class Worker:
             split=asked.split,
             mode=asked.mode,
             device=asked.device,
+            is_resident=True,
             graph=not asked.plain,
         )
         return {"load_s": self.engine.load_s, "not_native": self.engine.not_native}
