@@ -49,7 +49,7 @@ from sparkinfer.split_file import PlanMode
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
 CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 NO_HOST_LIMIT = 1 << 40  # main memory is not what is measured
-LEAST_SECONDS = 100.0  # for which another shape is not begun any more
+LEAST_SECONDS = 150.0  # for which another shape is not begun any more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +284,7 @@ class Bench:
                 known = [c.rival for c in cases if c.rival and c.budget_bytes == case.budget_bytes]
                 case.rival = known[0] if known else best_rival(rival, case.budget_bytes, log)
             except ProcessError as error:
+                case.rival_error = str(error)
                 self.note(str(error))
 
     def _timeline(self, cases: list[Case], amount: Amount) -> None:

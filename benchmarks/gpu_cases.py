@@ -46,6 +46,7 @@ class Case:
     rival_prefill_s: list[float] = field(default_factory=list)
     rival_decode_s: list[float] = field(default_factory=list)
     error: str | None = None
+    rival_error: str | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -106,8 +107,9 @@ def _theirs(case: Case, rival: Rival, amount: Amount, ids: list[int], *, is_warm
             "decode", threads=threads, ids=ids[:count], start=amount.prompt
         )["seconds"]  # fmt: skip
     except ProcessError as error:
-        case.rival, case.rival_decode_s = None, []
-        case.error = case.error or str(error)
+        rival.process.close()
+        case.rival, case.rival_error = None, str(error)
+        case.rival_decode_s, case.rival_prefill_s = [], []
         return
     if is_warm:
         case.rival_prefill_s.append(prefill)
@@ -133,6 +135,7 @@ def row(case: Case, amount: Amount) -> dict[str, Any]:
         "load_s": case.load_s,
         "memory": case.memory,
         "error": case.error,
+        "rival_error": case.rival_error,
     }
     if not case.is_measured:
         return content

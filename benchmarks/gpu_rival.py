@@ -57,7 +57,12 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
 def _loaded(rival: RivalModel, count: int, log: Path) -> Rival:
     command = (sys.executable, PROGRAM, rival.model, str(rival.context_length), str(count))
     process = Process.of(command, "llama.cpp", log, rival.folder)
-    return Rival(process=process, num_layers=count, gpu_bytes=gpu_bytes(process.about["buffers"]))
+    try:
+        buffers = process.about["buffers"]
+    except ProcessError:
+        process.close()
+        raise
+    return Rival(process=process, num_layers=count, gpu_bytes=gpu_bytes(buffers))
 
 
 def gpu_bytes(log: Iterable[str]) -> int:

@@ -49,6 +49,8 @@ class Process:
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         """Raises ProcessError with its reason where it does not do it."""
         assert self.about is not None and self._process.stdin is not None
+        if self._process.stdin.closed:
+            raise ProcessError(f"{self.name}: was ended before")
         try:
             self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
         except BrokenPipeError:

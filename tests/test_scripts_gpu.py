@@ -23,6 +23,7 @@ import gpu_cases  # noqa: E402
 import gpu_ready  # noqa: E402
 import gpu_rival  # noqa: E402
 import gpu_timeline  # noqa: E402
+import processes  # noqa: E402
 import run as gpu_run  # noqa: E402
 import test_step  # noqa: E402
 from gpu_model import Planted, write_planted, write_stock  # noqa: E402
@@ -181,6 +182,44 @@ def test_a_program_that_dies_is_told_with_its_last_words(tmp_path):
     with pytest.raises(ProcessError, match="worker: ended with 1: no memory left"):
         process.ask("load")
     process.close()
+    with pytest.raises(ProcessError, match="ended before"):
+        process.ask("load")
+
+
+def test_a_program_that_hangs_is_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "ANSWER_SECONDS", 1.0)
+    text = "import time; print('{}', flush=True); time.sleep(100)"
+    process = Process.of((sys.executable, "-c", text), "worker", tmp_path / "log")
+    with pytest.raises(ProcessError, match="worker: no answer in 1 s"):
+        process.ask("decode")
+    process.close()
+
+
+def test_a_rival_that_dies_takes_nothing_but_its_own_figures(tmp_path):
+    """Two cases share it, as modes of one budget do."""
+    ours = """
+import json, sys
+print(json.dumps({"threads": 1}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"seconds": 0.5, "ffn_bytes": 8, "devices": []}), flush=True)
+"""
+    dying = "print('{}', flush=True); input(); raise SystemExit('killed')"
+    theirs = Process.of((sys.executable, "-c", dying), "llama.cpp", tmp_path / "theirs")
+    rival = gpu_rival.Rival(process=theirs, num_layers=1, gpu_bytes=1)
+    cases = [
+        gpu_cases.Case(name=name, mode="dense", budget_bytes=1, limit_s=0.1, predicted_s=None,
+                       process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
+                       rival=rival)
+        for name in ("one", "two")
+    ]  # fmt: skip
+    amount = gpu_cases.Amount(prompt=4, steps=2, vocab_size=9, rounds=2)
+    gpu_cases.measure(cases, amount, float("inf"))
+    gpu_cases.close(cases)
+    for case in cases:
+        found = gpu_cases.row(case, amount)
+        assert found["decode_samples_s"] == [0.25, 0.25] and found["prefill_tokens_per_s"] == 8
+        assert found["error"] is None and "llama.cpp" in found["rival_error"]
+        assert "times_rival" not in found and found["share_of_limit"] == pytest.approx(0.4)
 
 
 def test_what_is_missing_is_said_in_one_line():
