@@ -90,6 +90,13 @@ class LayerCache:
         return self.key_CKW[:end].float(), self.value_CKW[:end].float()
 
 
+def head_major(shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [C, K, W] in which the positions of a head lie one behind the other: a step reads them
+    as one run through memory, where from position to position would be a page each."""
+    context_length, num_kv, width = shape_CKW
+    return torch.zeros(num_kv, context_length, width, dtype=dtype, device=device).transpose(0, 1)
+
+
 def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
     """Causal attention of the last T of C positions, heads in groups: f32 [T, H * W]."""
     num_tokens, num_cached = len(query_THW), len(key_CKW)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparkinfer.budget import kv_kind, transposed_kind
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.attention import Attention, LayerCache, Norm, Rotary
+from sparkinfer.runtime.attention import Attention, LayerCache, Norm, Rotary, head_major
 from sparkinfer.runtime.feed_forward import (
     FeedForward,
     Gate,
@@ -226,10 +226,7 @@ class Builder:
             output=self.linear(index, "attn_output", device),
             query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
             key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
-            cache=LayerCache(
-                torch.zeros(size, dtype=dtype, device=device),
-                torch.zeros(size, dtype=dtype, device=device),
-            ),
+            cache=LayerCache(*(head_major(size, dtype, device) for _ in range(2))),
             num_heads=shape.num_heads,
         )
 

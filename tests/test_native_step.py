@@ -101,6 +101,42 @@ def test_long_contexts_agree(tmp_path):
         assert rel_error(decoded(engine, ids), watched(engine, ids)) < BOUNDS["f16"]
 
 
+@pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
+@pytest.mark.parametrize(
+    "num_heads, num_kv_heads, head_width, kind",
+    [(1, 1, 32, "f32"), (4, 4, 40, "f16"), (6, 2, 80, "f32"), (5, 1, 128, "f16"), (8, 2, 96, "f16"),
+     (9, 1, 16, "f32"), (2, 1, 512, "f16")],
+)  # fmt: skip
+def test_attention_over_parts_of_the_cache(
+    tmp_path, restore_library, num_heads, num_kv_heads, head_width, kind, name
+):
+    """Heads of any width and number, positions round the edges of tiles and parts; the same bits by
+    any number of threads."""
+    library.set_level(name)
+    shape = make_shape(num_layers=1, width=64, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                       head_width=head_width, context_length=600)  # fmt: skip
+    model = saved(tmp_path, shape=shape, kind=kind)
+    ids = np.random.default_rng(1).integers(0, shape.vocab_size, 600).tolist()
+    with Engine.load(model.path, mode="exact", context_length=600) as engine:
+        engine.hidden(ids)
+        for position in (0, 1, 15, 16, 17, 255, 256, 257, 511, 599):
+            seen = []
+            for count in (1, 2, 3):
+                library.set_threads(count)
+                seen.append(engine._step(ids[position], position))
+            assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+            with engine.observe(lambda n, i, t: None, lambda n, i: False):
+                want = engine._step(ids[position], position)
+            assert rel_error(seen[0], want) < BOUNDS[kind]
+
+
+def test_heads_that_are_too_wide_are_noticed(tmp_path):
+    shape = make_shape(num_heads=1, num_kv_heads=1, head_width=544)
+    model = saved(tmp_path, shape=shape)
+    with Engine.load(model.path, mode="exact") as engine:
+        assert "do not fit" in engine.not_native
+
+
 def test_without_the_library_it_says_so_and_torch_gives_the_same(tmp_path, monkeypatch, capsys):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:

@@ -84,8 +84,20 @@ using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t 
 using UnpackRows = void(const Rows& rows, uint8_t* out, int64_t a0, int64_t a1);
 // Fills packed from f32. D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
-// x[i] = exp(x[i] - shift) for x[i] <= shift, relative error below 3e-7; returns the sum.
-using ExpSum = float(float* x, int64_t n, float shift);
+// Queries of one token that share a key-value head, over n positions of the cache.
+struct AttendPart {
+    const uint8_t *key, *value;  // n rows of W values each, f32 or f16
+    int64_t stride, n, W, G;     // bytes from row to row; G queries
+    const float* query;          // [G, padded_head(W)], zeros behind W
+    float scale;                 // of the scores
+    float* score;                // [G, padded_part(n)], room
+    float *top, *total;          // [G] the largest score; the sum of exp(score - top)
+    float* out;                  // [G, padded_head(W)] the sum of exp(score - top) * value
+};
+using Attend = void(const AttendPart& part);
+constexpr int64_t MAX_HEAD_WIDTH = 512;
+inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
+inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
@@ -93,7 +105,7 @@ struct Kernels {
     UnpackRows* unpack_rows[NUM_KINDS];       // to f32
     UnpackRows* unpack_rows_bf16[NUM_KINDS];
     Quantise* quantise[NUM_KINDS];  // null for the float kinds
-    ExpSum* exp_sum;
+    Attend* attend[2];  // of a cache in f32, f16
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;

@@ -84,6 +84,16 @@ inline __m128 four_f16(const uint8_t* p) {
 
 inline Floats scale_f16(const uint8_t* p) { return _mm256_broadcastss_ps(four_f16(p)); }
 
+inline __m128 sum_halves(Floats v) {
+    return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+}
+
+inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
+    const __m128 ab = _mm_hadd_ps(sum_halves(a), sum_halves(b));
+    const __m128 cd = _mm_hadd_ps(sum_halves(c), sum_halves(d));
+    _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
+}
+
 #include "quantise.h"
 
 constexpr Quantise* quantise_q4 = quantise;

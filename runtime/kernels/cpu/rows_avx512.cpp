@@ -69,6 +69,17 @@ inline __m128 four_f16(const uint8_t* p) {
 
 inline Floats scale_f16(const uint8_t* p) { return _mm512_broadcastss_ps(four_f16(p)); }
 
+inline __m128 sum_quarters(Floats v) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
+    const __m128 ab = _mm_hadd_ps(sum_quarters(a), sum_quarters(b));
+    const __m128 cd = _mm_hadd_ps(sum_quarters(c), sum_quarters(d));
+    _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
+}
+
 #include "quantise.h"
 
 inline __m512i load_64_bytes(const void* p) { return _mm512_loadu_si512(p); }

@@ -75,6 +75,10 @@ inline float f16_to_float(const uint8_t* p) {
 
 inline Floats scale_f16(const uint8_t* p) { return broadcast(f16_to_float(p)); }
 
+inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
+    y[0] = sum(a), y[1] = sum(b), y[2] = sum(c), y[3] = sum(d);
+}
+
 #include "quantise.h"
 
 constexpr Quantise* quantise_q4 = quantise;

@@ -350,6 +350,8 @@ float exp_sum(float* x, int64_t n, float shift) {
     return sums[0];
 }
 
+#include "attend_template.h"
+
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
     {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>, dot_rows<Q4_K>,
@@ -365,5 +367,5 @@ constexpr Kernels ALL_KERNELS = {
      unpack_rows<Q5_K, ToBF16>, unpack_rows<Q6_K, ToBF16>, unpack_rows<Q4_0Planar, ToBF16>},
     {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise, quantise, quantise,
      quantise_q4_planar},
-    exp_sum,
+    {attend<F32>, attend<F16>},
 };

@@ -17,6 +17,9 @@ int64_t largest_rank(const SparkStep& step) {
     return rank;
 }
 
+// Positions of the cache that are one piece of work.
+constexpr int64_t PART = 256;
+
 struct Work {
     Work(const SparkStep& step, uint8_t* memory)
         : arena(memory), neurons(arena, step.width, step.num_neurons) {
@@ -32,7 +35,12 @@ struct Work {
         qkv = arena.take<float>(values);
         attn_out = arena.take<float>(D);
         ffn_out = arena.take<float>(D);
-        scores = arena.take<float>(heads * step.context_length);
+        const int64_t parts = (step.context_length + PART - 1) / PART * heads;
+        query = arena.take<float>(heads * padded_head(step.head_width));
+        scores = arena.take<float>(parts * PART);
+        top = arena.take<float>(parts);
+        total = arena.take<float>(parts);
+        mixed = arena.take<float>(parts * padded_head(step.head_width));
         cos = arena.take<float>(step.head_width);
         sin = arena.take<float>(step.head_width);
         named = arena.take<float>(F);
@@ -40,7 +48,8 @@ struct Work {
 
     Arena arena;
     Neurons neurons;
-    float *x, *sum, *qkv, *attn_out, *ffn_out, *scores, *cos, *sin, *named;
+    float *x, *sum, *qkv, *attn_out, *ffn_out, *cos, *sin, *named;
+    float *query, *scores, *top, *total, *mixed;  // of attention
     Operand attn_input, ffn_input[2], heads_out, inner;
 };
 
@@ -236,10 +245,7 @@ class Step {
         }
         append(l.key, w.qkv + H * W, position);
         append(l.value, w.qkv + (H + K) * W, position);
-        const int64_t bytes = 2 * (position + 1) * H * W * cache_bytes();
-        split(bytes, H, 1, 4, [&](int64_t h0, int64_t h1) {
-            for (int64_t h = h0; h < h1; ++h) attend(l, h, position + 1);
-        });
+        attend(l, position + 1);
         w.heads_out.changed();
         multiply(&l.output, 1, w.heads_out, w.attn_out);
     }
@@ -247,34 +253,61 @@ class Step {
     int64_t cache_bytes() const { return s.cache_kind == KIND_F32 ? 4 : 2; }
 
     void append(uint8_t* cache, const float* x, int64_t position) {
-        const int64_t n = s.num_kv_heads * s.head_width;
-        uint8_t* row = cache + position * n * cache_bytes();
-        if (s.cache_kind == KIND_F32) {
-            std::memcpy(row, x, n * sizeof(float));
-            return;
+        const int64_t W = s.head_width;
+        for (int64_t k = 0; k < s.num_kv_heads; ++k, x += W) {
+            uint8_t* row = cache + (k * s.context_length + position) * W * cache_bytes();
+            if (s.cache_kind == KIND_F32) {
+                std::memcpy(row, x, W * sizeof(float));
+                continue;
+            }
+            uint16_t* half = reinterpret_cast<uint16_t*>(row);
+            for (int64_t i = 0; i < W; ++i) half[i] = to_f16(x[i]);
         }
-        uint16_t* half = reinterpret_cast<uint16_t*>(row);
-        for (int64_t i = 0; i < n; ++i) half[i] = to_f16(x[i]);
     }
 
-    // One query head over C cached positions.
-    void attend(const SparkLayer& l, int64_t head, int64_t C) {
-        const int64_t W = s.head_width, stride = s.num_kv_heads * W * cache_bytes();
-        const int64_t first = head * s.num_kv_heads / s.num_heads * W * cache_bytes();
-        float* score = w.scores + head * s.context_length;
-        float* out = w.heads_out.f32 + head * W;
-        const Input query{w.qkv + head * W, nullptr};
-        kernels().dot_rows[s.cache_kind]({l.key + first, stride, W, nullptr, C}, query, score, 0, C);
-        const float scale = 1.0f / std::sqrt(static_cast<float>(W));
-        float largest = -INFINITY;
-        for (int64_t c = 0; c < C; ++c) {
-            score[c] *= scale;
-            largest = score[c] > largest ? score[c] : largest;
+    // All heads over C cached positions, a part of them at a time, each with sums of its own. The
+    // parts do not depend on the threads.
+    void attend(const SparkLayer& l, int64_t C) {
+        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads, G = H / K;
+        const int64_t padded = padded_head(W), num_parts = (C + PART - 1) / PART;
+        for (int64_t h = 0; h < H; ++h) {
+            std::copy_n(w.qkv + h * W, W, w.query + h * padded);
+            std::fill_n(w.query + h * padded + W, padded - W, 0.0f);
         }
-        const float total = kernels().exp_sum(score, C, largest);
+        split(2 * C * K * W * cache_bytes(), K * num_parts, 1, 4, [&](int64_t u0, int64_t u1) {
+            for (int64_t u = u0; u < u1; ++u) attend_part(l, u / num_parts, u % num_parts, C);
+        });
+        for (int64_t h = 0; h < H; ++h) join(h, num_parts);
+    }
+
+    void attend_part(const SparkLayer& l, int64_t kv_head, int64_t part, int64_t C) {
+        const int64_t W = s.head_width, G = s.num_heads / s.num_kv_heads, first = part * PART;
+        const int64_t stride = W * cache_bytes();
+        const int64_t start = (kv_head * s.context_length + first) * stride;
+        const int64_t at = part * s.num_heads + kv_head * G, padded = padded_head(W);
+        AttendPart a;
+        a.key = l.key + start, a.value = l.value + start, a.stride = stride;
+        a.n = std::min(PART, C - first), a.W = W, a.G = G;
+        a.query = w.query + kv_head * G * padded;
+        a.scale = 1.0f / std::sqrt(static_cast<float>(W));
+        a.score = w.scores + at * PART;
+        a.top = w.top + at, a.total = w.total + at, a.out = w.mixed + at * padded;
+        kernels().attend[s.cache_kind](a);
+    }
+
+    // The parts of one head into its place in heads_out.
+    void join(int64_t head, int64_t num_parts) {
+        const int64_t W = s.head_width, H = s.num_heads, padded = padded_head(W);
+        float top = w.top[head], total = 0.0f;
+        for (int64_t p = 1; p < num_parts; ++p) top = std::max(top, w.top[p * H + head]);
+        float* out = w.heads_out.f32 + head * W;
         std::fill_n(out, W, 0.0f);
-        kernels().accumulate_rows[s.cache_kind]({l.value + first, stride, W, nullptr, C}, score,
-                                                out, 0, C, 0, W);
+        for (int64_t p = 0; p < num_parts; ++p) {
+            const int64_t at = p * H + head;
+            const float share = std::exp(w.top[at] - top);
+            total += share * w.total[at];
+            for (int64_t i = 0; i < W; ++i) out[i] += share * w.mixed[at * padded + i];
+        }
         for (int64_t i = 0; i < W; ++i) out[i] /= total;
     }
 
@@ -348,6 +381,7 @@ bool fits(const SparkStep& s) {
     for (int64_t size : sizes)
         if (size < 1 || size > INT32_MAX) return false;
     if (s.num_heads % s.num_kv_heads || (s.frequency && s.head_width % 2)) return false;
+    if (s.head_width > MAX_HEAD_WIDTH) return false;
     if (s.cache_kind != KIND_F32 && s.cache_kind != KIND_F16) return false;
     if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS) return false;
     if (s.num_layers < 0 || (s.num_layers > 0 && !s.layer)) return false;

@@ -40,7 +40,7 @@ struct SparkLayer {
     SparkNorm attn_norm, attn_norm_2, ffn_norm, query_norm, key_norm;
     SparkMatrix input[3], output, predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
-    uint8_t *key, *value;    // [C, K, W]
+    uint8_t *key, *value;    // [K, C, W]
     const SparkBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;

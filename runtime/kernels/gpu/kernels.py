@@ -156,6 +156,32 @@ class Kernels:
     down: Down
 
 
+def triton_kernels() -> Kernels:
+    """By Triton, on the current CUDA device, or without one in its interpreter.
+
+    The first call for each set of shapes compiles, for a second or so, and must come before a graph
+    is captured. Raises ImportError in one line where there is no Triton."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"the GPU kernels need Triton, found none ({error}): pip install triton"
+        ) from error
+    from sparkinfer.runtime.kernels.gpu import attention, neurons, norm, predictor, rows
+
+    return Kernels(
+        dot=rows.dot,
+        embed=rows.embed,
+        unpack=rows.unpack,
+        add_norm=norm.add_norm,
+        rotate_append=attention.rotate_append,
+        attend=attention.attend,
+        predict=predictor.predict,
+        gate_up=neurons.gate_up,
+        down=neurons.down,
+    )
+
+
 def reference_kernels() -> Kernels:
     """In float64 by torch, on any device: the definition of what the others do."""
     from sparkinfer.runtime.kernels.gpu import reference

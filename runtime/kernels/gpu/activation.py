@@ -1,0 +1,39 @@
+"""Triton: activations of neurons, by sparkinfer.runtime.feed_forward.Gate, in f32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def relu(x):
+    """What is no number stays so."""
+    return tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def smooth(x, ACTIVATION: tl.constexpr):
+    """SiLU, GELU, or GELU by tanh, as x / (1 + e^-2y) with its (1 + tanh y) / 2."""
+    if ACTIVATION == "silu":
+        value = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        value = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh", "an unknown activation")
+        value = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return value
+
+
+@triton.jit
+def activate(gate, threshold, ACTIVATION: tl.constexpr):
+    """(activation, whether the neuron fires); what is no number fires."""
+    if ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
+        value = smooth(gate, ACTIVATION)
+        is_silent = tl.abs(value) <= threshold
+    else:
+        if ACTIVATION == "fatrelu":
+            is_silent = gate <= threshold
+        else:
+            tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "drelu", "unknown activation")
+            is_silent = gate <= 0.0
+        value = tl.where(is_silent, 0.0, gate)
+    return value, is_silent == 0

@@ -1,0 +1,226 @@
+"""Triton: weights of every kind read as units of 16 bytes of quants, or of 16 values.
+
+A unit is what one thread loads at once. Of the kinds with nibbles it holds 32 values in two parts:
+those of the low nibbles and those of the high ones; of the others 16 values in one part. A tile is
+[rows, units, 16]; a value is its scale times its quant less its minimum, scale and minimum being
+[rows, units], so that a product multiplies by the scale once for 16 values. Sums over the last axis
+stay within a thread.
+
+The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and as
+they are in a file "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.planar, and for K-quants
+dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c.
+
+What this module does not know: what is done with the values. Letters: R rows, U units."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_at(data, row_R, stride, ALIGN: tl.constexpr):
+    """Pointers [R] to rows; `stride` is from one to the next, over ALIGN, which both it and `data`
+    are multiples of: known to the compiler, it gives wide loads."""
+    return data + row_R.to(tl.int64) * stride * ALIGN
+
+
+@triton.jit
+def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
+    """Which values [U, 16] of the row a part of the units has."""
+    first = unit_U * 16
+    if KIND == "q4_0" or KIND == "q4_0_planar":
+        first = unit_U * 32 + 16 * PART
+    elif KIND == "q4_k" or KIND == "q5_k":
+        first = unit_U // 2 * 64 + unit_U % 2 * 16 + 32 * PART
+    elif KIND == "q6_k" or KIND == "q6_k_planar":
+        first = unit_U // 4 * 128 + unit_U % 4 * 16 + 64 * PART
+    return first[:, None] + tl.arange(0, 16)[None, :]
+
+
+@triton.jit
+def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """f32 [R, U, 16] of each part; of kinds with one part, that one twice. What is not live is not
+    read and gives 0."""
+    lane = tl.arange(0, 16)[None, None, :]
+    row = row_R[:, None, None]
+    unit = unit_U[None, :, None]
+    is_live = live_R[:, None, None] & in_row_U[None, :, None]
+    if KIND == "f32" or KIND == "f16" or KIND == "bf16":
+        low = tl.load(row + (unit * 16 + lane), mask=is_live, other=0).to(tl.float32)
+        high = low
+    elif KIND == "q8_0" or KIND == "q8_0_planar":
+        at = unit // 2 * 34 + 2 + unit % 2 * 16
+        if KIND == "q8_0_planar":
+            at = unit * 16 + WIDTH // 32 * 2
+        both = tl.load(row + (at + lane), mask=is_live, other=0)
+        low = both.to(tl.int8, bitcast=True).to(tl.float32)
+        high = low
+    elif KIND == "q4_0" or KIND == "q4_0_planar":
+        at = unit * 18 + 2
+        if KIND == "q4_0_planar":
+            at = unit * 16 + WIDTH // 32 * 2
+        both = tl.load(row + (at + lane), mask=is_live, other=0)
+        low = (both & 15).to(tl.float32) - 8.0
+        high = (both >> 4).to(tl.float32) - 8.0
+    elif KIND == "q4_k":
+        both = tl.load(row + (unit // 8 * 144 + 16 + unit % 8 * 16 + lane), mask=is_live, other=0)
+        low = (both & 15).to(tl.float32)
+        high = (both >> 4).to(tl.float32)
+    elif KIND == "q5_k":
+        both = tl.load(row + (unit // 8 * 176 + 48 + unit % 8 * 16 + lane), mask=is_live, other=0)
+        fifth = tl.load(row + (unit // 8 * 176 + 16 + unit % 2 * 16 + lane), mask=is_live, other=0)
+        fifth = fifth.to(tl.int32) >> (unit % 8 // 2 * 2)
+        low = ((both & 15).to(tl.int32) | ((fifth & 1) << 4)).to(tl.float32)
+        high = ((both >> 4).to(tl.int32) | ((fifth & 2) << 3)).to(tl.float32)
+    else:
+        tl.static_assert(KIND == "q6_k" or KIND == "q6_k_planar", "an unknown kind")
+        at = unit // 8 * 210 + unit % 8 * 16
+        upper_at = unit // 8 * 210 + 128 + unit % 8 // 4 * 32 + unit % 2 * 16
+        if KIND == "q6_k_planar":
+            at = unit * 16
+            upper_at = WIDTH // 256 * 128 + unit // 4 * 32 + unit % 2 * 16
+        both = tl.load(row + (at + lane), mask=is_live, other=0)
+        upper = tl.load(row + (upper_at + lane), mask=is_live, other=0)
+        upper = upper.to(tl.int32) >> (unit // 2 % 2 * 2)
+        low = ((both & 15).to(tl.int32) | ((upper & 3) << 4)).to(tl.float32) - 32.0
+        high = ((both >> 4).to(tl.int32) | (upper & 48)).to(tl.float32) - 32.0
+    return low, high
+
+
+@triton.jit
+def scales(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """f32 [R, U] of each part; not for kinds without blocks."""
+    row = row_R[:, None]
+    unit = unit_U[None, :]
+    is_live = live_R[:, None] & in_row_U[None, :]
+    if KIND == "q6_k" or KIND == "q6_k_planar":
+        at = unit // 8 * 210 + 192
+        factor_at = unit // 8 * 210 + 208
+        if KIND == "q6_k_planar":
+            at = WIDTH // 256 * 192 + unit // 8 * 16
+            factor_at = WIDTH // 256 * 208 + unit // 8 * 2
+        at += unit % 8 // 4 * 8 + unit % 4
+        factor = _half_at(row + factor_at, is_live)
+        scale = tl.load(row + at, mask=is_live, other=0)
+        low = factor * scale.to(tl.int8, bitcast=True).to(tl.float32)
+        scale = tl.load(row + (at + 4), mask=is_live, other=0)
+        high = factor * scale.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        at = unit * 2
+        if KIND == "q4_0":
+            at = unit * 18
+        elif KIND == "q8_0":
+            at = unit // 2 * 34
+        elif KIND == "q8_0_planar":
+            at = unit // 2 * 2
+        low = _half_at(row + at, is_live)
+        high = low
+    return low, high
+
+
+@triton.jit
+def scales_and_minima(row_R, live_R, in_row_U, unit_U, BLOCK_BYTES: tl.constexpr):
+    """f32 [R, U] of q4_k and q5_k: both parts' scales, then both parts' minima.
+
+    A super-block begins with four words: two f16 factors, and 12 bytes of numbers of 6 bits, of
+    which those of 4 to 7 have their upper two bits at the top of those of 0 to 3."""
+    unit = unit_U[None, :]
+    word = (row_R[:, None] + unit // 8 * BLOCK_BYTES).to(tl.pointer_type(tl.int32))
+    is_live = live_R[:, None] & in_row_U[None, :]
+    factors = tl.load(word, mask=is_live, other=0)
+    first = tl.load(word + 1, mask=is_live, other=0)
+    second = tl.load(word + 2, mask=is_live, other=0)
+    third = tl.load(word + 3, mask=is_live, other=0)
+    factor = (factors & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    least = (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    part = unit % 8 // 2 * 2
+    scale_low, minimum_low = _six_bits(first, second, third, part)
+    scale_high, minimum_high = _six_bits(first, second, third, part + 1)
+    return factor * scale_low, factor * scale_high, least * minimum_low, least * minimum_high
+
+
+@triton.jit
+def _six_bits(first, second, third, part):
+    """Scale and minimum of part 0 to 7 of a super-block, from its three words of them."""
+    shift = part % 4 * 8
+    low = (first >> shift) & 255
+    middle = (second >> shift) & 255
+    high = (third >> shift) & 255
+    scale = tl.where(part < 4, low & 63, (high & 15) | (low >> 6 << 4))
+    minimum = tl.where(part < 4, middle & 63, (high >> 4) | (middle >> 6 << 4))
+    return scale.to(tl.float32), minimum.to(tl.float32)
+
+
+@triton.jit
+def _half_at(pointer, is_live):
+    """f32 of the f16 number at a pointer to bytes."""
+    return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=is_live, other=0).to(tl.float32)
+
+
+@triton.jit
+def values(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """f32 [R, U, 16] of each part, scaled; see `quants`."""
+    # Scales first, as the compiler keeps the order of loads: what waits for quants would wait twice.
+    if KIND == "q4_k" or KIND == "q5_k":
+        BLOCK_BYTES: tl.constexpr = 144 if KIND == "q4_k" else 176
+        scale_low, scale_high, minimum_low, minimum_high = scales_and_minima(
+            row_R, live_R, in_row_U, unit_U, BLOCK_BYTES
+        )
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        low = low * scale_low[:, :, None] - minimum_low[:, :, None]
+        high = high * scale_high[:, :, None] - minimum_high[:, :, None]
+    elif KIND != "f32" and KIND != "f16" and KIND != "bf16":
+        scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        low = low * scale_low[:, :, None]
+        high = high * scale_high[:, :, None]
+    else:
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+    return low, high
+
+
+@triton.jit
+def dot_rows(
+    row_R,
+    live_R,
+    x,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """f32 [R]: rows times a vector. What is not live is not read and gives 0."""
+    NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
+    HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
+    if HAS_BLOCKS:
+        total = tl.zeros([ROWS, UNITS], tl.float32)
+    else:
+        total = tl.zeros([ROWS, UNITS, 16], tl.float32)
+    for start in range(0, NUM_UNITS, UNITS):
+        unit_U = start + tl.arange(0, UNITS)
+        if NUM_UNITS % UNITS == 0:
+            in_row_U = unit_U >= 0
+        else:
+            in_row_U = unit_U < NUM_UNITS
+        if KIND == "q4_k" or KIND == "q5_k":
+            BLOCK_BYTES: tl.constexpr = 144 if KIND == "q4_k" else 176
+            scale_low, scale_high, minimum_low, minimum_high = scales_and_minima(
+                row_R, live_R, in_row_U, unit_U, BLOCK_BYTES
+            )
+        elif HAS_BLOCKS:
+            scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
+        x_low = tl.load(x + columns(unit_U, KIND, 0), mask=in_row_U[:, None], other=0.0)
+        if HAS_BLOCKS:
+            total += tl.sum(low * x_low[None, :, :], axis=2) * scale_low
+        else:
+            total += low * x_low[None, :, :]
+        if PARTS == 2:
+            x_high = tl.load(x + columns(unit_U, KIND, 1), mask=in_row_U[:, None], other=0.0)
+            total += tl.sum(high * x_high[None, :, :], axis=2) * scale_high
+        if KIND == "q4_k" or KIND == "q5_k":
+            total -= minimum_low * tl.sum(x_low, axis=1)[None, :]
+            total -= minimum_high * tl.sum(x_high, axis=1)[None, :]
+    if not HAS_BLOCKS:
+        total = tl.sum(total, axis=2)
+    return tl.sum(total, axis=1)

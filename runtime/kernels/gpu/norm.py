@@ -1,0 +1,81 @@
+"""A vector plus the parts of a sum, and its norm, in one program.
+
+One program reads all parts, so that norm and sum are one launch; sums are in the order of the
+parts. What this module does not know: whose parts these are. Letters: D width, P parts."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkinfer.runtime.kernels.gpu.launch import power_of_2
+
+# Parts that are loaded at once: one after the other each would cost the latency of memory.
+_AT_ONCE = 16
+
+
+@triton.jit
+def _add_norm(
+    x,
+    parts,
+    part_stride,
+    weight,
+    bias,
+    epsilon,
+    out,
+    x_out,
+    NUM_PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    in_row = column < WIDTH
+    total = tl.load(x + column, mask=in_row, other=0.0)
+    if parts is not None:
+        for first in range(0, NUM_PARTS, AT_ONCE):
+            part = (first + tl.arange(0, AT_ONCE))[:, None]
+            is_live = in_row[None, :] & (part < NUM_PARTS)
+            values = tl.load(parts + part * part_stride + column[None, :], mask=is_live, other=0.0)
+            total += tl.sum(values, axis=0)
+    if x_out is not None:
+        tl.store(x_out + column, total, mask=in_row)
+    if out is not None:
+        centred = total
+        if bias is not None:
+            centred = tl.where(in_row, total - tl.sum(total, axis=0) / WIDTH, 0.0)
+        mean_square = tl.sum(centred * centred, axis=0) / WIDTH
+        scale = tl.load(weight + column, mask=in_row, other=0.0)
+        normed = centred * tl.rsqrt(mean_square + epsilon) * scale
+        if bias is not None:
+            normed += tl.load(bias + column, mask=in_row, other=0.0)
+        tl.store(out + column, normed, mask=in_row)
+
+
+def add_norm(
+    x_D: Tensor,
+    parts_PD: Tensor | None,
+    weight_D: Tensor | None,
+    bias_D: Tensor | None,
+    epsilon: float,
+    out_D: Tensor | None,
+    x_out_D: Tensor | None,
+) -> None:
+    assert out_D is None or weight_D is not None
+    width = len(x_D)
+    block = power_of_2(width)
+    num_parts = 0 if parts_PD is None else len(parts_PD)
+    _add_norm[(1,)](
+        x_D,
+        parts_PD,
+        0 if parts_PD is None else parts_PD.stride(0),
+        weight_D,
+        bias_D,
+        epsilon,
+        out_D,
+        x_out_D,
+        NUM_PARTS=num_parts,
+        AT_ONCE=min(_AT_ONCE, power_of_2(max(1, num_parts))),
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=max(1, min(32, block // 128)),
+    )

@@ -1,0 +1,132 @@
+"""Rows of a matrix times a vector, and rows unpacked.
+
+What this module does not know: neurons. Letters: D width, N rows, A chosen rows."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, rows_at, values
+from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_program
+from sparkinfer.runtime.matrix import Matrix
+
+# A tile of `unpack`: 8 rows of 16 units.
+_UNPACK_ROWS = 8
+_UNPACK_UNITS = 16
+
+
+@triton.jit
+def _dot(
+    data,
+    stride,
+    bias,
+    x,
+    out,
+    num_rows,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HAS_RELU: tl.constexpr,
+):
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live_R = row_R < num_rows
+    row = rows_at(data, row_R, stride, ALIGN)
+    y_R = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS)
+    if bias is not None:
+        y_R += tl.load(bias + row_R, mask=live_R, other=0.0)
+    if HAS_RELU:
+        y_R = tl.where(y_R <= 0.0, 0.0, y_R)
+    tl.store(out + row_R, y_R, mask=live_R)
+
+
+@triton.jit
+def _unpack(
+    data,
+    stride,
+    index,
+    out,
+    out_stride,
+    num_rows,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+):
+    at_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live_R = at_R < num_rows
+    row_R = at_R
+    if index is not None:
+        row_R = tl.load(index + at_R, mask=live_R, other=0)
+    row = rows_at(data, row_R, stride, ALIGN)
+    unit_U = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    in_row_U = unit_U < WIDTH // (16 * PARTS)
+    low, high = values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
+    target = (out + at_R.to(tl.int64) * out_stride)[:, None, None]
+    is_live = live_R[:, None, None] & in_row_U[None, :, None]
+    for part in tl.static_range(PARTS):
+        place = target + columns(unit_U, KIND, part)[None, :, :]
+        value = low if part == 0 else high
+        if IS_ADDED:
+            value += tl.load(place, mask=is_live, other=0.0)
+        tl.store(place, value, mask=is_live)
+
+
+def dot(
+    matrix: Matrix, bias_N: Tensor | None, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False
+) -> None:
+    layout = Layout.of(matrix)
+    rows = rows_of_program(matrix.num_rows)
+    _dot[(triton.cdiv(matrix.num_rows, rows),)](
+        matrix.data,
+        layout.stride,
+        bias_N,
+        x_D,
+        out_N,
+        matrix.num_rows,
+        KIND=layout.kind,
+        WIDTH=layout.width,
+        PARTS=layout.parts,
+        ALIGN=layout.align,
+        ROWS=rows,
+        UNITS=layout.units_of_tile(rows),
+        HAS_RELU=has_relu,
+        num_warps=NUM_WARPS,
+    )
+
+
+def embed(matrix: Matrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
+    _launch_unpack(matrix, index_1, out_D[None], rows=1, is_added=is_added)
+
+
+def unpack(matrix: Matrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+    _launch_unpack(matrix, index_A, out_AD, rows=_UNPACK_ROWS, is_added=False)
+
+
+def _launch_unpack(
+    matrix: Matrix, index_A: Tensor | None, out_AD: Tensor, *, rows: int, is_added: bool
+) -> None:
+    layout = Layout.of(matrix)
+    assert out_AD.stride(1) == 1, out_AD.stride()
+    count = len(out_AD)
+    _unpack[(triton.cdiv(count, rows), triton.cdiv(layout.num_units, _UNPACK_UNITS))](
+        matrix.data,
+        layout.stride,
+        index_A,
+        out_AD,
+        out_AD.stride(0),
+        count,
+        KIND=layout.kind,
+        WIDTH=layout.width,
+        PARTS=layout.parts,
+        ALIGN=layout.align,
+        ROWS=rows,
+        UNITS=_UNPACK_UNITS,
+        IS_ADDED=is_added,
+        num_warps=NUM_WARPS,
+    )

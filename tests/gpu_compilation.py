@@ -1,0 +1,156 @@
+"""Compiles the GPU kernels for a device that need not be here: python gpu_compilation.py ARCH KIND...
+
+Triton's own compiler and ptxas from its wheel make machine code of every launch that the functions
+of `triton_kernels` do on matrices of the given kinds, on tensors of a model's sizes; nothing is
+launched. Prints one JSON object a kernel: what tests/test_gpu_compilation.py asks about it.
+
+To be run without TRITON_INTERPRET. Not a test itself: compiled kernels need a process of their own,
+as the interpreter is chosen once and for all when Triton is imported."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+from triton.runtime.driver import driver
+
+from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
+from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch, down_parts
+from sparkinfer.runtime.matrix import Matrix
+
+WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
+# Bytes of 256 values of each kind.
+BYTES_OF_256 = {
+    "q4_0": 144, "q4_0_planar": 144, "q8_0": 272, "q8_0_planar": 272,
+    "q4_k": 144, "q5_k": 176, "q6_k": 210, "q6_k_planar": 210,
+}  # fmt: skip
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+FILE_KINDS = ("q4_0", "q8_0", "q6_k")  # of which only `unpack` is asked
+
+
+class AbsentDevice:
+    """What Triton asks of a device before it compiles."""
+
+    def __init__(self, arch: int):
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_instead_of_launching(kernels: list) -> None:
+    """From now on every launch of a kernel adds (its name, its compiled form) to a list."""
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernels.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compile_only
+
+
+def matrix(kind: str, num_rows: int, width: int) -> Matrix:
+    if kind in FLOATS:
+        data = torch.empty(num_rows, width, dtype=FLOATS[kind])
+    else:
+        data = torch.empty(num_rows, BYTES_OF_256[kind] * width // 256, dtype=torch.uint8)
+    return Matrix(data=data, kind=kind, width=width)
+
+
+def launch_for_kind(kind: str) -> None:
+    kernels = triton_kernels()
+    weights = matrix(kind, NEURONS, WIDTH)
+    x, out = torch.empty(WIDTH), torch.empty(NEURONS)
+    kernels.unpack(weights, torch.empty(64, WIDTH, dtype=torch.float16))
+    if kind in FILE_KINDS:
+        return
+    index = torch.zeros(64, dtype=torch.int64)
+    kernels.unpack(weights, torch.empty(64, WIDTH, dtype=torch.bfloat16), index)
+    kernels.embed(weights, index[:1], x)
+    kernels.dot(weights, out, x, out, has_relu=True)
+    named = torch.empty(NEURONS // 32, dtype=torch.int32)
+    predictor = matrix(kind, NEURONS, RANK)
+    kernels.predict(predictor, out, x[:RANK], 0.5, "gate", "gelu_tanh", named)
+    kernels.predict(predictor, None, x[:RANK], 0.5, "linear", "relu", named)
+    ids = torch.empty(NEURONS, dtype=torch.int32)
+    kernels.gate_up(weights, None, weights, None, None, None, x, "silu", 0.0, True, out)
+    kernels.gate_up(weights, None, weights, None, ids, named, x, "fatrelu", 0.1, False, out)
+    kernels.gate_up(weights, out, None, None, None, named, x, "relu", 0.0, False, out)
+    parts = torch.empty(down_parts(NEURONS, WIDTH), WIDTH)
+    kernels.down(weights, out, parts, skips_zeros=True)
+    kernels.down(weights, out, parts, skips_zeros=False)
+
+
+def launch_the_rest() -> None:
+    kernels = triton_kernels()
+    x, parts = torch.empty(WIDTH), torch.empty(16, WIDTH)
+    kernels.add_norm(x, parts, x, None, 1e-5, x, x)
+    kernels.add_norm(x, None, x, x, 1e-5, x, None)
+    kernels.add_norm(x, parts[:1], None, None, 1e-5, None, x)
+    position = torch.zeros(1, dtype=torch.int64)
+    frequency = torch.empty(HEAD_WIDTH // 2, dtype=torch.float64)
+    for dtype in (torch.float16, torch.float32):
+        cache = torch.empty(4096, KV_HEADS, HEAD_WIDTH, dtype=dtype)
+        for heads in (HEADS, KV_HEADS):
+            qkv = torch.empty((heads + 2 * KV_HEADS) * HEAD_WIDTH)
+            weight = x[:HEAD_WIDTH] if heads == HEADS else None
+            is_adjacent = dtype == torch.float16
+            kernels.rotate_append(
+                qkv, frequency, is_adjacent, weight, weight, 1e-5, position, cache, cache, heads
+            )
+            scratch = torch.empty(attend_scratch(len(cache), heads, HEAD_WIDTH))
+            out = torch.empty(heads, HEAD_WIDTH)
+            kernels.attend(qkv, cache, cache, position, heads, scratch, out)
+
+
+def facts(name: str, kernel) -> dict[str, str | int]:
+    """Of the machine code: registers and bytes of stack a thread; of the PTX: its loads."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    ptx = kernel.asm["ptx"]
+    return {
+        "kernel": name,
+        "registers": found["REG"],
+        "stack_bytes": found["STACK"] + found["LOCAL"],
+        "shared_bytes": kernel.metadata.shared,
+        "loads_of_16": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "loads_of_8": len(re.findall(r"ld\.global\S*\.v2\.b32", ptx)),
+        "smaller_loads": len(re.findall(r"ld\.global\S*[^4]\.b(?:8|16|32)", ptx)),
+        "barriers": ptx.count("bar.sync"),
+        "ptx_lines": ptx.count("\n"),
+    }
+
+
+def main() -> None:
+    driver.set_active(AbsentDevice(int(sys.argv[1])))
+    compiled: list = []
+    compile_instead_of_launching(compiled)
+    for kind in sys.argv[2:]:
+        if kind == "none":
+            launch_the_rest()
+        else:
+            launch_for_kind(kind)
+        for name, kernel in compiled:
+            print(json.dumps({"kind": kind, **facts(name, kernel)}), flush=True)
+        compiled.clear()
+
+
+if __name__ == "__main__":
+    main()

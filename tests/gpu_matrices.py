@@ -1,0 +1,96 @@
+"""Matrices of every kind that GPU kernels take, and the measures that their tests compare with.
+
+Values are compared one by one with a bound of their own: what rounding in f32 can do to a sum of
+such terms. A sum of n terms in f32, in whatever order, is off by at most n eps times the sum of the
+terms' sizes; errors add up like a random walk, so sqrt(n) of it (and some for the terms) is what a
+right kernel stays in."""
+
+import gguf
+import numpy as np
+import torch
+from k_quants import BLOCK_BYTES, random_rows
+from torch import Tensor
+
+from sparkinfer.gguf_file import type_of
+from sparkinfer.runtime.matrix import Matrix, unpack
+from sparkinfer.runtime.planar import FILE_KIND, planar
+
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
+FILE_KINDS = ("q8_0", "q4_0", "q6_k")  # of which only `unpack` is asked
+EPS = torch.finfo(torch.float32).eps
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def block_width(kind: str) -> int:
+    """Widths are multiples of it."""
+    return 256 if kind[:4] in BLOCK_BYTES else 32
+
+
+def make_matrix(
+    kind: str, num_rows: int, width: int, *, seed: int = 0, lies_apart: bool = False
+) -> Matrix:
+    """Random rows with values of about 1; they lie in the middle third of longer ones or densely."""
+    data = _file_rows(FILE_KIND.get(kind, kind), num_rows, width, seed)
+    if kind in FILE_KIND:
+        data, made = planar(data, FILE_KIND[kind])
+        assert made == kind
+    if lies_apart:
+        size = data.shape[1]
+        whole = data.repeat(1, 3)
+        whole[:, :size] = whole[:, 2 * size :] = 77
+        return Matrix(data=whole.to(device())[:, size : 2 * size], kind=kind, width=width)
+    return Matrix(data=data.to(device()), kind=kind, width=width)
+
+
+def _file_rows(kind: str, num_rows: int, width: int, seed: int) -> Tensor:
+    if kind in BLOCK_BYTES:
+        return torch.from_numpy(random_rows(kind, num_rows, width, 1.0, seed))
+    values = np.random.default_rng(seed).standard_normal((num_rows, width)).astype(np.float32)
+    if kind in FLOATS:
+        return torch.from_numpy(values).to(FLOATS[kind])
+    return torch.from_numpy(gguf.quants.quantize(values, type_of(kind)))
+
+
+def vector(size: int, seed: int = 1) -> Tensor:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return values.to(device())
+
+
+def sizes(matrix: Matrix) -> Tensor:
+    """f64 [N, D]: of the terms of which the values are made up."""
+    values = unpack(matrix.data, matrix.kind).double().abs()
+    if matrix.kind in ("q4_k", "q5_k"):  # a value is a difference
+        values = values + values.amax(dim=1, keepdim=True)
+    return values
+
+
+def rounding(num_terms: int) -> float:
+    """What f32 may do to a sum of so many terms of size 1 altogether."""
+    return EPS * (4 + num_terms**0.5)
+
+
+def product_bound(matrix: Matrix, x_D: Tensor, bias_N: Tensor | None) -> Tensor:
+    """f64 [N]: how far a right product may be off."""
+    size_N = sizes(matrix) @ x_D.double().abs()
+    size_N = size_N if bias_N is None else size_N + bias_N.abs()
+    return rounding(matrix.width) * size_N
+
+
+def assert_close(got: Tensor, want: Tensor, bound: Tensor | float) -> None:
+    """Each value within its bound, and no number exactly where none is wanted."""
+    assert got.shape == want.shape, (got.shape, want.shape)
+    got, want = got.double(), want.double()
+    assert torch.equal(got.isnan(), want.isnan()), (got, want)
+    excess = ((got - want).abs() - bound).nan_to_num(nan=-1.0)
+    at = excess.argmax()
+    assert excess.max() <= 0, (int(at), float(got.flatten()[at]), float(want.flatten()[at]))
+    assert want.nan_to_num().any(), "nothing but zeros is wanted: any kernel would pass"
+
+
+def assert_same_bits(got_B: Tensor, want_B: Tensor) -> None:
+    assert got_B.dtype == want_B.dtype == torch.int32
+    assert torch.equal(got_B, want_B), (got_B, want_B)

@@ -1,0 +1,197 @@
+"""The GPU kernels of norms and attention against their float64 reference, on a CUDA device where
+there is one, else in Triton's interpreter."""
+
+import pytest
+import torch
+from gpu_matrices import EPS, assert_close, device, rounding, vector
+
+from sparkinfer.runtime.kernels.gpu import ranges
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+
+REFERENCE = reference_kernels()
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return triton_kernels()
+
+
+# ---- sums and norms ------------------------------------------------------------------------
+
+
+def norm_bound(want_D, total_D, bias_D):
+    """A mean square is off by n terms; a layer norm's centred values by the size of the vector."""
+    size = want_D.double().abs() + want_D.double().std(correction=0) + 1
+    size = size if bias_D is None else size + bias_D.double().abs() + total_D.double().abs().max()
+    return 4 * rounding(len(want_D)) * size
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [32, 96, 2304])
+def test_add_norm(kernels, width, has_bias):
+    x, parts, weight = vector(width), vector(3 * width, 2).view(3, -1), vector(width, 3)
+    bias = vector(width, 4) if has_bias else None
+    found = []
+    for which in (kernels, REFERENCE):
+        out, x_out = torch.empty_like(x), torch.empty_like(x)
+        which.add_norm(x, parts, weight, bias, 1e-5, out, x_out)
+        found.append((out, x_out))
+    (got, got_x), (want, want_x) = found
+    assert_close(got_x, want_x, 4 * EPS * (x.abs() + parts.abs().sum(dim=0)))
+    assert_close(got, want, norm_bound(want, want_x, bias))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 15, 16, 17, 33])
+def test_add_of_any_number_of_parts_in_place(kernels, num_parts):
+    x, parts = vector(40), vector(64 * num_parts, 2).view(num_parts, -1)[:, :40]  # lie apart
+    want = x.double() + parts.double().sum(dim=0)
+    bound = rounding(num_parts) * (x.abs() + parts.abs().sum(dim=0))
+    kernels.add_norm(x, parts, None, None, 0.0, None, x)
+    assert_close(x, want, bound)
+
+
+def test_norm_alone(kernels):
+    x, weight = vector(96), vector(96, 3)
+    got, want, before = torch.empty_like(x), torch.empty_like(x), x.clone()
+    for which, out in ((kernels, got), (REFERENCE, want)):
+        which.add_norm(x, None, weight, None, 0.5, out, None)
+    assert_close(got, want, norm_bound(want, x, None))
+    assert torch.equal(x, before)
+
+
+# ---- rotation and cache --------------------------------------------------------------------
+
+
+def frequencies(width):
+    return (10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)).to(device())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("is_adjacent", [False, True])
+@pytest.mark.parametrize("norms", ["none", "both", "key"])
+@pytest.mark.parametrize(("width", "position"), [(32, 0), (80, 1), (128, 99)])
+def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
+    found = []
+    for which in (kernels, REFERENCE):
+        qkv = vector(8 * width)  # 4 queries, 2 keys, 2 values
+        cache = torch.full((100, 2, 2, width), 7.0, dtype=dtype, device=device())
+        which.rotate_append(
+            qkv, frequencies(width), is_adjacent, vector(width, 2) if norms == "both" else None,
+            vector(width, 3) if norms != "none" else None, 1e-5,
+            torch.tensor([position], device=device()), cache[:, 0], cache[:, 1], 4,
+        )  # fmt: skip
+        found.append((qkv, cache))
+    (got, got_cache), (want, want_cache) = found
+    size = (want.abs().max() + want_cache.abs().max()).double()
+    assert_close(got, want, (16 * EPS + 4 * rounding(width)) * size)
+    eps = torch.finfo(dtype).eps + 16 * EPS + 4 * rounding(width)
+    assert_close(got_cache, want_cache, eps * size)
+    others = torch.arange(100) != position
+    assert (got_cache[others] == 7).all() and not (got_cache[position] == 7).any()
+    assert torch.equal(got[4 * width :], vector(8 * width)[4 * width :])
+    assert torch.equal(got_cache[position, 1].flatten(), got[6 * width :].to(dtype))
+
+
+@pytest.mark.parametrize("position", [1, 1000, 131071])
+def test_angles_of_late_positions(kernels, position):
+    """Thousands of turns, of which the fraction counts: a unit vector by both, each value to 1e-6."""
+    width = 64
+    row = torch.zeros(1, 1, width, device=device())
+    cache = row.expand(position + 1, 1, width)  # one row for all positions
+    found = []
+    for turn in ("kernel", "definition"):
+        qkv = torch.zeros(3 * width, device=device())
+        qkv[: width // 2] = 1
+        if turn == "kernel":
+            arguments = (None, None, 1e-5, torch.tensor([position], device=device()), cache)
+            kernels.rotate_append(qkv, frequencies(width), False, *arguments, cache, 1)
+            found.append(qkv[:width])
+        else:
+            angle = position * frequencies(width)
+            found.append(torch.cat([angle.cos(), angle.sin()]))
+    assert_close(*found, 6e-7)
+
+
+def test_no_rotation(kernels):
+    qkv, cache = vector(3 * 32), torch.zeros(5, 2, 1, 32, device=device())
+    before = qkv.clone()
+    position = torch.tensor([4], device=device())
+    kernels.rotate_append(qkv, None, False, None, None, 0.0, position, cache[:, 0], cache[:, 1], 1)
+    assert torch.equal(qkv, before) and torch.equal(cache[4].flatten(), before[32:])
+    assert (cache[:4] == 0).all()
+
+
+# ---- attention -----------------------------------------------------------------------------
+
+
+def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0):
+    """f32 [H, W]. Scratch and what lies behind the position hold what is no number."""
+    num_heads, num_kv = heads
+    qkv = by * vector((num_heads + 2 * num_kv) * width)
+    cache = vector(context * 2 * num_kv * width, 2).view(context, 2, num_kv, width).to(dtype)
+    cache[position + 1 :] = NAN
+    size = ranges.attend_scratch(context, num_heads, width)
+    scratch = torch.full((size,), NAN, device=device())
+    out = torch.full((num_heads, width), NAN, device=device())
+    at = torch.tensor([position], device=device())
+    which.attend(qkv, cache[:, 0], cache[:, 1], at, num_heads, scratch, out)
+    return out
+
+
+def assert_attention(kernels, position, **options):
+    """A score is off by a sum of `width` terms of size `by`, over the root of their number, and so
+    is, relatively, its weight; a weighted mean of values up to 4 by twice that."""
+    width, by = options.get("width", 32), options.get("by", 1.0)
+    bound = 4 * 2 * (rounding(width) * by * width**0.5 + rounding(position + 1))
+    got, want = attention(kernels, position, **options), attention(REFERENCE, position, **options)
+    assert_close(got, want, bound)
+    assert bound < 1e-3  # which the tests of the measure know
+
+
+@pytest.mark.parametrize("position", [0, 1, 62, 63, 64, 65, 127, 128, 199])
+def test_attend_at_every_edge(kernels, position):
+    assert_attention(kernels, position)
+
+
+@pytest.mark.parametrize("width", [32, 64, 80, 128])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (4, 1), (8, 1), (6, 2)])
+def test_attend_of_grouped_heads(kernels, heads, width):
+    assert_attention(kernels, 70, heads=heads, width=width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_attend_to_one_position_of_many(kernels, dtype):
+    """Scores up to hundreds: the weights of all but one underflow."""
+    assert_attention(kernels, 130, dtype=dtype, by=6.0)
+
+
+def test_parts_of_long_contexts_are_of_several_tiles(kernels, monkeypatch):
+    monkeypatch.setattr(ranges, "_LEAST_SPLIT", 256)
+    assert ranges.attend_split(600) == 256
+    for position in (0, 64, 255, 256, 400):
+        assert_attention(kernels, position, context=600)
+
+
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 4096, 4097, 131072])
+def test_parts_cover_the_context(context):
+    split, parts = ranges.attend_split(context), ranges.attend_parts(context)
+    assert split & (split - 1) == 0 and split % 64 == 0 and parts <= 64
+    assert (parts - 1) * split < context <= parts * split
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(0)])
+def test_the_measures_reject_wrong_results(wrong):
+    want = attention(REFERENCE, 70)
+    with pytest.raises(AssertionError):
+        assert_close(wrong(want), want, 1e-3)
+    x, weight, want = vector(96), vector(96, 3), vector(96)
+    REFERENCE.add_norm(x, None, weight, None, 0.5, want, None)
+    with pytest.raises(AssertionError):
+        assert_close(wrong(want), want, norm_bound(want, x, None))
+
+
+def test_the_measure_rejects_one_position_too_few():
+    want = attention(REFERENCE, 199)
+    with pytest.raises(AssertionError):
+        assert_close(attention(REFERENCE, 198), want, 1e-3)

@@ -1,0 +1,191 @@
+"""The reference of the GPU kernels, and planar rows, against what the runtime's other code and the
+gguf package say: in f32, so within its rounding."""
+
+import sys
+
+import gguf
+import pytest
+import torch
+from gpu_matrices import KINDS, block_width, make_matrix, vector
+from reference import rel_error
+
+from sparkinfer.gguf_file import type_of
+from sparkinfer.runtime import attention
+from sparkinfer.runtime.feed_forward import Gate, Predictor
+from sparkinfer.runtime.kernels.gpu import reference
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
+from sparkinfer.runtime.matrix import Linear, unpack
+from sparkinfer.runtime.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
+
+BOUND = 3e-6
+ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+
+
+# ---- planar rows ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLANAR_KIND)
+def test_planar_rows_have_the_values_of_the_file(kind):
+    """By the gguf package. As many bytes, and back to the same."""
+    raw = make_matrix(kind, 3, 768).data.cpu()
+    rows, made = planar(raw, kind)
+    assert made == PLANAR_KIND[kind] and rows.shape == raw.shape
+    want = gguf.dequantize(raw.numpy(), type_of(kind))
+    assert torch.equal(unpack(rows, made), torch.from_numpy(want))
+    back, back_kind = from_planar(rows, made)
+    assert back_kind == kind and torch.equal(back, raw)
+
+
+def test_planes_of_a_row_lie_behind_one_another():
+    blocks = torch.arange(2 * 34, dtype=torch.uint8)[None]
+    rows, _ = planar(blocks, "q8_0")
+    assert rows[0, :4].tolist() == [0, 1, 34, 35]
+    assert rows[0, 4:].tolist() == [*range(2, 34), *range(36, 68)]
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "q4_k", "q5_k"])
+def test_other_kinds_are_left_as_they_are(kind):
+    data = make_matrix(kind, 2, 256).data
+    assert planar(data, kind) == (data, kind) == from_planar(data, kind)
+
+
+@pytest.mark.parametrize("kind", FILE_KIND)
+def test_unpack_would_not_pass_for_raw_rows(kind):
+    raw = make_matrix(FILE_KIND[kind], 3, 512).data
+    assert rel_error(unpack(raw, kind).nan_to_num(), unpack(raw, FILE_KIND[kind])) > 0.1
+
+
+# ---- rows and neurons ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_relu", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dot(kind, has_relu):
+    matrix = make_matrix(kind, 7, block_width(kind))
+    x, bias, got = vector(matrix.width), vector(7, 2), vector(7, 3)
+    reference.dot(matrix, bias, x, got, has_relu=has_relu)
+    want = unpack(matrix.data, kind) @ x + bias
+    assert rel_error(got, want.relu() if has_relu else want) < BOUND
+
+
+def test_embed_and_unpack():
+    matrix = make_matrix("q6_k_planar", 7, 256)
+    rows = unpack(matrix.data, matrix.kind)
+    out = torch.empty_like(rows[:2])
+    reference.unpack(matrix, out, torch.tensor([4, 2]))
+    assert torch.equal(out, rows[[4, 2]])
+    reference.embed(matrix, torch.tensor([5]), out[0])
+    assert torch.equal(out[0], rows[5])
+    reference.embed(matrix, torch.tensor([6]), out[0], is_added=True)
+    assert torch.equal(out[0], rows[5] + rows[6])
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate_up(activation, is_gated, is_dense):
+    gate, up = make_matrix("f16", 40, 64), make_matrix("q8_0_planar", 40, 64, seed=5)
+    x, ids = vector(64) * 0.3, torch.arange(0, 120, 3)
+    is_named = torch.arange(120) % 2 == 0
+    got = vector(40)
+    reference.gate_up(
+        gate, vector(40, 6), up if is_gated else None, vector(40, 7) if is_gated else None,
+        ids.int(), reference.pack_bits(is_named), x, activation, 0.15, is_dense, got,
+    )  # fmt: skip
+    rule = Gate(activation=activation, threshold=0.15)
+    value, _ = rule.act(unpack(gate.data, "f16") @ x + vector(40, 6), is_dense=is_dense)
+    upper = unpack(up.data, up.kind) @ x + vector(40, 7) if is_gated else None
+    want = rule.hidden(value, upper) * is_named[ids]
+    assert rel_error(got, want) < BOUND
+    assert torch.equal(got == 0, want == 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation"), [("linear", "relu"), ("relu", "silu"), ("gate", "gelu_tanh")]
+)
+def test_predict(kind, activation):
+    """With the two matrices of a predictor, the first by `dot`."""
+    down, up = make_matrix("f32", 32, 64), make_matrix("f32", 45, 32, seed=5)
+    x, inner, named = vector(64), vector(32), torch.empty(2, dtype=torch.int32)
+    reference.dot(down, None, x, inner, has_relu=kind == "relu")
+    reference.predict(up, vector(45, 3), inner, 0.4, kind, activation, named)
+    predictor = Predictor(
+        kind=kind, down=Linear(weight=down), up=Linear(weight=up, bias_N=vector(45, 3)),
+        threshold=0.4, gate=Gate(activation=activation, threshold=0.0),
+    )  # fmt: skip
+    want = predictor.scores(x[None])[0] > 0.4
+    assert reference.unpack_bits(named).tolist() == want.tolist() + [False] * 19
+    assert 0 < want.sum() < 45
+
+
+def test_bits():
+    is_set = torch.zeros(70, dtype=torch.bool)
+    is_set[[0, 31, 33, 69]] = True
+    words = reference.pack_bits(is_set)
+    assert words.tolist() == [1 - (1 << 31), 2, 32] and words.dtype == torch.int32
+    assert reference.unpack_bits(words)[:70].equal(is_set)
+
+
+@pytest.mark.parametrize("skips_zeros", [False, True])
+def test_down_and_add_norm(skips_zeros):
+    matrix, hidden = make_matrix("q4_0_planar", 50, 96), vector(50)
+    hidden[::3] = 0
+    parts, x, total = torch.empty(4, 96), vector(96, 2), vector(96)
+    reference.down(matrix, hidden, parts, skips_zeros=skips_zeros)
+    rows = unpack(matrix.data, matrix.kind)
+    assert rel_error(parts[1], hidden[13:26] @ rows[13:26]) < BOUND
+    for bias in (None, vector(96, 4)):
+        norm = attention.Norm(weight_D=vector(96, 3), bias_D=bias, epsilon=1e-5)
+        out = torch.empty_like(x)
+        reference.add_norm(x, parts, norm.weight_D, bias, 1e-5, out, total)
+        assert rel_error(total, x + hidden @ rows) < BOUND
+        assert rel_error(out, norm.apply((x + hidden @ rows)[None])[0]) < BOUND
+
+
+# ---- attention -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_adjacent", [False, True])
+def test_attention(is_adjacent):
+    """A token with norms of its heads, then another without; 4 heads over 2 keys."""
+    width, num_heads, num_kv = 32, 4, 2
+    frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent)
+    norms = [attention.Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
+    got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
+    want_cache = attention.LayerCache(*got_cache.clone())
+    for start, has_norms in ((3, True), (4, False)):
+        qkv = vector(8 * width, start)
+        query, key, value = qkv.clone().view(1, 8, width).split([num_heads, num_kv, num_kv], dim=1)
+        if has_norms:
+            query, key = norms[0].apply(query), norms[1].apply(key)
+        turn = rotary.turn(start, 1)
+        keys, values = want_cache.append(start, turn.apply(key), value)
+        want = attention.attend(turn.apply(query), keys, values)[0]
+        weights = [norm.weight_D if has_norms else None for norm in norms]
+        position, got = torch.tensor([start]), torch.empty(num_heads, width)
+        reference.rotate_append(
+            qkv, frequency, is_adjacent, *weights, 1e-5, position, *got_cache, num_heads
+        )
+        reference.attend(qkv, *got_cache, position, num_heads, torch.empty(0), got)
+        assert rel_error(qkv[: num_heads * width], turn.apply(query).flatten()) < BOUND
+        assert rel_error(got_cache[0], want_cache.key_CKW) < BOUND
+        assert torch.equal(got_cache[1], want_cache.value_CKW)
+        assert rel_error(got.flatten(), want) < BOUND
+
+
+# ---- the records ---------------------------------------------------------------------------
+
+
+def test_both_records_have_functions_of_their_own():
+    first, second = triton_kernels(), reference_kernels()
+    for name in Kernels.__dataclass_fields__:
+        assert getattr(first, name) is not getattr(second, name)
+        assert getattr(first, name).__name__ == getattr(second, name).__name__ == name
+
+
+def test_without_triton_the_error_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match="need Triton.*pip install triton") as caught:
+        triton_kernels()
+    assert "\n" not in str(caught.value)
