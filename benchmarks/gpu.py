@@ -96,7 +96,8 @@ SMOKE = Scale(
 )  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
+    """0 unless something failed; what was not reached or not measured, the table says."""
     arguments = _arguments()
     bench = Bench(arguments)
     for scale in (SMOKE,) if arguments.smoke else SCALES:
@@ -108,6 +109,7 @@ def main() -> None:
     for line in bench.result["notes"]:
         print(line)
     print(json.dumps({"benchmark": "gpu", "json": str(bench.output)}))
+    return int(any(row["error"] for row in bench.result["rows"]))
 
 
 def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
@@ -326,4 +328,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -52,14 +52,13 @@ class Gates:
 
     down_RD: Tensor
     up_FR: Tensor
-    firing_F: np.ndarray  # f64
 
 
 def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
     """Writes the model file; the profile is what the file's neurons fire with."""
     num_layers = planted.shape.num_layers
     gates = _gates_of(planted)
-    firing_LF = np.stack([gates(layer).firing_F for layer in range(num_layers)])
+    firing_LF = np.stack([_firing(planted.shape, layer) for layer in range(num_layers)])
     info = PredictorInfo(
         kind="linear",
         rank_L=(planted.rank,) * num_layers,
@@ -163,13 +162,17 @@ def _gates_of(planted: Planted) -> Callable[[int], Gates]:
         down_RD[0] = _common(shape.width, device)
         up_FR = _normal(f"{layer} up", (shape.num_neurons, rank), device)
         up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
-        generator = torch.Generator().manual_seed(layer)
-        firing_F = planted_frequencies(shape.num_neurons, generator)
         along_common = COMMON / whole * shape.width**0.5
-        up_FR[:, 0] = torch.special.ndtri(torch.from_numpy(firing_F)).to(device) / along_common
-        return Gates(down_RD=down_RD, up_FR=up_FR, firing_F=firing_F)
+        firing_F = torch.from_numpy(_firing(shape, layer))
+        up_FR[:, 0] = torch.special.ndtri(firing_F).to(device) / along_common
+        return Gates(down_RD=down_RD, up_FR=up_FR)
 
     return gates
+
+
+def _firing(shape: ModelShape, layer: int) -> np.ndarray:
+    """With what probability each neuron of a layer fires, f64 [F]."""
+    return planted_frequencies(shape.num_neurons, torch.Generator().manual_seed(layer))
 
 
 def _gate_rows(name: str, planted: Planted, gates: Gates, start: int, stop: int) -> Tensor:
