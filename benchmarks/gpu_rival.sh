@@ -33,11 +33,19 @@ print(*[f for p in nvidia.__path__ for f in glob.glob(p + "/*/lib/libcublas.so.*
   export CMAKE_LIBRARY_PATH="$libraries" CPATH="$(dirname "$packaged")/include"
 fi
 
+# Nor has it the driver's library to link with, which llama.cpp's virtual memory pool calls; its
+# other pool does without.
+options=()
+if ! compgen -G "$cuda/lib*/stubs/libcuda.so" > /dev/null && ! compgen -G "$cuda/targets/*/lib/stubs/libcuda.so" > /dev/null; then
+  options=(-DGGML_CUDA_NO_VMM=ON)
+fi
+
 build=$folder/build
 log=$folder/build.log
 configure=(cmake -S "$source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release
   -DGGML_CUDA="${CUDA:-ON}" -DCMAKE_CUDA_ARCHITECTURES="${ARCHITECTURE:-90}"
-  -DGGML_CUDA_FA="${FLASH:-ON}" -DGGML_CUDA_NCCL=OFF -DLLAVA_BUILD=OFF -DSKBUILD_PLATLIB_DIR="$folder")
+  -DGGML_CUDA_FA="${FLASH:-ON}" -DGGML_CUDA_NCCL=OFF -DLLAVA_BUILD=OFF -DSKBUILD_PLATLIB_DIR="$folder"
+  "${options[@]}")
 if ! { "${configure[@]}" && timeout "${minutes}m" ninja -C "$build" llama; } > "$log" 2>&1; then
   reason=$(grep -iE 'error|fatal' "$log" | head -1 || true)
   refuse "not built in $((SECONDS - began)) s (at most $minutes min): ${reason:-$(tail -1 "$log")} (see $log)"
