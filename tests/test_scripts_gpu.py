@@ -237,6 +237,21 @@ def test_without_a_device_nothing_runs(monkeypatch, program):
     assert len(str(found.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("gpu_setup.sh", ["no-such-python", "wheels", "site"], "no no-such-python here"),
+        ("gpu_rival.sh", [sys.executable, "nowhere", "out"], "no llama.cpp in nowhere"),
+    ],
+)
+def test_a_script_refuses_in_one_line(tmp_path, script, arguments, message):
+    done = subprocess.run(
+        [ROOT / "benchmarks" / script, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1 and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
 def test_the_smoke_run_goes_through(tmp_path):
     machine = tmp_path / "machine.json"
     make_machine(cpu_gb_per_s=5, launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9).save(
