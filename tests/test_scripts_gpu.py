@@ -208,7 +208,7 @@ for line in sys.stdin:
     rival = gpu_rival.Rival(process=theirs, num_layers=1, gpu_bytes=1)
     cases = [
         gpu_cases.Case(name=name, mode="dense", budget_bytes=1, limit_s=0.1, predicted_s=None,
-                       process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
+                       plan={}, process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
                        rival=rival)
         for name in ("one", "two")
     ]  # fmt: skip
