@@ -10,7 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparkinfer.architecture import ModelShape
+from sparkinfer.runtime import gpu_products
 from sparkinfer.runtime.matrix import Linear
+
+# Of the scores of attention on a GPU at a time; they are there twice.
+SCORE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +87,11 @@ class LayerCache:
     value_CKW: Tensor
 
     def append(self, start: int, key_TKW: Tensor, value_TKW: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores T tokens at `start`; returns all keys and values up to them in f32."""
+        """Stores T tokens at `start`; returns all keys and values up to them, as they are kept."""
         end = start + len(key_TKW)
         self.key_CKW[start:end] = key_TKW
         self.value_CKW[start:end] = value_TKW
-        return self.key_CKW[:end].float(), self.value_CKW[:end].float()
+        return self.key_CKW[:end], self.value_CKW[:end]
 
 
 def head_major(shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -115,6 +119,39 @@ def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
         enable_gqa=query_THW.shape[1] != key_CKW.shape[1],
     )[0]
     return out_HTW.transpose(0, 1).flatten(1)
+
+
+def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+    """As `attend`, for a GPU: one key-value head and as many tokens at a time as scores of
+    SCORE_BYTES take, from keys and values as they are kept in the cache.
+
+    torch's kernels for f32 with shared heads repeat every key and keep every score."""
+    num_tokens, num_heads, width = query_THW.shape
+    num_cached, num_kv, _ = key_CKW.shape
+    group = num_heads // num_kv
+    out_THW = torch.empty_like(query_THW)
+    step = max(1, SCORE_BYTES // (4 * group * num_cached))
+    for head in range(num_kv):
+        own = slice(head * group, (head + 1) * group)
+        _attend_head(query_THW[:, own], key_CKW[:, head], value_CKW[:, head], out_THW[:, own], step)
+    return out_THW.flatten(1)
+
+
+def _attend_head(
+    query_TGW: Tensor, key_CW: Tensor, value_CW: Tensor, out_TGW: Tensor, step: int
+) -> None:
+    """Causal attention of the heads that share a key, `step` tokens at a time, into `out_TGW`."""
+    num_tokens, group, width = query_TGW.shape
+    key_WC, value_CW = key_CW.float().T, value_CW.float()
+    position_C = torch.arange(len(value_CW), device=query_TGW.device)
+    for start in range(0, num_tokens, step):
+        query_SGW = query_TGW[start : start + step] / math.sqrt(width)
+        last_S = position_C[start - num_tokens :][: len(query_SGW)]
+        is_later_S1C = (position_C > last_S[:, None])[:, None]
+        share_SGC = (query_SGW.flatten(0, 1) @ key_WC).unflatten(0, (-1, group))
+        share_SGC = share_SGC.masked_fill_(is_later_S1C, -math.inf).softmax(dim=-1)
+        out_TGW[start : start + step] = (share_SGC.flatten(0, 1) @ value_CW).view_as(query_SGW)
+        del share_SGC  # before there is another
 
 
 def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
@@ -147,4 +184,6 @@ class Attention:
         if turn:
             query, key = turn.apply(query), turn.apply(key)
         keys, values = self.cache.append(start, key, value)
-        return self.output.apply(attend(query, keys, values))
+        if gpu_products.is_gpu(keys.device):
+            return self.output.apply(attend_by_heads(query, keys, values))
+        return self.output.apply(attend(query, keys.float(), values.float()))

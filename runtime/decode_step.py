@@ -3,13 +3,16 @@ for want of these layer by layer through torch.
 
 What this module does not know: text, sampling."""
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sparkinfer.runtime import hybrid_builder, native_step
 from sparkinfer.runtime.cuda_backend import cuda_backend
 from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime.hybrid_device import Take
 from sparkinfer.runtime.loader import Placement, Weights
 from sparkinfer.runtime.native_structs import NotNative
 
@@ -26,14 +29,16 @@ def decode_step(
     traffic: Traffic,
     *,
     has_graph: bool,
+    take: Callable[[torch.device], Take] | None = None,
 ) -> DecodeStep | str:
     """The step of this model where its weights are, or in a few words why there is none.
 
+    `take` as cuda_backend has it.
     Without `has_graph` nothing is captured: for debugging, with the same numbers."""
     if all(home.type == "cpu" for home in placement.homes):
         return native_step.build(weights, input_layer_offset, traffic)
     try:
-        backend = cuda_backend(has_graph=has_graph)
+        backend = cuda_backend(take, has_graph=has_graph)
         return hybrid_builder.build(weights, placement, input_layer_offset, traffic, backend)
     except (NotNative, ImportError) as reason:
         return str(reason)

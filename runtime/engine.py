@@ -7,10 +7,12 @@
 
 What this module does not know: how layers are computed or where weights lie."""
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,6 +29,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.decoder import Decoder
+from sparkinfer.runtime.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
     context_of,
@@ -36,6 +39,14 @@ from sparkinfer.runtime.engine_options import (
     residence_of,
 )
 from sparkinfer.runtime.feed_forward import Mode, Traffic
+from sparkinfer.runtime.gpu_setup import (
+    Memories,
+    memories_of,
+    set_aside,
+    step_takes,
+    uploading,
+    with_cold_streams,
+)
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Placement, Weights, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
@@ -86,12 +97,14 @@ class Engine:
         traffic: Traffic,
         step_of: Callable[[Weights], DecodeStep | str],
         load_s: float,
+        memories: Memories,
     ) -> None:
         self.model, self.mode, self.context_length = model, mode, context_length
         self.bytes_by_role, self.device = bytes_by_role, device
         self.traffic = traffic
         self._step_of = step_of
         self.load_s = load_s  # seconds from an open file to weights where they belong
+        self.memories = memories  # of the GPUs, and what they report
         self.last_run = Run()
         self._decoder: Decoder | None = decoder
         self._codec: TextCodec | None = None
@@ -158,16 +171,27 @@ class Engine:
         bytes_by_role = bytes_by_role_of(file, plan, context_length, gpu)
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
-        weights = load_weights(
-            file, placement, mode, context_length, observers, traffic,
-            lambda line: print(f"{file.path}: {line}", file=sys.stderr), residence,
-        )  # fmt: skip
+        notice = partial(_notice, file)
+        memories = memories_of(file, plan, placement, bytes_by_role, context_length, notice)
+        with uploading(memories, residence) as uploaders:
+            weights = load_weights(
+                file, placement, mode, context_length, observers, traffic, notice, residence,
+                uploaders,
+            )  # fmt: skip
         if not library.is_available():
             print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
                   " times slower; run make build", file=sys.stderr)  # fmt: skip
         offset = file.predictor.input_layer_offset if file.predictor else 0
         chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
-        step = decode_step(weights, placement, offset, traffic, has_graph=graph)
+        weights, chunk = with_cold_streams(
+            file, weights, memories, placement, mode, context_length, bytes_by_role, chunk, notice
+        )
+        step_of = partial(
+            decode_step, placement=placement, input_layer_offset=offset, traffic=traffic,
+            has_graph=graph, take=step_takes(memories),
+        )  # fmt: skip
+        step = step_of(weights)
+        set_aside(memories)
         if isinstance(step, str) and gpu.type == "cuda":
             print(f"{file.path}: {step}: tokens go through torch layer by layer, several times"
                   " slower", file=sys.stderr)  # fmt: skip
@@ -186,10 +210,9 @@ class Engine:
             bytes_by_role=bytes_by_role,
             device=gpu,
             traffic=traffic,
-            step_of=lambda weights: decode_step(
-                weights, placement, offset, traffic, has_graph=graph
-            ),
+            step_of=step_of,
             load_s=time.perf_counter() - began,
+            memories=memories,
         )
 
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
@@ -203,7 +226,9 @@ class Engine:
         )
         weights = replace(self._live.weights, layers=layers)
         self._decoder = replace(self._live, weights=weights, native=self._step_of(weights))
+        set_aside(self.memories)
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
         """Runs a text through all layers but not through the head: for observers."""
@@ -211,6 +236,7 @@ class Engine:
         for start, chunk in self._chunks(self._ids(token_ids)):
             self._live.forward(chunk, start)
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """f32 [T, V] on the CPU: what follows each token, the text starting with the first."""
@@ -268,6 +294,7 @@ class Engine:
             run.ffn_bytes = self.traffic.total - read
             position += 1
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
         for start, chunk in self._chunks(ids_T):
@@ -279,6 +306,7 @@ class Engine:
         size = self._live.most_tokens
         return ((number * size, chunk) for number, chunk in enumerate(ids_T.split(size)))
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def _step(self, token_id: int, position: int) -> Tensor:
         return self._live.step(token_id, position)
@@ -311,6 +339,10 @@ class Engine:
         context manager, with its block. A tensor must not be changed or kept without a copy."""
         return self._live.observers.add(observe, wants)
 
+    def memory_report(self) -> list[MemoryReport]:
+        """Of each GPU that has a part of the model: bytes budgeted, reserved, at most reserved."""
+        return [memory.report() for memory in self.memories.values()]
+
     @property
     def layers(self) -> tuple[Layer, ...]:
         """The loaded layers: where each lies, and its matrices."""
@@ -327,6 +359,9 @@ class Engine:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
         self._decoder = None
         if self.device.type == "cuda":
+            gc.collect()  # a captured step and what it was made from refer to each other
+            for memory in self.memories.values():
+                memory.close()
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
@@ -359,3 +394,8 @@ class Engine:
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
             raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
         return ids_T
+
+
+def _notice(file: ModelFile, line: str) -> None:
+    """What a user should know."""
+    print(f"{file.path}: {line}", file=sys.stderr)

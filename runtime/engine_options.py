@@ -23,6 +23,11 @@ def residence_of(
     model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
 ) -> Residence | None:
     """Where weights on the CPU go; None leaves them in the file."""
+    if is_resident and not library.is_available():
+        raise SparkinferError(
+            f"{model.path}: weights can be arranged in memory (is_resident) by the C++ kernels alone,"
+            " which are not built; run make build, or leave is_resident out"
+        )
     if is_resident is False or not library.is_available():
         return None
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
@@ -89,7 +94,7 @@ def gpus_of(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
 def device_of(device: str | None) -> torch.device:
     """The device asked for; None takes CUDA where there is one. Raises SparkinferError."""
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return device_of("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
     except RuntimeError as error:
@@ -100,6 +105,8 @@ def device_of(device: str | None) -> torch.device:
         raise SparkinferError(
             f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here"
         )
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return found
 
 

@@ -13,8 +13,9 @@ what is not needed is masked: the same values up to the order of sums.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
 from sparkinfer.budget import part_neurons
+from sparkinfer.runtime import gpu_products
 from sparkinfer.runtime.matrix import Linear, Matrix
 from sparkinfer.runtime.observers import Observers
 
@@ -116,7 +118,7 @@ class NeuronBlock:
     gate: Linear
     up: Linear | None  # None: the model has no gates, and `gate` is its up projection
     down: Matrix  # neuron-major: row j is what neuron j adds
-    id_N: Tensor  # int64, on the device of the block
+    id_N: Tensor  # on the device of the block: int64 on the CPU, int32 on a GPU
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
 
@@ -155,6 +157,19 @@ class BlockResult:
     position_A: Tensor | None = None  # None: all neurons of the block
 
 
+class ColdNeurons(Protocol):
+    """What brings neurons of the CPU to a GPU where many tokens are worth it: cold_stream."""
+
+    device: torch.device
+    least_tokens: int
+
+    def has(self, layer: int, block: NeuronBlock) -> bool:
+        """Whether these neurons are brought."""
+
+    def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
+        """Calls `add` with them on the device, a piece at a time: it reads `x` and adds to `y`."""
+
+
 # What observers may see of a layer's neurons, and the value where it was not computed.
 _SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
 
@@ -170,6 +185,7 @@ class FeedForward:
     mode: Mode
     observers: Observers = field(repr=False)
     traffic: Traffic = field(repr=False)
+    cold: ColdNeurons | None = field(default=None, repr=False)
 
     def forward(self, x_TD: Tensor, predictor_input_TD: Tensor) -> Tensor:
         """Output [T, D] for normed input; blocks on a GPU are started before those on the CPU."""
@@ -178,6 +194,9 @@ class FeedForward:
         is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
         results = []
         for block in ordered:
+            if self.cold is not None and self._is_brought(self.cold, block, len(x_TD)):
+                results.append(self._brought(self.cold, x_TD, named_TF))
+                continue
             named_TN = None if named_TF is None else named_TF.to(block.device)
             if named_TN is not None and not block.is_whole:
                 named_TN = named_TN[:, block.id_N]
@@ -224,12 +243,44 @@ class FeedForward:
     def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Several tokens: a part of the neurons at a time, whose values stay in the cache."""
         y_TD = torch.zeros_like(x_TD)
+        self._add_parts(y_TD, block, x_TD, named_TN)
+        return BlockResult(y_TD=y_TD)
+
+    def _is_brought(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
+        """To a GPU. Where someone watches, every value is wanted and nothing is."""
+        is_many = num_tokens >= cold.least_tokens and not self.observers.active
+        return is_many and cold.has(self.layer, block)
+
+    def _brought(self, cold: ColdNeurons, x_TD: Tensor, named_TF: Tensor | None) -> BlockResult:
+        """Several tokens on the GPU of the layer, which gets the weights a piece at a time."""
+        x_TD = x_TD.to(cold.device)
+        named_TF = None if named_TF is None else named_TF.to(cold.device)
+        y_TD = torch.zeros_like(x_TD)
+
+        def add(piece: NeuronBlock) -> None:
+            named_TN = None if named_TF is None else named_TF[:, piece.id_N]
+            self._add_parts(y_TD, piece, x_TD, named_TN)
+
+        cold.run(self.layer, add, x_TD, y_TD)
+        return BlockResult(y_TD=y_TD)
+
+    def on_cpu(self, block: NeuronBlock, x_TD: Tensor) -> Tensor:
+        """What some neurons of this layer that are on the CPU give for several tokens there."""
+        y_TD = torch.zeros_like(x_TD)
+        named_TN = None
+        if self.mode == "predicted":
+            named_TN = torch.ones(len(x_TD), len(block.id_N), dtype=torch.bool)
+        self._add_parts(y_TD, block, x_TD, named_TN)
+        return y_TD
+
+    def _add_parts(
+        self, y_TD: Tensor, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
+    ) -> None:
         size, count = part_neurons(x_TD.shape[1], len(x_TD)), len(block.id_N)
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]
             self._add_part(y_TD, block.part(start, stop), x_TD, named)
-        return BlockResult(y_TD=y_TD)
 
     def _add_part(
         self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
@@ -257,7 +308,7 @@ class FeedForward:
 
     def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
         """Positions of the neurons that any token needs; None: take all of them."""
-        if part.device.type != "cpu":
+        if gpu_products.is_gpu(part.device):
             return None  # to count them would be to wait for the device
         chosen = is_needed_TA.any(dim=0).nonzero().flatten()
         return None if len(chosen) > MOST_CHOSEN * is_needed_TA.shape[1] else chosen

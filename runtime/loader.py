@@ -1,11 +1,12 @@
 """From a model file and a plan to layers on their devices.
 
 What lies on the CPU is copied into memory arranged for it (`runtime.resident`), or stays in the
-mapped file; what lies on the GPU is copied there once. A plan without a GPU at hand runs with both
-roles on the CPU: the hot block still has matrices of its own. What this module does not know: the order of a forward pass."""
+mapped file; what lies on a GPU goes into its slab (`runtime.upload`), straight from the mapped file.
+A plan without a GPU at hand runs with both roles on the CPU: the hot block still has matrices of its
+own. What this module does not know: the order of a forward pass."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +28,10 @@ from sparkinfer.runtime.feed_forward import (
 from sparkinfer.runtime.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.observers import Observers
 from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.upload import Uploader
 from sparkinfer.split_file import Split
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +115,36 @@ def load_weights(
     traffic: Traffic,
     notice: Callable[[str], None],
     residence: Residence | None,
+    uploaders: Mapping[torch.device, Uploader] | None = None,
 ) -> Weights:
     """`notice` hears what a user should know, e.g. the error of a transposed down projection.
-    Without a `residence`, what lies on the CPU stays in the mapped file."""
-    builder = Builder(model, placement, mode, context_length, observers, traffic, notice, residence)
+    Without a `residence`, what lies on the CPU stays in the mapped file. What a device has an
+    uploader for goes into that one's memory."""
+    builder = Builder(
+        model, placement, mode, context_length, observers, traffic, notice, residence,
+        uploaders or {},
+    )  # fmt: skip
     head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
     # Of one that is not the head too, a step reads one row: it stays where it is.
-    matrix = builder.matrix if model.is_tied else matrix_of
-    embedding = matrix(model.tensors["token_embd.weight"], embedding_device)
+    entry = model.tensors["token_embd.weight"]
+    embedding = (
+        builder.matrix(entry, embedding_device, "head")
+        if model.is_tied
+        else matrix_of(entry, embedding_device)
+    )
     positions = model.tensors.get("position_embd.weight")
     layers = tuple(builder.layer(index) for index in range(model.shape.num_layers))
     head = (
-        embedding if model.is_tied else builder.matrix(model.tensors["output.weight"], head_device)
+        embedding
+        if model.is_tied
+        else builder.matrix(model.tensors["output.weight"], head_device, "head")
     )
     return Weights(
         embedding=embedding,
         positions=matrix_of(positions, torch.device("cpu")) if positions else None,
         layers=layers,
-        output_norm=builder.norm("output_norm", head_device),
+        output_norm=builder.norm("output_norm", head_device, "head"),
         head=Linear(weight=head),
         head_device=head_device,
         rotary={device: builder.rotary(device) for device in {layer.device for layer in layers}}
@@ -157,8 +172,12 @@ class Builder:
     traffic: Traffic
     notice: Callable[[str], None]
     residence: Residence | None = None
+    uploaders: Mapping[torch.device, Uploader] = field(default_factory=dict)
 
-    def matrix(self, entry: TensorEntry, device: torch.device) -> Matrix:
+    def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
+        """`item` is what its bytes are counted as, where the device's are."""
+        if device in self.uploaders:
+            return self.uploaders[device].matrix(entry, item)
         if self.residence is None or device.type != "cpu":
             return matrix_of(entry, device)
         return self.residence.matrix(entry)
@@ -193,26 +212,33 @@ class Builder:
     def entry(self, index: int, name: str) -> TensorEntry:
         return self.model.tensors[f"blk.{index}.{name}"]
 
-    def vector(self, name: str, device: torch.device) -> Tensor | None:
+    def vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor | None:
         entry = self.model.tensors.get(name)
-        return None if entry is None else vector_of(entry, device)
+        if entry is None:
+            return None
+        if device in self.uploaders:
+            return self.uploaders[device].vector(vector_of(entry, CPU), item)
+        return vector_of(entry, device)
 
-    def norm(self, name: str, device: torch.device) -> Norm | None:
-        weight_D = self.vector(f"{name}.weight", device)
+    def norm(self, name: str, device: torch.device, item: str = "attention") -> Norm | None:
+        weight_D = self.vector(f"{name}.weight", device, item)
         if weight_D is None:
             return None
-        bias_D = self.vector(f"{name}.bias", device)
+        bias_D = self.vector(f"{name}.bias", device, item)
         return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=self.model.shape.norm_epsilon)
 
-    def linear(self, index: int, name: str, device: torch.device) -> Linear:
+    def linear(
+        self, index: int, name: str, device: torch.device, item: str = "attention"
+    ) -> Linear:
         return Linear(
-            weight=self.matrix(self.entry(index, f"{name}.weight"), device),
-            bias_N=self.vector(f"blk.{index}.{name}.bias", device),
+            weight=self.matrix(self.entry(index, f"{name}.weight"), device, item),
+            bias_N=self.vector(f"blk.{index}.{name}.bias", device, item),
         )
 
     def rotary(self, device: torch.device) -> Rotary:
         is_adjacent = self.model.graph.rotary == "adjacent"
-        factors = self.vector("rope_freqs.weight", device)
+        entry = self.model.tensors.get("rope_freqs.weight")
+        factors = None if entry is None else vector_of(entry, device)
         return Rotary.of(self.model.shape, is_adjacent, factors, device)
 
     def attention(self, index: int, device: torch.device) -> Attention:
@@ -226,24 +252,36 @@ class Builder:
             output=self.linear(index, "attn_output", device),
             query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
             key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
-            cache=LayerCache(*(head_major(size, dtype, device) for _ in range(2))),
+            cache=LayerCache(*(self.cache(size, dtype, device) for _ in range(2))),
             num_heads=shape.num_heads,
         )
+
+    def cache(
+        self, shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """As head_major."""
+        if device not in self.uploaders:
+            return head_major(shape_CKW, dtype, device)
+        context_length, num_kv, width = shape_CKW
+        shape = (num_kv, context_length, width)
+        return self.uploaders[device].zeros(shape, dtype, "kv_cache").transpose(0, 1)
 
     def predictor(self, index: int, device: torch.device) -> Predictor:
         info = self.model.predictor
         assert info is not None
         return Predictor(
             kind=info.kind,
-            down=self.linear(index, "ffn_pred_down", device) if info.rank_L[index] else None,
-            up=self.linear(index, "ffn_pred_up", device),
+            down=self.linear(index, "ffn_pred_down", device, "predictor")
+            if info.rank_L[index]
+            else None,
+            up=self.linear(index, "ffn_pred_up", device, "predictor"),
             threshold=info.threshold_L[index],
             gate=self.gate(index),
         )
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
         """The hot neurons with matrices of their own, the cold ones as rows of the file's."""
-        num_neurons, cpu = self.model.shape.num_neurons, torch.device("cpu")
+        num_neurons = self.model.shape.num_neurons
         down, gpu = self.down(index), self.placement.homes[index]
         if self.placement.hot is None:
             return (self.block(index, down, gpu, np.arange(num_neurons), "all"),)
@@ -254,7 +292,7 @@ class Builder:
             blocks.append(self.block(index, down, gpu, hot, "own"))
         if len(cold):
             shared = "shared" if self.residence is None else "own"
-            blocks.append(self.block(index, down, cpu, cold, shared if len(hot) else "all"))
+            blocks.append(self.block(index, down, CPU, cold, shared if len(hot) else "all"))
         return tuple(blocks)
 
     def block(
@@ -268,13 +306,10 @@ class Builder:
         matrices = self.neuron_matrices(entries, device, chosen)
 
         def linear(number: int) -> Linear:
-            bias = self.vector(f"blk.{index}.{names[number]}.bias", device)
-            return Linear(
-                weight=matrices[number],
-                bias_N=bias if bias is None or chosen is None else bias[torch.from_numpy(ids)],
-            )
+            bias = self.neuron_bias(f"blk.{index}.{names[number]}.bias", device, chosen)
+            return Linear(weight=matrices[number], bias_N=bias)
 
-        id_N = torch.from_numpy(ids).to(device)
+        id_N = self.ids(ids, device, is_all=rows == "all")
         return NeuronBlock(
             gate=linear(0),
             up=linear(1) if has_up else None,
@@ -284,11 +319,39 @@ class Builder:
             is_whole=rows == "all",
         )
 
+    def neuron_bias(
+        self, name: str, device: torch.device, chosen: np.ndarray | None
+    ) -> Tensor | None:
+        bias = self.vector(name, CPU)
+        if bias is None:
+            return None
+        bias = bias if chosen is None else bias[torch.from_numpy(chosen)]
+        if device in self.uploaders:
+            return self.uploaders[device].vector(bias, "neurons")
+        return self.kept(bias, is_weight=True) if device == CPU else bias.to(device)
+
+    def ids(self, ids: np.ndarray, device: torch.device, *, is_all: bool) -> Tensor:
+        """Numbers of neurons as a block has them."""
+        if device not in self.uploaders:
+            id_N = torch.from_numpy(ids)
+            return self.kept(id_N, is_weight=False) if device == CPU else id_N.to(device)
+        uploader = self.uploaders[device]
+        return uploader.range(len(ids)) if is_all else uploader.ids(ids)
+
+    def kept(self, values: Tensor, *, is_weight: bool) -> Tensor:
+        """Beside the weights on the CPU, where GPUs copy from those."""
+        if self.residence is None or not self.uploaders:
+            return values
+        return self.residence.keep(values, is_weight=is_weight)
+
     def neuron_matrices(
         self, entries: list[TensorEntry], device: torch.device, chosen: np.ndarray | None
     ) -> list[Matrix]:
         """Gate, up (where there is one) and down of some neurons (None: all), side by side where
         they are read together: every gate is read in mode "exact", the others rarely."""
+        if device in self.uploaders:
+            uploader = self.uploaders[device]
+            return [uploader.matrix(entry, "neurons", chosen) for entry in entries]
         if self.residence is None or device.type != "cpu":
             return [matrix_of(entry, device, chosen) for entry in entries]
         apart = 1 if self.mode == "exact" else 0

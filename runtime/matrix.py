@@ -2,8 +2,9 @@
 
 Everything is computed in f32: a row is unpacked when it is used and the unpacked values are
 dropped again. On the CPU single-token products go through the C++ kernels, which take the vector
-in blocks of 16-bit integers where the weights are in blocks; elsewhere, and without them, through
-torch. What this module does not know: which rows matter.
+in blocks of 16-bit integers where the weights are in blocks; without them through torch. On a GPU
+products of several tokens are tensor cores' (runtime.gpu_products).
+What this module does not know: which rows matter.
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
@@ -17,17 +18,19 @@ from torch import Tensor
 
 from sparkinfer.budget import tile_rows
 from sparkinfer.gguf_file import TensorEntry, type_of
-from sparkinfer.runtime import k_quants
+from sparkinfer.runtime import gpu_products, k_quants
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.planar import from_planar
+from sparkinfer.runtime.planar import PLANAR_KIND, from_planar
 from sparkinfer.runtime.tiles import tile_dtype
 
-_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+# Arranged for a GPU: the CPU's kernels do not know them.
+_GPU_KINDS = ("q8_0_planar", "q6_k_planar")
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def unpack(data: Tensor, kind: str) -> Tensor:
     """f32 [A, D] of rows as they are stored; blocks as in ggml-quants.c of llama.cpp."""
-    if kind in _FLOATS:
+    if kind in FLOATS:
         return data.float()
     data, kind = from_planar(data, kind)
     blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
@@ -50,7 +53,7 @@ def _from_nibbles(bytes_16: Tensor) -> Tensor:
 class Matrix:
     """`data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows may lie apart.
 
-    Of the kinds, "q4_0_planar" is in memory only: see runtime.resident."""
+    Of the kinds, those that end in "_planar" are in memory only: see runtime.planar."""
 
     data: Tensor
     kind: str
@@ -74,8 +77,13 @@ class Matrix:
         return self.num_rows * self.row_bytes
 
     @property
+    def _is_on_gpu(self) -> bool:
+        return gpu_products.is_gpu(self.data.device)
+
+    @property
     def _is_native(self) -> bool:
-        return self.data.device.type == "cpu" and library.is_available()
+        is_on_cpu = self.data.device.type == "cpu" and not self._is_on_gpu
+        return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
 
     def part(self, start: int, stop: int) -> "Matrix":
         """Some rows that follow one another; nothing is copied."""
@@ -89,6 +97,10 @@ class Matrix:
         """f32 [A]: the chosen rows (None: all) times one vector."""
         if self._is_native:
             return library.dot_rows(self.data, self.kind, x_D, index_A)
+        if self._is_on_gpu and index_A is None and self.kind not in PLANAR_KIND:
+            y_N = x_D.new_empty(self.num_rows)
+            gpu_products.dot(self, x_D, y_N)
+            return y_N
         return self.product(x_D[None], index_A)[0]
 
     def combine(self, weight_A: Tensor, index_A: Tensor | None = None) -> Tensor:
@@ -100,6 +112,8 @@ class Matrix:
     def product(self, x_TD: Tensor, index_A: Tensor | None = None) -> Tensor:
         """f32 [T, A]: every token times the chosen rows (None: all)."""
         count = self.num_rows if index_A is None else len(index_A)
+        if self._is_on_gpu:
+            return gpu_products.product(x_TD, count, self._gpu_tiles(index_A))
         y_TA = x_TD.new_empty(len(x_TD), count)
         x = x_TD.to(self._tile_dtype)
         for start, rows_AD in self._tiles(index_A):
@@ -117,6 +131,9 @@ class Matrix:
 
     def add_many(self, sum_TD: Tensor, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
         """Adds that to `sum_TD`, f32, and returns it."""
+        if self._is_on_gpu:
+            tiles = self._gpu_tiles(index_A)
+            return gpu_products.add_many(sum_TD, weight_TA, tiles)
         for start, rows_AD in self._tiles(index_A):
             weight = weight_TA[:, start : start + len(rows_AD)]
             if rows_AD.dtype == torch.float32:
@@ -128,6 +145,27 @@ class Matrix:
     @property
     def _tile_dtype(self) -> torch.dtype:
         return tile_dtype(self.kind) if self._is_native else torch.float32
+
+    def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """As `_tiles`, of the type that tensor cores multiply. A float matrix that is taken whole
+        is a tile itself; the rows are copied or unpacked otherwise."""
+        dtype = gpu_products.tile_dtype(self.kind)
+        count = self.num_rows if index_A is None else len(index_A)
+        if not count:
+            return
+        if index_A is None and FLOATS.get(self.kind) == dtype:
+            yield 0, self.data
+            return
+        size = min(count, gpu_products.tile_rows(self.width))
+        buffer = torch.empty(size, self.width, dtype=dtype, device=self.data.device)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            out_AD = buffer[: stop - start]
+            if index_A is None:
+                gpu_products.unpack(self.part(start, stop), out_AD, None)
+            else:
+                gpu_products.unpack(self, out_AD, index_A[start:stop])
+            yield start, out_AD
 
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         """(first position, rows [A, D] of `_tile_dtype`) of pieces small enough for the workspace.

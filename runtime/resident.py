@@ -21,6 +21,7 @@ from torch import Tensor
 from sparkinfer.gguf_file import TensorEntry, prefetch, release
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.matrix import Matrix, matrix_of
+from sparkinfer.runtime.pinned import PinnableMemory
 
 SEGMENT_BYTES = 256 << 20
 HUGE_PAGE_BYTES = 2 << 20
@@ -34,6 +35,7 @@ class Residence:
 
     num_bytes: int = 0  # of weights in it
     _rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _segments: list[tuple[PinnableMemory, Tensor]] = field(default_factory=list, repr=False)
 
     def matrix(self, entry: TensorEntry, rows: np.ndarray | None = None) -> Matrix:
         """A copy of a matrix of a model file, or of some of its rows."""
@@ -54,14 +56,39 @@ class Residence:
             start += size
         return found
 
+    def keep(self, values: Tensor, *, is_weight: bool) -> Tensor:
+        """A copy of any tensor, beside the weights that it belongs to."""
+        kept = self._take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
+        self.num_bytes -= 0 if is_weight else values.nbytes
+        return kept
+
+    def pin(self) -> None:
+        """Lets GPUs copy from what was put in so far without a detour, until it is given back.
+
+        Call it once, when everything is in: pages are pinned as far as they are used.
+        Raises SparkinferError where the system does not allow so much."""
+        self._close_segment()
+        for memory, used in self._segments:
+            memory.pin(used.data_ptr(), len(used))
+        self._segments.clear()
+        self._rest = self._rest[:0]
+
     def _take(self, num_bytes: int) -> Tensor:
         """uint8, 64-aligned."""
         if len(self._rest) < num_bytes:
-            self._rest = _segment(max(SEGMENT_BYTES, num_bytes))
+            self._close_segment()
+            memory, self._rest = _segment(max(SEGMENT_BYTES, num_bytes))
+            self._segments.append((memory, self._rest))
         taken = self._rest[:num_bytes]
         self._rest = self._rest[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
         self.num_bytes += num_bytes
         return taken
+
+    def _close_segment(self) -> None:
+        """Notes what of the last segment is used."""
+        if self._segments:
+            memory, whole = self._segments[-1]
+            self._segments[-1] = memory, whole[: len(whole) - len(self._rest)]
 
 
 def _copy(entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice) -> Matrix:
@@ -77,13 +104,14 @@ def _copy(entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice
     return replace(source, data=typed)
 
 
-def _segment(num_bytes: int) -> Tensor:
+def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     """Zeros that take no memory until they are written to, from the start of a huge page on."""
-    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapping = PinnableMemory(-1, num_bytes + HUGE_PAGE_BYTES, flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a system without them: the same, slower
             pass
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % HUGE_PAGE_BYTES :]
+    return mapping, memory[-memory.data_ptr() % HUGE_PAGE_BYTES :]

@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+from sparkinfer.errors import SparkinferError
+
 TILES_VARIABLE = "SPARKINFER_PREFILL_TILES"
 _TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 # bf16 costs accuracy, so it must be worth something. AMX gives a factor of 4 to 8.
@@ -28,11 +30,13 @@ def tile_dtype(kind: str) -> torch.dtype:
 
 @cache
 def _processors_choice() -> torch.dtype:
-    """Raises ValueError for an unknown value of the environment variable."""
+    """Raises SparkinferError for an unknown value of the environment variable."""
     asked = os.environ.get(TILES_VARIABLE)
     if asked is not None:
         if asked not in _TYPES:
-            raise ValueError(f"{TILES_VARIABLE}={asked!r}: must be one of {', '.join(_TYPES)}")
+            raise SparkinferError(
+                f"{TILES_VARIABLE}={asked!r}: must be one of {', '.join(_TYPES)}, or not set"
+            )
         return _TYPES[asked]
     if not multiplies_bf16():
         return torch.float32

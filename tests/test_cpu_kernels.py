@@ -17,6 +17,7 @@ import torch
 from k_quants import BLOCK_BYTES, F16_AT, random_rows
 from torch import Tensor
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -565,7 +566,7 @@ def test_the_environment_chooses_the_level(name):
 def test_nonsense_in_the_environment_is_refused(name):
     done = run_python("", SPARKINFER_CPU_LEVEL=name)
     assert done.returncode != 0
-    assert f"ValueError: SPARKINFER_CPU_LEVEL={name!r}: must be one of" in done.stderr
+    assert f"SparkinferError: SPARKINFER_CPU_LEVEL={name!r}: must be one of" in done.stderr
 
 
 def test_a_level_this_machine_lacks_is_refused(monkeypatch):
@@ -573,7 +574,7 @@ def test_a_level_this_machine_lacks_is_refused(monkeypatch):
         library.set_level("sse9")
     monkeypatch.setattr(library, "LEVELS", ("sse9", *library.LEVELS))  # known, but not here
     monkeypatch.setenv("SPARKINFER_CPU_LEVEL", "sse9")
-    with pytest.raises(ValueError, match="SPARKINFER_CPU_LEVEL='sse9': this machine cannot run"):
+    with pytest.raises(SparkinferError, match="CPU_LEVEL='sse9': this machine cannot run"):
         library._use_level_from_environment()
 
 

@@ -7,7 +7,8 @@ from models import make_model, make_shape
 from reference import rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split
 
-from sparkinfer import Engine
+from sparkinfer import Engine, system_memory
+from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime import engine_options, resident
 from sparkinfer.runtime.kernels.cpu import library
@@ -111,3 +112,122 @@ def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys)
     assert said.count("\n") == 1 and "the weights stay in the file" in said
     with Engine.load(model, mode="exact", is_resident=True) as engine:
         assert any(m.stride_bytes > m.row_bytes for ms in neurons(engine) for m in ms)
+
+
+def test_without_the_kernels_weights_cannot_be_arranged(model, monkeypatch, capsys):
+    monkeypatch.setattr(library, "_lib", None)
+    with pytest.raises(SparkinferError, match="by the C.. kernels alone, which are not built"):
+        Engine.load(model, is_resident=True)
+    with Engine.load(model) as engine:  # nobody insisted
+        assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
+    assert "kernels are not built" in capsys.readouterr().err
+
+
+# ---- pinned memory, by a CUDA that is played --------------------------------------------------
+
+
+class Cuda:
+    """Registers memory up to a limit, and knows what is registered."""
+
+    def __init__(self, most):
+        self.most, self.registered = most, {}
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        assert flags == 1
+        if sum(self.registered.values()) + num_bytes > self.most:
+            return 2
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return 0
+
+
+def entries_of(kind="f32"):
+    model = make_model(shape=make_shape(width=64, num_neurons=96), kind=kind)
+    return [e for name, e in model.tensors.items() if name.endswith(("up.weight", "_q.weight"))]
+
+
+@pytest.mark.parametrize("segment_bytes", [10_000, 1 << 20])
+def test_all_that_is_used_is_pinned_until_it_is_given_back(monkeypatch, segment_bytes):
+    monkeypatch.setattr(resident, "SEGMENT_BYTES", segment_bytes)
+    cuda = Cuda(most=1 << 30)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    home = Residence()
+    copies = [home.matrix(entry) for entry in entries_of()]
+    kept = home.keep(torch.arange(5), is_weight=False)
+    home.pin()
+    assert kept.tolist() == [0, 1, 2, 3, 4]
+    assert home.num_bytes == sum(copy.num_bytes for copy in copies)  # ids are no weights
+    for tensor in [*(copy.data for copy in copies), kept]:
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        assert any(a <= start and stop <= a + size for a, size in cuda.registered.items())
+    used = home.num_bytes + kept.nbytes
+    assert used <= sum(cuda.registered.values()) <= used + 64 * (len(copies) + 1)
+    del home, tensor
+    assert cuda.registered  # the matrices are still there
+    del copies, kept
+    assert not cuda.registered
+
+
+def test_memory_that_may_not_be_pinned_is_refused_in_one_line(monkeypatch):
+    cuda = Cuda(most=1000)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    home = Residence()
+    copies = [home.matrix(entry) for entry in entries_of()]
+    with pytest.raises(SparkinferError, match=r"limit on locked memory is .* \(ulimit") as caught:
+        home.pin()
+    assert "\n" not in str(caught.value) and "CUDA error 2" in str(caught.value)
+    del home, copies, caught
+    assert not cuda.registered
+
+
+# ---- how much memory there is -----------------------------------------------------------------
+
+
+def cgroups(root, lines, files):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines)
+    for name, content in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+
+
+VERSION_2 = {
+    "memory.max": "max", "memory.current": "0", "memory.stat": "inactive_file 0",
+    "a/memory.max": "1000", "a/memory.current": "700", "a/memory.stat": "anon 1\ninactive_file 200",
+    "a/b/memory.max": "900", "a/b/memory.current": "100", "a/b/memory.stat": "inactive_file 0",
+}  # fmt: skip
+VERSION_1 = {
+    "memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "5",
+    "memory/memory.stat": "total_inactive_file 1",
+    "memory/x/memory.limit_in_bytes": "5000", "memory/x/memory.usage_in_bytes": "6000",
+    "memory/x/memory.stat": "inactive_file 7\ntotal_inactive_file 1200",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lines, files, left",
+    [
+        ("0::/a/b\n", VERSION_2, [500, 800]),
+        ("0::/\n", VERSION_2, []),
+        ("0::/of/the/host\n", {"memory.max": "50", "memory.current": "20",
+                              "memory.stat": "inactive_file 5"}, [35]),
+        ("4:cpu:/x\n3:memory:/x\n0::/\n", VERSION_1, [200]),
+        ("3:cpuset,memory:/\n", VERSION_1, []),
+        ("3:memory:/x\n", {**VERSION_1, "memory/x/memory.stat": "nonsense"}, []),
+    ],
+)  # fmt: skip
+def test_a_container_has_what_its_limits_leave(tmp_path, lines, files, left):
+    cgroups(tmp_path, lines, files)
+    assert sorted(system_memory._left_by_groups(tmp_path)) == left
+
+
+def test_the_least_of_all_limits_counts(tmp_path, monkeypatch):
+    assert system_memory._left_by_groups(tmp_path) == []
+    everything = system_memory.free_memory_bytes()
+    cgroups(tmp_path, "0::/a/b\n", VERSION_2)
+    monkeypatch.setattr(system_memory, "_ROOT", tmp_path)
+    assert system_memory.free_memory_bytes() == 500 < everything

@@ -8,6 +8,7 @@ import torch
 from models import make_model, make_shape
 
 from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
+from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime import feed_forward, matrix, tiles
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
@@ -174,5 +175,5 @@ def test_the_trial_passes_here():
 
 def test_nonsense_in_the_environment_is_refused(fresh):
     fresh.setenv(tiles.TILES_VARIABLE, "fp8")
-    with pytest.raises(ValueError, match="SPARKINFER_PREFILL_TILES='fp8': must be one of f32"):
+    with pytest.raises(SparkinferError, match="PREFILL_TILES='fp8': must be one of f32"):
         tiles.tile_dtype("f16")

@@ -1,16 +1,21 @@
-"""How much main memory this machine has."""
+"""How much main memory this machine has, and how much of it this process may have."""
 
 import os
 from pathlib import Path
 
+_ROOT = Path("/")
+# A group without a limit says "max" (version 2) or a number near 2^63 (version 1).
+_NO_LIMIT = 1 << 60
+
 
 def free_memory_bytes() -> int:
-    """What processes can still take, the system's cache of files included."""
-    return memory_bytes()[1]
+    """What this process can still take, the system's cache of files included: no more than the
+    limits of its control groups (containers, services) leave."""
+    return min([memory_bytes()[1], *_left_by_groups(_ROOT)])
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(all, available) bytes of main memory."""
+    """(all, available) bytes of main memory of the machine."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     try:
@@ -19,3 +24,43 @@ def memory_bytes() -> tuple[int, int]:
         return total, int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return total, os.sysconf("SC_AVPHYS_PAGES") * page
+
+
+def _left_by_groups(root: Path) -> list[int]:
+    """Of each control group with a limit on memory that this process is in, however deep: the limit
+    less what it uses, but for the files that it has cached and not used lately."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    mount = root / "sys/fs/cgroup"
+    found = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            names, top = ("memory.max", "memory.current", "inactive_file"), mount
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top = mount / "memory"
+        else:
+            continue
+        # In a container the path may be the host's, and the container's own group is at the top.
+        group = top / path.lstrip("/")
+        groups = [group, *group.parents]
+        found += [_left(each, *names) for each in groups if each.is_relative_to(top)]
+    return [left for left in found if left is not None]
+
+
+def _left(group: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:
+    """None: no limit here."""
+    try:
+        limit = (group / limit_name).read_text().strip()
+        if not limit.isdecimal() or int(limit) >= _NO_LIMIT:
+            return None
+        used = int((group / used_name).read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+        cached = int(dict(line.split(" ", 1) for line in lines).get(cached_name, "0"))
+    except (OSError, ValueError):
+        return None
+    return max(0, int(limit) - max(0, used - cached))

@@ -23,6 +23,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from sparkinfer.errors import SparkinferError
+
 LEVELS = ("avx512vnni", "avx512", "avx2", "generic")  # the instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
 
@@ -149,13 +151,13 @@ def _use_level_from_environment() -> None:
     if name is None:
         return
     if name not in LEVELS:
-        raise ValueError(f"{LEVEL_VARIABLE}={name!r}: must be one of {', '.join(LEVELS)}")
+        raise SparkinferError(f"{LEVEL_VARIABLE}={name!r}: must be one of {', '.join(LEVELS)}")
     if _lib is None:
         return  # no kernels at any level
     try:
         set_level(name)
     except ValueError as error:
-        raise ValueError(f"{LEVEL_VARIABLE}={name!r}: {error}") from None
+        raise SparkinferError(f"{LEVEL_VARIABLE}={name!r}: {error}") from None
 
 
 _use_level_from_environment()

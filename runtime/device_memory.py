@@ -1,0 +1,261 @@
+"""The memory of one GPU: one slab for all that stays, a limit for the allocator, and the rest.
+
+By a plan, a GPU holds at most its budget. What stays while an engine lives (weights, cache, the
+buffers of a decode step) is cut out of one slab; temporaries of a prefill pass come from torch's
+allocator. What holds that to the budget:
+
+- torch refuses to reserve more than the fraction that `limit` sets. It compares what it has
+  reserved, its own rounding included (pieces of 2 MiB, or 20 MiB for tensors of 1 to 10 MiB),
+  before it asks the driver. That holds for its native allocator with segments that do not expand:
+  with any other, `limit` refuses.
+- `set_aside` reserves what the budget leaves beside the slab, in one piece, so that temporaries are
+  cut out of memory that the process already has: other programs on the card cannot take it in the
+  middle of a text, and small pieces do not scatter over many segments.
+
+Outside of that, and reported apart: the context, the code of kernels and what libraries take from
+the driver themselves. What this module does not know: models, plans."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import format_bytes
+
+ALIGNMENT = 256
+# What torch's allocator takes from the driver for one tensor above 10 MiB is rounded to this; so are
+# the segments in which tensors up to 1 MiB lie.
+SEGMENT_BYTES = 2 << 20
+# So much is taken for a tensor of 1 to 10 MiB, and the rest of it kept for others.
+MIDDLE_BYTES = 20 << 20
+# Room for segments of small tensors: norms' temporaries, masks, indices.
+SMALL_BYTES = 4 * SEGMENT_BYTES
+# Less than this cannot be kept by an allocator whose smallest pieces are 2 and 20 MiB.
+LEAST_BUDGET_BYTES = 128 << 20
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_living: "WeakSet[DeviceMemory]" = WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Bytes on one device. `outside` is what the card has in use beyond torch's allocator: this
+    process's context and kernels, and whatever other programs hold."""
+
+    device: str
+    budget: int | None
+    slab: int
+    reserved: int
+    peak_reserved: int
+    peak_allocated: int
+    outside: int
+
+
+@dataclass(eq=False)
+class DeviceMemory:
+    """Made by `of`. `taken` counts bytes by what they are for, without the gaps between them."""
+
+    device: torch.device
+    slab: Tensor  # uint8
+    budget_bytes: int | None
+    taken: dict[str, int] = field(default_factory=dict)
+    used_bytes: int = 0  # of the slab, gaps included
+    aside_bytes: int = 0  # for temporaries
+    step_start: int | None = None  # where the buffers of a decode step begin
+
+    @classmethod
+    def of(
+        cls, device: torch.device, num_bytes: int, budget_bytes: int | None = None
+    ) -> "DeviceMemory":
+        """A slab of `num_bytes`; with a budget the process keeps to it from here on.
+
+        Raises SparkinferError where the device has no room for it."""
+        made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
+        _living.add(made)
+        try:
+            with told_out_of_memory(device, num_bytes):
+                if device.type == "cuda":
+                    _warm_up(device)
+                    _limit_all(device)
+                memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
+        except SparkinferError:
+            made.close()
+            raise
+        made.slab = memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
+        return made
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
+        """A part of the slab that nobody else has, aligned to ALIGNMENT; its values are not set."""
+        num_bytes = prod(shape) * dtype.itemsize
+        start = -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
+        if start + num_bytes > len(self.slab):
+            raise SparkinferError(
+                f"{self.device}: {num_bytes:,} bytes more of {item} wanted, of"
+                f" {len(self.slab):,} set aside {self.used_bytes:,} are used: the plan's bytes are"
+                " not those of the file; run sparkinfer solve again"
+            )
+        self.used_bytes = start + num_bytes
+        self.taken[item] = self.taken.get(item, 0) + num_bytes
+        return self.slab[start : start + num_bytes].view(dtype).view(shape)
+
+    def take_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
+        return self.take(shape, dtype, item).zero_()
+
+    @property
+    def room_bytes(self) -> int:
+        """What temporaries may take beside the slab; 0 where not even one of a middle size fits.
+        Without a budget, what the device has free."""
+        if self.device.type != "cuda":
+            return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
+        allowed = allowed_bytes(self.device)
+        if allowed is None:
+            return torch.cuda.mem_get_info(self.device)[0]
+        left = allowed - torch.cuda.memory_reserved(self.device) - SMALL_BYTES
+        return left if left >= MIDDLE_BYTES else 0
+
+    def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+        """Gives zeros for the buffers of a decode step; those of the one before are over."""
+        self.step_start = self.used_bytes if self.step_start is None else self.step_start
+        self.used_bytes = self.step_start
+        return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
+
+    def set_aside(self) -> None:
+        """Reserves `aside_bytes` for temporaries of the current stream: see the top of this file.
+
+        To be called again after a capture, which empties the allocator's store."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        num_bytes = min(self.aside_bytes, self.room_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
+        if self.device.type == "cuda" and num_bytes >= MIDDLE_BYTES:
+            with told_out_of_memory(self.device, num_bytes):
+                # Back in the allocator's hands, from which nobody but this process gets it.
+                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def report(self) -> MemoryReport:
+        if self.device.type != "cuda":
+            size = len(self.slab)
+            return MemoryReport(
+                device=str(self.device),
+                budget=self.budget_bytes,
+                slab=size,
+                reserved=size,
+                peak_reserved=size,
+                peak_allocated=size,
+                outside=0,
+            )
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        return MemoryReport(
+            device=str(self.device),
+            budget=self.budget_bytes,
+            slab=len(self.slab),
+            reserved=reserved,
+            peak_reserved=torch.cuda.max_memory_reserved(self.device),
+            peak_allocated=torch.cuda.max_memory_allocated(self.device),
+            outside=total - free - reserved,
+        )
+
+    def close(self) -> None:
+        """Gives the slab back, and lets the process have more again."""
+        _living.discard(self)
+        self.slab = torch.empty(0, dtype=torch.uint8)
+        if self.device.type == "cuda":
+            _limit_all(self.device)
+
+
+def allowed_bytes(device: torch.device) -> int | None:
+    """What this process may reserve: the budgets of all engines on the device; None: no limit."""
+    budgets = [memory.budget_bytes for memory in _living if memory.device == device]
+    if not budgets or None in budgets:
+        return None
+    return sum(kept_budget(budget) for budget in budgets if budget is not None)
+
+
+def kept_budget(budget_bytes: int) -> int:
+    """The budget that can be kept: see LEAST_BUDGET_BYTES."""
+    return max(budget_bytes, LEAST_BUDGET_BYTES)
+
+
+def _limit_all(device: torch.device) -> None:
+    """Sets the limit to what all engines on the device may have together."""
+    allowed = allowed_bytes(device)
+    if allowed is None:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    else:
+        limit(device, allowed)
+
+
+def limit(device: torch.device, budget_bytes: int) -> None:
+    """Lets torch's allocator reserve at most so much on a CUDA device, from here on.
+
+    Raises SparkinferError for an allocator that would not keep to it to the byte."""
+    settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native" or "expandable_segments:True" in settings.replace(" ", ""):
+        raise SparkinferError(
+            f"{device}: torch's allocator is {backend} with {settings!r}, which does not keep a"
+            f" budget to the byte; unset {' and '.join(_ALLOCATOR_VARIABLES)}"
+        )
+    torch.cuda.empty_cache()
+    # Which of the two torch multiplies by the fraction depends on its version.
+    properties = torch.cuda.get_device_properties(device)
+    total = max(torch.cuda.mem_get_info(device)[1], properties.total_memory)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+
+
+def _warm_up(device: torch.device) -> None:
+    """Takes what products take once for good, so that what is left is known afterwards.
+
+    cuBLAS has a workspace of torch's memory for each stream, which counts against the budget: 8 MiB,
+    where torch would take 32 on an H100 or H200 and nobody has said otherwise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")  # numbers of KiB
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "8192")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        square = torch.zeros(64, 64, dtype=dtype, device=device)
+        square @ square
+    torch.cuda.synchronize(device)
+
+
+def _slack(device: torch.device) -> int:
+    return 0 if device.type == "cuda" else ALIGNMENT  # CUDA's addresses are aligned already
+
+
+@contextmanager
+def told_out_of_memory(
+    device: torch.device | None = None, num_bytes: int | None = None
+) -> Iterator[None]:
+    """Turns torch's error of memory that a device has not into one line; a device of None is the
+    fullest one that has a DeviceMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        wanted = "more memory" if num_bytes is None else format_bytes(num_bytes)
+        device = device or _fullest()
+        raise SparkinferError(f"{device}: {wanted} wanted, {_state(device)}") from error
+
+
+def _fullest() -> torch.device:
+    devices = {memory.device for memory in _living if memory.device.type == "cuda"}
+    found = devices or {torch.device("cuda", torch.cuda.current_device())}
+    return min(found, key=lambda device: torch.cuda.mem_get_info(device)[0])
+
+
+def _state(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "and there is not so much; free some or choose a smaller model"
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = allowed_bytes(device)
+    held = "" if allowed is None else f" of a budget of {format_bytes(allowed)}"
+    return (
+        f"{format_bytes(free)} of {format_bytes(total)} free; this process holds"
+        f" {format_bytes(reserved)}{held}, and {format_bytes(max(0, total - free - reserved))} are"
+        " its context's or other programs' (nvidia-smi lists them); end those, or run sparkinfer"
+        " solve with a smaller --vram-budget or --context"
+    )

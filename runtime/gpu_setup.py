@@ -1,0 +1,233 @@
+"""What an engine sets up for its GPUs: their memory by the plan, the passes that fit into what is
+left of it, and cold weights on their way.
+
+    memories_of        before loading: a slab a GPU, and the limit that its budget is
+    uploading          while loading: who fills them
+    with_cold_streams  after loading: who brings cold weights, from which number of tokens on
+    set_aside          when a decode step has been captured: room for the temporaries of passes
+
+Without a GPU there is nothing to set up. What this module does not know: the order of a pass."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from sparkinfer.budget import Items
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.progress import progress
+from sparkinfer.runtime.cold_spans import ColdBlock
+from sparkinfer.runtime.cold_stream import ColdStream, CurrentStream
+from sparkinfer.runtime.cold_worth import least_tokens_of
+from sparkinfer.runtime.device_memory import (
+    ALIGNMENT,
+    LEAST_BUDGET_BYTES,
+    SEGMENT_BYTES,
+    DeviceMemory,
+)
+from sparkinfer.runtime.feed_forward import Mode
+from sparkinfer.runtime.hybrid_device import Take
+from sparkinfer.runtime.loader import Placement, Weights
+from sparkinfer.runtime.pass_bytes import decode_bytes, pass_bytes
+from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.staging import Staging, copy_stream
+from sparkinfer.runtime.streams import PlainStream
+from sparkinfer.runtime.upload import PIECE_BYTES, Uploader
+from sparkinfer.sizes import format_bytes
+from sparkinfer.split_file import Split
+
+Memories = dict[torch.device, DeviceMemory]
+# Of cold weights at a time: long enough for copies to run at full speed.
+MOST_PIECE_BYTES = 32 << 20
+# Shorter copies are mostly their fixed costs.
+LEAST_PIECE_BYTES = 256 << 10
+# Of what temporaries leave, that gaps between them may take.
+GAPS = 0.1
+
+
+def memories_of(
+    model: ModelFile,
+    plan: Split | None,
+    placement: Placement,
+    bytes_by_role: dict[str, Items],
+    context_length: int,
+    notice: Callable[[str], None],
+) -> Memories:
+    """A slab for each GPU of a placement, for what the plan puts there for good.
+
+    Raises SparkinferError where a GPU has not so much memory."""
+    if placement.homes[0].type != "cuda":
+        return {}
+    budgets: list[int | None]
+    if plan is None:
+        items, budgets = [bytes_by_role["gpu"]], [None]
+    else:
+        items, budgets = plan.items_of_gpus(model)[0], list(plan.budgets)
+    found: Memories = {}
+    for device, number in dict(zip(placement.homes, placement.numbers, strict=True)).items():
+        budget = budgets[number]
+        if budget is not None and budget < LEAST_BUDGET_BYTES:
+            notice(
+                f"a budget of {format_bytes(budget)} on {device} is less than torch's allocator"
+                f" can be held to: it is held to {format_bytes(LEAST_BUDGET_BYTES)}"
+            )
+        size = slab_bytes(model, items[number], context_length, _num_ids(plan, device, placement))
+        found[device] = DeviceMemory.of(device, size, budget)
+    return found
+
+
+def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> int:
+    """Neurons whose numbers a GPU keeps: those of layers that are divided."""
+    if plan is None:
+        return 0
+    homes = placement.homes[:-1]
+    return sum(len(ids) for ids, home in zip(plan.hot, homes, strict=True) if home == device)
+
+
+def slab_bytes(model: ModelFile, items: Items, context_length: int, num_ids: int = 0) -> int:
+    """What stays on a GPU: the plan's weights and cache to the byte; of its workspace the vectors
+    of a decode step, the numbers of hot neurons, and a gap before each tensor."""
+    stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
+    num_tensors = len(model.tensors) + 4 * model.shape.num_layers
+    return stays + 4 * num_ids + decode_bytes(model, context_length) + ALIGNMENT * num_tensors
+
+
+def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
+    """Where the buffers of a decode step come from; None: from torch's allocator."""
+    return (lambda device: memories[device].take_for_step()) if memories else None
+
+
+def set_aside(memories: Memories) -> None:
+    """Room for temporaries; when whatever empties torch's store of memory is over."""
+    for memory in memories.values():
+        memory.set_aside()
+
+
+@contextmanager
+def uploading(memories: Memories, residence: Residence | None) -> Iterator[dict]:
+    """What fills the slabs, by device; when it ends everything is there and pinned."""
+    if not memories:
+        yield {}
+        return
+    total = sum(len(memory.slab) for memory in memories.values())
+    with progress("load to GPU", total / 1e6, "MB") as advance:
+        found = {
+            device: Uploader(
+                memory=memory,
+                on_bytes=lambda num_bytes: advance(num_bytes / 1e6),
+                piece_bytes=max(1 << 20, min(PIECE_BYTES, memory.room_bytes // 8)),
+            )
+            for device, memory in memories.items()
+        }
+        yield found
+        for uploader in found.values():
+            uploader.finish()
+    if any(device.type == "cuda" for device in memories):
+        torch.cuda.empty_cache()  # the pieces' memory, or it would count as taken
+        if residence is not None:
+            residence.pin()
+
+
+def with_cold_streams(
+    model: ModelFile,
+    weights: Weights,
+    memories: Mapping[torch.device, DeviceMemory],
+    placement: Placement,
+    mode: Mode,
+    context_length: int,
+    items: dict[str, Items],
+    chunk: int,
+    notice: Callable[[str], None],
+) -> tuple[Weights, int]:
+    """(the weights with whoever brings their cold neurons to a GPU, most tokens of a pass: `chunk`,
+    or fewer where there is no room for as many).
+
+    Raises SparkinferError where a GPU's budget leaves no room for a token."""
+    for memory in memories.values():
+        chunk = _most_tokens(model, memory, mode, context_length, chunk)
+    for device, memory in memories.items():
+        room = memory.room_bytes
+        workspace_bytes = items["gpu"]["workspace"] // len(memories)
+        wanted = pass_bytes(model, chunk, context_length, mode)
+        blocks = cold_blocks(weights, placement, device)
+        piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
+        piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
+                               default=0) + SEGMENT_BYTES)  # fmt: skip
+        memory.aside_bytes = max(workspace_bytes, wanted + 2 * max(0, piece))
+        if not blocks:
+            continue
+        if piece < max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values())):
+            notice(
+                f"{format_bytes(room)} beside weights and cache on {device}, of which a pass takes"
+                f" {format_bytes(wanted)}: too little to bring cold weights there; the CPU computes"
+                " them for prompts, too"
+            )
+            continue
+        weights = brought(weights, cold_stream(device, blocks, piece), chunk)
+    return weights, chunk
+
+
+def _most_tokens(
+    model: ModelFile, memory: DeviceMemory, mode: Mode, context_length: int, chunk: int
+) -> int:
+    """Of a pass, so that its temporaries fit beside the slab."""
+    room = int(memory.room_bytes * (1 - GAPS))
+    tokens = chunk
+    while pass_bytes(model, tokens, context_length, mode) > room:
+        if tokens == 1:
+            wanted = pass_bytes(model, 1, context_length, mode)
+            raise SparkinferError(
+                f"{memory.device}: {format_bytes(room)} are left beside weights and cache, one token"
+                f" takes {format_bytes(wanted)}; run sparkinfer solve with a larger --vram-budget or"
+                " a smaller --context"
+            )
+        tokens = -(-tokens // 2)
+    return tokens
+
+
+def cold_blocks(
+    weights: Weights, placement: Placement, device: torch.device
+) -> dict[int, ColdBlock]:
+    """Neurons on the CPU in layers that call the device home, by layer."""
+    found = {}
+    for index, layer in enumerate(weights.layers):
+        if placement.homes[index] != device:
+            continue
+        for block in layer.ffn.blocks:
+            if placement.hot is not None and int(block.id_N[0]) not in placement.hot[index]:
+                found[index] = ColdBlock.of(block)
+    return found
+
+
+def cold_stream(
+    device: torch.device, blocks: dict[int, ColdBlock], piece_bytes: int, least_tokens: int = 1
+) -> ColdStream:
+    is_cuda = device.type == "cuda"
+    copier = copy_stream(device)
+    is_pinned = all(block.can_be_copied for block in blocks.values())
+    return ColdStream(
+        device=device,
+        blocks=blocks,
+        piece_bytes=piece_bytes,
+        least_tokens=least_tokens,
+        compute=CurrentStream(device) if is_cuda else PlainStream(),
+        copier=copier,
+        staging=None if is_pinned else Staging(piece_bytes, copier, is_pinned=is_cuda),
+    )
+
+
+def brought(
+    weights: Weights, stream: ColdStream, chunk: int, least_tokens: int | None = None
+) -> Weights:
+    """The weights with a stream for its layers, from `least_tokens` (None: measured) on."""
+    layers = tuple(
+        replace(layer, ffn=replace(layer.ffn, cold=stream)) if index in stream.blocks else layer
+        for index, layer in enumerate(weights.layers)
+    )
+    if least_tokens is None:
+        index = max(stream.blocks, key=lambda layer: stream.blocks[layer].num_neurons)
+        least_tokens = least_tokens_of(stream, weights.layers[index].ffn, index, chunk)
+    stream.least_tokens = least_tokens
+    return replace(weights, layers=layers)

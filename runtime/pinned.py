@@ -1,0 +1,52 @@
+"""Memory of our own that GPUs copy from without a detour: registered with CUDA (cudaHostRegister),
+and unregistered before the system takes it back.
+
+What this module does not know: what lies in it."""
+
+import mmap
+import sys
+from typing import Any
+
+import torch
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import format_bytes
+
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+
+
+class PinnableMemory(mmap.mmap):
+    """Lives as long as the last tensor in it."""
+
+    _pinned_at: int | None = None
+    _runtime: Any = None
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Raises SparkinferError where CUDA or the limit on locked memory says no."""
+        assert self._pinned_at is None
+        if not num_bytes:
+            return
+        runtime = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(address, num_bytes, _FOR_ALL_DEVICES))
+        if status:
+            raise SparkinferError(
+                f"{format_bytes(num_bytes)} of main memory cannot be pinned for the GPU (CUDA error"
+                f" {status}); the limit on locked memory is {_limit_on_locked()}: raise it (ulimit"
+                " -l unlimited, or --ulimit memlock=-1 for a container), or load with"
+                " is_resident=False, which copies by a detour"
+            )
+        self._pinned_at, self._runtime = address, runtime
+
+    def __del__(self) -> None:
+        if self._pinned_at is not None and not sys.is_finalizing():
+            self._runtime.cudaHostUnregister(self._pinned_at)
+            self._pinned_at = None
+
+
+def _limit_on_locked() -> str:
+    try:
+        import resource
+    except ImportError:  # no such limit on this system
+        return "unknown"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "none" if limit == resource.RLIM_INFINITY else format_bytes(limit)

@@ -1,0 +1,510 @@
+"""A GPU's memory, played by the CPU: a slab of the plan's bytes, filled from the file; the limit that
+torch's allocator is given; products as tensor cores make them; what a pass takes."""
+
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from models import make_model, make_shape, shape_only
+from reference import logits_ref, rel_error
+from test_runtime import IDS, PATTERNS, make_split
+from test_workspace import spanned_bytes
+from torch.nn import functional
+
+from sparkinfer import Engine
+from sparkinfer.budget import ITEMS, SHORT_CHUNK, workspace_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import KINDS
+from sparkinfer.runtime import attention, device_memory, gpu_products, gpu_setup, tiles
+from sparkinfer.runtime.decoder import Decoder
+from sparkinfer.runtime.device_memory import ALIGNMENT, DeviceMemory, told_out_of_memory
+from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.loader import Placement, load_weights
+from sparkinfer.runtime.matrix import Matrix, matrix_of, unpack
+from sparkinfer.runtime.observers import Observers
+from sparkinfer.runtime.pass_bytes import decode_bytes, pass_bytes
+from sparkinfer.runtime.planar import PLANAR_KIND
+from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.upload import Uploader
+from sparkinfer.runtime.workspace import peak_bytes
+
+CPU = torch.device("cpu")
+CARD = torch.device("cpu", 0)  # not the same as CPU to a placement: where the GPU's part goes
+WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
+
+
+@pytest.fixture(params=["llama", "tied"])
+def planned(request, tmp_path):
+    """(model, plan of it) with neurons divided, and a layer's attention and the head on the CPU."""
+    shape = make_shape(num_layers=3, width=256, num_neurons=96)
+    model = make_model(shape=shape, predictor_rank=8, is_tied=request.param == "tied", kind="q4_0")
+    return model, make_split(
+        model,
+        [PATTERNS["random"][0], [], range(96)],
+        dense_on_gpu=[1, 1, 0],
+        head_on_gpu=request.param == "tied",
+    )
+
+
+def load(model, split, *, mode="exact", piece_bytes=1 << 12):
+    """(decoder, the card's memory, the CPU's) with the GPU's part in a slab."""
+    placement = Placement.of_split(split, (CARD,))
+    size = gpu_setup.slab_bytes(model, split.gpu_bytes, 32, sum(map(len, split.hot)))
+    memory = DeviceMemory.of(CARD, size, None)
+    uploader = Uploader(memory=memory, piece_bytes=piece_bytes)
+    residence = Residence() if library.is_available() else None
+    observers, traffic = Observers(), Traffic()
+    weights = load_weights(
+        model, placement, mode, 32, observers, traffic, print, residence, {CARD: uploader}
+    )
+    uploader.finish()
+    decoder = Decoder(
+        weights=weights, input_layer_offset=0, observers=observers, native="not asked for"
+    )
+    return decoder, memory, residence
+
+
+def test_each_item_takes_the_plans_bytes(planned):
+    model, split = planned
+    _, memory, residence = load(model, split, mode="predicted")
+    for item in ITEMS:
+        if item not in ("workspace", "embedding"):
+            assert memory.taken.get(item, 0) == split.gpu_bytes[item], item
+    assert split.gpu_bytes["neurons"] and split.gpu_bytes["kv_cache"]
+    assert memory.taken["workspace"] == 4 * (30 + 96)  # numbers of hot neurons
+    if residence is None:
+        return
+    # On the CPU the cache and vectors that are no neuron's are torch's, the embedding is mapped.
+    on_cpu = split.cpu_bytes["neurons"] + split.cpu_bytes["attention"]
+    on_cpu += split.cpu_bytes["predictor"] + split.cpu_bytes["head"]
+    vectors = 2 * 4 * 256 + (0 if split.head_on_gpu else 4 * 256)
+    assert residence.num_bytes == on_cpu - vectors
+
+
+def test_what_is_in_the_slab_gives_what_the_file_gives(planned):
+    model, split = planned
+    for mode in ("dense", "exact", "predicted"):
+        decoder, memory, _ = load(model, split, mode=mode)
+        with torch.inference_mode():
+            got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+        with Engine.of(model, mode=mode) as engine:
+            want = engine.logits(IDS)
+        assert rel_error(got, want) < torch.finfo(torch.float16).eps
+        inside = [t for t in tensors_of(decoder.weights) if is_inside(t, memory.slab)]
+        assert sum(t.nbytes for t in inside) == sum(
+            count for item, count in memory.taken.items() if item not in ("kv_cache", "workspace")
+        )
+    assert rel_error(want, logits_ref(model, IDS)) > 1e-3  # predicted; dense was compared before
+
+
+def tensors_of(weights):
+    """Weights, each once."""
+    found = [weights.head.weight.data]
+    found += [weights.output_norm.weight_D]
+    for layer in weights.layers:
+        found += [layer.attn_norm.weight_D, layer.ffn_norm.weight_D]
+        found += [
+            linear.weight.data for linear in (*layer.attention.inputs, layer.attention.output)
+        ]
+        if layer.ffn.predictor:
+            found += [layer.ffn.predictor.down.weight.data, layer.ffn.predictor.up.weight.data]
+        for block in layer.ffn.blocks:
+            found += [block.gate.weight.data, block.up.weight.data, block.down.data]
+    return found
+
+
+def is_inside(tensor, slab):
+    return slab.data_ptr() <= tensor.data_ptr() < slab.data_ptr() + len(slab)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [None, np.array([0, 63, 7, 8, 1])])
+@pytest.mark.parametrize("piece_bytes", [1, 1000, 1 << 20])
+def test_pieces_of_any_size_are_put_together(kind, rows, piece_bytes):
+    model = make_model(shape=make_shape(width=256, num_neurons=64), kind=kind)
+    entry = model.tensors["blk.0.ffn_up.weight"]
+    heard = []
+    memory = DeviceMemory.of(CARD, 1 << 20)
+    uploader = Uploader(memory=memory, on_bytes=heard.append, piece_bytes=piece_bytes)
+    got, want = uploader.matrix(entry, "neurons", rows), matrix_of(entry, CPU, rows)
+    assert got.kind == PLANAR_KIND.get(kind, kind)
+    assert torch.equal(unpack(got.data, got.kind), unpack(want.data, want.kind))
+    assert got.num_bytes == want.num_bytes == sum(heard) == memory.taken["neurons"]
+    assert got.data.data_ptr() % ALIGNMENT == 0
+
+
+def test_the_slab_is_cut_without_overlap_and_not_beyond_its_end():
+    memory = DeviceMemory.of(CARD, 10 * ALIGNMENT)
+    taken = [memory.take((7,), torch.float32, "a"), memory.take((3, 5), torch.uint8, "b"),
+             memory.take((4 * ALIGNMENT,), torch.uint8, "a")]  # fmt: skip
+    for number, tensor in enumerate(taken):
+        tensor.fill_(number + 1)
+        assert tensor.data_ptr() % ALIGNMENT == 0
+    assert [t.unique().tolist() for t in taken] == [[1], [2], [3]]
+    assert memory.taken == {"a": 28 + 4 * ALIGNMENT, "b": 15}
+    take = memory.take_for_step()
+    assert not take((4, ALIGNMENT), torch.uint8).any()
+    with pytest.raises(SparkinferError, match="1 bytes more of step wanted, of 2,560 set aside"):
+        take((1,), torch.uint8)
+    take = memory.take_for_step()  # another step has the same memory
+    assert take((ALIGNMENT,), torch.float32).nbytes == 4 * ALIGNMENT
+    assert memory.report().slab == 10 * ALIGNMENT
+
+
+def test_a_plan_of_other_bytes_is_refused_while_loading(planned):
+    model, split = planned
+    memory = DeviceMemory.of(CARD, split.gpu_bytes["neurons"])
+    with pytest.raises(SparkinferError, match="run sparkinfer solve again"):
+        load_weights(
+            model, Placement.of_split(split, (CARD,)), "exact", 32, Observers(), Traffic(), print,
+            None, {CARD: Uploader(memory=memory)},
+        )  # fmt: skip
+
+
+# ---- the limit, on a card that is played ------------------------------------------------------
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """What torch says of CUDA, and the fraction that it was told to keep."""
+    state = SimpleNamespace(total=24 << 30, free=20 << 30, reserved=0, backend="native")
+    state.limit = None
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: (state.free, state.total))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda device: state.reserved)
+    monkeypatch.setattr(cuda, "get_allocator_backend", lambda: state.backend)
+    monkeypatch.setattr(cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=state.total)
+    )
+
+    def keep(fraction, device):
+        assert 0 <= fraction <= 1
+        state.limit = int(fraction * state.total)  # as CUDACachingAllocator.cpp has it
+
+    monkeypatch.setattr(cuda, "set_per_process_memory_fraction", keep)
+    monkeypatch.setattr(device_memory, "_warm_up", lambda device: None)
+    monkeypatch.setattr(device_memory, "_living", set())
+    for name in device_memory._ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return state
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("budget", [(8 << 30) + 12345, 1234567891, (24 << 30) - 1, 24 << 30])
+def test_the_allocator_may_reserve_the_budget_and_not_a_byte_more(card, budget):
+    device_memory.limit(GPU, budget)
+    assert budget - 1 <= card.limit <= budget
+
+
+def living(budget):
+    memory = DeviceMemory(GPU, torch.empty(0, dtype=torch.uint8), budget)
+    device_memory._living.add(memory)
+    return memory
+
+
+def test_several_engines_may_have_what_their_budgets_come_to(card):
+    first = living(1 << 30)
+    device_memory._limit_all(GPU)
+    assert card.limit == 1 << 30
+    second = living(2 << 30)
+    device_memory._limit_all(GPU)
+    assert card.limit == 3 << 30
+    card.reserved = 1 << 30
+    assert second.room_bytes == (2 << 30) - device_memory.SMALL_BYTES
+    card.reserved = (3 << 30) - device_memory.SMALL_BYTES - device_memory.MIDDLE_BYTES + 1
+    assert second.room_bytes == 0
+    first.close()
+    assert card.limit == 2 << 30
+    living(None)  # an engine without a plan, and so without a limit
+    second.close()
+    assert card.limit == card.total
+
+
+def test_other_allocators_are_refused(card, monkeypatch):
+    card.backend = "cudaMallocAsync"
+    with pytest.raises(SparkinferError, match="cudaMallocAsync"):
+        device_memory.limit(GPU, 1 << 30)
+    card.backend = "native"
+    monkeypatch.setitem(os.environ, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
+    with pytest.raises(SparkinferError, match="does not keep a budget to the byte; unset"):
+        device_memory.limit(GPU, 1 << 30)
+
+
+def test_out_of_memory_is_one_line_that_says_what_to_do(card):
+    card.free, card.reserved = 1 << 30, 3 << 30
+    with pytest.raises(SparkinferError) as caught, told_out_of_memory(GPU, 5 << 30):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...\nmore lines")
+    said = str(caught.value)
+    assert "\n" not in said and said.startswith(
+        "cuda:0: 5.00 GiB wanted, 1.00 GiB of 24.00 GiB free"
+    )
+    assert "3.00 GiB, and 20.00 GiB are its context's or other programs'" in said
+    assert "smaller --vram-budget" in said
+    with pytest.raises(RuntimeError, match="of another kind"), told_out_of_memory(GPU):
+        raise RuntimeError("of another kind")
+
+
+def test_a_pass_is_made_as_short_as_the_room_asks_for(card):
+    model = shape_only(make_shape(width=4096, num_neurons=11008, context_length=1024))
+    memory = living(1 << 30)
+    for tokens in (128, 64):
+        card.reserved = (1 << 30) - device_memory.SMALL_BYTES
+        card.reserved -= int(pass_bytes(model, tokens, 1024, "exact") / (1 - gpu_setup.GAPS)) + 2
+        assert gpu_setup._most_tokens(model, memory, "exact", 1024, 128) == tokens
+    card.reserved = 1 << 30
+    with pytest.raises(SparkinferError, match="one token takes .* larger --vram-budget"):
+        gpu_setup._most_tokens(model, memory, "exact", 1024, 128)
+
+
+@pytest.mark.parametrize("room", ["none", "for a pass", "for cold weights too"])
+def test_cold_weights_are_brought_where_there_is_room_for_them(room, monkeypatch):
+    shape = make_shape(width=256, num_neurons=2048, context_length=256)
+    model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
+    split = make_split(model, [range(0, 2048, 2), range(100)], context_length=256)
+    decoder, uploader, _ = load_for(model, split, "exact", 256)
+    memory, said = uploader.memory, []
+    monkeypatch.setattr(gpu_setup, "least_tokens_of", lambda *arguments: 16)
+    wanted = pass_bytes(model, 128, 256, "exact")
+    piece = 1 << 20
+    left = {"none": 0, "for a pass": wanted, "for cold weights too": wanted + 2 * piece}[room]
+    memory.budget_bytes = len(memory.slab) + int(left / (1 - gpu_setup.GAPS)) + 2
+    items = {"gpu": split.gpu_bytes}
+
+    def set_up():
+        placement = Placement.of_split(split, (CARD,))
+        return gpu_setup.with_cold_streams(
+            model, decoder.weights, {CARD: memory}, placement, "exact", 256, items, 128, said.append
+        )
+
+    if room == "none":
+        with pytest.raises(SparkinferError, match="larger --vram-budget"):
+            set_up()
+        return
+    weights, chunk = set_up()
+    assert chunk == 128
+    streams = {layer.ffn.cold for layer in weights.layers}
+    if room == "for a pass":
+        assert streams == {None} and "too little to bring cold weights there" in said[0]
+        return
+    (stream,) = streams
+    assert not said and stream.least_tokens == 16 and stream.staging is not None
+    assert piece - 4 <= stream.piece_bytes <= piece and set(stream.blocks) == {0, 1}
+    assert memory.aside_bytes >= wanted + 2 * stream.piece_bytes
+    with torch.inference_mode():
+        got = dataclasses.replace(decoder, weights=weights).forward(torch.arange(40), 0)
+        want = decoder.forward(torch.arange(40), 0)
+    assert stream._next == len(stream._pieces) > 2
+    assert rel_error(got, want) < 1e-3
+
+
+def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
+    said = []
+    assert device_memory.kept_budget(1 << 20) == device_memory.LEAST_BUDGET_BYTES
+    model = make_model()
+    split = make_split(model, PATTERNS["half"])
+    placement = Placement.of_split(split, (GPU,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_setup.DeviceMemory, "of", lambda *arguments: arguments)
+        found = gpu_setup.memories_of(model, split, placement, {}, 32, said.append)
+    assert list(found) == [GPU] and len(said) == 1 and "is held to 128.00 MiB" in said[0]
+    stays = sum(split.gpu_bytes.values()) - split.gpu_bytes["workspace"]
+    assert 0 < found[GPU][1] - stays - 4 * 96 - decode_bytes(model, 32) < 60 * ALIGNMENT
+
+
+def test_a_slab_that_does_not_fit_leaves_no_limit_behind(card, monkeypatch):
+    def empty(*arguments, device=None, **options):
+        if device == GPU:
+            assert card.limit == 9 << 30
+            raise torch.OutOfMemoryError("no")
+        return was(*arguments, device=device, **options)
+
+    was = torch.empty
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(
+        SparkinferError, match="cuda:0: 8.00 GiB wanted, 20.00 GiB of 24.00 GiB free"
+    ):
+        DeviceMemory.of(GPU, 8 << 30, 9 << 30)
+    assert card.limit == card.total and not device_memory._living
+
+
+def test_without_a_gpu_there_is_nothing_to_set_up():
+    model = make_model()
+    placement = Placement.on_one_device(2, CPU)
+    assert gpu_setup.memories_of(model, None, placement, {}, 32, print) == {}
+    assert gpu_setup.step_takes({}) is None
+
+
+# ---- products as on tensor cores --------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Tiles, products and attention as on a GPU, by the reference of its kernels."""
+    monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
+    monkeypatch.setattr(gpu_products, "kernels", reference_kernels)
+
+
+def random_matrix(kind, num_rows=200, width=256):
+    shape = make_shape(width=width, num_neurons=num_rows)
+    entry = make_model(shape=shape, kind=kind).tensors["blk.0.ffn_up.weight"]
+    memory = DeviceMemory.of(CARD, 1 << 22)
+    matrix = Uploader(memory=memory).matrix(entry, "neurons")
+    return matrix, unpack(matrix.data, matrix.kind).double()
+
+
+def is_right(got, left, right, eps) -> bool:
+    """Whether got is left @ right for factors rounded by eps and sums in f32."""
+    terms = left.abs().double() @ right.abs()
+    bound = (2 * eps + left.shape[1] * torch.finfo(torch.float32).eps) * terms
+    return bool(((got.double() - left.double() @ right).abs() <= bound).all())
+
+
+def eps_of(kind):
+    return {"f32": 0.0, "bf16": 2.0**-8}.get(kind, 2.0**-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeypatch, kind):
+    matrix, exact_ND = random_matrix(kind)
+    generator = torch.Generator().manual_seed(1)
+    for rows in (64, 1000):  # several tiles, one
+        monkeypatch.setattr(gpu_products, "tile_rows", lambda width, rows=rows: rows)
+        for scale in (1.0, 1e6, 1e-7):  # f16 has neither of these
+            x_TD = scale * torch.randn(5, 256, generator=generator)
+            weight_TN = scale * torch.randn(5, 200, generator=generator)
+            assert is_right(matrix.product(x_TD), x_TD, exact_ND.T, eps_of(kind))
+            assert is_right(matrix.combine_many(weight_TN), weight_TN, exact_ND, eps_of(kind))
+    chosen = torch.tensor([3, 199, 0])
+    assert is_right(matrix.product(x_TD, chosen), x_TD, exact_ND[chosen].T, eps_of(kind))
+    assert rel_error(matrix.dot(x_TD[0]), exact_ND @ x_TD[0].double()) < 1e-5
+    assert matrix.product(x_TD, chosen[:0]).shape == (5, 0)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_measure_rejects_wrong_products(as_on_a_gpu, wrong):
+    matrix, exact_ND = random_matrix("q4_0")
+    x_TD = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    assert not is_right(wrong(matrix.product(x_TD)), x_TD, exact_ND.T, eps_of("q4_0"))
+
+
+def test_what_is_no_number_stays_in_its_token(as_on_a_gpu):
+    matrix, exact_ND = random_matrix("f16")
+    x_TD = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+    x_TD[0, 5], x_TD[2, 7] = torch.nan, torch.inf
+    got = matrix.product(x_TD)
+    assert got[0].isnan().all() and not got[2].isfinite().any()
+    assert is_right(got[1:2], x_TD[1:2], exact_ND.T, eps_of("f16"))
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("score_bytes", [1, 700, 1 << 20])
+def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_bytes):
+    monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+    generator = torch.Generator().manual_seed(0)
+    for tokens, cached in ((1, 1), (1, 9), (5, 5), (7, 20)):
+        query = torch.randn(tokens, heads, 16, generator=generator)
+        key, value = (torch.randn(cached, kv_heads, 16, generator=generator).half() for _ in "kv")
+        got = attention.attend_by_heads(query, key, value)
+        q, k, v = (t.double().transpose(0, 1)[None] for t in (query, key, value))
+        mask = torch.ones(tokens, cached, dtype=torch.bool).tril(cached - tokens)
+        want = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        assert rel_error(got, want[0].transpose(0, 1).flatten(1)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gpu, kind, mode):
+    """With both sides as a GPU computes them, to the rounding of the tiles."""
+    shape = make_shape(width=256, num_neurons=96)
+    model = make_model(shape=shape, kind=kind, predictor_rank=8)
+    split = make_split(model, PATTERNS["random"])
+    decoder, _, _ = load(model, split, mode=mode)
+    with torch.inference_mode():
+        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    monkeypatch.undo()
+    monkeypatch.setenv(tiles.TILES_VARIABLE, "f32")
+    tiles._processors_choice.cache_clear()
+    with Engine.of(model, mode=mode, context_length=32) as engine:
+        want = engine.logits(IDS)
+    tiles._processors_choice.cache_clear()
+    # Predictors are f32; a neuron close to its threshold may still be named by one and not the other.
+    assert rel_error(got, want) < {"f32": 1e-5, "bf16": 6e-2}.get(kind, 8e-3)
+
+
+# ---- what a pass takes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
+def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kv_heads, neurons, width,
+                                       context):  # fmt: skip
+    """By torch's account of what was alive at once; the tile that the bound has is not needed for
+    f32, so the rest must do without it."""
+    shape = make_shape(
+        width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
+        vocab_size=3000, context_length=context,
+    )  # fmt: skip
+    model = make_model(shape=shape, predictor_rank=32)
+    monkeypatch.setattr(gpu_products, "TILE_BYTES", 0)
+    for tokens in (SHORT_CHUNK, 16):
+        split = make_split(model, [range(0, neurons, 2)] * 2, context_length=context)
+        decoder, _, _ = load_for(model, split, mode, context)
+        ids_T = torch.arange(tokens)
+
+        @torch.inference_mode()
+        def run(decoder=decoder, ids_T=ids_T):
+            decoder.logits(decoder.forward(ids_T, context - len(ids_T))[-16:])
+
+        run()
+        bound = pass_bytes(model, tokens, context, mode)
+        assert 0.2 * bound < peak_bytes(run) <= bound
+
+
+def load_for(model, split, mode, context):
+    placement = Placement.of_split(split, (CARD,))
+    size = gpu_setup.slab_bytes(model, split.gpu_bytes, context, sum(map(len, split.hot)))
+    uploader = Uploader(memory=DeviceMemory.of(CARD, size))
+    observers = Observers()
+    weights = load_weights(
+        model, placement, mode, context, observers, Traffic(), print, None, {CARD: uploader}
+    )
+    made = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
+    return made, uploader, None
+
+
+@pytest.mark.parametrize("shape", [
+    make_shape(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
+               vocab_size=32000),
+    make_shape(num_layers=8, width=8192, num_neurons=28672, num_heads=64, num_kv_heads=8,
+               vocab_size=32000),
+])  # fmt: skip
+@pytest.mark.parametrize("context", [512, 4096, 32768])
+def test_models_that_people_have_leave_room_in_their_workspace(shape, context):
+    """For the vectors of a step, cuBLAS, and pieces of cold weights that are worth a copy."""
+    model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
+    left = workspace_bytes(model, context) - decode_bytes(model, context)
+    left -= (
+        device_memory.SMALL_BYTES
+        + device_memory.MIDDLE_BYTES
+        + 4 * shape.num_neurons * shape.num_layers
+    )
+    tokens = SHORT_CHUNK
+    while pass_bytes(model, tokens, context, "predicted") > left:
+        tokens //= 2
+    assert tokens >= 32
+
+
+def test_what_is_spanned_is_what_was_taken():
+    """The sum of a checker of another file, on memory that is known."""
+    memory = DeviceMemory.of(CARD, 4096)
+    data = memory.take((4, 8), torch.float32, "a")
+    assert spanned_bytes([Matrix(data=data, kind="f32", width=8)]) == 128

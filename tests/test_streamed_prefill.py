@@ -1,0 +1,390 @@
+"""Cold weights brought to a GPU for a prompt: the same values as on the CPU, and no order of copies
+and products that the events allow changes any of them. The GPU is the CPU here, with streams that
+run what they are given late."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_model, save_tokenizer
+from fake_streams import FakeDevice, FakeStream, Race
+from models import make_model, make_shape
+from reference import logits_ref, rel_error
+from test_families import CASES, converted
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.model_file import KINDS, ModelFile
+from sparkinfer.runtime import cold_stream, cold_worth, staging, tiles
+from sparkinfer.runtime.cold_spans import ColdBlock
+from sparkinfer.runtime.cold_stream import ColdStream
+from sparkinfer.runtime.feed_forward import Gate, NeuronBlock
+from sparkinfer.runtime.gpu_setup import brought, cold_blocks
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.loader import Placement
+from sparkinfer.runtime.matrix import Linear, Matrix
+from sparkinfer.runtime.staging import Staging
+from sparkinfer.runtime.streams import PlainStream
+
+CPU = torch.device("cpu")
+F, D = 96, 64
+IDS = np.random.default_rng(3).integers(0, 50, 21).tolist()
+BOUND = 1e-5
+random = np.random.default_rng(0)
+PATTERNS = {
+    "no neuron hot": [[], []],
+    "all hot": [range(F), range(F)],
+    "one hot": [[5], [90]],
+    "one cold": [np.delete(np.arange(F), 7), np.delete(np.arange(F), 0)],
+    "mixed": [[], range(F)],
+    "random": [random.permutation(F)[:30], random.permutation(F)[:50]],
+}
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_f32(monkeypatch):
+    monkeypatch.setenv(tiles.TILES_VARIABLE, "f32")
+    tiles._processors_choice.cache_clear()
+    yield
+    tiles._processors_choice.cache_clear()
+
+
+def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1):
+    """Lets an engine with both roles on the CPU bring its cold neurons from one to the other."""
+    weights = engine._live.weights
+    placement = Placement.of_split(split, (CPU,) * len(split.budgets))
+    blocks = cold_blocks(weights, placement, CPU)
+    if not blocks:
+        return None
+    least = max(block.least_piece_bytes for block in blocks.values())
+    size = piece_bytes or 3 * least
+    copier = PlainStream()
+    stream = ColdStream(
+        device=CPU,
+        blocks=blocks,
+        piece_bytes=size,
+        least_tokens=1,
+        compute=PlainStream(),
+        copier=copier,
+        staging=Staging(size, copier, is_pinned=False) if is_staged else None,
+    )
+    weights = brought(weights, stream, 128, least_tokens=least_tokens)
+    engine._decoder = dataclasses.replace(engine._live, weights=weights)
+    return stream
+
+
+def counted(stream):
+    """Counts the pieces that are brought, in a list."""
+    pieces, was = [], stream._start
+
+    def start(number):
+        if number < len(stream._pieces):
+            pieces.append(number)
+        was(number)
+
+    stream._start = start
+    return pieces
+
+
+def planned(tmp_path, hot, **options):
+    model = dataclasses.replace(make_model(**options), path=tmp_path / "m.gguf")
+    model.save(model.path)
+    split = make_split(model, hot)
+    split.save(tmp_path / "s.gguf")
+    return model, split
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("is_resident", [False, True])
+def test_brought_neurons_give_what_they_give_on_the_cpu(tmp_path, pattern, mode, is_resident):
+    if is_resident and not library.is_available():
+        pytest.skip("the C++ kernels are not built")
+    model, split = planned(tmp_path, PATTERNS[pattern], predictor_rank=8)
+    with Engine.load(
+        model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=is_resident
+    ) as engine:
+        want = engine.logits(IDS)
+        stream = streamed(engine, split)
+        if stream is None:
+            assert pattern == "all hot"
+            return
+        pieces = counted(stream)
+        assert rel_error(engine.logits(IDS), want) < BOUND
+        assert pieces == list(range(len(stream._pieces)))
+        assert len(pieces) > 2 or pattern == "one cold"
+        assert not stream._slots  # the buffers are given back
+        if mode != "predicted":
+            assert rel_error(engine.logits(IDS), logits_ref(model, IDS)) < BOUND
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_resident", [False, True])
+def test_every_type(tmp_path, kind, is_resident):
+    if is_resident and not library.is_available():
+        pytest.skip("the C++ kernels are not built")
+    shape = make_shape(width=256, num_neurons=F)
+    model, split = planned(tmp_path, PATTERNS["random"], kind=kind, shape=shape)
+    for mode in ("dense", "exact"):
+        with Engine.load(
+            model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=is_resident
+        ) as engine:
+            want = engine.logits(IDS)
+            streamed(engine, split)
+            # A sum in another order may fall to the other side in the f16 KV cache.
+            bound = BOUND if kind == "f32" else torch.finfo(torch.float16).eps
+            assert rel_error(engine.logits(IDS), want) < bound
+
+
+@pytest.mark.parametrize("case", ["opt", "llama-biases", "falcon-many-keys"])
+@pytest.mark.parametrize("is_resident", [False, True])
+def test_without_gates_and_with_biases(tmp_path, case, is_resident):
+    folder = random_model(tmp_path / "hf", CASES[case])
+    save_tokenizer(folder, 320)
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
+    model = ModelFile.load(path)
+    neurons = np.arange(model.shape.num_neurons)
+    split = make_split(model, [neurons[::3], neurons[:0], neurons[1:]])
+    split.save(tmp_path / "s.gguf")
+    with Engine.load(
+        path, split=tmp_path / "s.gguf", mode="exact", is_resident=is_resident
+    ) as engine:
+        want = engine.logits(IDS)
+        streamed(engine, split)
+        assert rel_error(engine.logits(IDS), want) < BOUND
+
+
+def test_few_tokens_and_observers_stay_on_the_cpu(tmp_path):
+    model, split = planned(tmp_path, PATTERNS["random"])
+    with Engine.load(model.path, split=tmp_path / "s.gguf") as engine:
+        want = engine.logits(IDS)
+        pieces = counted(streamed(engine, split, least_tokens=len(IDS)))
+        assert rel_error(engine.logits(IDS[:-1]), want[:-1]) < BOUND
+        assert not pieces
+        seen = []
+        with engine.observe(lambda name, layer, tensor: seen.append(name)):
+            assert rel_error(engine.logits(IDS), want) < BOUND
+        assert not pieces and "ffn_hidden" in seen
+        engine.logits(IDS)
+        assert pieces
+
+
+def test_a_pass_that_was_left_does_not_disturb_the_next(tmp_path):
+    model, split = planned(tmp_path, PATTERNS["random"])
+    with Engine.load(model.path, split=tmp_path / "s.gguf") as engine:
+        want = engine.logits(IDS)
+        stream = streamed(engine, split)
+        was, engine_layers = ColdStream.run, []
+
+        def run(self, layer, add, x, y):
+            engine_layers.append(layer)
+            if layer == 1:
+                raise KeyboardInterrupt
+            was(self, layer, add, x, y)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ColdStream, "run", run)
+            with pytest.raises(KeyboardInterrupt):
+                engine.logits(IDS)
+        assert engine_layers == [0, 1] and stream._slots
+        assert rel_error(engine.logits(IDS), want) < BOUND
+
+
+# ---- the order of copies and products, on streams that run late ------------------------------
+
+
+class Event(dict):
+    """That of a fake stream, for which the host can wait."""
+
+    device: FakeDevice
+
+    def synchronize(self):
+        self.device.drain()
+
+
+class Late(FakeStream):
+    def record(self):
+        event = Event(super().record())
+        event.device = self.device
+        return event
+
+
+def late_streams(device):
+    for _ in range(2):
+        device.queues.append([])
+    return Late(device, 0), Late(device, 1)
+
+
+def neurons(count, seed, *, is_together):
+    """A block in memory, gate, up and down of a neuron side by side or apart; and its f64 values."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(count, 3, D, generator=generator)
+    parts = [whole[:, i] if is_together else whole[:, i].clone() for i in range(3)]
+    gate, up, down = (Matrix(data=part, kind="f32", width=D) for part in parts)
+    bias_N = torch.randn(count, generator=generator)
+    block = NeuronBlock(
+        gate=Linear(weight=gate, bias_N=bias_N),
+        up=Linear(weight=up),
+        down=down,
+        id_N=torch.arange(count),
+        row_N=None,
+    )
+    gate_ND, up_ND, down_ND = (part.double() for part in parts)
+
+    def reference(x_TD):
+        hidden = (x_TD.double() @ gate_ND.T + bias_N).relu() * (x_TD.double() @ up_ND.T)
+        return hidden @ down_ND
+
+    return block, reference
+
+
+@dataclasses.dataclass
+class Case:
+    """Three layers on late streams; `passes` runs them all some times and gives the errors."""
+
+    device: FakeDevice
+    stream: ColdStream
+    references: list
+
+    def passes(self, count=2):
+        got = []
+        for number in range(count):
+            for layer, reference in enumerate(self.references):
+                x_TD = torch.randn(
+                    5, D, generator=torch.Generator().manual_seed(10 * number + layer)
+                )
+                y_TD = torch.zeros(5, D)
+                self.stream.run(layer, lambda piece, x=x_TD, y=y_TD: add(piece, x, y), x_TD, y_TD)
+                got.append((y_TD, reference(x_TD)))
+        self.device.drain()
+        return [rel_error(y_TD, want_TD) for y_TD, want_TD in got]
+
+
+def add(piece, x_TD, y_TD):
+    gate = Gate(activation="relu", threshold=0.0)
+    value, _ = gate.act(piece.gate.apply(x_TD), is_dense=True)
+    piece.down.add_many(y_TD, gate.hidden(value, piece.up.apply(x_TD)))
+
+
+def late_case(monkeypatch, *, is_staged, seed=0, dropped=None, is_together=True):
+    device = FakeDevice(seed=seed, dropped=dropped)
+    compute, copier = late_streams(device)
+    made = [neurons(count, count, is_together=is_together) for count in (7, 1, 12)]
+    blocks = {layer: ColdBlock.of(block) for layer, (block, _) in enumerate(made)}
+    size = 3 * max(block.least_piece_bytes for block in blocks.values())
+    # A pass has the memory of the one before it.
+    memory = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+    turn = iter(range(1000))
+    monkeypatch.setattr(cold_stream, "_buffer", lambda size, device: memory[next(turn) % 2])
+    stream = ColdStream(
+        device=CPU,
+        blocks=blocks,
+        piece_bytes=size,
+        least_tokens=1,
+        compute=compute,
+        copier=copier,
+        staging=Staging(size, copier, is_pinned=False) if is_staged else None,
+    )
+    return Case(device, stream, [reference for _, reference in made])
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_any_order_that_the_events_allow_is_right(monkeypatch, is_staged, is_together):
+    for seed in range(8):
+        case = late_case(monkeypatch, is_staged=is_staged, seed=seed, is_together=is_together)
+        assert len(case.stream._pieces) >= 5
+        assert max(case.passes()) < BOUND
+
+
+def test_no_wait_could_be_left_out(monkeypatch):
+    case = late_case(monkeypatch, is_staged=False)
+    case.passes()
+    num_waits, num_pieces = case.device.num_waits, len(case.stream._pieces)
+    assert num_waits == 2 * 2 * num_pieces  # a copy waits for a buffer, a product for a copy
+    # Nobody had the buffers before the first two copies of the first pass; the second copy of the
+    # other comes after the first, which has waited for the same.
+    for dropped in sorted({*range(2, num_waits)} - {num_waits // 2 + 1}):
+        case = late_case(monkeypatch, is_staged=False, dropped=dropped)
+        with pytest.raises(Race):
+            case.passes()
+
+
+def test_values_are_wrong_where_a_copy_is_late(monkeypatch):
+    """The comparison itself sees it, not only the proof that no order is wrong."""
+    monkeypatch.setattr("fake_streams.check_races", lambda operations: None)
+    errors = []
+    for dropped in range(2, 20):
+        for seed in range(4):
+            case = late_case(monkeypatch, is_staged=False, dropped=dropped, seed=seed)
+            errors.append(np.nan_to_num(max(case.passes()), nan=1.0))
+    assert max(errors) > 0.1 and np.mean(np.array(errors) > BOUND) > 0.2
+
+
+def test_the_host_waits_before_it_fills_a_buffer_again(monkeypatch):
+    monkeypatch.setattr(staging, "finish", lambda event: None)
+    case = late_case(monkeypatch, is_staged=True)
+    assert np.nan_to_num(max(case.passes()), nan=1.0) > 0.1
+
+
+def test_copies_run_ahead(monkeypatch):
+    """While a piece is multiplied the next may be copied, that of the next layer too."""
+    case = late_case(monkeypatch, is_staged=False)
+    case.passes(count=1)
+    products = [o for o in case.device.log if o.name == "kernel"]
+    copies = [o for o in case.device.log if o.name == "copy"]
+    num_spans = len(case.stream.blocks[0].spans)
+    assert len(copies) == num_spans * len(products)
+    copies.sort(key=lambda o: o.number)
+    for number, product in enumerate(products[:-1]):
+        next_copy = copies[num_spans * (number + 1)]
+        assert not product.is_before(next_copy) and not next_copy.is_before(product)
+
+
+# ---- spans ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+@pytest.mark.parametrize("mode, num_spans", [("dense", 1), ("exact", 2)])
+def test_neurons_that_lie_together_are_one_copy(tmp_path, mode, num_spans):
+    model, split = planned(tmp_path, PATTERNS["random"], kind="q4_0")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=True) as engine:
+        placement = Placement.of_split(split, (CPU,))
+        for layer, block in cold_blocks(engine._live.weights, placement, CPU).items():
+            num_cold = F - len(PATTERNS["random"][layer])
+            assert block.num_neurons == num_cold
+            assert len(block.spans) == num_spans + 1  # and the ids
+            assert block.neuron_bytes == 3 * 18 * D // 32 + 8
+            pieces = list(block.pieces(10 * block.least_piece_bytes))
+            assert [a for a, _ in pieces] == [0, *(b for _, b in pieces[:-1])]
+            assert pieces[-1][1] == num_cold
+            assert all(block.layout_bytes(b - a) <= 10 * block.least_piece_bytes for a, b in pieces)
+
+
+# ---- from which number of tokens on -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cpu_s, least", [([9, 9], 2), ([1, 2, 6], 8), ([1, 1, 1, 1, 1, 1, 6], 128), ([1] * 7, 129)]
+)
+def test_the_least_number_of_tokens_is_where_the_cpu_takes_longer(monkeypatch, cpu_s, least):
+    case = late_case(monkeypatch, is_staged=False)
+    rounds = cold_worth._ROUNDS
+    # The best of each round counts.
+    times = [7, 5, 8] + [t + noise for t in cpu_s for noise in (0, 3, 1)]
+    assert rounds == 3
+    left = iter(times)
+    monkeypatch.setattr(cold_worth, "_seconds", lambda run: next(left))
+    ffn = dataclasses.make_dataclass("Ffn", ["traffic", "on_cpu"])(None, print)
+    assert cold_worth.least_tokens_of(case.stream, ffn, 2, 128) == least
+
+
+def test_it_is_measured_on_the_layers_own_code(tmp_path):
+    model, split = planned(tmp_path, PATTERNS["random"], predictor_rank=8)
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        stream = streamed(engine, split)
+        before = engine.traffic.total
+        ffn = engine._live.weights.layers[0].ffn
+        assert 2 <= cold_worth.least_tokens_of(stream, ffn, 0, 16) <= 17
+        assert engine.traffic.total == before and not stream._slots
