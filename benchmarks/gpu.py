@@ -48,6 +48,8 @@ from sparkinfer.split_file import PlanMode
 # Of a model that is whole on the GPU: its bytes, and these for cache and workspace.
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
 CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
+PLAN = ("status", "gap", "solve_s", "objective_s", "num_hot", "num_neurons", "num_dense_on_gpu",
+        "head_on_gpu", "hot_traffic_share", "gpu_bytes", "cpu_bytes")  # fmt: skip
 NO_HOST_LIMIT = 1 << 40  # main memory is not what is measured
 LEAST_SECONDS = 150.0  # for which another shape is not begun any more
 
@@ -250,6 +252,7 @@ class Bench:
         log = self.folder / f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{mode}.log"
         return Case(
             name=name, mode=mode, budget_bytes=budget, limit_s=limit, predicted_s=predicted,
+            plan={name: getattr(report, name) for name in PLAN},
             process=Process.of(command, f"{name} {mode}", log),
         )  # fmt: skip
 

@@ -36,6 +36,7 @@ class Case:
     budget_bytes: int
     limit_s: float
     predicted_s: float | None
+    plan: dict[str, Any]  # what the solver said of it, for the JSON
     process: Process
     rival: Rival | None = None
     load_s: float = 0.0
@@ -132,6 +133,7 @@ def row(case: Case, amount: Amount) -> dict[str, Any]:
         "budget_bytes": case.budget_bytes,
         "limit_s": case.limit_s,
         "predicted_s": case.predicted_s,
+        "plan": case.plan,
         "load_s": case.load_s,
         "memory": case.memory,
         "error": case.error,

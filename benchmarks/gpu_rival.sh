@@ -16,7 +16,7 @@ PATH="$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):/usr/loca
 command -v nvcc > /dev/null || refuse "no nvcc on the PATH; it comes with the CUDA toolkit"
 mkdir -p "$folder/llama_cpp/lib"
 folder=$(cd "$folder" && pwd) began=$SECONDS
-libraries=$folder/llama_cpp/lib
+libraries=$folder/llama_cpp/lib packaged=""
 
 # A toolkit that is the compiler alone takes cuBLAS from torch's packages: nvidia/cu13/{include,lib},
 # or nvidia/cublas/{include,lib} before CUDA 13. Their libraries lack the name that a linker wants.
@@ -51,6 +51,11 @@ if ! { "${configure[@]}" && timeout "${minutes}m" ninja -C "$build" llama; } > "
   refuse "not built in $((SECONDS - began)) s (at most $minutes min): ${reason:-$(tail -1 "$log")} (see $log)"
 fi
 find "$build" \( -name 'libllama.so*' -o -name 'libggml*.so*' \) -exec cp -P {} "$libraries/" \;
+# What they need of CUDA's libraries, where the system's loader does not find it by itself.
+for name in $(ldd "$libraries"/lib*.so | awk '/not found/ { print $1 }' | sort -u); do
+  found=$(find -L "$cuda" ${packaged:+"$packaged"} -name "$name" 2> /dev/null | head -1)
+  if [ -n "$found" ]; then ln -sf "$found" "$libraries/$name"; fi
+done
 cp -r "$source/llama_cpp/." "$folder/llama_cpp/"
 "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$folder" "$source"/*.whl
 PYTHONPATH="$folder" "$python" -c 'import llama_cpp, os

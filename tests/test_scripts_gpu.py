@@ -208,7 +208,7 @@ for line in sys.stdin:
     rival = gpu_rival.Rival(process=theirs, num_layers=1, gpu_bytes=1)
     cases = [
         gpu_cases.Case(name=name, mode="dense", budget_bytes=1, limit_s=0.1, predicted_s=None,
-                       process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
+                       plan={}, process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
                        rival=rival)
         for name in ("one", "two")
     ]  # fmt: skip
@@ -235,6 +235,21 @@ def test_without_a_device_nothing_runs(monkeypatch, program):
     with pytest.raises(SystemExit, match="no CUDA device") as found:
         program.main()
     assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("gpu_setup.sh", ["no-such-python", "wheels", "site"], "no no-such-python here"),
+        ("gpu_rival.sh", [sys.executable, "nowhere", "out"], "no llama.cpp in nowhere"),
+    ],
+)
+def test_a_script_refuses_in_one_line(tmp_path, script, arguments, message):
+    done = subprocess.run(
+        [ROOT / "benchmarks" / script, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1 and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 def test_the_smoke_run_goes_through(tmp_path):
