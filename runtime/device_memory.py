@@ -231,6 +231,8 @@ def told_out_of_memory(
 
 
 def _fullest() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
     devices = {memory.device for memory in _living if memory.device.type == "cuda"}
     found = devices or {torch.device("cuda", torch.cuda.current_device())}
     return min(found, key=lambda device: torch.cuda.mem_get_info(device)[0])

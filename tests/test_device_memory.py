@@ -3,6 +3,7 @@ torch's allocator is given; products as tensor cores make them; what a pass take
 
 import dataclasses
 import os
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,7 @@ from sparkinfer.runtime.loader import Placement, load_weights
 from sparkinfer.runtime.matrix import Matrix, matrix_of, unpack
 from sparkinfer.runtime.observers import Observers
 from sparkinfer.runtime.pass_bytes import decode_bytes, pass_bytes
-from sparkinfer.runtime.planar import PLANAR_KIND
+from sparkinfer.runtime.planar import PLANAR_KIND, planar
 from sparkinfer.runtime.resident import Residence
 from sparkinfer.runtime.upload import Uploader
 from sparkinfer.runtime.workspace import peak_bytes
@@ -100,6 +101,43 @@ def test_what_is_in_the_slab_gives_what_the_file_gives(planned):
             count for item, count in memory.taken.items() if item not in ("kv_cache", "workspace")
         )
     assert rel_error(want, logits_ref(model, IDS)) > 1e-3  # predicted; dense was compared before
+
+
+def test_two_gpus_have_each_their_part(monkeypatch):
+    """And bring cold weights each for its own layers."""
+    monkeypatch.setenv(tiles.TILES_VARIABLE, "f32")
+    tiles._processors_choice.cache_clear()
+    cards = (torch.device("cpu", 0), torch.device("cpu", 1))
+    model = make_model(shape=make_shape(num_layers=3), predictor_rank=8)
+    hot = [*PATTERNS["random"], [3]]
+    split = make_split(model, hot, home=[0, 1, 1, 1])
+    placement = Placement.of_split(split, cards)
+    gpus, _ = split.items_of_gpus(model)
+    memories = {
+        card: DeviceMemory.of(card, gpu_setup.slab_bytes(model, items, 32, 96))
+        for card, items in zip(cards, gpus, strict=True)
+    }
+    uploaders = {card: Uploader(memory=memory) for card, memory in memories.items()}
+    observers = Observers()
+    weights = load_weights(
+        model, placement, "predicted", 32, observers, Traffic(), print, None, uploaders
+    )
+    for card, items in zip(cards, gpus, strict=True):
+        for item in ITEMS:
+            if item not in ("workspace", "embedding"):
+                assert memories[card].taken.get(item, 0) == items[item], item
+    for card in cards:
+        blocks = gpu_setup.cold_blocks(weights, placement, card)
+        assert list(blocks) == ([0] if card == cards[0] else [1, 2])
+        stream = gpu_setup.cold_stream(card, blocks, 1 << 14)
+        weights = gpu_setup.brought(weights, stream, 128, least_tokens=1)
+    decoder = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
+    with torch.inference_mode():
+        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    assert all(layer.ffn.cold._next for layer in weights.layers)
+    with Engine.of(model, mode="predicted") as engine:
+        assert rel_error(got, engine.logits(IDS)) < 1e-5
+    tiles._processors_choice.cache_clear()
 
 
 def tensors_of(weights):
@@ -386,6 +424,28 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeyp
     assert is_right(matrix.product(x_TD, chosen), x_TD, exact_ND[chosen].T, eps_of(kind))
     assert rel_error(matrix.dot(x_TD[0]), exact_ND @ x_TD[0].double()) < 1e-5
     assert matrix.product(x_TD, chosen[:0]).shape == (5, 0)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q6_k", "q8_0_planar", "q4_0_planar", "f16"])
+def test_tiles_unpacked_by_triton(monkeypatch, kind):
+    """Of the rows of a piece on its way too, which lie apart."""
+    monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
+    monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
+    in_file = kind.removesuffix("_planar")
+    entry = make_model(shape=make_shape(width=256), kind=in_file).tensors["blk.0.ffn_up.weight"]
+    data, found = matrix_of(entry, CPU).data, in_file
+    if kind in PLANAR_KIND.values():
+        data, found = planar(data, in_file)
+    assert found == kind
+    apart = torch.zeros(len(data), 3, data.shape[1], dtype=data.dtype)
+    apart[:, 1] = data
+    matrix = Matrix(data=apart[:, 1], kind=kind, width=256)
+    exact_ND = unpack(data, kind).double()
+    x_TD = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    assert is_right(matrix.product(x_TD), x_TD, exact_ND.T, eps_of(kind))
+    weight_TN = torch.randn(5, len(data), generator=torch.Generator().manual_seed(2))
+    assert is_right(matrix.combine_many(weight_TN), weight_TN, exact_ND, eps_of(kind))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
