@@ -355,6 +355,8 @@ class Engine:
 
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
+        for device in self.memories:  # whatever was left in its middle
+            torch.cuda.synchronize(device)
         self._decoder = None
         if self.device.type == "cuda":
             gc.collect()  # a captured step and what it was made from refer to each other

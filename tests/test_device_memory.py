@@ -502,19 +502,26 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
 # ---- what a pass takes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("mode", ["dense", "predicted"])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
-def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kv_heads, neurons, width,
-                                       context):  # fmt: skip
-    """By torch's account of what was alive at once; the tile that the bound has is not needed for
-    f32, so the rest must do without it."""
+def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_heads, neurons,
+                                       width, context):  # fmt: skip
+    """By torch's account of what was alive at once. The tile that the bound has is not needed for
+    f32, so the rest must do without it; products and unpacking of tiles take what they take on
+    CUDA, where they are no more than a result, and compute nothing."""
     shape = make_shape(
         width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
         vocab_size=3000, context_length=context,
     )  # fmt: skip
-    model = make_model(shape=shape, predictor_rank=32)
-    monkeypatch.setattr(gpu_products, "TILE_BYTES", 0)
+    model = make_model(shape=shape, predictor_rank=32, kind=kind)
+    if kind == "f32":
+        monkeypatch.setattr(gpu_products, "TILE_BYTES", 0)
+    monkeypatch.setattr(gpu_products, "unpack", lambda matrix, out_AD, index_A: None)
+    monkeypatch.setattr(
+        gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])
+    )
     for tokens in (SHORT_CHUNK, 16):
         split = make_split(model, [range(0, neurons, 2)] * 2, context_length=context)
         decoder, _, _ = load_for(model, split, mode, context)
@@ -526,7 +533,7 @@ def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kv_heads,
 
         run()
         bound = pass_bytes(model, tokens, context, mode)
-        assert 0.2 * bound < peak_bytes(run) <= bound
+        assert 0.15 * bound < peak_bytes(run) <= bound
 
 
 def load_for(model, split, mode, context):
