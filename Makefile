@@ -1,8 +1,22 @@
-# make demo           the whole pipeline on the bundled model, from nothing
-# make test           the tests, from nothing
-# make test-llamacpp  our model files in llama.cpp and its in our runtime; builds it first (10 min)
-# make bench          decode and prefill speed against llama.cpp and the machine's limit
-# make check          lint and types; writes nothing into the tree
+# make help              this list
+# make setup             a virtual environment in .venv with all that is needed, from nothing
+# make build             compile the C++ again and take in new files
+# make demo              the whole pipeline on the bundled model, from nothing
+# make evaluate          the bundled (or any) model by its plan against its dense self
+# make test              the tests, from nothing
+# make check             lint and types; writes nothing into the tree
+# make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
+# make bench             decode and prefill speed against llama.cpp and the machine's limit
+# make clean             remove .venv and all that was built
+#
+# On a machine with a CUDA device (benchmarks/README.md); it may be a bare one: a Python that has
+# torch and Triton (PYTHON=...), a C++ compiler and cmake, but no network.
+#   make test-gpu          the runtime's tests on the device; fails where there is none (5 min)
+#   make bench-gpu         decode and prefill speed at several budgets (8 min); RIVAL=build/gpu-rival
+#   make gpu-rival         llama.cpp for CUDA, to be that rival; needs nvcc (9 min on 16 cores)
+# and before, where there is a network, what a bare machine lacks (copy build/ there):
+#   make gpu-wheels        Python packages for its PYTHON_VERSION (3.12 unless told), 21 MiB
+#   make gpu-rival-source  llama.cpp's source, 25 MiB
 #
 # One stage on any checkpoint, with all stages before it as far as they are not up to date:
 #   make generate MODEL=path/to/checkpoint VRAM=8GiB PROMPT="Once upon a time"
@@ -28,7 +42,11 @@ RANK ?=
 export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo convert profile solve generate evaluate test test-gpu test-llamacpp bench check clean FORCE
+.PHONY: help setup build demo convert profile solve generate evaluate test test-llamacpp bench check \
+  clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival gpu-rival-source FORCE
+
+help:
+	@sed -n '1,/^$$/s/^# \?//p' Makefile
 
 # ---- set-up -------------------------------------------------------------------------------
 
@@ -119,10 +137,6 @@ build/corpus/%.txt: examples/tiny-relu/corpus.py
 test: build  ## what CI runs
 	$(BIN)/python -m pytest -q
 
-test-gpu: build  ## fails, rather than skips, without a CUDA device
-	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'no CUDA device here'"
-	$(BIN)/python -m pytest -q -m gpu
-
 LLAMACPP := build/llamacpp-venv
 LLAMACPP_PINS := tests/llamacpp/requirements.txt
 
@@ -141,6 +155,57 @@ bench: build $(LLAMACPP)/ready  ## decode and prefill against llama.cpp on this 
 	@mkdir -p $(BENCH_DIR)
 	$(BIN)/python benchmarks/decode.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
 	$(BIN)/python benchmarks/prefill.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
+
+# ---- checks on a CUDA device ------------------------------------------------------------------
+
+# From .venv where that was made, otherwise from PYTHON and what it lacks in GPU_SITE.
+GPU_WHEELS := build/gpu-wheels
+GPU_SITE := $(CURDIR)/build/gpu-site
+GPU_RIVAL := build/gpu-rival
+GPU_BENCH_DIR ?= build/bench-gpu
+RIVAL ?=
+PYTHON_VERSION ?= 3.12
+ifneq ($(wildcard .venv/ready),)
+GPU_PYTHON := $(BIN)/python
+gpu-ready: build
+	@$(GPU_PYTHON) benchmarks/gpu_ready.py --needs-kernels
+else
+GPU_PYTHON := PYTHONPATH=$(GPU_SITE) $(PYTHON)
+gpu-ready:
+	@benchmarks/gpu_setup.sh $(PYTHON) $(GPU_WHEELS) $(GPU_SITE)
+endif
+
+test-gpu: gpu-ready  ## fails, rather than skips, without a CUDA device
+	@$(GPU_PYTHON) tests/gpu/run.py --output build/test-gpu
+
+bench-gpu: gpu-ready
+	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_BENCH_DIR) $(if $(RIVAL),--rival $(RIVAL))
+
+# Wheels for another machine: Linux on x86-64, of a C library no older than that of 2018.
+GPU_PLATFORMS := $(foreach libc,2_28 2_27 2_24 2_17,manylinux_$(libc)_x86_64) manylinux2014_x86_64
+gpu-wheels:
+	@rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --implementation cp --python-version $(PYTHON_VERSION) $(addprefix --platform ,$(GPU_PLATFORMS)) \
+	  -c constraints.txt -d $(GPU_WHEELS) gguf pulp highspy scikit-build-core
+	@du -sh $(GPU_WHEELS)
+
+# Without what a build of the two libraries does not read; its history alone is 38 MiB.
+LLAMACPP_LEFT_OUT := .git docs examples tests docker $(addprefix vendor/llama.cpp/,.git .github \
+  .devops models docs tests benches examples conversion tools app pocs media) \
+  $(addprefix vendor/llama.cpp/ggml/src/ggml-,blas cann et hexagon metal musa opencl openvino rpc \
+  sycl virtgpu vulkan webgpu zdnn zendnn)
+gpu-rival-source:
+	@rm -rf $(GPU_RIVAL)-source && mkdir -p $(GPU_RIVAL)-source
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --no-binary llama-cpp-python -d $(GPU_RIVAL)-source $(filter llama-cpp-python==%,$(file <$(LLAMACPP_PINS)))
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps -d $(GPU_RIVAL)-source diskcache
+	@cd $(GPU_RIVAL)-source && tar xzf llama_cpp_python-*.tar.gz --strip-components=1 \
+	  && rm -rf llama_cpp_python-*.tar.gz $(LLAMACPP_LEFT_OUT)
+	@du -sh $(GPU_RIVAL)-source
+
+gpu-rival:
+	@benchmarks/gpu_rival.sh $(PYTHON) $(GPU_RIVAL)-source $(GPU_RIVAL)
 
 check: build
 	$(BIN)/ruff check .

@@ -93,7 +93,7 @@ def _gate(
     # COMMON^2) along any other direction.
     whole = (1 + COMMON**2) ** 0.5
     up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
-    firing_F = torch.from_numpy(_frequencies(shape.num_neurons, generator))
+    firing_F = torch.from_numpy(planted_frequencies(shape.num_neurons, generator))
     along_common = COMMON / whole * shape.width**0.5
     up_FR[:, 0] = torch.special.ndtri(firing_F).float() / along_common
     rest_FD = torch.randn(shape.num_neurons, shape.width, generator=generator)
@@ -103,7 +103,7 @@ def _gate(
     return up_FR @ down_RD + rest_FD, predictor
 
 
-def _frequencies(num_neurons: int, generator: torch.Generator) -> np.ndarray:
+def planted_frequencies(num_neurons: int, generator: torch.Generator) -> np.ndarray:
     """Probabilities f64 [F] that fall as a power of the rank and have the wanted mean, shuffled."""
     firing_F = np.arange(1, num_neurons + 1) ** -EXPONENT
     for _ in range(20):  # what is cut off at the top goes to the others

@@ -35,10 +35,7 @@ def make_checkpoint(folder: Path, shape: Shape, layers_a_file: int = 8) -> None:
     """Writes bf16 weights (normal, 0.02) in shards, config.json and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(shape.vocab_size)))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>",
-             "bos_token": "<s>", "eos_token": "</s>"}  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    write_tokenizer(folder, shape.vocab_size)
     generator = torch.Generator().manual_seed(0)
     shapes = list(_shapes(shape).items())
     size = 9 * layers_a_file
@@ -52,6 +49,13 @@ def make_checkpoint(folder: Path, shape: Shape, layers_a_file: int = 8) -> None:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(vocab_size)))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>",
+             "bos_token": "<s>", "eos_token": "</s>"}  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 def _random(dims: tuple[int, ...], generator: torch.Generator) -> Tensor:

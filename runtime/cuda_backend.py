@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparkinfer.runtime.hybrid_device import Take
 from sparkinfer.runtime.hybrid_step import Backend
-from sparkinfer.runtime.kernels.gpu import kernels as gpu_kernels
+from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
 from sparkinfer.runtime.streams import CudaStream, Stream
 
 
@@ -17,7 +17,7 @@ def cuda_backend(take: Callable[[torch.device], Take] | None = None, *, has_grap
 
     Raises ImportError where Triton is not installed."""
     return Backend(
-        kernels=gpu_kernels.triton_kernels(),
+        kernels=triton_kernels(),
         streams=lambda device: (CudaStream(device), CudaStream(device)),
         take=take or _allocated,
         prepare=_captured if has_graph else _submitted,

@@ -48,6 +48,8 @@ class MemoryReport:
     """Bytes on one device. `outside` is what the card has in use beyond torch's allocator: this
     process's context and kernels, and whatever other programs hold."""
 
+    device: str
+    budget: int | None
     slab: int
     reserved: int
     peak_reserved: int
@@ -139,11 +141,19 @@ class DeviceMemory:
         if self.device.type != "cuda":
             size = len(self.slab)
             return MemoryReport(
-                slab=size, reserved=size, peak_reserved=size, peak_allocated=size, outside=0
+                device=str(self.device),
+                budget=self.budget_bytes,
+                slab=size,
+                reserved=size,
+                peak_reserved=size,
+                peak_allocated=size,
+                outside=0,
             )
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         return MemoryReport(
+            device=str(self.device),
+            budget=self.budget_bytes,
             slab=len(self.slab),
             reserved=reserved,
             peak_reserved=torch.cuda.max_memory_reserved(self.device),

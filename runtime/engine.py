@@ -29,7 +29,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.decoder import Decoder
-from sparkinfer.runtime.device_memory import told_out_of_memory
+from sparkinfer.runtime.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
     context_of,
@@ -340,6 +340,10 @@ class Engine:
         wants(name, layer) is asked before and may decline. Ends with `.remove()` or, as a
         context manager, with its block. A tensor must not be changed or kept without a copy."""
         return self._live.observers.add(observe, wants)
+
+    def memory_report(self) -> list[MemoryReport]:
+        """Of each GPU that has a part of the model: bytes budgeted, reserved, at most reserved."""
+        return [memory.report() for memory in self.memories.values()]
 
     @property
     def layers(self) -> tuple[Layer, ...]:

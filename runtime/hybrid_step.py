@@ -61,6 +61,7 @@ class HybridStep:
             host.x_D.copy_(self.positions[position])
         event = None
         for segment in self.segments:
+            segment.main.follow()  # a prompt's keys and values
             if event is not None:
                 segment.main.wait(event)
             segment.run()

@@ -52,6 +52,9 @@ class Stream(Protocol):
     def wait(self, event: Any) -> None:
         """Lets nothing that follows run before the event."""
 
+    def follow(self) -> None:
+        """Lets nothing that follows run before what torch's current stream has been given."""
+
     def finish(self) -> None:
         """Lets the caller wait until everything so far has run."""
 
@@ -74,6 +77,9 @@ class PlainStream:
         return None
 
     def wait(self, event: None) -> None:
+        pass
+
+    def follow(self) -> None:
         pass
 
     def finish(self) -> None:
@@ -115,6 +121,9 @@ class CudaStream:
 
     def wait(self, event: torch.cuda.Event) -> None:
         self.stream.wait_event(event)
+
+    def follow(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def finish(self) -> None:
         self.stream.synchronize()

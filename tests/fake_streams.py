@@ -108,6 +108,9 @@ class FakeStream:
         for stream, count in event.items():
             self.clock[stream] = max(self.clock.get(stream, 0), count)
 
+    def follow(self) -> None:
+        pass
+
     def finish(self) -> None:
         self.device.drain()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from gguf import quants
 from k_quants import BLOCK_BYTES, random_rows
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparkinfer.architecture import (
     ARCHITECTURES,
@@ -92,6 +93,19 @@ def make_model(
         tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
         extra_keys=extra_keys or {},
     )
+
+
+def byte_level_keys() -> tuple[dict[str, Value], int]:
+    """(keys of a tokenizer of single bytes in which no token ends a text, its tokens)."""
+    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    keys: dict[str, Value] = {
+        "tokenizer.huggingface.json": tokenizer.to_str(),
+        "tokenizer.ggml.bos_token_id": np.uint32(0),
+    }
+    return keys, len(vocab)
 
 
 def required_shapes(

@@ -76,6 +76,8 @@ def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
     for which in (kernels, REFERENCE):
         qkv = vector(8 * width)  # 4 queries, 2 keys, 2 values
         cache = torch.full((100, 2, 2, width), 7.0, dtype=dtype, device=device())
+        if width == 32:  # by heads, as the runtime has it
+            cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
         which.rotate_append(
             qkv, frequencies(width), is_adjacent, vector(width, 2) if norms == "both" else None,
             vector(width, 3) if norms != "none" else None, 1e-5,
@@ -131,6 +133,8 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
     qkv = by * vector((num_heads + 2 * num_kv) * width)
     cache = vector(context * 2 * num_kv * width, 2).view(context, 2, num_kv, width).to(dtype)
     cache[position + 1 :] = NAN
+    if width == 32:  # by heads, as the runtime has it
+        cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
     size = ranges.attend_scratch(context, num_heads, width)
     scratch = torch.full((size,), NAN, device=device())
     out = torch.full((num_heads, width), NAN, device=device())

@@ -3,6 +3,8 @@
 They run on a CUDA device where there is one, else in Triton's interpreter; without Triton they
 fail. Attention and norms: test_gpu_attention.py; the reference: test_gpu_reference.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpu_matrices import (
@@ -76,6 +78,23 @@ def test_dot_of_a_long_row(kernels, kind):
     x = vector(matrix.width)
     got, want = both(kernels, "dot", vector(2), matrix, None, x)
     assert_close(got, want, product_bound(matrix, x, None))
+
+
+@pytest.mark.parametrize("width", [1, 8, 40, 100])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_rows_of_floats_may_have_any_width(kernels, kind, width):
+    """Ranks of predictors may be anything; values behind a row's are NaN here."""
+    matrix, inner = make_matrix(kind, 37, width), vector(width)
+    whole = torch.full((37, width + 9), NAN, dtype=matrix.data.dtype, device=device())
+    whole[:, :width] = matrix.data
+    matrix = replace(matrix, data=whole[:, :width])
+    got, want = both(kernels, "dot", vector(37), matrix, None, inner)
+    assert_close(got, want, product_bound(matrix, inner, None))
+    named, right = predicted(kernels, matrix, None, inner, 0.2)
+    assert_same_bits(named, right)
+    out = torch.full((37, width + 3), 7.0, device=device())
+    got, want = both(kernels, "unpack", out[:, :width], matrix)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
@@ -178,6 +197,7 @@ def test_bits_past_the_last_neuron_are_zero(kernels, num_neurons):
         assert unpack_bits(got).sum() == num_neurons
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("activation", SMOOTH)
 def test_predict_of_a_gate(kernels, activation):
     matrix = make_matrix("f16", 64, 32)
@@ -254,6 +274,7 @@ def test_gate_up_of_every_activation(kernels, activation, is_gated, is_dense):
         assert 1 < num_zeros < 12
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
 def test_gate_up_of_what_is_no_number_or_large(kernels):
     """NaN fires and stays; numbers far out leave no NaN behind."""
     gate, up = make_matrix("f32", 6, 32), make_matrix("f32", 6, 32, seed=5)
@@ -320,10 +341,12 @@ def down_bound(matrix, hidden):
 
 
 @pytest.mark.parametrize("skips_zeros", [False, True])
-@pytest.mark.parametrize("blocks", [1, 9])
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_down(kernels, kind, blocks, skips_zeros):
-    matrix = make_matrix(kind, 70, blocks * block_width(kind), lies_apart=blocks == 1)
+def test_down(kernels, kind, is_wide, skips_zeros):
+    """In less than one tile of columns, and in one and a piece: super-blocks are one each."""
+    blocks = (2 if block_width(kind) == 256 else 9) if is_wide else 1
+    matrix = make_matrix(kind, 70, blocks * block_width(kind), lies_apart=not is_wide)
     hidden = hidden_with_zeros(70, 1.0)
     parts = torch.full((2, matrix.width), NAN, device=device())
     got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)

@@ -4,6 +4,7 @@ gguf package say: in f32, so within its rounding."""
 import sys
 
 import gguf
+import gpu_matrices
 import pytest
 import torch
 from gpu_matrices import KINDS, block_width, make_matrix, vector
@@ -19,6 +20,12 @@ from sparkinfer.runtime.planar import FILE_KIND, PLANAR_KIND, from_planar, plana
 
 BOUND = 3e-6
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Where the other code is at home; the kernels' tests use the reference on their device."""
+    monkeypatch.setattr(gpu_matrices, "device", lambda: torch.device("cpu"))
 
 
 # ---- planar rows ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime import hybrid_builder
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from sparkinfer.runtime.loader import Placement
 from sparkinfer.runtime.plain_backend import plain_backend
 from sparkinfer.runtime.streams import HostNode
@@ -301,3 +301,16 @@ def test_what_a_graph_has_the_addresses_of_stays(tmp_path):
         del step
         gc.collect()
         assert all(node() is None for node in nodes)
+
+
+def test_triton_kernels_give_what_the_reference_gives(tmp_path):
+    """In Triton's interpreter, with the matrices of the CPU."""
+    shape = make_shape(num_layers=2, width=32, num_neurons=24, vocab_size=20)
+    model = make(tmp_path, kind="q4_0", shape=shape)
+    model.save(model.path)
+    split = make_split(model, [ALL[:24:2], ALL[:9]], dense_on_gpu=[1, 0], head_on_gpu=True)
+    split.save(tmp_path / "s.gguf")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+        want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:1])
+        got = steps(hybrid(engine, split, plain_backend(triton_kernels())), IDS[:1])
+        assert rel_error(got, want) < BOUNDS["q4_0"]

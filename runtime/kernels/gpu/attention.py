@@ -26,6 +26,8 @@ def _rotate_append(
     value,
     key_stride,
     value_stride,
+    key_head_stride,
+    value_head_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -43,9 +45,9 @@ def _rotate_append(
         first_at, second_at = pair, pair + WIDTH // 2
     first = tl.load(qkv + head * WIDTH + first_at, mask=in_head, other=0.0)
     second = tl.load(qkv + head * WIDTH + second_at, mask=in_head, other=0.0)
-    kv_head = (head - NUM_HEADS) % NUM_KV
+    kv_head = ((head - NUM_HEADS) % NUM_KV).to(tl.int64)
     if head >= NUM_HEADS + NUM_KV:
-        target = value + at * value_stride + kv_head * WIDTH
+        target = value + at * value_stride + kv_head * value_head_stride
         tl.store(target + first_at, first.to(value.dtype.element_ty), mask=in_head)
         tl.store(target + second_at, second.to(value.dtype.element_ty), mask=in_head)
     else:
@@ -65,7 +67,7 @@ def _rotate_append(
             tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
             tl.store(qkv + head * WIDTH + second_at, second, mask=in_head)
         else:
-            target = key + at * key_stride + kv_head * WIDTH
+            target = key + at * key_stride + kv_head * key_head_stride
             tl.store(target + first_at, first.to(key.dtype.element_ty), mask=in_head)
             tl.store(target + second_at, second.to(key.dtype.element_ty), mask=in_head)
 
@@ -99,6 +101,8 @@ def _attend_part(
     value,
     key_stride,
     value_stride,
+    key_head_stride,
+    value_head_stride,
     position,
     sums,
     peaks,
@@ -126,14 +130,18 @@ def _attend_part(
         weight_G = tl.zeros([GROUP_BLOCK], tl.float32)
         sum_GW = tl.zeros([GROUP_BLOCK, BLOCK], tl.float32)
         end = tl.minimum(begin + SPLIT, last + 1)
+        head_key = key + kv_head.to(tl.int64) * key_head_stride
+        head_value = value + kv_head.to(tl.int64) * value_head_stride
         first = begin
         while first < end:
             at_P = first + tl.arange(0, TILE)
             is_live = (at_P < end)[:, None] & in_head_W[None, :]
             row_P = at_P.to(tl.int64)[:, None]
-            place = kv_head * WIDTH + column_W[None, :]
-            key_PW = tl.load(key + (row_P * key_stride + place), mask=is_live, other=0.0)
-            value_PW = tl.load(value + (row_P * value_stride + place), mask=is_live, other=0.0)
+            column = column_W[None, :]
+            key_PW = tl.load(head_key + (row_P * key_stride + column), mask=is_live, other=0.0)
+            value_PW = tl.load(
+                head_value + (row_P * value_stride + column), mask=is_live, other=0.0
+            )
             key_PW, value_PW = key_PW.to(tl.float32), value_PW.to(tl.float32)
             # One query after the other against the tile in registers: a product of all at once
             # would be GROUP times as large, and tensor cores would round the queries.
@@ -219,12 +227,14 @@ def rotate_append(
         frequency_W2,
         query_weight_W,
         key_weight_W,
-        epsilon,
+        float(epsilon),
         position_1,
         key_CKW,
         value_CKW,
         key_CKW.stride(0),
         value_CKW.stride(0),
+        key_CKW.stride(1),
+        value_CKW.stride(1),
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
         WIDTH=width,
@@ -258,6 +268,8 @@ def attend(
         value_CKW,
         key_CKW.stride(0),
         value_CKW.stride(0),
+        key_CKW.stride(1),
+        value_CKW.stride(1),
         position_1,
         sums,
         peaks,
@@ -288,6 +300,6 @@ def attend(
 
 
 def _check_cache(key_CKW: Tensor, value_CKW: Tensor) -> None:
-    """Positions may lie apart, heads of a position may not."""
+    """Positions and heads may lie apart, in any order; the values of a head may not."""
     for cache in (key_CKW, value_CKW):
-        assert cache.stride()[1:] == (cache.shape[2], 1), cache.stride()
+        assert cache.stride(2) == 1, cache.stride()

@@ -37,6 +37,18 @@ def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
+def in_row(
+    unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+):
+    """Which of `columns` there are. Rows of blocks have whole units, of floats any width."""
+    if WIDTH % 16 == 0:
+        is_there = (unit_U < WIDTH // (16 * PARTS))[:, None]
+    else:
+        is_there = columns(unit_U, KIND, PART) < WIDTH
+    return is_there
+
+
+@triton.jit
 def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part; of kinds with one part, that one twice. What is not live is not
     read and gives 0."""
@@ -45,6 +57,8 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
     unit = unit_U[None, :, None]
     is_live = live_R[:, None, None] & in_row_U[None, :, None]
     if KIND == "f32" or KIND == "f16" or KIND == "bf16":
+        if WIDTH % 16 != 0:
+            is_live = is_live & (unit * 16 + lane < WIDTH)
         low = tl.load(row + (unit * 16 + lane), mask=is_live, other=0).to(tl.float32)
         high = low
     elif KIND == "q8_0" or KIND == "q8_0_planar":
@@ -190,7 +204,7 @@ def dot_rows(
     UNITS: tl.constexpr,
 ):
     """f32 [R]: rows times a vector. What is not live is not read and gives 0."""
-    NUM_UNITS: tl.constexpr = WIDTH // (16 * PARTS)
+    NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
     if HAS_BLOCKS:
         total = tl.zeros([ROWS, UNITS], tl.float32)
@@ -210,13 +224,14 @@ def dot_rows(
         elif HAS_BLOCKS:
             scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
-        x_low = tl.load(x + columns(unit_U, KIND, 0), mask=in_row_U[:, None], other=0.0)
+        is_there = in_row(unit_U, KIND, WIDTH, 0, PARTS)
+        x_low = tl.load(x + columns(unit_U, KIND, 0), mask=is_there, other=0.0)
         if HAS_BLOCKS:
             total += tl.sum(low * x_low[None, :, :], axis=2) * scale_low
         else:
             total += low * x_low[None, :, :]
         if PARTS == 2:
-            x_high = tl.load(x + columns(unit_U, KIND, 1), mask=in_row_U[:, None], other=0.0)
+            x_high = tl.load(x + columns(unit_U, KIND, 1), mask=is_there, other=0.0)
             total += tl.sum(high * x_high[None, :, :], axis=2) * scale_high
         if KIND == "q4_k" or KIND == "q5_k":
             total -= minimum_low * tl.sum(x_low, axis=1)[None, :]

@@ -1,8 +1,10 @@
 """The kernels of a decode step on a GPU as one record of functions, so that the step can be run on
 Triton's and on the float64 reference.
 
-All of them write into tensors that they are given, allocate nothing, wait for nothing and launch on
-torch's current stream; grids depend on shapes alone, so that a captured CUDA graph stays right.
+All of them write into tensors that they are given, allocate nothing and wait for nothing. They
+launch on torch's current stream of its current device, which must be that of the tensors; grids
+depend on shapes alone, so that a captured CUDA graph stays right for every position and every set
+of neurons.
 Vectors are contiguous f32 where nothing else is said; rows of matrices may lie apart. A matrix is
 of f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar (sparkinfer.runtime.planar).
 
@@ -159,8 +161,9 @@ class Kernels:
 def triton_kernels() -> Kernels:
     """By Triton, on the current CUDA device, or without one in its interpreter.
 
-    The first call for each set of shapes compiles, for a second or so, and must come before a graph
-    is captured. Raises ImportError in one line where there is no Triton."""
+    The first call for each set of shapes, types and alignments compiles, for a second or so, which
+    fails while a graph is captured: run the very step once before. The numbers of rows and neurons
+    are no part of the set. Raises ImportError in one line where there is no Triton."""
     try:
         import triton  # noqa: F401
     except ImportError as error:

@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def num_units(self) -> int:
-        return self.width // (16 * self.parts)
+        return -(-self.width // (16 * self.parts))
 
     def units_of_tile(self, num_rows: int) -> int:
         """A power of two: units of so many rows that make a tile, but not more than a row has."""

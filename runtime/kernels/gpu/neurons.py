@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparkinfer.architecture import Activation
 from sparkinfer.runtime.kernels.gpu.activation import activate, relu
-from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, rows_at, values
+from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_program
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.matrix import Matrix
@@ -20,7 +20,7 @@ _UNITS = 8
 _CHUNK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_up(
     gate,
     gate_stride,
@@ -81,7 +81,7 @@ def _add_rows(
     WIDTH: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Sums [R, U, 16] of both parts with some neurons added."""
-    in_row_U = unit_U < WIDTH // (16 * PARTS)
+    in_row_U = unit_U < (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     weight_R = tl.load(hidden + neuron_R, mask=live_R, other=0.0)
     row = rows_at(data, neuron_R, stride, ALIGN)
     value_low, value_high = values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
@@ -91,7 +91,7 @@ def _add_rows(
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "size"])
 def _down(
     data,
     stride,
@@ -144,10 +144,10 @@ def _down(
             )  # fmt: skip
             start += ROWS
     target = parts + tl.program_id(1).to(tl.int64) * WIDTH
-    in_row = (unit_U < WIDTH // (16 * PARTS))[:, None]
-    tl.store(target + columns(unit_U, KIND, 0), tl.sum(low, axis=0), mask=in_row)
+    is_there = in_row(unit_U, KIND, WIDTH, 0, PARTS)
+    tl.store(target + columns(unit_U, KIND, 0), tl.sum(low, axis=0), mask=is_there)
     if PARTS == 2:
-        tl.store(target + columns(unit_U, KIND, 1), tl.sum(high, axis=0), mask=in_row)
+        tl.store(target + columns(unit_U, KIND, 1), tl.sum(high, axis=0), mask=is_there)
 
 
 def gate_up(
@@ -178,7 +178,7 @@ def gate_up(
         named_B,
         x_D,
         hidden_N,
-        threshold,
+        float(threshold),
         gate.num_rows,
         KIND=layout.kind,
         UP_KIND=up_layout.kind,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2
 
-# Parts that are loaded at once: one after the other each would cost the latency of memory.
-_AT_ONCE = 16
+# Values that are loaded at once, in as many parts as that are: one part after the other would each
+# cost the latency of memory. More of them do not fit the registers of a program.
+_AT_ONCE = 1 << 16
 
 
 @triton.jit
@@ -70,11 +71,11 @@ def add_norm(
         0 if parts_PD is None else parts_PD.stride(0),
         weight_D,
         bias_D,
-        epsilon,
+        float(epsilon),
         out_D,
         x_out_D,
         NUM_PARTS=num_parts,
-        AT_ONCE=min(_AT_ONCE, power_of_2(max(1, num_parts))),
+        AT_ONCE=max(1, min(16, _AT_ONCE // block, power_of_2(max(1, num_parts)))),
         WIDTH=width,
         BLOCK=block,
         num_warps=max(1, min(32, block // 128)),

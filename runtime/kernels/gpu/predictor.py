@@ -17,7 +17,7 @@ from sparkinfer.runtime.matrix import Matrix
 _ROWS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _predict(
     data,
     stride,
@@ -66,7 +66,7 @@ def predict(
         bias_F,
         inner_R,
         named,
-        threshold,
+        float(threshold),
         up.num_rows,
         KIND=layout.kind,
         WIDTH=layout.width,

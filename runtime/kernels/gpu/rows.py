@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, rows_at, values
+from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_program
 from sparkinfer.runtime.matrix import Matrix
 
@@ -15,7 +15,7 @@ _UNPACK_ROWS = 8
 _UNPACK_UNITS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _dot(
     data,
     stride,
@@ -42,7 +42,7 @@ def _dot(
     tl.store(out + row_R, y_R, mask=live_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _unpack(
     data,
     stride,
@@ -65,10 +65,10 @@ def _unpack(
         row_R = tl.load(index + at_R, mask=live_R, other=0)
     row = rows_at(data, row_R, stride, ALIGN)
     unit_U = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    in_row_U = unit_U < WIDTH // (16 * PARTS)
+    in_row_U = unit_U < (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     low, high = values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
     target = (out + at_R.to(tl.int64) * out_stride)[:, None, None]
-    is_live = live_R[:, None, None] & in_row_U[None, :, None]
+    is_live = live_R[:, None, None] & in_row(unit_U, KIND, WIDTH, 0, PARTS)[None, :, :]
     for part in tl.static_range(PARTS):
         place = target + columns(unit_U, KIND, part)[None, :, :]
         value = low if part == 0 else high

@@ -1,0 +1,331 @@
+"""Decode and prefill on a CUDA device by plans of several budgets, beside llama.cpp at the same ones.
+
+    python benchmarks/gpu.py FOLDER [--rival build/gpu-rival] [--minutes 8]
+    python benchmarks/gpu.py FOLDER --smoke [--machine machine.json]     (anywhere, at toy scale)
+
+Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one, f16, with planted
+sparsity. Calibrates, then for each shape writes the model, solves at each budget (a share of the
+model's bytes, mode predicted) and for a budget that holds all of it, loads each plan in a process
+of its own, and takes turns (gpu_cases.py). The plan's limit is the solver's own: the bytes that a
+token touches on each side over the measured bandwidth of that side, both at once, no fixed costs.
+
+Prints a table last, writes gpu.json as it goes and timeline.png of one step. Stops by
+itself before the minutes are over, and then says what was not measured."""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gpu_cases
+import gpu_timeline
+import torch
+from gpu_cases import Amount, Case
+from gpu_model import Planted, write_planted, write_stock
+from gpu_rival import RivalModel, best_rival
+from machine import machine as this_machine
+from processes import Process, ProcessError
+
+from sparkinfer.architecture import ModelShape
+from sparkinfer.budget import head_bytes, kv_bytes_per_layer, layer_bytes
+from sparkinfer.files import partial_file
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.calibrate import CalibrateConfig, calibrate
+from sparkinfer.runtime.workspace import measure_workspace
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.split_file import PlanMode
+
+# Of a model that is whole on the GPU: its bytes, and these for cache and workspace.
+WHOLE, BESIDE_BYTES = 1.1, 1 << 30
+CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
+NO_HOST_LIMIT = 1 << 40  # main memory is not what is measured
+LEAST_SECONDS = 150.0  # for which another shape is not begun any more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """One model, at what budgets, and how much of it is measured."""
+
+    name: str
+    shape: ModelShape
+    rank: int
+    budgets: tuple[float, ...]  # shares of the model's bytes
+    resident: tuple[str, ...]  # modes that are run with all of the model on the GPU
+    context_length: int
+    steps: int
+
+
+def _shape(layers: int, width: int, neurons: int, heads: int, kv_heads: int, vocab: int = 32_000,
+           context_length: int = 2048) -> ModelShape:  # fmt: skip
+    return ModelShape(
+        num_layers=layers, width=width, num_neurons=neurons, num_heads=heads,
+        num_kv_heads=kv_heads, head_width=width // heads, vocab_size=vocab,
+        context_length=context_length, norm_epsilon=1e-5,
+    )  # fmt: skip
+
+
+@cache
+def _workspace_of(path: Path, context_length: int, mode: PlanMode) -> int:
+    return measure_workspace(ModelFile.load(path), context_length, mode)
+
+
+def _workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
+    """Measured once for all budgets."""
+    return _workspace_of(model.path, context_length, mode)
+
+
+SCALES = (
+    Scale(name="7B", shape=_shape(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
+          resident=("dense", "exact", "predicted"), context_length=1024, steps=32),
+    Scale(name="70B/10", shape=_shape(8, 8192, 28672, 64, 8), rank=256, budgets=(0.45, 0.6, 0.8),
+          resident=(), context_length=1024, steps=32),
+)  # fmt: skip
+SMOKE = Scale(
+    name="toy", shape=_shape(3, 256, 1024, 8, 4, vocab=384, context_length=64), rank=32,
+    budgets=(0.6,), resident=("dense",), context_length=64, steps=4,
+)  # fmt: skip
+
+
+def main() -> int:
+    """0 unless something failed; what was not reached or not measured, the table says."""
+    arguments = _arguments()
+    bench = Bench(arguments)
+    for scale in (SMOKE,) if arguments.smoke else SCALES:
+        if bench.seconds_left < LEAST_SECONDS and not arguments.smoke:
+            bench.note(f"{scale.name}: not begun, {bench.seconds_left:.0f} s left")
+            continue
+        bench.run(scale)
+    print(gpu_cases.table(bench.result["rows"]))
+    for line in bench.result["notes"]:
+        print(line)
+    print(json.dumps({"benchmark": "gpu", "json": str(bench.output)}))
+    return int(any(row["error"] for row in bench.result["rows"]))
+
+
+def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
+    """Of a model that is whole on the first GPU and reads all its neurons: no plan is of that."""
+    total = head_bytes(model)
+    for layer in range(model.shape.num_layers):
+        sizes = layer_bytes(model, layer)
+        total += sizes.attention + model.shape.num_neurons * sizes.neuron
+        total += kv_bytes_per_layer(model, context_length) // 2
+    return total / (machine.gpus[0].bandwidth_gb_per_s.best * 1e9)
+
+
+class Bench:
+    """One run; `result` is what the JSON holds, written anew after every step."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.asked = arguments
+        self.began = time.monotonic()
+        self.deadline = self.began + 60 * arguments.minutes
+        self.folder: Path = arguments.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.results: Path = arguments.output or self.folder
+        self.results.mkdir(parents=True, exist_ok=True)
+        self.output = self.results / "gpu.json"
+        self.device = torch.device("cpu" if arguments.smoke else "cuda")
+        self.result: dict[str, Any] = {
+            "benchmark": "gpu",
+            "model": "synthetic: gpu_model.py",
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": this_machine() | {"device": self._device_name()},
+            "is_smoke": arguments.smoke,
+            "seconds": {},
+            "rows": [],
+            "notes": [] if arguments.rival else ["no rival: make gpu-rival, then RIVAL=..."],
+        }
+        self.machine_path: Path | None = self.asked.machine
+
+    def _device_name(self) -> str:
+        return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+
+    def _calibrated(self) -> Path:
+        """Once a run, and after a model is written: some machines have all of their memory only
+        when it is used, and buffers are measured by how much is free."""
+        if self.machine_path is None:
+            path = self.results / "machine.json"
+            with self.timed("calibrate"):
+                card = CARD if self.asked.smoke else None
+                calibrate(CalibrateConfig(output=path, gpu_from=card, force=True), self.say)
+            self.machine_path = path
+        return self.machine_path
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.began:5.0f} s] {line}", file=sys.stderr, flush=True)
+
+    def note(self, line: str) -> None:
+        self.result["notes"].append(line)
+        self.say(line)
+
+    def save(self) -> None:
+        with partial_file(self.output) as partial:
+            partial.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.result["seconds"][name] = round(time.monotonic() - began, 1)
+        self.say(f"{name}: {time.monotonic() - began:.1f} s")
+        self.save()
+
+    def run(self, scale: Scale) -> None:
+        """One shape, from nothing to rows; its files are removed afterwards."""
+        folder = self.folder / scale.name.replace("/", "-")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            with self.timed(f"{scale.name}: model"):
+                model = self._model(scale, folder)
+            self._calibrated()
+            with self.timed(f"{scale.name}: plans"):
+                cases = self._cases(scale, folder, model)
+            self._measure(scale, folder, model, cases)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _model(self, scale: Scale, folder: Path) -> ModelFile:
+        planted = Planted(shape=scale.shape, rank=scale.rank, device=self.device)
+        model, profile = write_planted(planted, folder / "model.gguf")
+        profile.save(folder / "profile.safetensors")
+        if self.asked.rival:
+            write_stock(planted, folder / "stock.gguf")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return model
+
+    def _cases(self, scale: Scale, folder: Path, model: ModelFile) -> list[Case]:
+        """A case for each budget and each mode, its process started but nothing loaded."""
+        size = model.path.stat().st_size
+        whole = int(WHOLE * size) + BESIDE_BYTES
+        wanted = [
+            (f"{scale.name} {share:.0%}", "predicted", int(share * size)) for share in scale.budgets
+        ]
+        wanted += [(f"{scale.name} resident", mode, whole) for mode in scale.resident]
+        return [
+            self._case(scale, folder, model, name, mode, budget) for name, mode, budget in wanted
+        ]
+
+    def _case(
+        self, scale: Scale, folder: Path, model: ModelFile, name: str, mode: str, budget: int
+    ) -> Case:
+        plan = folder / f"{len(list(folder.glob('*.split.gguf')))}.split.gguf"
+        report = solve(
+            SolveConfig(
+                model=model.path, profile=folder / "profile.safetensors",
+                machine=self._calibrated(), output=plan, vram_budget_bytes=budget,
+                context_length=scale.context_length, force=True, time_limit_s=4.0,
+                host_budget_bytes=NO_HOST_LIMIT,
+                mode="predicted" if mode == "predicted" else "exact",
+            ),
+            _workspace,
+        )  # fmt: skip
+        limit, predicted = report.advice.limit_s, report.objective_s
+        if mode == "dense":
+            figures = Machine.load(self._calibrated())
+            limit, predicted = dense_limit_seconds(model, figures, scale.context_length), None
+        self.say(
+            f"{name} {mode}: {report.status}, {report.num_hot:,} of {report.num_neurons:,} hot,"
+            f" {report.num_dense_on_gpu} dense blocks and head {report.head_on_gpu} on the GPU,"
+            f" {1e3 * report.objective_s:.2f} ms predicted, {1e3 * limit:.2f} at best"
+        )
+        program = Path(__file__).with_name("gpu_worker.py")
+        command = (sys.executable, program, model.path, "--mode", mode, "--split", plan,
+                   "--device", self.device.type)  # fmt: skip
+        log = self.folder / f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{mode}.log"
+        return Case(
+            name=name, mode=mode, budget_bytes=budget, limit_s=limit, predicted_s=predicted,
+            process=Process.of(command, f"{name} {mode}", log),
+        )  # fmt: skip
+
+    def _measure(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
+        amount = Amount(
+            prompt=scale.context_length // 2, steps=scale.steps,
+            vocab_size=scale.shape.vocab_size, rounds=self.asked.rounds,
+        )  # fmt: skip
+        try:
+            with self.timed(f"{scale.name}: load"):
+                gpu_cases.load(cases)
+            if self.asked.rival:
+                with self.timed(f"{scale.name}: rival"):
+                    self._add_rivals(scale, folder, model, cases)
+            with self.timed(f"{scale.name}: rounds"):
+                gpu_cases.measure(cases, amount, self.deadline - 15)
+            self.result["rows"] += [gpu_cases.row(case, amount) for case in cases]
+            self.save()
+            self._timeline(cases, amount)
+        finally:
+            gpu_cases.close(cases)
+
+    def _add_rivals(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
+        """One for each budget; modes that share a budget share the rival of the first of them."""
+        sizes = layer_bytes(model, 0)
+        rival = RivalModel(
+            folder=self.asked.rival, model=folder / "stock.gguf",
+            context_length=scale.context_length, num_layers=scale.shape.num_layers,
+            layer_bytes=sizes.attention + scale.shape.num_neurons * sizes.neuron,
+        )  # fmt: skip
+        for case in cases:
+            log = self.folder / f"rival-{case.budget_bytes}.log"
+            try:
+                known = [c.rival for c in cases if c.rival and c.budget_bytes == case.budget_bytes]
+                case.rival = known[0] if known else best_rival(rival, case.budget_bytes, log)
+            except ProcessError as error:
+                case.rival_error = str(error)
+                self.note(str(error))
+
+    def _timeline(self, cases: list[Case], amount: Amount) -> None:
+        """Of the first plan that divides the model, once a run."""
+        picture = self.results / "timeline.png"
+        divided = [case for case in cases if case.is_measured and "%" in case.name]
+        if "timeline" in self.result or not divided:
+            return
+        case = divided[len(divided) // 2]
+        trace = self.folder / "trace.json"
+        try:
+            answer = case.process.ask("timeline", path=str(trace), start=amount.prompt)
+        except ProcessError as error:
+            gpu_cases.fail(case, error)
+            self.note(str(error))
+            return
+        events = json.loads(trace.read_text())["traceEvents"]
+        timeline = gpu_timeline.timeline_of(events, answer["steps"])
+        self.result["timeline"] = {"case": case.name, "step_us": timeline.length,
+                                   "overlapped": timeline.overlapped}  # fmt: skip
+        if timeline.kernels:
+            gpu_timeline.draw(timeline, picture)
+            self.note(f"timeline: {timeline.overlapped:.0%} of the CPU's time beside kernels")
+        else:
+            self.note("timeline: no kernels in the trace")
+        self.save()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="for models (30 GB, removed) and logs")
+    parser.add_argument("--output", type=Path, help="for results, where they go elsewhere")
+    parser.add_argument("--rival", type=Path, help="what gpu_rival.sh built; without it no rival")
+    parser.add_argument("--machine", type=Path, help="a machine file; else it is measured")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="a toy on the CPU: does it all run?")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""What gpu.py measures: one plan in one mode in a process of its own, a rival beside it, in rounds.
+
+A round runs every case once and its rival right after it, so that what else the machine does falls
+on both; figures are medians of the rounds. What this module does not know: shapes, files, tables."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from gpu_rival import Rival
+from processes import Process, ProcessError
+
+RIVAL_SECONDS = 0.7  # of decoding that a rival's measurement should take
+FIRST_TOKENS = 4  # that it decodes before its speed is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """How much is measured: a prompt, and the steps after it, at the middle of the context."""
+
+    prompt: int
+    steps: int
+    vocab_size: int
+    rounds: int
+
+
+@dataclass(kw_only=True)
+class Case:
+    """`limit_s` and `predicted_s` are seconds a token: of a plan at best, and by the solver."""
+
+    name: str
+    mode: str
+    budget_bytes: int
+    limit_s: float
+    predicted_s: float | None
+    process: Process
+    rival: Rival | None = None
+    load_s: float = 0.0
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    prefill_s: list[float] = field(default_factory=list)  # of the whole prompt
+    decode_s: list[float] = field(default_factory=list)  # of one step
+    ffn_bytes: int = 0  # read by one step, where the engine counts them
+    rival_prefill_s: list[float] = field(default_factory=list)
+    rival_decode_s: list[float] = field(default_factory=list)
+    error: str | None = None
+    rival_error: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        return self.error is None and bool(self.decode_s)
+
+
+def load(cases: Sequence[Case]) -> None:
+    """One after the other: each reads all of the file."""
+    for case in cases:
+        try:
+            case.load_s = case.process.ask("load")["load_s"]
+        except ProcessError as error:
+            fail(case, error)
+
+
+def fail(case: Case, error: ProcessError) -> None:
+    case.error = str(error)
+    case.process.close()
+
+
+def measure(cases: Sequence[Case], amount: Amount, deadline: float) -> None:
+    """Fills in the cases; the first round warms up. Ends early at the deadline, as
+    `time.monotonic` tells it."""
+    generator = random.Random(0)
+    for number in range(amount.rounds + 1):
+        ids = [generator.randrange(3, amount.vocab_size) for _ in range(amount.prompt)]
+        for case in cases:
+            if time.monotonic() > deadline:
+                return
+            if case.error is not None:
+                continue
+            try:
+                _ours(case, amount, ids, is_warm=number > 0)
+            except ProcessError as error:
+                fail(case, error)
+            if case.rival is not None:
+                _theirs(case, case.rival, amount, ids, is_warm=number > 0)
+
+
+def _ours(case: Case, amount: Amount, ids: list[int], *, is_warm: bool) -> None:
+    prefill = case.process.ask("prefill", ids=ids)["seconds"]
+    found = case.process.ask("decode", steps=amount.steps, start=amount.prompt)
+    case.memory = case.process.ask("memory")["devices"]
+    if is_warm:
+        case.prefill_s.append(prefill)
+        case.decode_s.append(found["seconds"] / amount.steps)
+        case.ffn_bytes = found["ffn_bytes"] // amount.steps
+
+
+def _theirs(case: Case, rival: Rival, amount: Amount, ids: list[int], *, is_warm: bool) -> None:
+    threads = case.process.about["threads"]
+    count = FIRST_TOKENS
+    if case.rival_decode_s:
+        count = max(FIRST_TOKENS, min(amount.steps, round(RIVAL_SECONDS / case.rival_decode_s[-1])))
+    try:
+        prefill = rival.process.ask("prefill", threads=threads, ids=ids)["seconds"]
+        decode = rival.process.ask(
+            "decode", threads=threads, ids=ids[:count], start=amount.prompt
+        )["seconds"]  # fmt: skip
+    except ProcessError as error:
+        rival.process.close()
+        case.rival, case.rival_error = None, str(error)
+        case.rival_decode_s, case.rival_prefill_s = [], []
+        return
+    if is_warm:
+        case.rival_prefill_s.append(prefill)
+        case.rival_decode_s.append(decode / count)
+
+
+def close(cases: Sequence[Case]) -> None:
+    for case in cases:
+        if case.error is None:
+            case.process.close()
+        if case.rival is not None:
+            case.rival.process.close()
+
+
+def row(case: Case, amount: Amount) -> dict[str, Any]:
+    """What is known of a case, for the JSON."""
+    content: dict[str, Any] = {
+        "name": case.name,
+        "mode": case.mode,
+        "budget_bytes": case.budget_bytes,
+        "limit_s": case.limit_s,
+        "predicted_s": case.predicted_s,
+        "load_s": case.load_s,
+        "memory": case.memory,
+        "error": case.error,
+        "rival_error": case.rival_error,
+    }
+    if not case.is_measured:
+        return content
+    decode = median(case.decode_s)
+    content |= {
+        "decode_samples_s": case.decode_s,
+        "prefill_samples_s": case.prefill_s,
+        "decode_tokens_per_s": 1 / decode,
+        "prefill_tokens_per_s": amount.prompt / median(case.prefill_s),
+        "share_of_limit": case.limit_s / decode,
+        "ffn_bytes": case.ffn_bytes,
+    }
+    if case.predicted_s is not None:
+        content["predicted_over_measured"] = case.predicted_s / decode
+    if case.rival_decode_s:
+        content |= _beside(case)
+    return content
+
+
+def _beside(case: Case) -> dict[str, Any]:
+    """Ratios in rounds: a neighbour slows both alike."""
+    assert case.rival is not None
+    decode = zip(case.rival_decode_s, case.decode_s, strict=False)
+    prefill = zip(case.rival_prefill_s, case.prefill_s, strict=False)
+    return {
+        "rival_layers": case.rival.num_layers,
+        "rival_gpu_bytes": case.rival.gpu_bytes,
+        "rival_decode_samples_s": case.rival_decode_s,
+        "rival_prefill_samples_s": case.rival_prefill_s,
+        "times_rival": median(theirs / ours for theirs, ours in decode),
+        "times_rival_prefill": median(theirs / ours for theirs, ours in prefill),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people: one line a case, then what each must reach."""
+    lines = [
+        f"{'case':22} {'tok/s':>8} {'limit':>6} {'pred.':>6} {'rival':>7} {'prefill':>8}"
+        f" {'rival':>7}  VRAM of budget"
+    ]
+    for found in rows:
+        name = f"{found['name']} {found['mode']}"
+        if "decode_tokens_per_s" not in found:
+            lines.append(f"{name:22} {found.get('error') or 'not measured: out of time'}")
+            continue
+        predicted = found.get("predicted_over_measured")
+        lines.append(
+            f"{name:22} {found['decode_tokens_per_s']:8.1f} {found['share_of_limit']:6.0%}"
+            f" {_or_dash(predicted, '6.0%')} {_times(found.get('times_rival'))}"
+            f" {found['prefill_tokens_per_s']:8.0f} {_times(found.get('times_rival_prefill'))}"
+            f"  {_memory(found)}"
+        )
+    lines.append(
+        "limit: of what the plan could reach at best (wanted 60 %); pred.: predicted over measured"
+        " seconds (wanted 85-115 %); rival: times llama.cpp's speed"
+        " (wanted 5x by a budget; resident 0.9x dense, 1.5x predicted)"
+    )
+    return "\n".join(lines)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return format("-", f">{form.split('.')[0]}") if value is None else format(value, form)
+
+
+def _times(value: float | None) -> str:
+    return f"{'no rival' if value is None else f'{value:.2f}x':>7}"
+
+
+def _memory(found: dict[str, Any]) -> str:
+    peak = sum(device["peak_reserved"] for device in found["memory"])
+    budget = found["budget_bytes"]
+    within = "ok" if peak <= budget else "OVER"
+    return f"{peak / 2**30:.2f} of {budget / 2**30:.2f} GiB {within}"

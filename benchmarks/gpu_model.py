@@ -1,0 +1,224 @@
+"""A model of any size with planted sparsity, written as a model file in seconds, and its profile.
+
+The mathematics is that of `planted_checkpoint`; here no checkpoint is made and nothing converted:
+rows are made on the GPU where there is one, while the file is written. What each neuron fires with
+is known, so the profile is computed, not counted; benchmarks compare it with what they measure.
+Every row of numbers depends on the tensor's name and its own number alone, so a file comes out the
+same however many threads write it; on a GPU and on a CPU it does not.
+
+`write_stock` makes a random SiLU model of the same shape for llama.cpp, which knows no ReLU here.
+
+Letters: L layers, D model width, F neurons, R predictor rank, N rows of a piece."""
+
+import hashlib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from planted_checkpoint import COMMON, MARGIN, UNSEEN, planted_frequencies
+from random_checkpoint import write_tokenizer
+from torch import Tensor
+
+from sparkinfer.architecture import ARCHITECTURES, Layout, ModelShape, layer_shapes, outer_shapes
+from sparkinfer.convert.tokenizer import tokenizer_keys
+from sparkinfer.gguf_file import TensorEntry, row_bytes
+from sparkinfer.model_file import ModelFile, PredictorInfo
+from sparkinfer.predictor_file import StoredMatrix
+from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
+
+GAIN = 0.9  # a matrix makes this of a vector's size
+ADDED = 0.05  # what attention and feed-forward layers add to the hidden state, times this
+PREDICTOR_KIND = "q8_0"
+NUM_TOKENS = 1_000_000  # of the computed profile
+MADE_ROWS = 512  # numbers are drawn for so many rows at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """What is to be made; matrices are f16, predictors q8_0."""
+
+    shape: ModelShape
+    rank: int  # R, a multiple of 32
+    device: torch.device  # where numbers are made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates:
+    """Of one layer, on the device that makes them: gate_FD = up_FR down_RD + what none sees."""
+
+    down_RD: Tensor
+    up_FR: Tensor
+
+
+def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
+    """Writes the model file; the profile is what the file's neurons fire with."""
+    num_layers = planted.shape.num_layers
+    gates = _gates_of(planted)
+    firing_LF = np.stack([_firing(planted.shape, layer) for layer in range(num_layers)])
+    info = PredictorInfo(
+        kind="linear",
+        rank_L=(planted.rank,) * num_layers,
+        threshold_L=(-MARGIN,) * num_layers,
+        density_L=tuple(float(_named(firing_F).mean()) for firing_F in firing_LF),
+    )
+
+    def entry(name: str, dims: tuple[int, ...]) -> TensorEntry:
+        part = name.split(".")[-2]
+        layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+        if part == "ffn_gate":
+            return _f16_entry(dims, lambda a, b: _gate_rows(name, planted, gates(layer), a, b))
+        if part in ("ffn_pred_down", "ffn_pred_up"):
+            side = "down_RD" if part == "ffn_pred_down" else "up_FR"
+            return _predictor_entry(dims, lambda a, b: getattr(gates(layer), side)[a:b])
+        if part == "token_embd":
+            return _f16_entry(dims, lambda a, b: _embedding_rows(name, planted, a, b))
+        return random_entry(name, dims, planted.device)
+
+    model = _model(planted, "sparse", entry, path, info)
+    model.save(path)
+    return ModelFile.load(path), _profile(model, firing_LF)
+
+
+def write_stock(planted: Planted, path: Path) -> None:
+    """A SiLU model of the same shape in llama.cpp's own layout."""
+    _model(planted, "stock", lambda n, d: random_entry(n, d, planted.device), path, None).save(path)
+
+
+def random_entry(name: str, dims: tuple[int, ...], device: torch.device) -> TensorEntry:
+    """A norm of ones, or a matrix that keeps a vector's size but for what is added to another."""
+    if len(dims) == 1:
+        return TensorEntry(
+            shape=dims, kind="f32", read_rows=lambda a, b: np.ones(b - a, np.float32)
+        )
+    is_added = any(part in name for part in ("attn_output", "ffn_down"))
+    std = GAIN / dims[-1] ** 0.5
+    if is_added:
+        # A down projection that is not transposed has its sum along the other dimension.
+        std = ADDED * GAIN / min(dims) ** 0.5
+    return _f16_entry(dims, lambda a, b: std * _normal_rows(name, a, b, dims[-1], device))
+
+
+def _model(
+    planted: Planted,
+    layout: Layout,
+    entry: Callable[[str, tuple[int, ...]], TensorEntry],
+    path: Path,
+    info: PredictorInfo | None,
+) -> ModelFile:
+    shape, graph = planted.shape, ARCHITECTURES["llama"]
+    dims = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
+    for layer in range(shape.num_layers):
+        in_layer = layer_shapes(graph, shape, layout, planted.rank if info else None)
+        dims |= {f"blk.{layer}.{name}": found for name, found in in_layer.items()}
+    write_tokenizer(path.parent, shape.vocab_size)
+    keys = tokenizer_keys(path.parent, shape.vocab_size, layout).keys
+    return ModelFile(
+        path=path,
+        layout=layout,
+        model_id=hashlib.sha256(f"{shape} {planted.rank} {layout}".encode()).hexdigest(),
+        shape=shape,
+        activation="relu" if layout == "sparse" else "silu",
+        threshold_L=(0.0,) * shape.num_layers,
+        predictor=info,
+        tensors={name: entry(name, found) for name, found in dims.items()},
+        extra_keys={"general.name": "planted", "general.file_type": np.uint32(1), **keys},
+    )
+
+
+def _profile(model: ModelFile, firing_LF: np.ndarray) -> Profile:
+    count_LF = np.rint(firing_LF * NUM_TOKENS).astype(np.int64)
+    histogram_LB = np.zeros((len(count_LF), NUM_BINS), np.int64)
+    histogram_LB[:, 0] = NUM_TOKENS * count_LF.shape[1]
+    return Profile(
+        model_id=model.model_id,
+        num_tokens=NUM_TOKENS,
+        threshold_L=model.threshold_L,
+        corpora=(Corpus(name="computed", sha256="0" * 64, num_tokens=NUM_TOKENS),),
+        active_count_LF=count_LF,
+        gate_histogram_LB=histogram_LB,
+    )
+
+
+def _named(firing_F: np.ndarray) -> np.ndarray:
+    """With what probability the predictor names neurons that fire with these."""
+    mean_F = torch.special.ndtri(torch.from_numpy(firing_F))
+    return torch.special.ndtr((mean_F + MARGIN) / (1 - UNSEEN**2) ** 0.5).numpy()
+
+
+def _gates_of(planted: Planted) -> Callable[[int], Gates]:
+    """What belongs to the gates of a layer; that of the last few layers is kept."""
+    shape, rank, device = planted.shape, planted.rank, planted.device
+    whole = (1 + COMMON**2) ** 0.5
+
+    @lru_cache(maxsize=4)
+    def gates(layer: int) -> Gates:
+        start_DR = _normal(f"{layer} down", (shape.width, rank), device)
+        start_DR[:, 0] = _common(shape.width, device)
+        down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
+        down_RD[0] = _common(shape.width, device)
+        up_FR = _normal(f"{layer} up", (shape.num_neurons, rank), device)
+        up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
+        along_common = COMMON / whole * shape.width**0.5
+        firing_F = torch.from_numpy(_firing(shape, layer))
+        up_FR[:, 0] = torch.special.ndtri(firing_F).to(device) / along_common
+        return Gates(down_RD=down_RD, up_FR=up_FR)
+
+    return gates
+
+
+def _firing(shape: ModelShape, layer: int) -> np.ndarray:
+    """With what probability each neuron of a layer fires, f64 [F]."""
+    return planted_frequencies(shape.num_neurons, torch.Generator().manual_seed(layer))
+
+
+def _gate_rows(name: str, planted: Planted, gates: Gates, start: int, stop: int) -> Tensor:
+    rest_ND = _normal_rows(name, start, stop, planted.shape.width, planted.device)
+    rest_ND -= (rest_ND @ gates.down_RD.T) @ gates.down_RD
+    rest_ND *= UNSEEN * (1 + COMMON**2) ** 0.5 / rest_ND.norm(dim=1, keepdim=True)
+    return gates.up_FR[start:stop] @ gates.down_RD + rest_ND
+
+
+def _embedding_rows(name: str, planted: Planted, start: int, stop: int) -> Tensor:
+    width, device = planted.shape.width, planted.device
+    rows_ND = _normal_rows(name, start, stop, width, device)
+    return rows_ND + COMMON * width**0.5 * _common(width, device)
+
+
+@lru_cache(maxsize=1)
+def _common(width: int, device: torch.device) -> Tensor:
+    """The direction that all embeddings hold, f32 [D]."""
+    return torch.nn.functional.normalize(_normal("common", (width,), device), dim=0)
+
+
+def _normal(name: str, dims: tuple[int, ...], device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(dims, generator=generator, device=device)
+
+
+def _normal_rows(name: str, start: int, stop: int, width: int, device: torch.device) -> Tensor:
+    """Rows start..stop-1 of a matrix, f32 [N, width]: drawn in whole pieces of MADE_ROWS."""
+    first = start // MADE_ROWS
+    pieces = [
+        _normal(f"{name} {number}", (MADE_ROWS, width), device)
+        for number in range(first, -(-stop // MADE_ROWS))
+    ]
+    return torch.cat(pieces)[start - first * MADE_ROWS : stop - first * MADE_ROWS]
+
+
+def _f16_entry(dims: tuple[int, ...], rows: Callable[[int, int], Tensor]) -> TensorEntry:
+    return TensorEntry(
+        shape=dims, kind="f16", read_rows=lambda a, b: rows(a, b).half().cpu().numpy()
+    )
+
+
+def _predictor_entry(dims: tuple[int, ...], rows: Callable[[int, int], Tensor]) -> TensorEntry:
+    assert row_bytes(dims[-1], PREDICTOR_KIND), dims
+    return TensorEntry(
+        shape=dims,
+        kind=PREDICTOR_KIND,
+        read_rows=lambda a, b: StoredMatrix.of(rows(a, b).cpu().numpy(), PREDICTOR_KIND).data,
+    )

@@ -1,0 +1,57 @@
+"""Says in one line why the GPU checks cannot run here, and exits with 1; says nothing where they can.
+
+    python gpu_ready.py [--packages torch,triton] [--needs-kernels] [--without-device]
+
+What this program does not know: how to install anything (gpu_setup.sh)."""
+
+import argparse
+import importlib
+import sys
+from importlib.util import find_spec
+
+OURS = {"gguf", "pulp", "highspy", "sparkinfer"}  # which gpu_setup.sh installs
+PACKAGES = ",".join(("torch", "triton", *sorted(OURS)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--packages", default=PACKAGES, help="which this Python must have")
+    parser.add_argument("--needs-kernels", action="store_true", help="our C++ must be built")
+    parser.add_argument("--without-device", action="store_true", help="a CPU will do")
+    arguments = parser.parse_args()
+    found = reason(
+        arguments.packages.split(","),
+        needs_kernels=arguments.needs_kernels,
+        needs_device=not arguments.without_device,
+    )
+    if found:
+        sys.exit(f"gpu_ready: {found}")
+
+
+def reason(packages: list[str], *, needs_kernels: bool, needs_device: bool) -> str | None:
+    """Why not; None where nothing is missing."""
+    if find_spec("torch") is None:
+        return f"{sys.executable} has no torch; name the Python that has it: PYTHON=..."
+    torch = importlib.import_module("torch")
+    if needs_device and not torch.cuda.is_available():
+        build = torch.version.cuda
+        what = (
+            f"torch {torch.__version__} built for CUDA {build}" if build else "a torch without CUDA"
+        )
+        return f"no CUDA device ({what}); these checks need one and do not run without"
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        ours = set(missing) <= OURS
+        remedy = (
+            "run benchmarks/gpu_setup.sh" if ours else "give it that, or name another: PYTHON=..."
+        )
+        return f"{sys.executable} has no {', '.join(missing)}; {remedy}"
+    if needs_kernels:
+        library = importlib.import_module("sparkinfer.runtime.kernels.cpu.library")
+        if not library.is_available():
+            return "the C++ kernels are not built; run benchmarks/gpu_setup.sh again"
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""llama.cpp at a budget: as many layers on the GPU as it holds, found by its own account of memory.
+
+What this module does not know: how llama.cpp is built (gpu_rival.sh) or asked (llamacpp_gpu.py)."""
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from processes import Process, ProcessError
+
+PROGRAM = Path(__file__).with_name("llamacpp_gpu.py")
+MOST_LOADS = 4
+# load_tensors:        CUDA0 model buffer size =  3577.56 MiB; likewise those of the cache and of
+# computing. CUDA_Host is pinned main memory.
+BUFFER = re.compile(r"\bCUDA\d+\s.*buffer size\s*=\s*([0-9.]+) MiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    process: Process
+    num_layers: int  # on the GPU; one more than the model has is its head too
+    gpu_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalModel:
+    folder: Path  # holds the package llama_cpp
+    model: Path
+    context_length: int
+    num_layers: int
+    layer_bytes: int
+
+
+def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
+    """With the most layers whose buffers keep to the budget; the embedding is never among them.
+
+    Raises ProcessError where it cannot be loaded."""
+    most, tried = rival.num_layers + 1, set[int]()
+    count = min(most, budget_bytes // rival.layer_bytes)
+    best: Rival | None = None
+    while count not in tried and len(tried) < MOST_LOADS:
+        tried.add(count)
+        found = _loaded(rival, count, log)
+        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # below zero: as many too many
+        worse = best if room >= 0 else found
+        best = found if room >= 0 else best
+        if worse is not None:
+            worse.process.close()
+        count = min(most, max(0, count + room))
+    if best is None:
+        raise ProcessError(f"llama.cpp: no number of layers fits into {budget_bytes:,} bytes")
+    return best
+
+
+def _loaded(rival: RivalModel, count: int, log: Path) -> Rival:
+    command = (sys.executable, PROGRAM, rival.model, str(rival.context_length), str(count))
+    process = Process.of(command, "llama.cpp", log, rival.folder)
+    try:
+        buffers = process.about["buffers"]
+    except ProcessError:
+        process.close()
+        raise
+    return Rival(process=process, num_layers=count, gpu_bytes=gpu_bytes(buffers))
+
+
+def gpu_bytes(log: Iterable[str]) -> int:
+    """The sum of all buffers on GPUs that the lines of llama.cpp's log tell of."""
+    found = [match for line in log if (match := BUFFER.search(line))]
+    return round(sum(float(match[1]) for match in found) * (1 << 20))

@@ -1,0 +1,116 @@
+"""One engine in a process of its own, for gpu.py: so that its memory is its own, and its budget.
+
+    python gpu_worker.py MODEL --mode MODE [--split SPLIT] [--device cuda] [--threads N]
+
+Each line on stdin is a JSON object that says what to do, each line on stdout the JSON of its answer;
+the first line comes when all is imported. An error of the user's kind answers {"error": "..."}.
+What this program does not know: other engines, rivals, plans' promises."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.threads import use_threads
+
+TIMELINE_STEPS = 3
+
+
+def main() -> None:
+    arguments = _arguments()
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # what libraries print is no answer
+        threads = use_threads(arguments.threads)
+        _answer(answers, {"threads": threads})
+        worker = Worker(arguments)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            try:
+                _answer(answers, worker.does[asked.pop("do")](**asked))
+            except SparkinferError as error:
+                _answer(answers, {"error": str(error)})
+
+
+def _answer(stream: Any, content: dict[str, Any]) -> None:
+    stream.write(json.dumps(content) + "\n")
+    stream.flush()
+
+
+class Worker:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self._engine: Engine | None = None
+        self.does: dict[str, Callable[..., dict[str, Any]]] = {
+            "load": self.load,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "memory": self.memory,
+            "timeline": self.timeline,
+        }
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "load comes first"
+        return self._engine
+
+    def load(self) -> dict[str, Any]:
+        asked = self.arguments
+        self._engine = Engine.load(
+            asked.model,
+            split=asked.split,
+            mode=asked.mode,
+            device=asked.device,
+            is_resident=True,
+            graph=not asked.plain,
+        )
+        return {"load_s": self.engine.load_s, "not_native": self.engine.not_native}
+
+    def prefill(self, ids: list[int]) -> dict[str, Any]:
+        """Seconds up to the logits of the token after `ids`, which are then in the cache."""
+        for _ in self.engine.generate(ids, max_tokens=1, temperature=0.0):
+            pass
+        return {"seconds": self.engine.last_run.prefill_s}
+
+    def decode(self, steps: int, start: int) -> dict[str, Any]:
+        """Seconds of the steps from position `start` on, and what they read of neurons."""
+        before = self.engine.traffic.total
+        seconds = self.engine.decode_seconds(steps=steps, start=start)
+        return {"seconds": seconds, "ffn_bytes": self.engine.traffic.total - before}
+
+    def memory(self) -> dict[str, Any]:
+        """Of each device, as the engine reports it."""
+        return {"devices": [dict(vars(found)) for found in self.engine.memory_report()]}
+
+    def timeline(self, path: str, start: int) -> dict[str, Any]:
+        """A Chrome trace of a few decode steps, the first of which has just been run before."""
+        kinds = [ProfilerActivity.CPU]
+        kinds += [ProfilerActivity.CUDA] if self.arguments.device.startswith("cuda") else []
+        self.engine.decode_seconds(steps=1, start=start)
+        with profile(activities=kinds) as profiled:
+            self.engine.decode_seconds(steps=TIMELINE_STEPS, start=start)
+        profiled.export_chrome_trace(path)
+        return {"steps": TIMELINE_STEPS}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--split", type=Path)
+    parser.add_argument("--mode", required=True, choices=("dense", "exact", "predicted"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--plain", action="store_true", help="without a graph")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()

@@ -1,0 +1,34 @@
+"""An engine in a process of its own, which says what it took: for test_memory.
+
+python budget_program.py MODEL SPLIT"""
+
+import json
+import sys
+
+import torch
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+
+
+def main(model: str, split: str) -> None:
+    torch.cuda.init()
+    try:
+        with Engine.load(model, split=split, device="cuda") as engine:
+            engine.logits(list(range(200)))
+            engine.decode_seconds(steps=20, start=200)
+            reports = [dict(vars(found)) for found in engine.memory_report()]
+            is_refused = False
+            try:
+                torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+            except torch.OutOfMemoryError:
+                is_refused = True
+            peak = torch.cuda.max_memory_reserved()
+    except SparkinferError as error:
+        print(json.dumps({"error": str(error)}))
+        return
+    print(json.dumps({"peak": peak, "reports": reports, "more_is_refused": is_refused}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

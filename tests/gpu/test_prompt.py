@@ -1,0 +1,40 @@
+"""Prompts whose cold weights are brought to the GPU, against the CPU computing them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from reference import rel_error
+from test_runtime import make_split
+
+from sparkinfer import Engine
+
+pytestmark = pytest.mark.gpu
+BOUND = 4 * torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+def test_it_makes_no_difference_who_computes_cold_neurons(
+    tmp_path, cuda, large_model, some_neurons, mode
+):
+    """250 tokens are two passes: what is brought for one is brought again for the next."""
+    split = make_split(large_model, some_neurons, context_length=256)
+    split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + (256 << 20))
+    split.save(tmp_path / "s.gguf")
+    ids = np.random.default_rng(0).integers(0, 512, 250).tolist()
+    with Engine.load(large_model.path, split=tmp_path / "s.gguf", mode=mode, device=cuda) as engine:
+        streams = [layer.ffn.cold for layer in engine.layers if layer.ffn.cold is not None]
+        assert len(streams) == 6, "no cold weights are brought"
+        found = []
+        for least_tokens in (1, 1 << 30, 1):
+            for stream in streams:
+                stream.least_tokens = least_tokens
+            found.append(engine.logits(ids))
+    with Engine.load(large_model.path, mode=mode, device="cpu", context_length=256) as engine:
+        want = engine.logits(ids)
+    brought, computed, again = found
+    assert rel_error(brought, want) < BOUND
+    assert rel_error(computed, want) < BOUND
+    assert torch.equal(brought, again)
+    assert not torch.equal(brought, computed)  # other sums: it was another way

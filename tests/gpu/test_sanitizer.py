@@ -1,0 +1,81 @@
+"""The kernels under NVIDIA's compute-sanitizer, where it works: reads out of bounds, and races.
+
+It slows kernels a hundredfold, so a few of the kernels' tests run under it, by SELECTION. Where the
+tool is not there, or does not work on this machine (it needs the driver's debugging interface),
+the test is skipped with the reason, which `run.py` repeats in its table."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parent.parent.parent
+KERNEL_TESTS = sorted((ROOT / "tests").glob("test_gpu_*.py"))
+SELECTION = "q4_0 or q6_k or attend or add_norm"
+MOST_TESTS = 8
+SECONDS = 100
+ERROR = 86  # the exit code of a run in which the tool found something
+# Reads one value past the end of a tensor that has its segment of memory to itself.
+BAD = """
+import torch, triton, triton.language as tl
+@triton.jit
+def read(source, target):
+    tl.store(target, tl.load(source + (1 << 28)))
+x, y = torch.ones(1 << 20, device="cuda"), torch.ones(1, device="cuda")
+read[(1,)](x, y)
+torch.cuda.synchronize()
+"""
+GOOD = "import torch; torch.ones(8, device='cuda').add_(1).sum().item()"
+
+
+def sanitized(*arguments, tool="memcheck"):
+    """(exit code, output) of a Python under the tool; None for a run that took too long."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERROR), sys.executable]
+    try:
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
+            # Each tensor an allocation of its own, or what lies behind it would be torch's too.
+            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, f"compute-sanitizer took more than {SECONDS} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def working(tmp_path_factory):
+    """Skips unless the tool passes what is right and finds what is wrong here."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("no compute-sanitizer on the PATH")
+    bad = tmp_path_factory.mktemp("bad") / "bad.py"  # Triton reads a kernel's source from its file
+    bad.write_text(BAD)
+    code, output = sanitized("-c", GOOD)
+    if code != 0:
+        pytest.skip(f"compute-sanitizer does not work here: {output.strip()[-150:]}")
+    code, output = sanitized(bad)
+    if code != ERROR:
+        pytest.skip(f"compute-sanitizer misses an error made on purpose (exit code {code})")
+
+
+def selected():
+    """Names of a few tests of the kernels, spread over all of the selection."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-k", SELECTION, *KERNEL_TESTS],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    names = [line for line in listed.stdout.splitlines() if "::" in line]
+    return names[:: max(1, len(names) // MOST_TESTS)][:MOST_TESTS]
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_kernels_are_clean(cuda, working, tool):
+    names = selected()
+    assert names, f"no test of kernels is called anything of {SELECTION!r}"
+    code, output = sanitized("-m", "pytest", "-q", "-p", "no:cacheprovider", *names, tool=tool)
+    if code is None:
+        pytest.skip(output)
+    assert code == 0, output[-3000:]

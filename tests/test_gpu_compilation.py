@@ -1,0 +1,95 @@
+"""Every GPU kernel, for every kind of matrix, through Triton's compiler and ptxas to machine code.
+
+The interpreter knows nothing of types, layouts and registers; the compiler needs no device. See
+gpu_compilation.py, which does it in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from gpu_compilation import FILE_KINDS, FLOATS
+from gpu_matrices import KINDS
+
+SCRIPT = Path(__file__).with_name("gpu_compilation.py")
+FOR_MATRICES = {"_unpack": 3, "_dot": 1, "_predict": 2, "_gate_up": 3, "_down": 2}
+FOR_VECTORS = {"_add_norm": 3, "_rotate_append": 4, "_attend_part": 4, "_attend_join": 4}
+HOPPER, ADA = 90, 89
+STACK_BYTES = {"_rotate_append": 32}  # the library's cosine reduces angles of many turns there
+
+
+def compiled(arch: int, *kinds: str) -> list[dict]:
+    """One record a kernel."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, SCRIPT, str(arch), *kinds]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    for record in records:  # shown where the test fails, and with -rP
+        print(*(f"{name} {value}" for name, value in record.items()))
+    return records
+
+
+def assert_good(records: list[dict]) -> None:
+    """No program needs more than a device has, and nothing is spilled but what is known."""
+    for record in records:
+        assert record["registers"] <= 255 and record["shared_bytes"] <= 48 << 10, record
+        assert record["stack_bytes"] <= STACK_BYTES.get(record["kernel"], 16), record
+
+
+def assert_wide_loads(records: list[dict]) -> None:
+    """Matrices are read 16 bytes at a time wherever they are read in bulk."""
+    hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] != "_unpack"]
+    assert hot
+    for record in hot:
+        wide = record["loads_of_16"] + (record["loads_of_8"] if _is_narrow(record) else 0)
+        assert wide > 0 and record["loads_of_16"] >= (0 if _is_narrow(record) else 1), record
+
+
+def _is_narrow(record: dict) -> bool:
+    """Rows of q6_k of 1024 values are of 840 bytes, which are no multiple of 16."""
+    return record["kind"] == "q6_k_planar" and record["kernel"] == "_predict"
+
+
+def test_a_kind_with_blocks_and_one_without():
+    records = compiled(HOPPER, "none", "f16", "q4_k")
+    found = Counter(r["kernel"] for r in records)
+    assert found == Counter(FOR_VECTORS) + Counter(FOR_MATRICES) + Counter(FOR_MATRICES)
+    assert_good(records)
+    assert_wide_loads([r for r in records if r["kind"] != "none"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [HOPPER, ADA])
+def test_everything(arch):
+    records = compiled(arch, "none", *KINDS, *FILE_KINDS)
+    want = Counter(FOR_VECTORS) + Counter({"_unpack": len(FILE_KINDS)})
+    for _ in KINDS:
+        want += Counter(FOR_MATRICES)
+    assert Counter(r["kernel"] for r in records) == want
+    assert_good(records)
+    assert_wide_loads([r for r in records if r["kind"] not in FILE_KINDS])
+
+
+def test_the_kinds_are_those_of_the_other_tests():
+    assert {*FLOATS} < {*KINDS} and not {*FILE_KINDS} & {*KINDS}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"registers": 300}, {"stack_bytes": 400}, {"shared_bytes": 1 << 18}]
+)
+def test_the_check_rejects_what_spills(wrong):
+    good = {"kernel": "_dot", "registers": 90, "stack_bytes": 0, "shared_bytes": 512}
+    assert_good([good])
+    with pytest.raises(AssertionError):
+        assert_good([good, good | wrong])
+
+
+def test_the_check_rejects_loads_of_single_bytes():
+    good = {"kind": "q4_k", "kernel": "_dot", "loads_of_16": 3, "loads_of_8": 0}
+    assert_wide_loads([good])
+    with pytest.raises(AssertionError):
+        assert_wide_loads([good, good | {"loads_of_16": 0, "loads_of_8": 3}])

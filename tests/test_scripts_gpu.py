@@ -1,0 +1,312 @@
+"""The scripts for machines with a CUDA device, as far as they run without one: so that they work when
+there is one for once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import make_machine, make_model, make_shape
+
+from sparkinfer import Engine
+from sparkinfer.runtime.kernels.cpu import library
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]  # tests/gpu is no module
+
+import gpu  # noqa: E402
+import gpu_cases  # noqa: E402
+import gpu_ready  # noqa: E402
+import gpu_rival  # noqa: E402
+import gpu_timeline  # noqa: E402
+import processes  # noqa: E402
+import run as gpu_run  # noqa: E402
+import test_step  # noqa: E402
+from gpu_model import Planted, write_planted, write_stock  # noqa: E402
+from processes import Process, ProcessError  # noqa: E402
+
+del sys.path[:2]
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CPU = torch.device("cpu")
+TOY = make_shape(
+    num_layers=3, width=256, num_neurons=1024, num_heads=8, num_kv_heads=4, vocab_size=384,
+    context_length=64,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """(model file, profile) of a toy."""
+    folder = tmp_path_factory.mktemp("planted")
+    return write_planted(Planted(shape=TOY, rank=64, device=CPU), folder / "m.gguf")
+
+
+def test_the_computed_profile_is_what_is_counted(planted):
+    model, profile = planted
+    ids = np.random.default_rng(0).integers(3, 384, 64)
+    fired = {layer: torch.zeros(1024) for layer in range(3)}
+    with Engine.load(model.path, mode="dense", device="cpu") as engine:
+
+        def count(name, layer, gate_TF):
+            if name == "ffn_gate":
+                fired[layer] += (gate_TF > 0).float().mean(dim=0)
+
+        with engine.observe(count):
+            engine.hidden(ids)
+    for layer in range(3):
+        counted, computed = fired[layer].numpy(), profile.frequency_LF[layer]
+        assert abs(counted.mean() - computed.mean()) < 0.1 * computed.mean()
+        assert np.corrcoef(counted, computed)[0, 1] > 0.9
+        assert np.corrcoef(counted, profile.frequency_LF[layer][::-1])[0, 1] < 0.3
+
+
+def test_planted_predictors_name_what_fires(planted):
+    model, _ = planted
+    ids = np.random.default_rng(1).integers(3, 384, 64)
+    found = []
+    for mode in ("dense", "predicted"):
+        with Engine.load(model.path, mode=mode, device="cpu") as engine:
+            found.append(engine.logits(ids))
+            step = engine.traffic.total
+    dense, predicted = found
+    assert (dense.argmax(dim=1) == predicted.argmax(dim=1)).float().mean() > 0.95
+    assert 0.1 < np.mean(model.predictor.density_L) < 0.3
+    assert step < 0.5 * sum(e.num_bytes for n, e in model.tensors.items() if "ffn" in n) * len(ids)
+
+
+def test_files_do_not_depend_on_the_pieces_they_are_written_in(planted, tmp_path):
+    model, _ = planted
+    again, _ = write_planted(Planted(shape=TOY, rank=64, device=CPU), tmp_path / "m.gguf")
+    assert again.path.read_bytes() == model.path.read_bytes()
+    entry = again.tensors["blk.1.ffn_gate.weight"]
+    rows = np.concatenate([entry.read_rows(0, 500), entry.read_rows(500, 1024)])
+    assert np.array_equal(rows, entry.read())
+
+
+def test_the_rivals_file_is_one_of_llamacpps(tmp_path):
+    write_stock(Planted(shape=TOY, rank=64, device=CPU), tmp_path / "stock.gguf")
+    with Engine.load(tmp_path / "stock.gguf", device="cpu") as engine:
+        assert engine.model.layout == "stock" and engine.model.activation == "silu"
+        assert torch.isfinite(engine.logits([5, 6, 7])).all()
+
+
+def test_the_limit_of_dense_steps_is_all_bytes_but_the_embedding():
+    model = make_model(shape=make_shape(width=256, num_neurons=1024), kind="f16")
+    read = sum(entry.num_bytes for name, entry in model.tensors.items() if "token_embd" not in name)
+    read += 2 * 32 // 2 * 2 * 2 * 128  # K and V, half of 32 positions, 2 layers, f16, 2 heads of 64
+    found = gpu.dense_limit_seconds(model, make_machine(gpu_gb_per_s=500), 32)
+    assert found == pytest.approx(read / 500e9)
+
+
+def event(name, category, start, duration):
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
+
+
+def step_of_a_trace(start):
+    return [
+        event("predict", "kernel", start, 10),
+        event("Memcpy DtoH", "gpu_memcpy", start + 10, 2),
+        event("Memcpy DtoH", "gpu_memcpy", start + 12, 3),
+        event("gate_up", "kernel", start + 12, 23),
+        event("Memcpy HtoD", "gpu_memcpy", start + 55, 5),
+        event("norm", "kernel", start + 60, 40),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": start, "dur": 900},
+    ]
+
+
+def test_a_timeline_is_the_last_step_and_says_what_overlaps(tmp_path):
+    events = [e for step in range(3) for e in step_of_a_trace(1000.0 + 100 * step)]
+    timeline = gpu_timeline.timeline_of(events, 3)
+    assert timeline.kernels == ((0, 10), (12, 35), (60, 100))
+    assert timeline.copies == ((10, 12), (12, 15), (55, 60))
+    assert timeline.host == ((15, 55),)
+    assert timeline.overlapped == pytest.approx(0.5)  # 20 of 40 microseconds
+    gpu_timeline.draw(timeline, tmp_path / "t.png")
+    assert (tmp_path / "t.png").stat().st_size > 1000
+    assert gpu_timeline.timeline_of([], 3).overlapped == 0
+
+
+def test_nothing_overlaps_where_one_waits_for_the_other():
+    events = [event("k", "kernel", 0, 10), event("Memcpy DtoH", "gpu_memcpy", 10, 1),
+              event("Memcpy HtoD", "gpu_memcpy", 30, 1), event("k", "kernel", 31, 9)]  # fmt: skip
+    assert gpu_timeline.timeline_of(events, 1).overlapped == 0
+
+
+LOG = """\
+load_tensors: offloading 20 repeating layers to GPU
+load_tensors:        CUDA0 model buffer size =  3577.50 MiB
+load_tensors:   CPU_Mapped model buffer size =  9000.25 MiB
+llama_kv_cache:      CUDA0 KV buffer size =   160.00 MiB
+llama_context:      CUDA0 compute buffer size =    70.50 MiB
+llama_context:  CUDA_Host compute buffer size =    12.01 MiB
+"""
+
+
+def test_the_rivals_memory_is_that_of_its_gpus():
+    assert gpu_rival.gpu_bytes(LOG.splitlines()) == (3577.5 + 160 + 70.5) * (1 << 20)
+
+
+@pytest.mark.parametrize("budget, wanted", [(0, None), (560, 4), (1000, 8), (10**6, 33)])
+def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wanted):
+    """A layer takes 100 bytes by the file, and 115 as it is loaded beside 60 for all."""
+    loads = []
+
+    class Closed:
+        def close(self):
+            pass
+
+    def loaded(rival, count, log):
+        loads.append(count)
+        return gpu_rival.Rival(process=Closed(), num_layers=count, gpu_bytes=60 + 115 * count)
+
+    monkeypatch.setattr(gpu_rival, "_loaded", loaded)
+    rival = gpu_rival.RivalModel(folder=tmp_path, model=tmp_path, context_length=8, num_layers=32,
+                                 layer_bytes=100)  # fmt: skip
+    if wanted is None:
+        with pytest.raises(ProcessError, match="no number of layers"):
+            gpu_rival.best_rival(rival, budget, tmp_path)
+    else:
+        assert gpu_rival.best_rival(rival, budget, tmp_path).num_layers == wanted
+    assert len(loads) <= gpu_rival.MOST_LOADS
+
+
+def test_a_program_that_dies_is_told_with_its_last_words(tmp_path):
+    text = "import sys; print('{}', flush=True); input(); sys.exit('no memory left')"
+    process = Process.of((sys.executable, "-c", text), "worker", tmp_path / "log")
+    assert process.about == {}
+    with pytest.raises(ProcessError, match="worker: ended with 1: no memory left"):
+        process.ask("load")
+    process.close()
+    with pytest.raises(ProcessError, match="ended before"):
+        process.ask("load")
+
+
+def test_a_program_that_hangs_is_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "ANSWER_SECONDS", 1.0)
+    text = "import time; print('{}', flush=True); time.sleep(100)"
+    process = Process.of((sys.executable, "-c", text), "worker", tmp_path / "log")
+    with pytest.raises(ProcessError, match="worker: no answer in 1 s"):
+        process.ask("decode")
+    process.close()
+
+
+def test_a_rival_that_dies_takes_nothing_but_its_own_figures(tmp_path):
+    """Two cases share it, as modes of one budget do."""
+    ours = """
+import json, sys
+print(json.dumps({"threads": 1}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"seconds": 0.5, "ffn_bytes": 8, "devices": []}), flush=True)
+"""
+    dying = "print('{}', flush=True); input(); raise SystemExit('killed')"
+    theirs = Process.of((sys.executable, "-c", dying), "llama.cpp", tmp_path / "theirs")
+    rival = gpu_rival.Rival(process=theirs, num_layers=1, gpu_bytes=1)
+    cases = [
+        gpu_cases.Case(name=name, mode="dense", budget_bytes=1, limit_s=0.1, predicted_s=None,
+                       process=Process.of((sys.executable, "-c", ours), name, tmp_path / name),
+                       rival=rival)
+        for name in ("one", "two")
+    ]  # fmt: skip
+    amount = gpu_cases.Amount(prompt=4, steps=2, vocab_size=9, rounds=2)
+    gpu_cases.measure(cases, amount, float("inf"))
+    gpu_cases.close(cases)
+    for case in cases:
+        found = gpu_cases.row(case, amount)
+        assert found["decode_samples_s"] == [0.25, 0.25] and found["prefill_tokens_per_s"] == 8
+        assert found["error"] is None and "llama.cpp" in found["rival_error"]
+        assert "times_rival" not in found and found["share_of_limit"] == pytest.approx(0.4)
+
+
+def test_what_is_missing_is_said_in_one_line():
+    asked = {"needs_kernels": True, "needs_device": False}
+    assert gpu_ready.reason(["numpy", "gguf"], **asked) is None
+    assert "no nothing_like_it" in gpu_ready.reason(["nothing_like_it"], **asked)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a device")
+@pytest.mark.parametrize("program", [gpu_ready, gpu_run])
+def test_without_a_device_nothing_runs(monkeypatch, program):
+    monkeypatch.setattr(sys, "argv", ["program"])
+    with pytest.raises(SystemExit, match="no CUDA device") as found:
+        program.main()
+    assert len(str(found.value).splitlines()) == 1
+
+
+def test_the_smoke_run_goes_through(tmp_path):
+    machine = tmp_path / "machine.json"
+    make_machine(cpu_gb_per_s=5, launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9).save(
+        machine
+    )
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", tmp_path / "out", "--smoke", "--rounds", "2",
+         "--machine", machine],
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert [row["mode"] for row in found["rows"]] == ["predicted", "dense"]
+    for row in found["rows"]:
+        assert row["error"] is None, row["error"]
+        assert row["decode_tokens_per_s"] > 0 and row["prefill_tokens_per_s"] > 0
+    assert "toy 60% predicted" in done.stdout and "no rival" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["benchmark"] == "gpu"
+    assert not list((tmp_path / "out").rglob("*.gguf"))
+
+
+def test_the_table_says_what_failed_and_what_was_not_reached():
+    rows = [{"name": "7B 60%", "mode": "predicted", "error": "worker: out of memory"},
+            {"name": "7B 80%", "mode": "predicted", "error": None}]  # fmt: skip
+    lines = gpu_cases.table(rows).splitlines()
+    assert "out of memory" in lines[1] and "out of time" in lines[2]
+
+
+GOOD_AND_BAD = """
+import time, pytest
+def test_good(): pass
+def test_bad(): assert 1 == 2
+@pytest.mark.skip(reason="not today")
+def test_skipped(): pass
+"""
+
+
+def run_jobs(tmp_path, text, seconds):
+    path = tmp_path / "test_some.py"
+    path.write_text(text)
+    job = gpu_run.Job(name="test_some", arguments=[str(path), "--rootdir", str(tmp_path)])
+    gpu_run.Runner([job], tmp_path / "out", seconds, 2).run()
+    return job, json.loads((tmp_path / "out" / "test-gpu.json").read_text())
+
+
+def test_the_runner_counts_and_tells_what_failed(tmp_path):
+    job, saved = run_jobs(tmp_path, GOOD_AND_BAD, 60)
+    assert job.state == "FAILED" and not job.is_fine
+    assert saved["jobs"][0]["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert "assert 1 == 2" in gpu_run.table([job])
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_found(tmp_path):
+    slow = GOOD_AND_BAD + "def test_slow(): time.sleep(100)\n"
+    job, saved = run_jobs(tmp_path, slow, 6)
+    assert job.state == "out of time" and not job.is_fine
+    assert saved["jobs"][0]["counts"]["passed"] == 1
+
+
+def test_skipping_everything_is_not_passing(tmp_path):
+    job, _ = run_jobs(tmp_path, "import pytest\npytest.skip('no', allow_module_level=True)\n", 60)
+    assert not job.is_fine
+
+
+def test_the_tests_for_a_device_work_on_the_cpu(tmp_path):
+    """All of them: pytest tests/gpu --device cpu."""
+    some = tmp_path / "some"
+    some.mkdir()
+    for kind, plan, mode in (("f16", "mixed", "predicted"), ("q6_k", "random", "dense")):
+        test_step.test_every_division_gives_what_the_cpu_gives(some, "cpu", kind, plan, mode)
+    test_step.test_the_bounds_reject_a_few_neurons_left_out(some, "cpu")
+    test_step.test_steps_repeat_to_the_bit(some, "cpu", "mixed")
