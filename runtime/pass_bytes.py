@@ -39,9 +39,8 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
         feed_forward += tokens * 3 * neurons
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
     # Weights in blocks, two bytes a value; f32 is multiplied as it is.
-    widest = max(width, heads)
-    tile = max(gpu_products.TILE_BYTES, 2 * gpu_products.tile_rows(widest) * widest)
-    tile += FLOAT_BYTES * tokens * gpu_products.tile_rows(min(width, heads))
+    tile_rows = gpu_products.TILE_ROWS
+    tile = 2 * tile_rows * max(width, heads) + 2 * FLOAT_BYTES * tokens * tile_rows
     return max(
         FLOAT_BYTES * attention + scores + one_head,
         FLOAT_BYTES * max(attention, feed_forward, head) + tile,

@@ -215,6 +215,7 @@ def card(monkeypatch):
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "mem_get_info", lambda device: (state.free, state.total))
     monkeypatch.setattr(cuda, "memory_reserved", lambda device: state.reserved)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda device: state.reserved)
     monkeypatch.setattr(cuda, "get_allocator_backend", lambda: state.backend)
     monkeypatch.setattr(cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(
@@ -257,8 +258,6 @@ def test_several_engines_may_have_what_their_budgets_come_to(card):
     assert card.limit == 3 << 30
     card.reserved = 1 << 30
     assert second.room_bytes == (2 << 30) - device_memory.SMALL_BYTES
-    card.reserved = (3 << 30) - device_memory.SMALL_BYTES - device_memory.MIDDLE_BYTES + 1
-    assert second.room_bytes == 0
     first.close()
     assert card.limit == 2 << 30
     living(None)  # an engine without a plan, and so without a limit
@@ -357,6 +356,31 @@ def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
     assert 0 < found[GPU][1] - stays - 4 * 96 - decode_bytes(model, 32) < 60 * ALIGNMENT
 
 
+def test_what_is_set_aside_is_what_the_budget_leaves(card, monkeypatch):
+    """In segments of their own, which are as large as they are asked for."""
+    taken, was = [], torch.empty
+
+    def empty(size, *arguments, device=None, **options):
+        if device != GPU:
+            return was(size, *arguments, device=device, **options)
+        taken.append(size)
+        card.reserved += -(-size // device_memory.SEGMENT_BYTES) * device_memory.SEGMENT_BYTES
+        return was(0, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken[0])
+    slab, budget = 900 << 20, 1 << 30
+    memory = DeviceMemory.of(GPU, slab - 12345, budget)
+    assert taken == [slab - 12345, device_memory.FIRST_BYTES]
+    memory.aside_bytes = 1 << 30  # more than there is
+    memory.set_aside()
+    left = budget - slab - device_memory.FIRST_BYTES - device_memory.SMALL_BYTES
+    assert taken[2:] == [left] and card.reserved == budget - device_memory.SMALL_BYTES
+    memory.set_aside()  # nothing is left
+    assert len(taken) == 3
+    assert memory.room_bytes == budget - taken[0] - device_memory.SMALL_BYTES
+
+
 def test_a_slab_that_does_not_fit_leaves_no_limit_behind(card, monkeypatch):
     def empty(*arguments, device=None, **options):
         if device == GPU:
@@ -414,7 +438,7 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeyp
     matrix, exact_ND = random_matrix(kind)
     generator = torch.Generator().manual_seed(1)
     for rows in (64, 1000):  # several tiles, one
-        monkeypatch.setattr(gpu_products, "tile_rows", lambda width, rows=rows: rows)
+        monkeypatch.setattr(gpu_products, "TILE_ROWS", rows)
         for scale in (1.0, 1e6, 1e-7):  # f16 has neither of these
             x_TD = scale * torch.randn(5, 256, generator=generator)
             weight_TN = scale * torch.randn(5, 200, generator=generator)
@@ -431,7 +455,7 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeyp
 def test_tiles_unpacked_by_triton(monkeypatch, kind):
     """Of the rows of a piece on its way too, which lie apart."""
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
-    monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
+    monkeypatch.setattr(gpu_products, "TILE_ROWS", 64)
     in_file = kind.removesuffix("_planar")
     entry = make_model(shape=make_shape(width=256), kind=in_file).tensors["blk.0.ffn_up.weight"]
     data, found = matrix_of(entry, CPU).data, in_file
@@ -517,7 +541,7 @@ def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_
     )  # fmt: skip
     model = make_model(shape=shape, predictor_rank=32, kind=kind)
     if kind == "f32":
-        monkeypatch.setattr(gpu_products, "TILE_BYTES", 0)
+        monkeypatch.setattr(gpu_products, "TILE_ROWS", 64)
     monkeypatch.setattr(gpu_products, "unpack", lambda matrix, out_AD, index_A: None)
     monkeypatch.setattr(
         gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])
@@ -559,11 +583,7 @@ def test_models_that_people_have_leave_room_in_their_workspace(shape, context):
     """For the vectors of a step, cuBLAS, and pieces of cold weights that are worth a copy."""
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
     left = workspace_bytes(model, context) - decode_bytes(model, context)
-    left -= (
-        device_memory.SMALL_BYTES
-        + device_memory.MIDDLE_BYTES
-        + 4 * shape.num_neurons * shape.num_layers
-    )
+    left -= device_memory.SMALL_BYTES + (5 << 20) + 4 * shape.num_neurons * shape.num_layers
     tokens = SHORT_CHUNK
     while pass_bytes(model, tokens, context, "predicted") > left:
         tokens //= 2
