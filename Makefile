@@ -26,6 +26,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 TYPES := build/types/sparkinfer
 SPARKINFER := $(BIN)/sparkinfer
+# For the GPU kernels' tests, which run in its interpreter; a torch for CUDA brings its own.
+TRITON := triton==3.6.0
 
 MODEL ?= examples/tiny-relu
 DIR ?= build/$(notdir $(patsubst %/,%,$(MODEL)))
@@ -59,6 +61,8 @@ setup: build  ## .venv with sparkinfer in it, editable, and all it needs
 	@echo "== set-up: a virtual environment in .venv (a few minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@[ "$$(uname)" != Linux ] || $(BIN)/python -c "import triton" 2>/dev/null || \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TRITON)
 	@mkdir -p build && touch build/installed $@
 
 build/installed: $(SOURCES) | .venv/ready

@@ -34,8 +34,8 @@ from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
     context_of,
     device_of,
-    gpus_of,
     mode_of,
+    placement_of,
     residence_of,
 )
 from sparkinfer.runtime.feed_forward import Mode, Traffic
@@ -48,7 +48,7 @@ from sparkinfer.runtime.gpu_setup import (
     with_cold_streams,
 )
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.loader import Layer, Placement, Weights, load_weights
+from sparkinfer.runtime.loader import Layer, Weights, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
@@ -121,6 +121,7 @@ class Engine:
         thresholds: str | Path | None = None,
         is_resident: bool | None = None,
         graph: bool = True,
+        cpu_ffn: bool = False,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
@@ -132,7 +133,8 @@ class Engine:
         is_resident: whether weights on the CPU are copied into memory arranged for decoding, or
         stay in the mapped file, which loads at once and decodes slower; None copies them where
         they fit into the free memory. graph: whether a step on CUDA is captured into a graph;
-        without one it gives the same numbers, slower, and can be debugged.
+        without one it gives the same numbers, slower, and can be debugged. cpu_ffn: instead of a
+        plan, all neurons of the feed-forward layers on the CPU and all else on the device.
 
         Raises SparkinferError for a wrong file, plan, mode, device or profile."""
         file = ModelFile.load(Path(model))
@@ -146,7 +148,7 @@ class Engine:
         if split is not None:
             plan = Split.load(Path(split))
             plan.check_against(file, Path(split))
-        return cls.of(file, plan, mode, device, context_length, is_resident, graph)
+        return cls.of(file, plan, mode, device, context_length, is_resident, graph, cpu_ffn)
 
     @classmethod
     def of(
@@ -158,17 +160,15 @@ class Engine:
         context_length: int | None = None,
         is_resident: bool | None = None,
         graph: bool = True,
+        cpu_ffn: bool = False,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
         mode = mode_of(file, mode)
         gpu = device_of(device)
         context_length = context_of(file, plan, context_length)
-        if plan is None:
-            placement = Placement.on_one_device(file.shape.num_layers, gpu)
-        else:
-            placement = Placement.of_split(plan, gpus_of(plan, gpu))
-        bytes_by_role = bytes_by_role_of(file, plan, context_length, gpu)
+        placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
+        bytes_by_role = bytes_by_role_of(file, plan, context_length, gpu, cpu_ffn=cpu_ffn)
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
         notice = partial(_notice, file)

@@ -11,6 +11,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.feed_forward import Mode
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.loader import Placement
 from sparkinfer.runtime.resident import Residence
 from sparkinfer.split_file import Split
 from sparkinfer.system_memory import free_memory_bytes
@@ -55,17 +56,39 @@ def mode_of(model: ModelFile, mode: Mode | None) -> Mode:
     return mode
 
 
+def placement_of(
+    model: ModelFile, plan: Split | None, device: torch.device, *, cpu_ffn: bool
+) -> Placement:
+    """Which device has which part."""
+    num_layers = model.shape.num_layers
+    if plan is not None and cpu_ffn:
+        raise SparkinferError(
+            "a plan says where the neurons go, and so does --cpu-ffn (cpu_ffn): leave one out"
+        )
+    if plan is not None:
+        return Placement.of_split(plan, gpus_of(plan, device))
+    if cpu_ffn:
+        return Placement.without_neurons(num_layers, device)
+    return Placement.on_one_device(num_layers, device)
+
+
 def bytes_by_role_of(
-    model: ModelFile, plan: Split | None, context_length: int, device: torch.device
+    model: ModelFile,
+    plan: Split | None,
+    context_length: int,
+    device: torch.device,
+    *,
+    cpu_ffn: bool = False,
 ) -> dict[str, Items]:
-    """Itemised bytes of each side; without a plan there is one side, that of the device."""
+    """Itemised bytes of each side. Without a plan there is one side, that of the device, or with
+    `cpu_ffn` all but the neurons on one and they on the other."""
     num_layers = model.shape.num_layers
     gpu_bytes, cpu_bytes = plan_bytes(
         model,
         context_length=context_length,
         num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
-        dense_on_gpu=plan.dense_on_gpu if plan else [False] * num_layers,
-        head_on_gpu=plan.head_on_gpu if plan else False,
+        dense_on_gpu=plan.dense_on_gpu if plan else [cpu_ffn] * num_layers,
+        head_on_gpu=plan.head_on_gpu if plan else cpu_ffn,
         workspace=(
             plan.cpu_bytes["workspace"]
             if plan
@@ -73,7 +96,7 @@ def bytes_by_role_of(
         ),
         home=plan.home if plan else (),
     )
-    if plan is not None:
+    if plan is not None or cpu_ffn:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
 

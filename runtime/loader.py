@@ -6,7 +6,7 @@ A plan without a GPU at hand runs with both roles on the CPU: the hot block stil
 own. What this module does not know: the order of a forward pass."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -93,6 +93,12 @@ class Placement:
             hot=None,
             numbers=(0,) * len(homes),
         )
+
+    @classmethod
+    def without_neurons(cls, num_layers: int, device: torch.device) -> "Placement":
+        """All but the neurons of the feed-forward layers on the device."""
+        none = np.zeros(0, np.int32)
+        return replace(cls.on_one_device(num_layers, device), hot=(none,) * num_layers)
 
     def dense_device(self, layer: int) -> torch.device:
         return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")

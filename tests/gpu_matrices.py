@@ -12,6 +12,7 @@ from k_quants import BLOCK_BYTES, random_rows
 from torch import Tensor
 
 from sparkinfer.gguf_file import type_of
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.matrix import Matrix, unpack
 from sparkinfer.runtime.planar import FILE_KIND, planar
 
@@ -94,3 +95,11 @@ def assert_close(got: Tensor, want: Tensor, bound: Tensor | float) -> None:
 def assert_same_bits(got_B: Tensor, want_B: Tensor) -> None:
     assert got_B.dtype == want_B.dtype == torch.int32
     assert torch.equal(got_B, want_B), (got_B, want_B)
+
+
+def both(kernels, name, out, *arguments, **options):
+    """(what the kernel writes, what the reference writes) into copies of `out`, the last argument."""
+    got, want = out.clone(), out.clone()
+    getattr(kernels, name)(*arguments, got, **options)
+    getattr(reference_kernels(), name)(*arguments, want, **options)
+    return got, want

@@ -1,7 +1,7 @@
-"""The GPU kernels of rows, neurons and predictors against their float64 reference.
+"""The GPU kernels of rows and predictors against their float64 reference.
 
 They run on a CUDA device where there is one, else in Triton's interpreter; without Triton they
-fail. Attention and norms: test_gpu_attention.py; the reference: test_gpu_reference.py."""
+fail. Other kernels: test_gpu_neurons.py, test_gpu_attention.py."""
 
 from dataclasses import replace
 
@@ -15,10 +15,10 @@ from gpu_matrices import (
     assert_close,
     assert_same_bits,
     block_width,
+    both,
     device,
     make_matrix,
     product_bound,
-    rounding,
     sizes,
     vector,
 )
@@ -26,7 +26,6 @@ from gpu_matrices import (
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.runtime.kernels.gpu import launch
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-from sparkinfer.runtime.kernels.gpu.ranges import down_parts
 from sparkinfer.runtime.kernels.gpu.reference import pack_bits, unpack_bits
 
 REFERENCE = reference_kernels()
@@ -49,14 +48,6 @@ def several_rows(monkeypatch):
 def one_row(several_rows, monkeypatch):
     """Programs of one row, as small matrices get them."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
-
-
-def both(kernels, name, out, *arguments, **options):
-    """(what the kernel writes, what the reference writes) into copies of `out`, the last argument."""
-    got, want = out.clone(), out.clone()
-    getattr(kernels, name)(*arguments, got, **options)
-    getattr(REFERENCE, name)(*arguments, want, **options)
-    return got, want
 
 
 # ---- rows ----------------------------------------------------------------------------------
@@ -219,183 +210,6 @@ def test_a_score_at_the_threshold_does_not_name(kernels):
     assert unpack_bits(got).nonzero().flatten().tolist() == [1, 4, 5, 6, 7]
 
 
-# ---- gate and up ---------------------------------------------------------------------------
-
-
-def hidden_bound(gate, gate_bias, up, up_bias, x, hidden):
-    """Activations have slopes below 1.13; act(g) u is off by du |act(g)| + 1.13 dg |u|."""
-    gate_off = 1.2 * product_bound(gate, x, gate_bias) + 8 * EPS
-    gate_size = sizes(gate) @ x.double().abs() + (0 if gate_bias is None else gate_bias.abs())
-    if up is None:
-        return gate_off + 16 * EPS * gate_size
-    up_off = product_bound(up, x, up_bias)
-    up_size = sizes(up) @ x.double().abs() + (0 if up_bias is None else up_bias.abs())
-    return (gate_off * up_size + up_off * gate_size) + 16 * EPS * hidden.double().abs().nan_to_num()
-
-
-def assert_hidden(kernels, gate, up, x, activation, threshold, **options):
-    """Compares; returns what the kernel wrote."""
-    gate_bias, up_bias = options.get("gate_bias"), options.get("up_bias")
-    arguments = (
-        gate, gate_bias, up, up_bias, options.get("id_N"), options.get("named"), x, activation,
-        threshold, options.get("is_dense", False),
-    )  # fmt: skip
-    out = torch.full((gate.num_rows,), NAN, device=device())
-    got, want = both(kernels, "gate_up", out, *arguments)
-    bound = hidden_bound(gate, gate_bias, up, up_bias, x, want).nan_to_num()
-    assert_close(got, want, bound)
-    assert ((got == 0) == (want == 0))[want.abs() > bound].all() and (got[want == 0] == 0).all()
-    return got
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gate_up(kernels, kind, blocks):
-    width = blocks * block_width(kind)
-    gate, up = (make_matrix(kind, 9, width, seed=s, lies_apart=blocks == 1) for s in (0, 5))
-    named = pack_bits(torch.arange(9, device=device()) % 3 != 1)
-    got = assert_hidden(kernels, gate, up, vector(width), "fatrelu", 0.2, named=named)
-    assert 0 < (got != 0).sum() < 6
-
-
-@pytest.mark.parametrize("is_dense", [False, True])
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"])
-def test_gate_up_of_every_activation(kernels, activation, is_gated, is_dense):
-    gate = make_matrix("f16", 13, 64)
-    up = make_matrix("q8_0_planar", 13, 64, seed=5) if is_gated else None
-    biases = {"gate_bias": vector(13, 6), "up_bias": vector(13, 7) if is_gated else None}
-    x, threshold = vector(64) * 0.3, 0.4
-    got = assert_hidden(kernels, gate, up, x, activation, threshold, is_dense=is_dense, **biases)
-    num_zeros = int((got == 0).sum())
-    if is_dense and activation in SMOOTH:
-        assert num_zeros == 0 or activation == "gelu"  # which is 0 in f32 far to the left
-    else:
-        assert 1 < num_zeros < 12
-
-
-@pytest.mark.filterwarnings("ignore:overflow")
-def test_gate_up_of_what_is_no_number_or_large(kernels):
-    """NaN fires and stays; numbers far out leave no NaN behind."""
-    gate, up = make_matrix("f32", 6, 32), make_matrix("f32", 6, 32, seed=5)
-    gate.data.zero_()
-    gate.data[:, 0] = torch.tensor([NAN, -200.0, 200.0, -3e18, 3e18, 1.0])
-    x = vector(32)
-    x[0] = 1
-    for activation in ("relu", "fatrelu", "drelu", *SMOOTH):
-        for is_dense in (False, True):
-            got = torch.empty(6, device=device())
-            want = got.clone()
-            arguments = (gate, None, up, None, None, None, x, activation, 0.1, is_dense)
-            kernels.gate_up(*arguments, got)
-            REFERENCE.gate_up(*arguments, want)
-            assert got.isnan().tolist() == [True] + [False] * 5, activation
-            assert_close(got, want, 1e-5 * want.abs().nan_to_num() + 1e-30)
-
-
-@pytest.mark.parametrize("num_neurons", [1, 2, 19])
-def test_neurons_are_looked_up_by_their_numbers(kernels, num_neurons):
-    gate, up = (make_matrix("f16", num_neurons, 32, seed=seed) for seed in (0, 5))
-    ids = torch.randperm(200, generator=torch.Generator().manual_seed(3))[:num_neurons]
-    is_named = torch.rand(200, generator=torch.Generator().manual_seed(4)) < 0.5
-    is_named[ids[0]] = True
-    got = assert_hidden(
-        kernels, gate, up, vector(32), "silu", 0.0,
-        id_N=ids.int().to(device()), named=pack_bits(is_named.to(device())),
-    )  # fmt: skip
-    assert torch.equal((got != 0).cpu(), is_named[ids])
-
-
-def test_rows_that_are_not_needed_are_not_read(kernels):
-    """They hold what is no number, which any use of them would spread: of those that are not named
-    both, of those that do not fire those of `up`."""
-    gate, up = make_matrix("f32", 16, 32), make_matrix("f32", 16, 32, seed=5)
-    x = vector(32)
-    fires = (gate.data @ x) > 0
-    is_named = torch.arange(16, device=device()) % 3 == 0
-    gate.data[~is_named] = NAN
-    up.data[~(is_named & fires)] = NAN
-    got = torch.empty(16, device=device())
-    kernels.gate_up(gate, None, up, None, None, pack_bits(is_named), x, "relu", 0.0, False, got)
-    assert torch.equal(got != 0, is_named & fires) and (is_named & fires).any()
-
-
-def test_no_neuron_is_named(kernels):
-    gate, got = make_matrix("q4_0_planar", 40, 32), torch.full((40,), NAN, device=device())
-    named = torch.zeros(2, dtype=torch.int32, device=device())
-    kernels.gate_up(gate, None, gate, None, None, named, vector(32), "silu", 0.0, False, got)
-    assert (got == 0).all()
-
-
-# ---- down ----------------------------------------------------------------------------------
-
-
-def hidden_with_zeros(size, share, seed=3):
-    hidden = vector(size, seed)
-    hidden[vector(size, seed + 1).abs() < share] = 0
-    return hidden
-
-
-def down_bound(matrix, hidden):
-    return rounding(matrix.num_rows) * (hidden.double().abs() @ sizes(matrix))
-
-
-@pytest.mark.parametrize("skips_zeros", [False, True])
-@pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_down(kernels, kind, is_wide, skips_zeros):
-    """In less than one tile of columns, and in one and a piece: super-blocks are one each."""
-    blocks = (2 if block_width(kind) == 256 else 9) if is_wide else 1
-    matrix = make_matrix(kind, 70, blocks * block_width(kind), lies_apart=not is_wide)
-    hidden = hidden_with_zeros(70, 1.0)
-    parts = torch.full((2, matrix.width), NAN, device=device())
-    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
-    assert_close(got, want, down_bound(matrix, hidden))
-
-
-@pytest.mark.parametrize("num_neurons", [1, 16, 17, 64, 65, 300])
-@pytest.mark.parametrize("skips_zeros", [False, True])
-def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
-    """Into as many parts as are made for it, into one, and into more than there are neurons."""
-    matrix = make_matrix("f16", num_neurons, 32)
-    hidden = hidden_with_zeros(num_neurons, 0.5)
-    hidden[-1] = 1.5
-    for num_parts in (down_parts(num_neurons, 32), 1, 3):
-        parts = torch.full((num_parts, 32), NAN, device=device())
-        got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
-        assert_close(got, want, down_bound(matrix, hidden))
-
-
-def test_empty_parts_are_zeros(kernels):
-    matrix = make_matrix("f16", 4, 32)
-    for skips_zeros in (False, True):
-        parts = torch.full((7, 32), NAN, device=device())
-        kernels.down(matrix, vector(4), parts, skips_zeros=skips_zeros)
-        assert (parts[4:] == 0).all() and parts[:4].abs().sum(dim=1).ne(0).all()
-
-
-def test_rows_of_zeros_are_not_read(kernels):
-    """NaN is not 0: it is to be seen in the result."""
-    matrix, hidden = make_matrix("f32", 300, 32), hidden_with_zeros(300, 1.0)
-    matrix.data[hidden == 0] = NAN
-    parts = torch.empty(2, 32, device=device())
-    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=True)
-    assert_close(got, want, 1e-4)
-    kernels.down(matrix, hidden, got, skips_zeros=False)
-    assert got.isnan().all()
-    hidden[hidden == 0] = NAN
-    kernels.down(matrix, hidden, got, skips_zeros=True)
-    assert got.isnan().all()
-    kernels.down(matrix, torch.zeros_like(hidden), got, skips_zeros=True)
-    assert (got == 0).all()
-
-
-@pytest.mark.parametrize(("num_neurons", "width"), [(1, 32), (11008, 4096), (28672, 8192)])
-def test_parts_are_not_too_many_for_one_program_to_add_up(num_neurons, width):
-    assert 1 <= down_parts(num_neurons, width) <= 32
-    assert down_parts(num_neurons, width) * width <= 1 << 17
-
-
 # ---- the measures reject wrong results -----------------------------------------------------
 
 
@@ -421,17 +235,6 @@ def test_the_measure_rejects_one_value_that_is_none_or_wrong():
         got[9] = value
         with pytest.raises(AssertionError):
             assert_close(got, want, 1e-4 * want.abs())
-
-
-def test_the_measure_rejects_wrong_sums_of_rows():
-    matrix, hidden = make_matrix("q4_k", 70, 256), hidden_with_zeros(70, 1.0)
-    want = torch.empty(2, 256, device=device())
-    REFERENCE.down(matrix, hidden, want, skips_zeros=True)
-    hidden[int(hidden.nonzero()[3])] = 0  # as if a neuron had been left out
-    got = torch.empty_like(want)
-    REFERENCE.down(matrix, hidden, got, skips_zeros=True)
-    with pytest.raises(AssertionError):
-        assert_close(got, want, down_bound(matrix, hidden))
 
 
 @pytest.mark.parametrize("bit", [0, 5, 31])

@@ -18,6 +18,7 @@ from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import array_entry
 from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.model_file import ModelFile
@@ -242,6 +243,24 @@ def test_nan_reaches_the_logits(tmp_path):
         with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
             step = hybrid(engine, split, plain_backend(reference_kernels()))
             assert step.run(IDS[0], 0).isnan().all()
+
+
+def test_all_neurons_on_the_cpu(tmp_path):
+    """As a plan with none on the GPU, bytes too; with a plan beside it, it is refused."""
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, "no neuron on the GPU")
+    with Engine.load(model.path, mode="exact") as whole:
+        want = stepped(whole)
+    with Engine.load(model.path, mode="exact", cpu_ffn=True) as engine:
+        assert rel_error(stepped(engine), want) < BOUNDS["f32"]
+        step = hybrid(engine, split, plain_backend(reference_kernels()))
+        assert rel_error(steps(step), want) < BOUNDS["f32"]
+        for side, items in (("gpu", split.gpu_bytes), ("cpu", split.cpu_bytes)):
+            got = {item: count for item, count in engine.bytes_by_role[side].items()}
+            assert {**got, "workspace": 0} == {**items, "workspace": 0}
+    with pytest.raises(SparkinferError, match="leave one out"):
+        Engine.load(model.path, split=tmp_path / "s.gguf", cpu_ffn=True)
 
 
 def test_traffic_of_the_cpu_is_counted(tmp_path):

@@ -191,6 +191,8 @@ def solve(
 @cli.command()
 @click.argument("model", type=FILE)
 @click.option("-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan.")
+@click.option("-cffn", "--cpu-ffn", is_flag=True,
+              help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
 @click.option("-p", "--prompt", required=True)
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True)
 @click.option("--temp", "--temperature", "temperature", default=0.8, show_default=True,
@@ -231,8 +233,13 @@ def generate(
             text += token.text
         show("\n")
         run, roles, not_native = engine.last_run, engine.bytes_by_role, engine.not_native
+        memory = [asdict(report) for report in engine.memory_report()]
     where = ", ".join(
         f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
+    )
+    where += "".join(
+        f"; {found['device']} reserved at most {format_bytes(found['peak_reserved'])}"
+        for found in memory
     )
     slow = f", steps in Python because {not_native}" if not_native else ""
     line = (
@@ -243,7 +250,7 @@ def generate(
     )
     report = {"text": text, "token_ids": ids, "mode": engine.mode, "load_s": engine.load_s, **asdict(run),
               "prefill_per_s": run.prefill_per_s, "decode_per_s": run.decode_per_s,
-              "num_threads": num_threads, "not_native": not_native, "bytes": roles}  # fmt: skip
+              "num_threads": num_threads, "not_native": not_native, "bytes": roles, "memory": memory}  # fmt: skip
     finish(report, as_json, [line])
 
 
