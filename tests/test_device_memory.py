@@ -19,7 +19,14 @@ from sparkinfer import Engine
 from sparkinfer.budget import ITEMS, SHORT_CHUNK, workspace_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
-from sparkinfer.runtime import attention, device_memory, gpu_products, gpu_setup, tiles
+from sparkinfer.runtime import (
+    attention,
+    device_memory,
+    engine_options,
+    gpu_products,
+    gpu_setup,
+    tiles,
+)
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.device_memory import ALIGNMENT, DeviceMemory, told_out_of_memory
 from sparkinfer.runtime.feed_forward import Traffic
@@ -595,3 +602,28 @@ def test_what_is_spanned_is_what_was_taken():
     memory = DeviceMemory.of(CARD, 4096)
     data = memory.take((4, 8), torch.float32, "a")
     assert spanned_bytes([Matrix(data=data, kind="f32", width=8)]) == 128
+
+
+def test_all_neurons_on_the_cpu_are_brought_for_prompts():
+    """What --cpu-ffn makes of a model, without a plan."""
+    model = make_model(shape=make_shape(width=64), kind="q8_0")
+    placement = Placement.without_neurons(2, CARD)
+    items = engine_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)
+    memory = DeviceMemory.of(CARD, gpu_setup.slab_bytes(model, items["gpu"], 32))
+    observers = Observers()
+    weights = load_weights(
+        model, placement, "exact", 32, observers, Traffic(), print, None,
+        {CARD: Uploader(memory=memory)},
+    )  # fmt: skip
+    assert "neurons" not in memory.taken
+    assert memory.taken["attention"] == items["gpu"]["attention"]
+    blocks = gpu_setup.cold_blocks(weights, placement, CARD)
+    assert {layer: block.num_neurons for layer, block in blocks.items()} == {0: 96, 1: 96}
+    stream = gpu_setup.cold_stream(CARD, blocks, 1 << 14)
+    weights = gpu_setup.brought(weights, stream, 128, least_tokens=2)
+    decoder = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
+    with torch.inference_mode():
+        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    assert stream._next == len(stream._pieces) > 2
+    with Engine.of(model, mode="exact", context_length=32) as engine:
+        assert rel_error(got, engine.logits(IDS)) < torch.finfo(torch.float16).eps
