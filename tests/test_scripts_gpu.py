@@ -317,6 +317,29 @@ def test_skipping_everything_is_not_passing(tmp_path):
     assert not job.is_fine
 
 
+def test_no_part_of_a_file_is_without_tests():
+    """pytest fails where it is left with none."""
+    paths = {Path(job.arguments[-1]) for job in gpu_run.jobs_of("cuda")}
+    paths = [path for path in sorted(paths) if path.stem in gpu_run.PARTS]
+    assert len(paths) == len(gpu_run.PARTS)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *paths], capture_output=True, text=True, cwd=ROOT)
+    for path in paths:
+        names = [n.split("::")[1] for n in done.stdout.splitlines() if f"{path.name}::" in n]
+        parts = gpu_run.PARTS[path.stem]
+        assert not empty_parts(names, parts), path.name
+        assert empty_parts(names, (*parts, "no_such_test")) == ["no_such_test"]
+
+
+def empty_parts(names, parts):
+    """Those that no test's name belongs to, and "the rest" where there is none."""
+    words = {part: part.split(" or ") for part in parts}
+    empty = [p for p in parts if not any(word in name for word in words[p] for name in names)]
+    every = [word for part in parts for word in words[part]]
+    is_all = all(any(word in name for word in every) for name in names)
+    return [*empty, *(["the rest"] if is_all else [])]
+
+
 def test_the_tests_for_a_device_work_on_the_cpu(tmp_path):
     """All of them: pytest tests/gpu --device cpu."""
     some = tmp_path / "some"

@@ -32,7 +32,8 @@ SLOW = ("test_sanitizer",)  # runs first; may not work on a machine, or not come
 # has one part more, of all other tests.
 PARTS = {
     "test_step": ("f32 or q8_0", "f16", "q4_0 or q4_k", "q5_k or q6_k"),
-    "test_gpu_kernels": ("dot or embed or unpack", "gate", "down"),
+    "test_gpu_kernels": ("dot or embed or unpack",),
+    "test_gpu_neurons": ("gate", "down"),
 }
 MOST_PROCESSES = 8
 MOST_LINES = 20
