@@ -312,6 +312,33 @@ def test_a_run_that_is_cut_off_keeps_what_it_found(tmp_path):
     assert saved["jobs"][0]["counts"]["passed"] == 1
 
 
+def test_what_is_slow_makes_way_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_run, "SLOW_SHARE", 0.1)
+    child = tmp_path / "child"
+    texts = {
+        "test_sanitizer": "import subprocess, time\ndef test_slow():\n"
+        f"    with open({str(child)!r}, 'w') as file:\n"
+        "        print(subprocess.Popen(['sleep', '300']).pid, file=file)\n"
+        "    time.sleep(300)\n",
+        "test_memory": GOOD_AND_BAD.replace("1 == 2", "1 == 1"),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    jobs = [
+        gpu_run.Job(name=name, arguments=[str(tmp_path / f"{name}.py"), "--rootdir", str(tmp_path)])
+        for name in texts
+    ]
+    gpu_run.Runner(jobs, tmp_path / "out", 100, 2).run()
+    slow, alone = jobs
+    assert slow.state == "out of time" and slow.is_fine and alone.state == "ok" and alone.is_fine
+    assert not is_running(int(child.read_text()))
+
+
+def is_running(pid):
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
 def test_skipping_everything_is_not_passing(tmp_path):
     job, _ = run_jobs(tmp_path, "import pytest\npytest.skip('no', allow_module_level=True)\n", 60)
     assert not job.is_fine
