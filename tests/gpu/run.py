@@ -68,6 +68,8 @@ class Job:
 class Runner:
     def __init__(self, jobs: list[Job], folder: Path, seconds: float, processes: int) -> None:
         self.jobs, self.folder, self.processes = jobs, folder, processes
+        # Of torch's, which wait for each other in a busy loop, each process gets its share.
+        self.threads = str(max(1, (os.cpu_count() or 1) // processes))
         self.began, self.seconds = time.monotonic(), seconds
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +119,8 @@ class Runner:
         with self._log(job).open("wb") as log:
             self.running[job.name] = subprocess.Popen(
                 [*command, *job.arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+                env={"OMP_NUM_THREADS": self.threads, **os.environ, "PYTHONUNBUFFERED": "1",
+                     "COLUMNS": "200"},
                 start_new_session=True,
             )  # fmt: skip
         job.state, job.began = "running", self.passed
