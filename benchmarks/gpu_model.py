@@ -58,6 +58,7 @@ def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
     """Writes the model file; the profile is what the file's neurons fire with."""
     num_layers = planted.shape.num_layers
     gates = _gates_of(planted)
+    gates(0)  # torch loads its solvers for CUDA at their first use, which fails in several threads
     firing_LF = np.stack([_firing(planted.shape, layer) for layer in range(num_layers)])
     info = PredictorInfo(
         kind="linear",

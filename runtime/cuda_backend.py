@@ -1,6 +1,8 @@
 """A hybrid step on CUDA: two streams a GPU, its part of a step captured into one graph."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,7 +48,10 @@ def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
     device = stream.stream.device
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
-        with torch.cuda.graph(graph, stream=stream.stream, capture_error_mode="thread_local"):
+        with (
+            without_collection(),
+            torch.cuda.graph(graph, stream=stream.stream, capture_error_mode="thread_local"),
+        ):
             submit()
 
     def replay() -> None:
@@ -56,3 +61,16 @@ def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
     replay()  # the first start uploads it
     stream.finish()
     return replay
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Lets Python collect no garbage: an engine or a step that nobody uses any more would be given
+    back in the middle of a capture, and to unpin memory is not allowed there."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -43,6 +43,8 @@ FIRST_BYTES = 64 << 20
 LEAST_BUDGET_BYTES = 128 << 20
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 _living: "WeakSet[DeviceMemory]" = WeakSet()
 
 
@@ -244,11 +246,14 @@ def _slack(device: torch.device) -> int:
 def told_out_of_memory(
     device: torch.device | None = None, num_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turns torch's error of memory that a device has not into one line; a device of None is the
-    fullest one that has a DeviceMemory."""
+    """Turns errors of memory that a device has not into one line, torch's own, the driver's (code of
+    kernels, graphs) and cuBLAS's; a device of None is the fullest one that has a DeviceMemory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        is_torchs = isinstance(error, torch.OutOfMemoryError)
+        if not is_torchs and not any(words in str(error) for words in _OUT_OF_MEMORY):
+            raise
         wanted = "more memory" if num_bytes is None else format_bytes(num_bytes)
         device = device or _fullest()
         raise SparkinferError(f"{device}: {wanted} wanted, {_state(device)}") from error

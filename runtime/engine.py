@@ -151,6 +151,7 @@ class Engine:
         return cls.of(file, plan, mode, device, context_length, is_resident, graph, cpu_ffn)
 
     @classmethod
+    @told_out_of_memory()
     def of(
         cls,
         file: ModelFile,
@@ -215,6 +216,7 @@ class Engine:
             memories=memories,
         )
 
+    @told_out_of_memory()
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
         """Runs a SiLU or GELU model with other thresholds from here on.
 

@@ -111,6 +111,7 @@ class _Builder:
             )
         ]
         for segment in segments:  # kernels are compiled and loaded before anything is captured
+            segment.main.follow()  # weights and zeros on their way: the cache keeps what is computed
             segment.run()
             segment.main.finish()
         prepared = tuple(

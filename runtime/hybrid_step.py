@@ -59,6 +59,17 @@ class HybridStep:
             self.before.run()
         elif self.positions is not None:
             host.x_D.copy_(self.positions[position])
+        try:
+            self._submit()
+        finally:  # an interrupt, too, leaves nothing behind that still runs
+            for segment in self.segments:
+                segment.main.finish()
+        if self.after:
+            self.after.run()
+        self.meter.read()
+        return host.logits_V
+
+    def _submit(self) -> None:
         event = None
         for segment in self.segments:
             segment.main.follow()  # a prompt's keys and values
@@ -66,11 +77,6 @@ class HybridStep:
                 segment.main.wait(event)
             segment.run()
             event = segment.main.record()
-        self.segments[-1].main.finish()
-        if self.after:
-            self.after.run()
-        self.meter.read()
-        return host.logits_V
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ class FakeDevice:
     queues: list[list[Operation]] = field(default_factory=list)
     log: list[Operation] = field(default_factory=list)
     num_waits: int = 0
+    has_steps: bool = False  # which begin by following torch's stream
 
     def stream(self) -> "FakeStream":
         self.queues.append([])
@@ -47,6 +48,7 @@ class FakeDevice:
 
     def backend(self, kernels: Kernels) -> Backend:
         plain = plain_backend(kernels)
+        self.has_steps = True
         return Backend(
             kernels=kernels,
             streams=lambda device: (self.stream(), self.stream()),
@@ -86,6 +88,7 @@ class FakeStream:
     def __init__(self, device: FakeDevice, number: int) -> None:
         self.device, self.number, self.count = device, number, 0
         self.clock: dict[int, int] = {}
+        self.follows = False  # torch's stream, on which weights and prompts are
 
     def launch(self, run, *, reads, writes) -> None:
         self._submit("kernel", run, reads, writes)
@@ -109,12 +112,15 @@ class FakeStream:
             self.clock[stream] = max(self.clock.get(stream, 0), count)
 
     def follow(self) -> None:
-        pass
+        self.follows = True
 
     def finish(self) -> None:
         self.device.drain()
+        self.follows = False
 
     def _submit(self, name, run, reads, writes) -> None:
+        is_ordered = self.follows or self.clock or not self.device.has_steps
+        assert is_ordered, "nothing orders this after weights and prompts"
         self.device.queues[self.number].append(
             Operation(
                 name=name,

@@ -292,6 +292,11 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     )
     assert "3.00 GiB, and 20.00 GiB are its context's or other programs'" in said
     assert "smaller --vram-budget" in said
+    # Triton's and torch's, of what the driver has no memory for; cuBLAS's.
+    for text in ("Triton Error [CUDA]: out of memory", "CUDA error: out of memory\nmore lines",
+                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):  # fmt: skip
+        with pytest.raises(SparkinferError, match="cuda:0: more memory"), told_out_of_memory(GPU):
+            raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="of another kind"), told_out_of_memory(GPU):
         raise RuntimeError("of another kind")
 
@@ -357,10 +362,12 @@ def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
     placement = Placement.of_split(split, (GPU,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_setup.DeviceMemory, "of", lambda *arguments: arguments)
+        tiles._processors_choice.cache_clear()
         found = gpu_setup.memories_of(model, split, placement, {}, 32, said.append)
     assert list(found) == [GPU] and len(said) == 1 and "is held to 128.00 MiB" in said[0]
     stays = sum(split.gpu_bytes.values()) - split.gpu_bytes["workspace"]
     assert 0 < found[GPU][1] - stays - 4 * 96 - decode_bytes(model, 32) < 60 * ALIGNMENT
+    assert tiles._processors_choice.cache_info().currsize == 1  # before anything is pinned
 
 
 def test_what_is_set_aside_is_what_the_budget_leaves(card, monkeypatch):

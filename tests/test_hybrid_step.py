@@ -23,9 +23,13 @@ from sparkinfer.gguf_file import array_entry
 from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime import hybrid_builder
+from sparkinfer.runtime.cuda_backend import without_collection
+from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime.hybrid_step import HybridStep, Meter, Segment
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from sparkinfer.runtime.loader import Placement
+from sparkinfer.runtime.native_parts import HostBuffers
 from sparkinfer.runtime.plain_backend import plain_backend
 from sparkinfer.runtime.streams import HostNode
 
@@ -320,6 +324,50 @@ def test_what_a_graph_has_the_addresses_of_stays(tmp_path):
         del step
         gc.collect()
         assert all(node() is None for node in nodes)
+
+
+class WaitedFor:
+    """Of a stream what a step asks for, and whether it was waited for."""
+
+    is_finished = False
+
+    def follow(self):
+        pass
+
+    def wait(self, event):
+        pass
+
+    def record(self):
+        pass
+
+    def finish(self):
+        self.is_finished = True
+
+
+def test_an_interrupt_leaves_nothing_running():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    streams = WaitedFor(), WaitedFor()
+    runs = (lambda: None), interrupted
+    segments = [
+        Segment(main=main, run=run, is_graph=True) for main, run in zip(streams, runs, strict=True)
+    ]
+    host = HostBuffers.of(8, 8, 8, is_pinned=False)
+    step = HybridStep(
+        host=host, segments=tuple(segments), before=None, after=None, positions=None,
+        meter=Meter(traffic=Traffic(), structs=[]), kept=(),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        step.run(1, 0)
+    assert all(main.is_finished for main in streams)
+
+
+def test_no_garbage_is_collected_during_a_capture():
+    with pytest.raises(ZeroDivisionError), without_collection():
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
 
 
 def test_triton_kernels_give_what_the_reference_gives(tmp_path):

@@ -312,9 +312,59 @@ def test_a_run_that_is_cut_off_keeps_what_it_found(tmp_path):
     assert saved["jobs"][0]["counts"]["passed"] == 1
 
 
+def test_what_is_slow_makes_way_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_run, "SLOW_SHARE", 0.1)
+    child = tmp_path / "child"
+    texts = {
+        "test_sanitizer": "import subprocess, time\ndef test_slow():\n"
+        f"    with open({str(child)!r}, 'w') as file:\n"
+        "        print(subprocess.Popen(['sleep', '300']).pid, file=file)\n"
+        "    time.sleep(300)\n",
+        "test_memory": GOOD_AND_BAD.replace("1 == 2", "1 == 1"),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    jobs = [
+        gpu_run.Job(name=name, arguments=[str(tmp_path / f"{name}.py"), "--rootdir", str(tmp_path)])
+        for name in texts
+    ]
+    gpu_run.Runner(jobs, tmp_path / "out", 100, 2).run()
+    slow, alone = jobs
+    assert slow.state == "out of time" and slow.is_fine and alone.state == "ok" and alone.is_fine
+    assert not is_running(int(child.read_text()))
+
+
+def is_running(pid):
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
 def test_skipping_everything_is_not_passing(tmp_path):
     job, _ = run_jobs(tmp_path, "import pytest\npytest.skip('no', allow_module_level=True)\n", 60)
     assert not job.is_fine
+
+
+def test_no_part_of_a_file_is_without_tests():
+    """pytest fails where it is left with none."""
+    paths = {Path(job.arguments[-1]) for job in gpu_run.jobs_of("cuda")}
+    paths = [path for path in sorted(paths) if path.stem in gpu_run.PARTS]
+    assert len(paths) == len(gpu_run.PARTS)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *paths], capture_output=True, text=True, cwd=ROOT)
+    for path in paths:
+        names = [n.split("::")[1] for n in done.stdout.splitlines() if f"{path.name}::" in n]
+        parts = gpu_run.PARTS[path.stem]
+        assert not empty_parts(names, parts), path.name
+        assert empty_parts(names, (*parts, "no_such_test")) == ["no_such_test"]
+
+
+def empty_parts(names, parts):
+    """Those that no test's name belongs to, and "the rest" where there is none."""
+    words = {part: part.split(" or ") for part in parts}
+    empty = [p for p in parts if not any(word in name for word in words[p] for name in names)]
+    every = [word for part in parts for word in words[part]]
+    is_all = all(any(word in name for word in every) for name in names)
+    return [*empty, *(["the rest"] if is_all else [])]
 
 
 def test_the_tests_for_a_device_work_on_the_cpu(tmp_path):
