@@ -41,6 +41,7 @@ OUTTYPE ?= f16
 SPARSITY ?=
 CONTEXT ?=
 RANK ?=
+JOBS ?= 2
 export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
@@ -139,7 +140,7 @@ build/corpus/%.txt: examples/tiny-relu/corpus.py
 # ---- checks --------------------------------------------------------------------------------
 
 test: build  ## what CI runs
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 LLAMACPP := build/llamacpp-venv
 LLAMACPP_PINS := tests/llamacpp/requirements.txt

@@ -14,7 +14,7 @@ from sparkinfer.runtime import gpu_products
 from sparkinfer.runtime.matrix import Linear
 
 # Of the scores of attention on a GPU at a time; they are there twice.
-SCORE_BYTES = 8 << 20
+SCORE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ allocator. What holds that to the budget:
   reserved, its own rounding included (pieces of 2 MiB, or 20 MiB for tensors of 1 to 10 MiB),
   before it asks the driver. That holds for its native allocator with segments that do not expand:
   with any other, `limit` refuses.
-- `set_aside` reserves what the budget leaves beside the slab, in one piece, so that temporaries are
-  cut out of memory that the process already has: other programs on the card cannot take it in the
-  middle of a text, and small pieces do not scatter over many segments.
+- `set_aside` reserves what the budget leaves beside the slab, in one piece or two, so that
+  temporaries are cut out of memory that the process already has: other programs on the card cannot
+  take it in the middle of a text, and small tensors do not scatter over many segments.
 
 Outside of that, and reported apart: the context, the code of kernels and what libraries take from
 the driver themselves. What this module does not know: models, plans."""
@@ -32,10 +32,13 @@ ALIGNMENT = 256
 # What torch's allocator takes from the driver for one tensor above 10 MiB is rounded to this; so are
 # the segments in which tensors up to 1 MiB lie.
 SEGMENT_BYTES = 2 << 20
-# So much is taken for a tensor of 1 to 10 MiB, and the rest of it kept for others.
-MIDDLE_BYTES = 20 << 20
-# Room for segments of small tensors: norms' temporaries, masks, indices.
+# A segment is as large as the tensor that it is for from so much on; for one of 1 to 10 MiB it has
+# 20 MiB, the rest of which is kept for others.
+LEAST_OWN_BYTES = 10 << 20
+# Room for segments of small tensors (norms' temporaries, masks, indices) and for the slab's rounding.
 SMALL_BYTES = 4 * SEGMENT_BYTES
+# The first piece of what is set aside: products take their workspace out of it.
+FIRST_BYTES = 64 << 20
 # Less than this cannot be kept by an allocator whose smallest pieces are 2 and 20 MiB.
 LEAST_BUDGET_BYTES = 128 << 20
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -83,9 +86,11 @@ class DeviceMemory:
         try:
             with told_out_of_memory(device, num_bytes):
                 if device.type == "cuda":
-                    _warm_up(device)
                     _limit_all(device)
                 memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
+                if device.type == "cuda":
+                    made._reserve(FIRST_BYTES)
+                    _warm_up(device)
         except SparkinferError:
             made.close()
             raise
@@ -111,15 +116,14 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """What temporaries may take beside the slab; 0 where not even one of a middle size fits.
-        Without a budget, what the device has free."""
+        """What temporaries may take beside the slab and what products took once; without a budget,
+        what the device has free."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
         allowed = allowed_bytes(self.device)
         if allowed is None:
             return torch.cuda.mem_get_info(self.device)[0]
-        left = allowed - torch.cuda.memory_reserved(self.device) - SMALL_BYTES
-        return left if left >= MIDDLE_BYTES else 0
+        return max(0, allowed - torch.cuda.memory_allocated(self.device) - SMALL_BYTES)
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
         """Gives zeros for the buffers of a decode step; those of the one before are over."""
@@ -131,13 +135,23 @@ class DeviceMemory:
         """Reserves `aside_bytes` for temporaries of the current stream: see the top of this file.
 
         To be called again after a capture, which empties the allocator's store."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        num_bytes = min(self.aside_bytes, self.room_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
-        if self.device.type == "cuda" and num_bytes >= MIDDLE_BYTES:
-            with told_out_of_memory(self.device, num_bytes):
-                # Back in the allocator's hands, from which nobody but this process gets it.
-                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self.device.type != "cuda":
+            return
+        torch.cuda.empty_cache()
+        free = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        with told_out_of_memory(self.device, self.aside_bytes):
+            self._reserve(self.aside_bytes - free)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """So much, or what the budget leaves of it, where that makes a segment of its own."""
+        allowed = allowed_bytes(self.device)
+        if allowed is not None:
+            reserved = torch.cuda.memory_reserved(self.device)
+            num_bytes = min(num_bytes, allowed - reserved - SMALL_BYTES)
+        num_bytes -= num_bytes % SEGMENT_BYTES
+        if num_bytes >= LEAST_OWN_BYTES:
+            # Back in the allocator's hands, from which nobody but this process gets it.
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def report(self) -> MemoryReport:
         if self.device.type != "cuda":
@@ -214,10 +228,10 @@ def limit(device: torch.device, budget_bytes: int) -> None:
 def _warm_up(device: torch.device) -> None:
     """Takes what products take once for good, so that what is left is known afterwards.
 
-    cuBLAS has a workspace of torch's memory for each stream, which counts against the budget: 8 MiB,
+    cuBLAS has a workspace of torch's memory for each stream, which counts against the budget: 4 MiB,
     where torch would take 32 on an H100 or H200 and nobody has said otherwise."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")  # numbers of KiB
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "8192")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # numbers of KiB
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "4096")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         square = torch.zeros(64, 64, dtype=dtype, device=device)
         square @ square
@@ -246,6 +260,8 @@ def told_out_of_memory(
 
 
 def _fullest() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
     devices = {memory.device for memory in _living if memory.device.type == "cuda"}
     found = devices or {torch.device("cuda", torch.cuda.current_device())}
     return min(found, key=lambda device: torch.cuda.mem_get_info(device)[0])

@@ -237,6 +237,8 @@ class Engine:
         self._user += 1
         for start, chunk in self._chunks(self._ids(token_ids)):
             self._live.forward(chunk, start)
+        for device in self.memories:  # a step that comes next runs in other streams
+            torch.cuda.synchronize(device)
 
     @told_out_of_memory()
     @torch.inference_mode()
@@ -359,6 +361,8 @@ class Engine:
 
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
+        for device in self.memories:  # whatever was left in its middle
+            torch.cuda.synchronize(device)
         self._decoder = None
         if self.device.type == "cuda":
             gc.collect()  # a captured step and what it was made from refer to each other

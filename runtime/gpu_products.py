@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from sparkinfer.runtime.matrix import Matrix
 
 Tiles = Iterable[tuple[int, Tensor]]
-# A tile is unpacked and multiplied by a launch each: large enough to be worth both.
-TILE_BYTES = 8 << 20
+# A tile is unpacked and multiplied by a few launches: large enough to be worth them, and in
+# proportion to the model, as the workspace is: 8 MiB of f16 where a row has 4,096 values.
+TILE_ROWS = 1024
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -35,11 +36,6 @@ def is_gpu(device: torch.device) -> bool:
 def tile_dtype(kind: str) -> torch.dtype:
     """Of the tiles of a matrix whose rows are of this kind."""
     return {"f32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float16)
-
-
-def tile_rows(width: int) -> int:
-    """Rows that are unpacked at a time."""
-    return max(64, TILE_BYTES // (2 * width) // 64 * 64)
 
 
 @cache
@@ -75,8 +71,10 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 def product(x_TD: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
     """f32 [T, N]: every token times every row."""
     y_TN: Tensor | None = None
+    factor: _Factor | None = None
     for start, rows_AD in tiles:
-        y_TA = _multiply(x_TD, rows_AD.T)
+        factor = factor or _Factor(x_TD, rows_AD.dtype)
+        y_TA = factor.times(rows_AD.T)
         if len(rows_AD) == num_rows:
             return y_TA
         y_TN = x_TD.new_empty(len(x_TD), num_rows) if y_TN is None else y_TN
@@ -86,20 +84,33 @@ def product(x_TD: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
 
 def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
     """Adds to f32 `sum_TD` every row times its weight, and returns it."""
+    factor: _Factor | None = None
     for start, rows_AD in tiles:
-        sum_TD += _multiply(weight_TN[:, start : start + len(rows_AD)], rows_AD)
+        factor = factor or _Factor(weight_TN, rows_AD.dtype)
+        sum_TD += factor.times(rows_AD, slice(start, start + len(rows_AD)))
     return sum_TD
 
 
-def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """f32 of f32 times the type of a tile."""
-    if right.dtype == torch.float32:
-        return left @ right
-    if right.dtype == torch.bfloat16:
-        return _in_f32(left.to(right.dtype), right)
-    exponent_T1 = torch.frexp(left.abs().amax(dim=1, keepdim=True)).exponent
-    exponent_T1 = torch.where(exponent_T1.abs() < 126, exponent_T1, 0)  # of what is no number, too
-    return torch.ldexp(_in_f32(torch.ldexp(left, -exponent_T1).half(), right), exponent_T1)
+class _Factor:
+    """f32 [T, K] as it is multiplied with tiles of a type."""
+
+    def __init__(self, values_TK: Tensor, dtype: torch.dtype) -> None:
+        self.exponent_T1: Tensor | None = None
+        if dtype == torch.float16:
+            largest_T1 = torch.linalg.vector_norm(values_TK, torch.inf, dim=1, keepdim=True)
+            exponent_T1 = torch.frexp(largest_T1).exponent
+            # Of what is no number the exponent is anything.
+            self.exponent_T1 = torch.where(exponent_T1.abs() < 126, exponent_T1, 0)
+            values_TK = torch.ldexp(values_TK, -self.exponent_T1)
+        self.values_TK = values_TK.to(dtype)
+
+    def times(self, tile: Tensor, columns: slice = slice(None)) -> Tensor:
+        """f32: some columns times as many rows."""
+        left = self.values_TK[:, columns]
+        if tile.dtype == torch.float32:
+            return left @ tile
+        y = _in_f32(left, tile)
+        return y if self.exponent_T1 is None else torch.ldexp(y, self.exponent_T1)
 
 
 def _in_f32(left: Tensor, right: Tensor) -> Tensor:

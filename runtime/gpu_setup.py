@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from sparkinfer.budget import Items
+from sparkinfer.budget import FLOAT_BYTES, Items
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.progress import progress
@@ -94,6 +94,8 @@ def slab_bytes(model: ModelFile, items: Items, context_length: int, num_ids: int
     of a decode step, the numbers of hot neurons, and a gap before each tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
     num_tensors = len(model.tensors) + 4 * model.shape.num_layers
+    vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
+    stays += sum(FLOAT_BYTES * entry.shape[0] - entry.num_bytes for entry in vectors)  # as f32
     return stays + 4 * num_ids + decode_bytes(model, context_length) + ALIGNMENT * num_tensors
 
 

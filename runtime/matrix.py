@@ -156,7 +156,7 @@ class Matrix:
         if index_A is None and FLOATS.get(self.kind) == dtype:
             yield 0, self.data
             return
-        size = min(count, gpu_products.tile_rows(self.width))
+        size = min(count, gpu_products.TILE_ROWS)
         buffer = torch.empty(size, self.width, dtype=dtype, device=self.data.device)
         for start in range(0, count, size):
             stop = min(start + size, count)

@@ -31,17 +31,16 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
     of_token = FLOAT_BYTES * group * context_length
     scores = 3 * of_token * min(tokens, max(1, SCORE_BYTES // of_token))
     one_head = FLOAT_BYTES * 2 * context_length * shape.head_width + 16 * context_length
-    hidden = tokens * 4 * width  # before, between and after the blocks, and their inputs
-    attention = hidden + tokens * (2 * width + 3 * inputs + 3 * heads)
-    part = min(neurons, part_neurons(width, tokens))
-    feed_forward = hidden + tokens * (6 * width + 7 * part)
-    if mode == "predicted":
-        feed_forward += tokens * 3 * neurons
+    hidden = tokens * 5 * width  # before, between and after the blocks, and their inputs
+    attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
+    part = 6 * min(neurons, part_neurons(width, tokens))
+    if mode == "predicted":  # scores of all neurons; then names of a byte each, twice
+        part = max(part + neurons // 2, 4 * neurons)
+    feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
     # Weights in blocks, two bytes a value; f32 is multiplied as it is.
-    widest = max(width, heads)
-    tile = max(gpu_products.TILE_BYTES, 2 * gpu_products.tile_rows(widest) * widest)
-    tile += FLOAT_BYTES * tokens * gpu_products.tile_rows(min(width, heads))
+    tile_rows = gpu_products.TILE_ROWS
+    tile = 2 * tile_rows * max(width, heads) + 2 * FLOAT_BYTES * tokens * tile_rows
     return max(
         FLOAT_BYTES * attention + scores + one_head,
         FLOAT_BYTES * max(attention, feed_forward, head) + tile,

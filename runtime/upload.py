@@ -100,12 +100,12 @@ class Uploader:
             staging.send(target.view(-1), fill)
             return
         piece = torch.empty_like(target)
+        # What had this memory before may still run; the copy is in another stream.
+        staging.stream.wait(_recorded(target.device))
         event = staging.send(piece.view(-1), fill)
         if event is not None:
             torch.cuda.current_stream(target.device).wait_event(event)
         target.copy_(planar(piece, kind)[0])
-        # The next piece's copy may be given this one's memory, and runs in another stream.
-        staging.stream.wait(_recorded(target.device))
 
     def _buffers(self, row_bytes: int) -> Staging:
         if self._staging is None or self._staging.num_bytes < row_bytes:
