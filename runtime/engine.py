@@ -52,6 +52,7 @@ from sparkinfer.runtime.loader import Layer, Weights, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.tiles import asked_dtype
 from sparkinfer.split_file import Split
 from sparkinfer.thresholds import replace_thresholds, with_thresholds
 
@@ -166,6 +167,7 @@ class Engine:
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
         mode = mode_of(file, mode)
+        asked_dtype()  # refused before a prompt comes, long or not
         gpu = device_of(device)
         context_length = context_of(file, plan, context_length)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)

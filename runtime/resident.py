@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, prefetch, release
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.matrix import Matrix, matrix_of
 from sparkinfer.runtime.pinned import PinnableMemory
+from sparkinfer.sizes import format_bytes
 
 SEGMENT_BYTES = 256 << 20
 HUGE_PAGE_BYTES = 2 << 20
@@ -107,7 +109,13 @@ def _copy(entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice
 def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     """Zeros that take no memory until they are written to, from the start of a huge page on."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = PinnableMemory(-1, num_bytes + HUGE_PAGE_BYTES, flags)
+    try:
+        mapping = PinnableMemory(-1, num_bytes + HUGE_PAGE_BYTES, flags)
+    except OSError as error:  # addresses are limited, not memory: that was asked for before
+        raise SparkinferError(
+            f"no {format_bytes(num_bytes)} of addresses for weights ({error.strerror}): raise the"
+            " limit (ulimit -v), or load with is_resident=False, which leaves them in the file"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 
+# That torch's generator takes: signed numbers of 64 bits and unsigned ones.
+_SEEDS = range(-(1 << 63), 1 << 64)
+
 
 class Sampler:
     """Draws are a function of the seed and the logits seen; without a seed they differ."""
@@ -16,6 +19,8 @@ class Sampler:
     def __init__(self, temperature: float, seed: int | None) -> None:
         if not math.isfinite(temperature):
             raise SparkinferError(f"temperature is {temperature}, wanted a number")
+        if seed is not None and not _SEEDS.start <= seed < _SEEDS.stop:
+            raise SparkinferError(f"seed is {seed}, wanted a number of 64 bits, say 0")
         self.temperature = temperature
         self.generator = torch.Generator()
         if seed is None:

@@ -28,16 +28,21 @@ def tile_dtype(kind: str) -> torch.dtype:
     return torch.float32 if kind == "f32" else _processors_choice()
 
 
+def asked_dtype() -> torch.dtype | None:
+    """By the environment variable. Raises SparkinferError for an unknown value."""
+    asked = os.environ.get(TILES_VARIABLE)
+    if asked is not None and asked not in _TYPES:
+        raise SparkinferError(
+            f"{TILES_VARIABLE}={asked!r}: must be one of {', '.join(_TYPES)}, or not set"
+        )
+    return None if asked is None else _TYPES[asked]
+
+
 @cache
 def _processors_choice() -> torch.dtype:
-    """Raises SparkinferError for an unknown value of the environment variable."""
-    asked = os.environ.get(TILES_VARIABLE)
+    asked = asked_dtype()
     if asked is not None:
-        if asked not in _TYPES:
-            raise SparkinferError(
-                f"{TILES_VARIABLE}={asked!r}: must be one of {', '.join(_TYPES)}, or not set"
-            )
-        return _TYPES[asked]
+        return asked
     if not multiplies_bf16():
         return torch.float32
     if not _survives_bf16():

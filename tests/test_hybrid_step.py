@@ -130,7 +130,8 @@ def test_every_activation(tmp_path, activation):
 
 @pytest.mark.parametrize("kind", ["linear", "relu", "gate"])
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("plan", ["every kind of layer", "attention on the CPU", "two GPUs"])
+@pytest.mark.parametrize("plan", ["every kind of layer", "attention on the CPU", "two GPUs",
+                                  "last layers on the CPU"])  # fmt: skip
 def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset, kind):
     model = make(tmp_path, predictor_kind=kind, activation="silu" if kind == "gate" else "relu")
     info = dataclasses.replace(model.predictor, input_layer_offset=offset)
@@ -217,6 +218,19 @@ def test_a_divided_layer_goes_there_and_back_once(tmp_path):
         assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS
 
 
+def test_tied_weights_are_embedded_where_the_head_is(tmp_path):
+    model = make(tmp_path, is_tied=True)
+    model.save(model.path)
+    split = planned(tmp_path, model, "two GPUs")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
+        device = FakeDevice()
+        step = hybrid(engine, split, device.backend(reference_kernels()))
+        device.log.clear()
+        step.run(IDS[0], 0)
+        first = next(operation for operation in device.log if operation.name == "kernel")
+        assert first.stream == 2  # the main stream of the second GPU
+
+
 def test_the_cpu_works_while_the_gpu_does(tmp_path):
     """Nothing orders the cold neurons and the hot ones of a layer."""
     model = make(tmp_path)
@@ -274,9 +288,11 @@ def test_traffic_of_the_cpu_is_counted(tmp_path):
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
         step = hybrid(engine, split, plain_backend(reference_kernels()))
         before = engine.traffic.total
-        step.run(IDS[0], 0)
         row = 4 * model.shape.width
-        assert engine.traffic.total - before == L * (F - len(SOME)) * 3 * row
+        for position in range(3):
+            step.run(IDS[0], position)
+            want = (1 + position) * L * (F - len(SOME)) * 3 * row
+            assert engine.traffic.total - before == want
 
 
 @pytest.mark.parametrize("wrong", ["names", "cold", "hot"])

@@ -1,5 +1,7 @@
 """Weights in memory of our own: the same values as in the file, arranged side by side."""
 
+import errno
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,17 @@ def test_memory_grows_by_segments(monkeypatch):
         assert torch.equal(copy.data, torch.from_numpy(entry.read()))
         assert copy.data.data_ptr() % 64 == 0
     assert home.num_bytes == sum(entry.num_bytes for entry in entries)
+
+
+def test_a_limit_on_addresses_is_told_in_one_line(monkeypatch):
+    def refuses(*arguments):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(resident, "PinnableMemory", refuses)
+    entry = next(iter(make_model().tensors.values()))
+    with pytest.raises(SparkinferError, match=r"raise the limit \(ulimit -v\)") as raised:
+        Residence().matrix(entry)
+    assert "\n" not in str(raised.value)
 
 
 def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys):

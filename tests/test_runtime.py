@@ -260,6 +260,15 @@ def test_stock_layout_is_transposed_at_load(tmp_path):
         assert rel_error(engine.logits(IDS), logits_ref(model, IDS)) < F32_BOUND
 
 
+def test_seeds_have_64_bits(codec_model):
+    with Engine.load(codec_model) as engine:
+        for seed in (-(1 << 63), (1 << 64) - 1):
+            assert list(engine.generate("ab cd", 2, 1.5, seed))
+        for seed in (-(1 << 63) - 1, 1 << 64):
+            with pytest.raises(SparkinferError, match="64 bits"):
+                engine.generate("ab cd", 2, 1.5, seed)
+
+
 def test_generate_is_greedy_at_zero_and_repeatable_with_a_seed(tmp_path, codec_model):
     with Engine.load(codec_model) as engine:
         greedy = [t.id for t in engine.generate("ab cd", 8, temperature=0.0)]

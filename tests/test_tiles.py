@@ -177,3 +177,10 @@ def test_nonsense_in_the_environment_is_refused(fresh):
     fresh.setenv(tiles.TILES_VARIABLE, "fp8")
     with pytest.raises(SparkinferError, match="PREFILL_TILES='fp8': must be one of f32"):
         tiles.tile_dtype("f16")
+
+
+def test_it_is_refused_before_there_is_a_prompt(fresh, tmp_path):
+    make_model(path=tmp_path / "m.gguf").save(tmp_path / "m.gguf")
+    fresh.setenv(tiles.TILES_VARIABLE, "")
+    with pytest.raises(SparkinferError, match="PREFILL_TILES='': must be one of f32"):
+        Engine.load(tmp_path / "m.gguf")
