@@ -263,6 +263,35 @@ def test_nan_reaches_the_logits(tmp_path):
             assert step.run(IDS[0], 0).isnan().all()
 
 
+def test_a_score_that_is_no_number_names_its_neuron(tmp_path):
+    """Wherever the predictor runs."""
+    model = make(tmp_path)
+    for layer in range(L):
+        name = f"blk.{layer}.ffn_pred_up.weight"
+        values = np.array(model.tensors[name].read())
+        values[5] = np.nan
+        values[6:] = 0
+        model.tensors[name] = array_entry(values, "f32")
+    dataclasses.replace(
+        model, predictor=dataclasses.replace(model.predictor, threshold_L=(0.0,) * L)
+    ).save(model.path)
+    with Engine.load(model.path, mode="predicted") as whole:
+        want = stepped(whole)
+    for plan in ("attention on the CPU", "random"):
+        split = planned(tmp_path, model, plan)
+        with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+            step = hybrid(engine, split, plain_backend(reference_kernels()))
+            assert rel_error(steps(step), want) < BOUNDS["f32"]
+    gone = dataclasses.replace(model, tensors=dict(model.tensors))
+    for layer in range(L):  # without its name the neuron is missed
+        name = f"blk.{layer}.ffn_pred_up.weight"
+        values = np.nan_to_num(np.array(gone.tensors[name].read()))
+        gone.tensors[name] = array_entry(values, "f32")
+    gone.save(gone.path)
+    with Engine.load(gone.path, mode="predicted") as engine:
+        assert rel_error(stepped(engine), want) > 1e-3
+
+
 def test_all_neurons_on_the_cpu(tmp_path):
     """As a plan with none on the GPU, bytes too; with a plan beside it, it is refused."""
     model = make(tmp_path)

@@ -130,6 +130,36 @@ def test_attention_over_parts_of_the_cache(
             assert rel_error(seen[0], want) < BOUNDS[kind]
 
 
+@pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
+@pytest.mark.parametrize("factor", [300.0, -torch.inf, torch.inf])
+def test_parts_of_the_cache_with_scores_far_apart(tmp_path, restore_library, name, factor):
+    """Peaks of the parts differ by hundreds, or one part has minus infinity alone."""
+    library.set_level(name)
+    shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
+    model = saved(tmp_path, shape=shape, kind="f32")
+    with Engine.load(model.path, mode="exact", context_length=300) as engine:
+        engine.hidden([i % 50 for i in range(260)])
+        engine.layers[0].attention.cache.key_CKW[:256, 0, 3] *= factor
+        native = engine._step(7, 260)
+        with engine.observe(lambda n, i, t: None, lambda n, i: False):
+            want = engine._step(7, 260)
+    assert torch.equal(native.isfinite(), want.isfinite())
+    if want.isfinite().all():
+        assert rel_error(native, want) < BOUNDS["f32"]
+
+
+def test_a_part_of_minus_infinity_adds_nothing(tmp_path):
+    shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
+    model = saved(tmp_path, shape=shape, kind="f32")
+    found = []
+    with Engine.load(model.path, mode="exact", context_length=300) as engine:
+        for sign in (1, -1):
+            engine.hidden([i % 50 for i in range(260)])
+            engine.layers[0].attention.cache.key_CKW[:256, 0, 3] = sign * torch.inf
+            found.append(bool(engine._step(7, 260).isfinite().all()))
+    assert sorted(found) == [False, True]  # plus infinity is no number in the end
+
+
 def test_heads_that_are_too_wide_are_noticed(tmp_path):
     shape = make_shape(num_heads=1, num_kv_heads=1, head_width=544)
     model = saved(tmp_path, shape=shape)

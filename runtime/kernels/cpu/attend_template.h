@@ -90,7 +90,8 @@ void attend(const AttendPart& a) {
         float top = score[0];
         for (int64_t c = 1; c < a.n; ++c) top = score[c] > top ? score[c] : top;
         a.top[g] = top;
-        a.total[g] = exp_sum(score, a.n, top);
+        // Where every score is minus infinity there is nothing to add, and no difference to take.
+        a.total[g] = exp_sum(score, a.n, top == -__builtin_inff() ? 0.0f : top);
         for (int64_t c = a.n; c < room; ++c) score[c] = 0.0f;
     }
     for (int64_t i = 0; i < a.G * padded; ++i) a.out[i] = 0.0f;

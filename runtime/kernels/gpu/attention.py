@@ -154,8 +154,10 @@ def _attend_part(
                 score_GP = tl.where((group_G == number)[:, None], score_P[None, :], score_GP)
             new_G = tl.maximum(peak_G, tl.max(score_GP, axis=1))
             new_G = tl.where(group_G < GROUP, new_G, 0.0)
-            shrink_G = tl.exp(peak_G - new_G)
-            share_GP = tl.exp(score_GP - new_G[:, None])
+            # Where every score is minus infinity there is no difference to take.
+            base_G = tl.where(new_G == float("-inf"), 0.0, new_G)
+            shrink_G = tl.exp(peak_G - base_G)
+            share_GP = tl.exp(score_GP - base_G[:, None])
             weight_G = weight_G * shrink_G + tl.sum(share_GP, axis=1)
             sum_GW *= shrink_G[:, None]
             for number in tl.static_range(GROUP):
