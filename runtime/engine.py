@@ -239,8 +239,6 @@ class Engine:
         self._user += 1
         for start, chunk in self._chunks(self._ids(token_ids)):
             self._live.forward(chunk, start)
-        for device in self.memories:  # a step that comes next runs in other streams
-            torch.cuda.synchronize(device)
 
     @told_out_of_memory()
     @torch.inference_mode()

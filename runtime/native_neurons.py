@@ -109,13 +109,3 @@ class NativeNeurons:
     def bytes_read(self) -> int:
         """Of weights, by all calls so far."""
         return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
-
-
-def pack_bits(named_F: Tensor) -> Tensor:
-    """int32 [F / 32 rounded up] of bool [F], as `NativeNeurons.named_W`."""
-    words = -(-len(named_F) // 32)
-    padded = named_F.new_zeros(32 * words)
-    padded[: len(named_F)] = named_F
-    place = torch.arange(32, device=named_F.device)
-    values = (padded.view(words, 32).long() << place).sum(dim=1)
-    return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)

@@ -24,9 +24,9 @@ from gpu_matrices import (
 )
 
 from sparkinfer.architecture import SMOOTH
+from sparkinfer.runtime.bits import pack_bits, unpack_bits
 from sparkinfer.runtime.kernels.gpu import launch
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-from sparkinfer.runtime.kernels.gpu.reference import pack_bits, unpack_bits
 
 REFERENCE = reference_kernels()
 NAN = float("nan")

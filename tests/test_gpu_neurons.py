@@ -18,10 +18,10 @@ from gpu_matrices import (
 )
 
 from sparkinfer.architecture import SMOOTH
+from sparkinfer.runtime.bits import pack_bits
 from sparkinfer.runtime.kernels.gpu import launch
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from sparkinfer.runtime.kernels.gpu.ranges import down_parts
-from sparkinfer.runtime.kernels.gpu.reference import pack_bits
 
 REFERENCE = reference_kernels()
 NAN = float("nan")

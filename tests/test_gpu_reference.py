@@ -12,6 +12,7 @@ from reference import rel_error
 
 from sparkinfer.gguf_file import type_of
 from sparkinfer.runtime import attention
+from sparkinfer.runtime.bits import pack_bits, unpack_bits
 from sparkinfer.runtime.feed_forward import Gate, Predictor
 from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
@@ -97,7 +98,7 @@ def test_gate_up(activation, is_gated, is_dense):
     got = vector(40)
     reference.gate_up(
         gate, vector(40, 6), up if is_gated else None, vector(40, 7) if is_gated else None,
-        ids.int(), reference.pack_bits(is_named), x, activation, 0.15, is_dense, got,
+        ids.int(), pack_bits(is_named), x, activation, 0.15, is_dense, got,
     )  # fmt: skip
     rule = Gate(activation=activation, threshold=0.15)
     value, _ = rule.act(unpack(gate.data, "f16") @ x + vector(40, 6), is_dense=is_dense)
@@ -121,16 +122,16 @@ def test_predict(kind, activation):
         threshold=0.4, gate=Gate(activation=activation, threshold=0.0),
     )  # fmt: skip
     want = predictor.scores(x[None])[0] > 0.4
-    assert reference.unpack_bits(named).tolist() == want.tolist() + [False] * 19
+    assert unpack_bits(named).tolist() == want.tolist() + [False] * 19
     assert 0 < want.sum() < 45
 
 
 def test_bits():
     is_set = torch.zeros(70, dtype=torch.bool)
     is_set[[0, 31, 33, 69]] = True
-    words = reference.pack_bits(is_set)
+    words = pack_bits(is_set)
     assert words.tolist() == [1 - (1 << 31), 2, 32] and words.dtype == torch.int32
-    assert reference.unpack_bits(words)[:70].equal(is_set)
+    assert unpack_bits(words)[:70].equal(is_set)
 
 
 @pytest.mark.parametrize("skips_zeros", [False, True])

@@ -10,9 +10,10 @@ from models import make_model, make_shape
 from reference import rel_error
 
 from sparkinfer import Engine
+from sparkinfer.runtime.bits import pack_bits
 from sparkinfer.runtime.feed_forward import FeedForward, Gate
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.native_neurons import NativeNeurons, pack_bits
+from sparkinfer.runtime.native_neurons import NativeNeurons
 from sparkinfer.runtime.native_structs import NotNative
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")

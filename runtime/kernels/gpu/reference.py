@@ -4,10 +4,10 @@ What this module does not know: Triton. Letters and contracts: see kernels.py.""
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
 from sparkinfer.runtime import matrix as matrices
+from sparkinfer.runtime.bits import pack_bits, unpack_bits
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.matrix import Matrix
 
@@ -142,17 +142,6 @@ def down(down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool)
         if skips_zeros:
             index_A = index_A[hidden_N[index_A] != 0]
         parts_D.copy_(hidden_N[index_A].double() @ _rows(down, index_A))
-
-
-def pack_bits(is_set_F: Tensor) -> Tensor:
-    """int32 [ceil(F / 32)] of bool [F]: bit j % 32 of word j // 32."""
-    padded = functional.pad(is_set_F.long(), (0, -len(is_set_F) % 32)).view(-1, 32)
-    return (padded << torch.arange(32, device=is_set_F.device)).sum(dim=1).to(torch.int32)
-
-
-def unpack_bits(named_B: Tensor) -> Tensor:
-    """bool [32 B]: the inverse of `pack_bits`."""
-    return (named_B[:, None] >> torch.arange(32, device=named_B.device) & 1).bool().flatten()
 
 
 def _rows(matrix: Matrix, index_A: Tensor | None = None) -> Tensor:

@@ -1,0 +1,18 @@
+"""A bit a neuron, as predictors leave them: bit j % 32 of word j // 32 for neuron j.
+
+Letters: F neurons, B words of 32 bits."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def pack_bits(is_set_F: Tensor) -> Tensor:
+    """int32 [ceil(F / 32)] of bool [F]; bits past F are 0."""
+    padded = functional.pad(is_set_F.long(), (0, -len(is_set_F) % 32)).view(-1, 32)
+    return (padded << torch.arange(32, device=is_set_F.device)).sum(dim=1).to(torch.int32)
+
+
+def unpack_bits(named_B: Tensor) -> Tensor:
+    """bool [32 B]: the inverse of `pack_bits`."""
+    return (named_B[:, None] >> torch.arange(32, device=named_B.device) & 1).bool().flatten()
