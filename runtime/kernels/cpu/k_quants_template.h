@@ -44,9 +44,10 @@ struct Q4_K : WithMinima<144> {
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q4_k(block + 16 + 32 * pair, w);
     }
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
-                            const uint8_t* next) {
-        return dot_q4_k(row, n, x, next);
+    template <int ROWS>
+    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                           const uint8_t* x, float* y) {
+        for (int r = 0; r < ROWS; ++r) y[r] = dot_q4_k(rows[r], n, x, next[r]);
     }
 };
 
@@ -54,9 +55,10 @@ struct Q5_K : WithMinima<176> {
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q5_k(block + 48 + 32 * pair, block + 16, 2 * pair, w);
     }
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
-                            const uint8_t* next) {
-        return dot_q5_k(row, n, x, next);
+    template <int ROWS>
+    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                           const uint8_t* x, float* y) {
+        for (int r = 0; r < ROWS; ++r) y[r] = dot_q5_k(rows[r], n, x, next[r]);
     }
 };
 
@@ -72,9 +74,10 @@ struct Q6_K {
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q6_k(block + 32 * pair, block + 128 + pair / 2 * 32, pair % 2, w);
     }
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
-                            const uint8_t* next) {
-        return dot_q6_k(row, n, x, next);
+    template <int ROWS>
+    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                           const uint8_t* x, float* y) {
+        for (int r = 0; r < ROWS; ++r) y[r] = dot_q6_k(rows[r], n, x, next[r]);
     }
 };
 

@@ -94,6 +94,7 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
     _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
 }
 
+#include "ahead.h"
 #include "quantise.h"
 
 constexpr Quantise* quantise_q4 = quantise;
@@ -118,47 +119,57 @@ inline Floats add_products(Floats sum, __m256i first, __m256i second, const int1
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(products, start)), factor, sum);
 }
 
-template <class Add>
-inline float dot_blocks(int64_t n, const Add& add) {
-    Floats sum0 = zero(), sum1 = zero();
-    int64_t b = 0;
-    for (; b + 2 <= n; b += 2) sum0 = add(sum0, b), sum1 = add(sum1, b + 1);
-    if (b < n) sum0 = add(sum0, b);
-    return sum(_mm256_add_ps(sum0, sum1));
-}
-
-inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+template <int ROWS>
+inline void dot_q8(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                   const uint8_t* packed, float* y) {
     const int16_t* x = values_of(packed);
     const float* x_scale = scales_of(packed, n);
-    return dot_blocks(n, [=](Floats sum, int64_t b) {
-        const uint8_t* block = row + b * 34;
-        __builtin_prefetch(next + b * 34);
-        return add_products(sum, _mm256_cvtepi8_epi16(load_16_bytes(block + 2)),
-                            _mm256_cvtepi8_epi16(load_16_bytes(block + 18)), x + b * BLOCK,
-                            _mm256_setzero_si256(), block, x_scale + b);
-    });
+    Floats sums[ROWS];
+    for (Floats& sum : sums) sum = zero();
+    Ahead<ROWS> ahead(next, n * 34, (n + 1) / 2);
+    for (int64_t b = 0; b < n; ++b) {
+        if (b % 2 == 0) ahead.ask();
+        for (int r = 0; r < ROWS; ++r) {
+            const uint8_t* block = rows[r] + b * 34;
+            sums[r] = add_products(sums[r], _mm256_cvtepi8_epi16(load_16_bytes(block + 2)),
+                                   _mm256_cvtepi8_epi16(load_16_bytes(block + 18)), x + b * BLOCK,
+                                   _mm256_setzero_si256(), block, x_scale + b);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
 }
 
-template <class Layout>
-inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+template <class Layout, int ROWS>
+inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                   const uint8_t* packed, float* y) {
     const int16_t* x = values_of(packed);
     const float* x_scale = scales_of(packed, n);
     const int32_t* correction = corrections_of(packed, n);
-    return dot_blocks(n, [=](Floats sum, int64_t b) {
-        __builtin_prefetch(next + b * 18);
-        const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(Layout::nibbles(row, n, b)));
-        const __m256i start = _mm256_inserti128_si256(
-            _mm256_setzero_si256(), _mm_cvtsi32_si128(correction[b]), 0);
-        return add_products(sum, _mm256_and_si256(words, _mm256_set1_epi16(15)),
-                            _mm256_srli_epi16(words, 4), x + b * BLOCK, start,
-                            Layout::scale(row, n, b), x_scale + b);
-    });
+    const __m256i fifteen = _mm256_set1_epi16(15);
+    Floats sums[ROWS];
+    for (Floats& sum : sums) sum = zero();
+    Ahead<ROWS> ahead(next, n * 18, (n + 3) / 4);
+    for (int64_t b = 0; b < n; ++b) {
+        if (b % 4 == 0) ahead.ask();
+        const __m256i start = _mm256_inserti128_si256(_mm256_setzero_si256(),
+                                                      _mm_cvtsi32_si128(correction[b]), 0);
+        for (int r = 0; r < ROWS; ++r) {
+            const uint8_t* nibbles = Layout::nibbles(rows[r], n, b);
+            const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(nibbles));
+            sums[r] = add_products(sums[r], _mm256_and_si256(words, fifteen),
+                                   _mm256_srli_epi16(words, 4), x + b * BLOCK, start,
+                                   Layout::scale(rows[r], n, b), x_scale + b);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
 }
 
 struct Planar;
 
-inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
-    return dot_q4<Planar>(row, n, x, next);
+template <int ROWS>
+inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                          const uint8_t* x, float* y) {
+    dot_q4<Planar, ROWS>(rows, next, n, x, y);
 }
 
 #include "k_quants.h"

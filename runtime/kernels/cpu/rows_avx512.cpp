@@ -80,6 +80,7 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
     _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
 }
 
+#include "ahead.h"
 #include "quantise.h"
 
 inline __m512i load_64_bytes(const void* p) { return _mm512_loadu_si512(p); }
@@ -88,23 +89,26 @@ inline Floats add_products(Floats sum, __m512i products, Floats scale) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
 }
 
-inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+template <int ROWS>
+inline void dot_q8(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                   const uint8_t* packed, float* y) {
     const int16_t* x = values_of(packed);
     const float* x_scale = scales_of(packed, n);
-    auto add = [=](Floats sum, int64_t b) {
-        const uint8_t* block = row + b * 34;
-        const __m512i quants = _mm512_cvtepi8_epi16(load_32_bytes(block + 2));
-        const __m512i products = _mm512_madd_epi16(quants, load_64_bytes(x + b * BLOCK));
-        return add_products(sum, products, mul(scale_f16(block), broadcast(x_scale[b])));
-    };
-    Floats sum0 = zero(), sum1 = zero();
-    int64_t b = 0;
-    for (; b + 2 <= n; b += 2) {
-        __builtin_prefetch(next + b * 34);
-        sum0 = add(sum0, b), sum1 = add(sum1, b + 1);
+    Floats sums[ROWS];
+    for (Floats& sum : sums) sum = zero();
+    Ahead<ROWS> ahead(next, n * 34, (n + 1) / 2);
+    for (int64_t b = 0; b < n; ++b) {
+        if (b % 2 == 0) ahead.ask();
+        const __m512i x_values = load_64_bytes(x + b * BLOCK);
+        const Floats scale = broadcast(x_scale[b]);
+        for (int r = 0; r < ROWS; ++r) {
+            const uint8_t* block = rows[r] + b * 34;
+            const __m512i quants = _mm512_cvtepi8_epi16(load_32_bytes(block + 2));
+            sums[r] = add_products(sums[r], _mm512_madd_epi16(quants, x_values),
+                                   mul(scale_f16(block), scale));
+        }
     }
-    if (b < n) sum0 = add(sum0, b);
-    return sum(_mm512_add_ps(sum0, sum1));
+    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
 }
 
 // q4_0 takes two blocks at a time, the first one's numbers in the lower half of each vector.
@@ -155,20 +159,21 @@ inline Floats add_q4(Floats sum, const uint8_t* row, int64_t n, int64_t b0, int6
     return add_products(sum, products, mul(scale, _mm512_loadu_ps(x.scale)));
 }
 
-template <class Layout>
-inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+template <class Layout, int ROWS>
+inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                   const uint8_t* packed, float* y) {
     const Pair* x = reinterpret_cast<const Pair*>(packed);
-    Floats sum0 = zero(), sum1 = zero();
-    int64_t b = 0;
-    for (; b + 4 <= n; b += 4) {
-        __builtin_prefetch(next + b * 18);
-        sum0 = add_q4<Layout>(sum0, row, n, b, b + 1, x[b / 2]);
-        sum1 = add_q4<Layout>(sum1, row, n, b + 2, b + 3, x[b / 2 + 1]);
+    Floats sums[ROWS];
+    for (Floats& sum : sums) sum = zero();
+    Ahead<ROWS> ahead(next, n * 18, (n + 3) / 4);
+    for (int64_t b = 0; b < n; b += 2) {
+        if (b % 4 == 0) ahead.ask();
+        const int64_t second = b + 1 < n ? b + 1 : b;  // where there is none, its x is 0
+        for (int r = 0; r < ROWS; ++r) {
+            sums[r] = add_q4<Layout>(sums[r], rows[r], n, b, second, x[b / 2]);
+        }
     }
-    for (; b + 2 <= n; b += 2) sum0 = add_q4<Layout>(sum0, row, n, b, b + 1, x[b / 2]);
-    // The other half of the last x is 0, so any block will do for it.
-    if (b < n) sum1 = add_q4<Layout>(sum1, row, n, b, b, x[b / 2]);
-    return sum(_mm512_add_ps(sum0, sum1));
+    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
 }
 
 inline __mmask16 first_of_16(int64_t m) {
@@ -242,39 +247,48 @@ inline Floats add_quad(Floats sum, __m512i nibbles, const Quad& x, Floats scale,
     return add_products(sum, products, _mm512_permutexvar_ps(which, scale));
 }
 
-inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* packed,
-                           const uint8_t* next) {
+template <int ROWS>
+inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                          const uint8_t* packed, float* y) {
     const Quad* x = reinterpret_cast<const Quad*>(packed);
     const float* x_scale = planar_scales(packed, n);
-    const uint8_t* nibbles = row + 2 * n;
-    Floats sum0 = zero(), sum1 = zero();
+    Floats sums[ROWS], scale[ROWS];
+    for (Floats& sum : sums) sum = zero();
+    Ahead<ROWS> ahead(next, n * 18, n / 16 * 4);
     int64_t b = 0;
     for (; b + 16 <= n; b += 16) {
-        const Floats scale = mul(load_f16(row + 2 * b), _mm512_loadu_ps(x_scale + b));
+        for (int r = 0; r < ROWS; ++r)
+            scale[r] = mul(load_f16(rows[r] + 2 * b), _mm512_loadu_ps(x_scale + b));
 #pragma GCC unroll 4
         for (int k = 0; k < 4; ++k) {
-            __builtin_prefetch(next + (b + 4 * k) * 18);
-            const __m512i quad = load_64_bytes(nibbles + (b + 4 * k) * 16);
-            Floats& sum = k % 2 ? sum1 : sum0;
-            sum = add_quad(sum, quad, x[b / 4 + k], scale, k);
+            ahead.ask();
+            for (int r = 0; r < ROWS; ++r) {
+                const __m512i quad = load_64_bytes(rows[r] + 2 * n + (b + 4 * k) * 16);
+                sums[r] = add_quad(sums[r], quad, x[b / 4 + k], scale[r], k);
+            }
         }
     }
-    const Floats scale = mul(load_some_f16(row + 2 * b, n - b), _mm512_loadu_ps(x_scale + b));
-    for (int k = 0; b + 4 * k < n; ++k) {
-        const int64_t bytes = 16 * (n - b - 4 * k);
-        const __mmask64 mask = bytes >= 64 ? ~0ull : (1ull << bytes) - 1;
-        const __m512i quad = _mm512_maskz_loadu_epi8(mask, nibbles + (b + 4 * k) * 16);
-        sum0 = add_quad(sum0, quad, x[b / 4 + k], scale, k);
+    for (int r = 0; r < ROWS; ++r) {
+        scale[r] = mul(load_some_f16(rows[r] + 2 * b, n - b), _mm512_loadu_ps(x_scale + b));
+        for (int k = 0; b + 4 * k < n; ++k) {
+            const int64_t bytes = 16 * (n - b - 4 * k);
+            const __mmask64 mask = bytes >= 64 ? ~0ull : (1ull << bytes) - 1;
+            const uint8_t* nibbles = rows[r] + 2 * n + (b + 4 * k) * 16;
+            const __m512i quad = _mm512_maskz_loadu_epi8(mask, nibbles);
+            sums[r] = add_quad(sums[r], quad, x[b / 4 + k], scale[r], k);
+        }
+        y[r] = sum(sums[r]);
     }
-    return sum(_mm512_add_ps(sum0, sum1));
 }
 #else
 constexpr Quantise* quantise_q4_planar = quantise_q4;
 
 struct Planar;
 
-inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
-    return dot_q4<Planar>(row, n, x, next);
+template <int ROWS>
+inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                          const uint8_t* x, float* y) {
+    dot_q4<Planar, ROWS>(rows, next, n, x, y);
 }
 #endif
 

@@ -79,6 +79,7 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
     y[0] = sum(a), y[1] = sum(b), y[2] = sum(c), y[3] = sum(d);
 }
 
+#include "ahead.h"
 #include "quantise.h"
 
 constexpr Quantise* quantise_q4 = quantise;
@@ -88,7 +89,8 @@ inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
     for (int64_t i = 0; i < m; ++i) y[i] = c * f16_to_float(p + 2 * i);
 }
 
-inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+inline float dot_q8_row(const uint8_t* row, int64_t n, const uint8_t* packed,
+                        const uint8_t* next) {
     float sum = 0;
     for (int64_t b = 0; b < n; ++b) {
         const int8_t* quants = reinterpret_cast<const int8_t*>(row + b * 34 + 2);
@@ -102,7 +104,8 @@ inline float dot_q8(const uint8_t* row, int64_t n, const uint8_t* packed, const 
 }
 
 template <class Layout>
-inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
+inline float dot_q4_row(const uint8_t* row, int64_t n, const uint8_t* packed,
+                        const uint8_t* next) {
     float sum = 0;
     for (int64_t b = 0; b < n; ++b) {
         const uint8_t* bytes = Layout::nibbles(row, n, b);
@@ -117,10 +120,24 @@ inline float dot_q4(const uint8_t* row, int64_t n, const uint8_t* packed, const 
     return sum;
 }
 
+template <int ROWS>
+inline void dot_q8(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                   const uint8_t* x, float* y) {
+    for (int r = 0; r < ROWS; ++r) y[r] = dot_q8_row(rows[r], n, x, next[r]);
+}
+
+template <class Layout, int ROWS>
+inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                   const uint8_t* x, float* y) {
+    for (int r = 0; r < ROWS; ++r) y[r] = dot_q4_row<Layout>(rows[r], n, x, next[r]);
+}
+
 struct Planar;
 
-inline float dot_q4_planar(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
-    return dot_q4<Planar>(row, n, x, next);
+template <int ROWS>
+inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                          const uint8_t* x, float* y) {
+    dot_q4<Planar, ROWS>(rows, next, n, x, y);
 }
 
 #include "k_quants.h"

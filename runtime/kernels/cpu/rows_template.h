@@ -11,10 +11,10 @@
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
 //   f16_to_float(p)                one f16
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
-//   dot_q8(row, n, x, next)        a row of n blocks times what quantise() packed; `next` is the
-//                                row to ask for meanwhile
-//   dot_q4<Layout>(row, n, x, next)   the same; Layout: Interleaved or Planar
-//   dot_q4_planar(row, n, x, next)    the same
+//   dot_q8<ROWS>(rows, next, n, x, y)   y[r] = row r, of n blocks, times what quantise() packed;
+//                                `next` are the rows to ask for meanwhile
+//   dot_q4<Layout, ROWS>(...)    the same; Layout: Interleaved or Planar
+//   dot_q4_planar<ROWS>(...)     the same
 //   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16
 // and what k_quants_template.h wants.
 
@@ -68,9 +68,10 @@ struct Q8_0 {
     static inline void unpack(const uint8_t* block, Floats* w) {
         for (int v = 0; v < VECTORS; ++v) w[v] = load_i8(block + 2 + v * LANES);
     }
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
-                            const uint8_t* next) {
-        return dot_q8(row, n, x, next);
+    template <int ROWS>
+    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                           const uint8_t* x, float* y) {
+        dot_q8<ROWS>(rows, next, n, x, y);
     }
 };
 
@@ -98,9 +99,10 @@ struct Q4_0 {
     static constexpr bool SCALED = true, IS_PLANAR = false;
     static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
     static inline void unpack(const uint8_t* block, Floats* w) { unpack_q4(block + 2, w); }
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
-                            const uint8_t* next) {
-        return dot_q4<Interleaved>(row, n, x, next);
+    template <int ROWS>
+    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                           const uint8_t* x, float* y) {
+        dot_q4<Interleaved, ROWS>(rows, next, n, x, y);
     }
 };
 
@@ -113,70 +115,88 @@ inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_
 
 #include "k_quants_template.h"
 
-template <class Format>
-inline Floats add_block(Floats sum, const uint8_t* block, const float* x) {
-    Floats w[VECTORS];
-    Format::unpack(block, w);
-    for (int v = 0; v < VECTORS; ++v) sum = multiply_add(w[v], load_floats(x + v * LANES), sum);
-    return sum;
-}
-
-template <class Format>
-inline float dot_floats(const uint8_t* row, int64_t D, const float* x, const uint8_t* next) {
+// y[r] = rows[r] . x. Each row has two sums, or an addition would wait for the one before it; they
+// are the same whatever ROWS is.
+template <class Format, int ROWS>
+inline void dot_floats(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
+                       const float* x, float* y) {
     constexpr int64_t BYTES = Format::BLOCK_BYTES;
     const int64_t num_blocks = D / BLOCK;
-    // Four sums, or each addition would wait for the one before it.
-    Floats sum0 = zero(), sum1 = zero(), sum2 = zero(), sum3 = zero();
-    int64_t b = 0;
-    for (; b + 4 <= num_blocks; b += 4) {
-        const uint8_t* block = row + b * BYTES;
-        const float* x_block = x + b * BLOCK;
-        for (int64_t at = 0; at < 4 * BYTES; at += 64) __builtin_prefetch(next + b * BYTES + at);
-        sum0 = add_block<Format>(sum0, block, x_block);
-        sum1 = add_block<Format>(sum1, block + BYTES, x_block + BLOCK);
-        sum2 = add_block<Format>(sum2, block + 2 * BYTES, x_block + 2 * BLOCK);
-        sum3 = add_block<Format>(sum3, block + 3 * BYTES, x_block + 3 * BLOCK);
+    Floats sums[ROWS][2];
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
+    for (int64_t b = 0; b < num_blocks; ++b) {
+        for (int r = 0; r < ROWS; ++r) {
+            for (int64_t at = 0; at < BYTES; at += 64) __builtin_prefetch(next[r] + b * BYTES + at);
+            Floats w[VECTORS];
+            Format::unpack(rows[r] + b * BYTES, w);
+            for (int v = 0; v < VECTORS; ++v)
+                sums[r][v % 2] =
+                    multiply_add(w[v], load_floats(x + b * BLOCK + v * LANES), sums[r][v % 2]);
+        }
     }
-    for (; b < num_blocks; ++b) sum0 = add_block<Format>(sum0, row + b * BYTES, x + b * BLOCK);
-    float total = (sum(sum0) + sum(sum1)) + (sum(sum2) + sum(sum3));
-    for (int64_t d = num_blocks * BLOCK; d < D; ++d)
-        total += x[d] * Format::value(row + d * Format::VALUE_BYTES);
-    return total;
+    for (int r = 0; r < ROWS; ++r) {
+        y[r] = sum(sums[r][0]) + sum(sums[r][1]);
+        for (int64_t d = num_blocks * BLOCK; d < D; ++d)
+            y[r] += x[d] * Format::value(rows[r] + d * Format::VALUE_BYTES);
+    }
 }
 
-// While a row is multiplied, one a little further on is asked for: the processor's prefetcher stops
-// at the end of a page, and cannot know which row of a list comes next.
+template <int N>
+struct Count {
+    static constexpr int VALUE = N;
+};
+
+// Calls use(Count<ROWS>, a, row, next) for rows a .. a+ROWS-1, four at a time: what is read and
+// written beside them is so a quarter as often, and the memory is asked for four rows at once.
+// While rows are in use, those behind them are asked for: the processor's prefetcher stops at the
+// end of a page, and cannot know which row of a list comes next.
+template <class Use>
+inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
+    auto call = [&](auto count, int64_t a) {
+        constexpr int ROWS = decltype(count)::VALUE;
+        const uint8_t *row[ROWS], *next[ROWS];
+        for (int r = 0; r < ROWS; ++r) {
+            row[r] = row_of(rows, a + r);
+            next[r] = rows.next                ? rows.next[a + r - a0]
+                      : a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r)
+                                              : row[r];
+        }
+        use(count, a, row, next);
+    };
+    int64_t a = a0;
+    for (; a + 4 <= a1; a += 4) call(Count<4>{}, a);
+    for (; a + 2 <= a1; a += 2) call(Count<2>{}, a);
+    for (; a < a1; ++a) call(Count<1>{}, a);
+}
+
 template <class Format>
 void dot_rows(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1) {
-    constexpr int64_t VALUES = IS_SUPER<Format> ? SUPER_BLOCK : BLOCK;
-    const int64_t ahead = rows.D * Format::BLOCK_BYTES >= 1024 * VALUES ? 1 : 4;
-    for (int64_t a = a0; a < a1; ++a) {
-        const uint8_t* row = row_of(rows, a);
-        const uint8_t* next = rows.next             ? rows.next[a - a0]
-                              : a + ahead < rows.A ? row_of(rows, a + ahead)
-                                                   : row;
+    for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
+                             const uint8_t* const* next) {
+        constexpr int ROWS = decltype(count)::VALUE;
         if constexpr (Format::SCALED)
-            y[a] = Format::dot(row, rows.D / BLOCK, x.packed, next);
+            Format::template dot<ROWS>(row, next, rows.D / BLOCK, x.packed, y + a);
         else
-            y[a] = dot_floats<Format>(row, rows.D, x.f32, next);
-    }
+            dot_floats<Format, ROWS>(row, next, rows.D, x.f32, y + a);
+    });
 }
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
 inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                            float* y, int64_t d0, int64_t d1) {
-    constexpr int64_t EVERY = Format::BLOCK_BYTES < 32 ? 2 : 1;  // blocks, at most a cache line
+    constexpr int64_t BYTES = Format::BLOCK_BYTES;
+    constexpr int64_t EVERY = BYTES < 32 ? 2 : 1;  // blocks, at most a cache line
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
         if (d / BLOCK % EVERY == 0)
             for (int r = 0; r < ROWS; ++r)
-                for (int64_t at = 0; at < Format::BLOCK_BYTES; at += 64)
-                    __builtin_prefetch(next[r] + d / BLOCK * Format::BLOCK_BYTES + at);
+                for (int64_t at = 0; at < BYTES; at += 64)
+                    __builtin_prefetch(next[r] + d / BLOCK * BYTES + at);
         Floats out[VECTORS];
         for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
-            const uint8_t* block = rows[r] + d / BLOCK * Format::BLOCK_BYTES;
+            const uint8_t* block = rows[r] + d / BLOCK * BYTES;
             Floats factor = broadcast(c[r]);
             if constexpr (Format::SCALED) factor = mul(factor, Format::scale(block));
             Floats w[VECTORS];
@@ -230,39 +250,24 @@ inline void add_planar(const uint8_t* const* rows, const uint8_t* const* next, i
 struct Q4_0Planar {
     static constexpr int64_t BLOCK_BYTES = 18;
     static constexpr bool SCALED = true, IS_PLANAR = true;
-    static inline float dot(const uint8_t* row, int64_t n, const uint8_t* x,
-                            const uint8_t* next) {
-        return dot_q4_planar(row, n, x, next);
+    template <int ROWS>
+    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                           const uint8_t* x, float* y) {
+        dot_q4_planar<ROWS>(rows, next, n, x, y);
     }
-};
-
-template <int N>
-struct Count {
-    static constexpr int VALUE = N;
 };
 
 template <class Format>
 void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                      int64_t d0, int64_t d1) {
-    auto add = [&](auto count, int64_t a) {
+    for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
+                             const uint8_t* const* next) {
         constexpr int ROWS = decltype(count)::VALUE;
-        const uint8_t *row[ROWS], *next[ROWS];
-        for (int r = 0; r < ROWS; ++r) {
-            row[r] = row_of(rows, a + r);
-            next[r] = rows.next                ? rows.next[a + r - a0]
-                      : a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r)
-                                              : row[r];
-        }
         if constexpr (Format::IS_PLANAR)
             add_planar<ROWS>(row, next, rows.D / BLOCK, c + a, y, d0, d1);
         else
             add_rows<Format, ROWS>(row, next, c + a, y, d0, d1);
-    };
-    // Four rows at a time, so that y is read and written a quarter as often.
-    int64_t a = a0;
-    for (; a + 4 <= a1; a += 4) add(Count<4>{}, a);
-    for (; a + 2 <= a1; a += 2) add(Count<2>{}, a);
-    for (; a < a1; ++a) add(Count<1>{}, a);
+    });
 }
 
 struct ToF32 {
