@@ -133,8 +133,7 @@ EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t strid
     if (!prepared.is_ready) return STATUS_NO_MEMORY;
     const Input& input = prepared.input;
     const Rows rows = {weight, stride, D, index, A};
-    // A few pieces per thread, so that a slow thread does less.
-    split(A * row_bytes, A, 4, 4, [=, &rows, &input](int64_t a0, int64_t a1) {
+    split(A * row_bytes, A, 4, 16, [=, &rows, &input](int64_t a0, int64_t a1) {
         dot_rows(rows, input, y, a0, a1);
     });
     return STATUS_OK;

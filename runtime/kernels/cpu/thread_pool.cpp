@@ -61,9 +61,9 @@ class Pool {
 
     int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-    void run(int64_t n, int64_t piece, RangeBody* body, const void* context) {
+    void run(int64_t n, int64_t grain, int64_t least, RangeBody* body, const void* context) {
         // No worker reads these: the last job is closed and nobody is inside it.
-        body_ = body, context_ = context, n_ = n, piece_ = piece;
+        body_ = body, context_ = context, n_ = n, grain_ = grain, least_ = least;
         next_ = 0;
         is_open_ = true;
         announce();
@@ -85,9 +85,16 @@ class Pool {
         start_.notify_all();
     }
 
+    // Half of an even share of what is left at a time, so that memory is read in long pieces and yet
+    // all threads are done at about the same time.
     void take_pieces() {
-        for (int64_t begin; (begin = next_.fetch_add(piece_)) < n_;)
-            body_(context_, begin, std::min(n_, begin + piece_));
+        for (int64_t begin = next_; begin < n_;) {
+            const int64_t share = (n_ - begin) / (2 * num_threads()) / grain_ * grain_;
+            const int64_t end = std::min(n_, begin + std::max(least_, share));
+            if (!next_.compare_exchange_weak(begin, end)) continue;
+            body_(context_, begin, end);
+            begin = next_;
+        }
     }
 
     void work() {
@@ -114,7 +121,7 @@ class Pool {
     std::condition_variable start_, done_;
     RangeBody* body_ = nullptr;
     const void* context_ = nullptr;
-    int64_t n_ = 0, piece_ = 1;
+    int64_t n_ = 0, grain_ = 1, least_ = 1;
     std::atomic<int64_t> next_{0};
     std::atomic<uint64_t> round_{0};
     std::atomic<int> num_inside_{0}, num_asleep_{0};
@@ -148,9 +155,9 @@ void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody
     Pool& pool = the_pool();
     const int64_t pieces = pieces_per_thread * pool.num_threads();
     const int64_t grains = (n + grain - 1) / grain;
-    const int64_t piece = (grains + pieces - 1) / pieces * grain;
-    if (pool.num_threads() == 1 || n <= piece) return body(context, 0, n);
-    pool.run(n, piece, body, context);
+    const int64_t least = (grains + pieces - 1) / pieces * grain;
+    if (pool.num_threads() == 1 || n <= least) return body(context, 0, n);
+    pool.run(n, grain, least, body, context);
 }
 
 int num_threads() {
