@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.architecture import SMOOTH, PredictorKind
+from sparkinfer.architecture import PredictorKind
 from sparkinfer.budget import part_neurons
 from sparkinfer.runtime import gpu_products, native_pass
 from sparkinfer.runtime.matrix import Linear
