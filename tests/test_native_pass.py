@@ -42,7 +42,7 @@ def level(request):
 
 @pytest.fixture(autouse=True)
 def however_many(monkeypatch):
-    monkeypatch.setattr(native_pass, "MOST_PAIRS", 1.0)
+    monkeypatch.setattr(native_pass, "MOST_PAIRS", dict.fromkeys(library.LEVELS, 1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,8 @@ def test_of_too_many_pairs_nothing_is_done(is_named, monkeypatch):
     value_TN = torch.where(made.named(0.3), 1.0, -1.0)
     pairs = int((value_TN > 0).sum())
     for most, is_done in ((pairs, True), (pairs - 1, False)):
-        monkeypatch.setattr(native_pass, "MOST_PAIRS", (most + 0.5) / (37 * 300))
+        share = (most + 0.5) / (37 * 300)
+        monkeypatch.setattr(native_pass, "MOST_PAIRS", {library.level(): share})
         tokens, y_TD = NativePass(made.x_TD), torch.zeros_like(made.x_TD)
         given_TN = value_TN.clone()
         if is_named:
