@@ -122,8 +122,8 @@ struct PairList {
 // columns; x: [PASS_TILE, PASS_CHUNK]
 using DotPairs = void(const PairList& list, const float* panel, const float* x, int64_t columns,
                       float* sum);
-// y [num_tokens, PASS_CHUNK], of which add_columns: y[t] += sum of value[p] * row index[p] of the panel, for p from
-// first[t * stride] to first[t * stride + 1], in order.
+// y [num_tokens, PASS_CHUNK], of which add_columns: y[t] += sum of value[p] * row index[p] of the
+// panel, for p from first[t * stride] to first[t * stride + 1], in order.
 using AddPairs = void(const float* panel, const uint8_t* index, const float* value,
                       const int32_t* first, int64_t stride, int64_t num_tokens, float* y);
 // mask[i] |= bit where gate[i] (its magnitude) is above the limit or no number; where named[i]

@@ -10,8 +10,8 @@ struct SparkPass {
     SparkBlock block;
     // [D / PASS_CHUNK rounded up][T][PASS_CHUNK], zeros behind D, 64-aligned
     const float* x;
-    // [T, N] what the gates gave, biases included, and of SiLU and GELU the activation; overwritten.
-    // Null: gates are computed for the pairs that `named` names.
+    // [T, N] what the gates gave, biases included, and of SiLU and GELU the activation;
+    // overwritten. Null: gates are computed for the pairs that `named` names.
     float* gate;
     const uint8_t* named;  // [T, N] 0 or 1
     float* y;              // laid out as x, added to
