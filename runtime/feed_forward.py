@@ -14,17 +14,19 @@ what is not needed is masked: the same values up to the order of sums.
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
+from sparkinfer.architecture import PredictorKind
 from sparkinfer.budget import part_neurons
-from sparkinfer.runtime import gpu_products
-from sparkinfer.runtime.matrix import Linear, Matrix
+from sparkinfer.runtime import gpu_products, native_pass
+from sparkinfer.runtime.matrix import Linear
+from sparkinfer.runtime.native_pass import NativePass
+from sparkinfer.runtime.neuron_block import Gate, NeuronBlock
 from sparkinfer.runtime.observers import Observers
 
 Mode = Literal["dense", "exact", "predicted"]
@@ -49,45 +51,6 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
-    """What the activation of a layer does; `threshold` as in model_file.ModelFile."""
-
-    activation: Activation
-    threshold: float
-
-    def act(self, gate: Tensor, *, is_dense: bool) -> tuple[Tensor, Tensor]:
-        """(activation, whether the neuron fires). A neuron that does not fire gives zero.
-
-        The threshold of SiLU and GELU is an approximation, so `dense` does without it; that of
-        FATReLU is a part of the model (ProSparse, arXiv 2402.13516). What is no number fires, or it
-        would vanish."""
-        if self.activation in SMOOTH:
-            value = self.smooth(gate)
-            fires = ~(value.abs() <= self.threshold)
-            return (value, torch.ones_like(fires)) if is_dense else (value * fires, fires)
-        fires = ~(gate <= self.opens_above)
-        return gate * fires, fires
-
-    @property
-    def opens_above(self) -> float:
-        """Where a neuron with a ReLU fires; SiLU and GELU compare what comes out instead."""
-        assert self.activation not in SMOOTH, self.activation
-        return self.threshold if self.activation == "fatrelu" else 0.0
-
-    def smooth(self, gate: Tensor) -> Tensor:
-        """SiLU or GELU, without a threshold."""
-        if self.activation == "silu":
-            return F.silu(gate)
-        return F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-
-    def hidden(self, activated: Tensor, up: Tensor | None) -> Tensor:
-        """act(gate) * up, where dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955)."""
-        if up is None:
-            return activated
-        return activated * (F.relu(up) if self.activation == "drelu" else up)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Predictor:
     """See model_file.PredictorInfo for the arithmetic."""
 
@@ -106,44 +69,6 @@ class Predictor:
     @property
     def num_bytes(self) -> int:
         return self.up.num_bytes + (0 if self.down is None else self.down.num_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeuronBlock:
-    """Some neurons of a layer on one device.
-
-    `row_N` are their rows in the matrices: None where the block has matrices of its own, the
-    neuron ids where the matrices are those of the whole layer."""
-
-    gate: Linear
-    up: Linear | None  # None: the model has no gates, and `gate` is its up projection
-    down: Matrix  # neuron-major: row j is what neuron j adds
-    id_N: Tensor  # on the device of the block: int64 on the CPU, int32 on a GPU
-    row_N: Tensor | None
-    is_whole: bool = False  # all neurons of the layer, in order
-
-    @property
-    def device(self) -> torch.device:
-        return self.gate.weight.data.device
-
-    def part(self, start: int, stop: int) -> "NeuronBlock":
-        """Some of its neurons that follow one another; nothing is copied."""
-        ids = self.id_N[start:stop]
-        if self.row_N is not None:
-            return replace(self, id_N=ids, row_N=self.row_N[start:stop], is_whole=False)
-        return replace(
-            self,
-            gate=self.gate.part(start, stop),
-            up=None if self.up is None else self.up.part(start, stop),
-            down=self.down.part(start, stop),
-            id_N=ids,
-            is_whole=False,
-        )
-
-    def rows(self, position_A: Tensor) -> Tensor:
-        """int32 rows of the neurons at these positions of the block."""
-        chosen = position_A if self.row_N is None else self.row_N[position_A]
-        return chosen.to(torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,15 +202,29 @@ class FeedForward:
         self, y_TD: Tensor, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
         size, count = part_neurons(x_TD.shape[1], len(x_TD)), len(block.id_N)
+        is_native = self.mode != "dense" and native_pass.is_worth(block)
+        native = NativePass(x_TD) if is_native else None
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]
-            self._add_part(y_TD, block.part(start, stop), x_TD, named)
+            self._add_part(y_TD, block.part(start, stop), x_TD, named, native)
+        if native is not None:
+            native.add_to(y_TD)
 
     def _add_part(
-        self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
+        self,
+        y_TD: Tensor,
+        part: NeuronBlock,
+        x_TD: Tensor,
+        named_TN: Tensor | None,
+        native: NativePass | None,
     ) -> None:
-        """Adds what these neurons give; reads the rows that any of the tokens needs."""
+        """Adds what these neurons give, to `native` where few enough of its pairs fire; reads the
+        rows that any of the tokens needs."""
+        if native is not None and named_TN is not None:
+            done = native.add_named(part, self.gate, named_TN)
+            if done is not None:
+                return self._count(part, done.named, done.open)
         rows = part.row_N
         if named_TN is not None:
             chosen = self._chosen(part, named_TN)
@@ -293,7 +232,14 @@ class FeedForward:
                 rows, named_TN = part.rows(chosen), named_TN[:, chosen]
         gate_TA = _product(part.gate, x_TD, rows)
         num_gates = gate_TA.shape[1]
-        hidden_TA, _ = self.gate.act(gate_TA, is_dense=self.mode == "dense")
+        if native is not None and named_TN is None:
+            gate_TA = self.gate.before_threshold(gate_TA)
+            done = native.add_open(part, self.gate, gate_TA)
+            if done is not None:
+                return self._count(part, num_gates, done.open)
+            hidden_TA = self.gate.above_threshold(gate_TA)
+        else:
+            hidden_TA, _ = self.gate.act(gate_TA, is_dense=self.mode == "dense")
         if named_TN is not None:
             hidden_TA = hidden_TA * named_TN
         # What does not fire is 0, and NaN is not: it is to be seen in the result.

@@ -81,7 +81,8 @@ class Matrix:
         return gpu_products.is_gpu(self.data.device)
 
     @property
-    def _is_native(self) -> bool:
+    def is_native(self) -> bool:
+        """Whether the C++ kernels take it."""
         is_on_cpu = self.data.device.type == "cpu" and not self._is_on_gpu
         return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
 
@@ -95,7 +96,7 @@ class Matrix:
 
     def dot(self, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
         """f32 [A]: the chosen rows (None: all) times one vector."""
-        if self._is_native:
+        if self.is_native:
             return library.dot_rows(self.data, self.kind, x_D, index_A)
         if self._is_on_gpu and index_A is None and self.kind not in PLANAR_KIND:
             y_N = x_D.new_empty(self.num_rows)
@@ -105,7 +106,7 @@ class Matrix:
 
     def combine(self, weight_A: Tensor, index_A: Tensor | None = None) -> Tensor:
         """f32 [D]: the sum of the chosen rows (None: all), each times its weight."""
-        if self._is_native:
+        if self.is_native:
             return library.accumulate_rows(self.data, self.kind, weight_A, index_A)
         return self.combine_many(weight_A[None], index_A)[0]
 
@@ -115,7 +116,7 @@ class Matrix:
         if self._is_on_gpu:
             return gpu_products.product(x_TD, count, self._gpu_tiles(index_A))
         y_TA = x_TD.new_empty(len(x_TD), count)
-        x = x_TD.to(self._tile_dtype)
+        x = x_TD.to(self.tile_dtype)
         for start, rows_AD in self._tiles(index_A):
             y = y_TA[:, start : start + len(rows_AD)]
             if x.dtype == torch.float32:
@@ -143,8 +144,9 @@ class Matrix:
         return sum_TD
 
     @property
-    def _tile_dtype(self) -> torch.dtype:
-        return tile_dtype(self.kind) if self._is_native else torch.float32
+    def tile_dtype(self) -> torch.dtype:
+        """Of its rows in a product over several tokens on the CPU."""
+        return tile_dtype(self.kind) if self.is_native else torch.float32
 
     def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         """As `_tiles`, of the type that tensor cores multiply. A float matrix that is taken whole
@@ -168,16 +170,16 @@ class Matrix:
             yield start, out_AD
 
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """(first position, rows [A, D] of `_tile_dtype`) of pieces small enough for the workspace.
+        """(first position, rows [A, D] of `tile_dtype`) of pieces small enough for the workspace.
 
         A piece is overwritten by the next."""
         count = self.num_rows if index_A is None else len(index_A)
         if self.kind == "f32" and index_A is None:
             yield 0, self.data
             return
-        dtype = self._tile_dtype
+        dtype = self.tile_dtype
         tile = tile_rows(self.width)
-        buffer = torch.empty(min(tile, count), self.width, dtype=dtype) if self._is_native else None
+        buffer = torch.empty(min(tile, count), self.width, dtype=dtype) if self.is_native else None
         rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
         for start in range(0, count, tile):
             piece = slice(start, min(start + tile, count))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparkinfer.runtime.attention import Norm
-from sparkinfer.runtime.feed_forward import NeuronBlock
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.matrix import Linear, Matrix
+from sparkinfer.runtime.neuron_block import NeuronBlock
 
 # In the order of the enums.
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")

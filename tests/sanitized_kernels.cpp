@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../runtime/kernels/cpu/dispatch.h"
+#include "../runtime/kernels/cpu/pass.h"
 #include "../runtime/kernels/cpu/probe.h"
 #include "../runtime/kernels/cpu/step.h"
 
@@ -154,12 +155,53 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
            spark_step(&step, 0, C, logits) == STATUS_INDEX_OUT_OF_RANGE && parts(step, logits);
 }
 
+float* aligned_floats(int64_t count) {
+    uint8_t* memory = bytes(count * 4 + 63);
+    float* values =
+        reinterpret_cast<float*>(memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64);
+    for (int64_t i = 0; i < count; ++i) values[i] = 0.1f * uniform();
+    return values;
+}
+
+// Tokens through the neurons that fire, all of which are named: from gates that are given and from
+// names. The last columns of x and y are those of a whole chunk.
+bool passes(int32_t kind, int64_t D, int64_t N, int64_t T, bool is_gated) {
+    const int64_t chunks = (D + PASS_CHUNK - 1) / PASS_CHUNK, size = chunks * T * PASS_CHUNK;
+    int32_t* row = reinterpret_cast<int32_t*>(bytes(N * 4));
+    for (int64_t n = 0; n < N; ++n) row[n] = static_cast<int32_t>(N - 1 - n);
+    uint8_t* named = bytes(T * N);
+    for (int64_t i = 0; i < T * N; ++i) named[i] = next() >> 30 == 0;
+    for (float* gate : {static_cast<float*>(nullptr), floats(T * N)}) {
+        SparkPass pass = {};
+        pass.block.gate = matrix(kind, N, D, true), pass.block.down = matrix(kind, N, D, false);
+        if (is_gated) pass.block.up = matrix(kind, N, D, true);
+        pass.block.row = row, pass.block.num_neurons = N;
+        pass.x = aligned_floats(size), pass.y = aligned_floats(size);
+        pass.gate = gate, pass.named = gate ? nullptr : named;
+        pass.width = D, pass.num_tokens = T, pass.gate_stride = pass.named_stride = N;
+        pass.activation = is_gated ? ACTIVATION_DRELU : ACTIVATION_GELU;
+        pass.most = T * N;
+        const int64_t room = spark_pass_bytes(&pass);
+        if (room < 0) return false;
+        pass.workspace = reinterpret_cast<uint8_t*>(aligned_floats((room + 3) / 4));
+        spark_pass(&pass);
+        if (pass.num_pairs > pass.most || pass.num_open > pass.num_named) return false;
+        pass.width = -1;
+        if (spark_pass_bytes(&pass) != -1) return false;
+    }
+    return true;
+}
+
 bool level() {
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
         for (int64_t D : {1, 31, 32, 33, 65, 96, 128, 160, 256, 768})
             for (int64_t A : {1, 2, 3, 4, 5, 9})
                 if (D % values == 0 && !kernels_at(kind, D, A)) return false;
+        for (int64_t D : {33, 160, 768})
+            for (int64_t N : {1, 260})
+                for (int64_t T : {2, 33})
+                    if (D % values == 0 && !passes(kind, D, N, T, T > 2)) return false;
         for (int32_t mode : {MODE_DENSE, MODE_EXACT, MODE_PREDICTED})
             for (bool is_gated : {false, true})
                 for (int64_t rank : {0, 32, 256})
@@ -183,6 +225,27 @@ void attends_nothing(const AttendPart& a) {
     for (int64_t g = 0; g < a.G; ++g) a.top[g] = a.total[g] = 0.0f;
 }
 
+void unpacks_no_panel(const Rows&, const uint8_t*, int64_t, int64_t, int64_t, const Panel&) {}
+void multiplies_no_pair(const PairList&, const float*, const float*, int64_t, float*) {}
+void adds_no_pair(const float*, const uint8_t*, const float*, const int32_t*, int64_t, int64_t,
+                  float*) {}
+void marks_no_gate(const float*, int64_t, float, bool, uint32_t, uint32_t*) {}
+void marks_no_name(const uint8_t*, int64_t, uint32_t, uint32_t*) {}
+
+// Each kernel of a pass that does nothing is refused.
+bool probes_pass() {
+    for (int32_t wrong = 0; wrong < NUM_KINDS + 4; ++wrong) {
+        Kernels kernels = kernels_generic;
+        if (wrong < NUM_KINDS) kernels.unpack_panel[wrong] = unpacks_no_panel;
+        if (wrong == NUM_KINDS) kernels.dot_pairs = multiplies_no_pair;
+        if (wrong == NUM_KINDS + 1) kernels.add_pairs = adds_no_pair;
+        if (wrong == NUM_KINDS + 2) kernels.mark_gates = marks_no_gate;
+        if (wrong == NUM_KINDS + 3) kernels.mark_named = marks_no_name;
+        if (runs_here(kernels, kernels_generic)) return false;
+    }
+    return true;
+}
+
 // The probe takes what runs and refuses what faults or errs, at any kind of weight.
 bool probes() {
     if (!runs_here(kernels_generic, kernels_generic)) return false;
@@ -203,7 +266,7 @@ bool probes() {
         kernels.attend[kind] = attends_nothing;
         if (runs_here(kernels, kernels_generic)) return false;
     }
-    return true;
+    return probes_pass();
 }
 
 int main() {

@@ -15,6 +15,7 @@ SOURCES = {
     "probe": [],
     "thread_pool": [],
     "neurons": [],
+    "pass": [],
     "step": [],
     "rows_generic": [],
     "rows_avx2": "-mavx2 -mfma -mf16c".split(),

@@ -99,6 +99,38 @@ constexpr int64_t MAX_HEAD_WIDTH = 512;
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
 inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
+// Several tokens, each through the neurons that fire for it: pass.cpp.
+constexpr int64_t PASS_TILE = 32;    // tokens that one mask has bits of
+constexpr int64_t PASS_CHUNK = 128;  // columns of a token that lie together
+// Rows as f32: pieces of `columns` columns, and in a piece row by row.
+struct Panel {
+    float* data;
+    int64_t num_rows, columns;
+};
+// Columns d0 <= d < d1 of rows chosen[0 .. count-1] to the same rows of a panel, zeros behind D in
+// the last piece. d0 % 256 == 0; panel.columns divides 256 or is a multiple of it.
+using UnpackPanel = void(const Rows& rows, const uint8_t* chosen, int64_t count, int64_t d0,
+                         int64_t d1, const Panel& panel);
+// Pairs of a token and a row, in fours: first `fours` pairs in fours that share their row, then
+// `twos` in twos that do, then `ones`. Where a part does not fill its last four, some pairs follow
+// that may be read. A row or token is where it begins: its number times PASS_CHUNK.
+struct PairList {
+    const uint16_t *row, *token;
+    int64_t fours, twos, ones;
+};
+// sum[p] += row . token of each pair over `columns` columns, a multiple of 32; panel: PASS_CHUNK
+// columns; x: [PASS_TILE, PASS_CHUNK]
+using DotPairs = void(const PairList& list, const float* panel, const float* x, int64_t columns,
+                      float* sum);
+// y [num_tokens, PASS_CHUNK], of which add_columns: y[t] += sum of value[p] * row index[p] of the
+// panel, for p from first[t * stride] to first[t * stride + 1], in order.
+using AddPairs = void(const float* panel, const uint8_t* index, const float* value,
+                      const int32_t* first, int64_t stride, int64_t num_tokens, float* y);
+// mask[i] |= bit where gate[i] (its magnitude) is above the limit or no number; where named[i]
+using MarkGates = void(const float* gate, int64_t n, float limit, bool is_magnitude, uint32_t bit,
+                       uint32_t* mask);
+using MarkNamed = void(const uint8_t* named, int64_t n, uint32_t bit, uint32_t* mask);
+
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
     AccumulateRows* accumulate_rows[NUM_KINDS];
@@ -106,6 +138,12 @@ struct Kernels {
     UnpackRows* unpack_rows_bf16[NUM_KINDS];
     Quantise* quantise[NUM_KINDS];  // null for the float kinds
     Attend* attend[2];  // of a cache in f32, f16
+    UnpackPanel* unpack_panel[NUM_KINDS];
+    DotPairs* dot_pairs;
+    AddPairs* add_pairs;
+    int64_t add_columns;  // of y at a time
+    MarkGates* mark_gates;
+    MarkNamed* mark_named;
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;

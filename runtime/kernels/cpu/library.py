@@ -86,6 +86,10 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_neurons_bytes.restype = size
     lib.spark_neurons.argtypes = [pointer]
     lib.spark_neurons.restype = None
+    lib.spark_pass_bytes.argtypes = [pointer]
+    lib.spark_pass_bytes.restype = size
+    lib.spark_pass.argtypes = [pointer]
+    lib.spark_pass.restype = None
     lib.spark_num_threads.restype = int32
     lib.spark_set_threads.argtypes = [int32]
     lib.spark_set_threads.restype = int32
@@ -250,6 +254,16 @@ def run_neurons(neurons: ctypes.Structure) -> None:
 def neurons_function() -> int:
     """The address of what `run_neurons` calls: void (*)(void*)."""
     return _address("spark_neurons")
+
+
+def pass_bytes(of_tokens: ctypes.Structure) -> int:
+    """As step_bytes, for several tokens through a block as native_pass.py describes it."""
+    return int(_built().spark_pass_bytes(ctypes.addressof(of_tokens)))
+
+
+def run_pass(of_tokens: ctypes.Structure) -> None:
+    """See pass.h; checked by pass_bytes before, with the number of threads of now."""
+    (_lib or _built()).spark_pass(ctypes.addressof(of_tokens))
 
 
 def _address(function: str) -> int:

@@ -78,6 +78,51 @@ bool attend_alike(const Kernels& tried, const Kernels& reference) {
     return true;
 }
 
+// Every second row unpacked to a panel, which is all floats of a kind and so compared as such.
+bool panels_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
+    constexpr int64_t COLUMNS = 128, CHOSEN = (ROWS + 1) / 2;
+    const uint8_t chosen[CHOSEN] = {0, 2, 4};
+    const Kernels* both[] = {&tried, &reference};
+    float* panel[] = {reinterpret_cast<float*>(unpacked[0]), reinterpret_cast<float*>(unpacked[1])};
+    for (int which = 0; which < 2; ++which) {
+        std::memset(unpacked[which], 0, sizeof unpacked[which]);
+        both[which]->unpack_panel[kind]({weight, row_bytes, D, nullptr, ROWS}, chosen, CHOSEN, 0, D,
+                                        {panel[which], ROWS, COLUMNS});
+    }
+    return are_close(panel[0], panel[1], ROWS * D);
+}
+
+// Pairs that share their row and pairs that do not; sums by tokens; masks.
+bool pairs_alike(const Kernels& tried, const Kernels& reference) {
+    const Kernels* both[] = {&tried, &reference};
+    constexpr int64_t C = PASS_CHUNK;
+    const uint16_t row[] = {0, 0, 0, 0, C, C, C, C, 0, C, 0, C};
+    const uint16_t token[] = {0, C, 0, C, 0, C, C, 0, C, 0, 0, C};
+    const uint8_t index[] = {1, 0, 1}, named[] = {1, 0, 1};
+    const int32_t first[] = {0, 2, 3};
+    const float gate[] = {0.5f, -1.0f, __builtin_nanf("")};
+    alignas(64) float panel[4 * C], sum[2][12] = {};
+    uint32_t mask[2][3] = {};
+    for (int64_t i = 0; i < 4 * C; ++i) panel[i] = x[i % D] + (i % 3);
+    for (int which = 0; which < 2; ++which) {
+        const Kernels& k = *both[which];
+        k.dot_pairs({row, token, 4, 2, 4}, panel, x, C, sum[which]);
+        std::memset(y[which], 0, sizeof y[which]);
+        for (int64_t d = 0; d < C; d += k.add_columns) {
+            float part[4 * C];  // rows of a panel have add_columns columns
+            for (int64_t r = 0; r < 2; ++r)
+                for (int64_t i = 0; i < k.add_columns; ++i)
+                    part[r * k.add_columns + i] = panel[r * C + d + i];
+            k.add_pairs(part, index, c, first, 1, 2, y[which] + d);
+        }
+        k.mark_gates(gate, 3, 0.0f, false, 1, mask[which]);
+        k.mark_gates(gate, 3, 0.75f, true, 2, mask[which]);
+        k.mark_named(named, 3, 4, mask[which]);
+    }
+    return are_close(sum[0], sum[1], 12) && are_close(y[0], y[1], 2 * C) &&
+           std::memcmp(mask[0], mask[1], sizeof mask[0]) == 0;
+}
+
 bool agree(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t row_bytes[NUM_KINDS] = {
         4 * D,         2 * D,         2 * D,         D / 32 * 34, D / 32 * 18,
@@ -102,8 +147,9 @@ bool agree(const Kernels& tried, const Kernels& reference) {
         }
         if (!are_close(y[0], y[1], D)) return false;
         if (!unpack_alike(tried, reference, kind, row_bytes[kind])) return false;
+        if (!panels_alike(tried, reference, kind, row_bytes[kind])) return false;
     }
-    return attend_alike(tried, reference);
+    return attend_alike(tried, reference) && pairs_alike(tried, reference);
 }
 
 }  // namespace

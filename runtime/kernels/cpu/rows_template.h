@@ -356,6 +356,7 @@ float exp_sum(float* x, int64_t n, float shift) {
 }
 
 #include "attend_template.h"
+#include "pass_template.h"
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
@@ -373,4 +374,8 @@ constexpr Kernels ALL_KERNELS = {
     {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise, quantise, quantise,
      quantise_q4_planar},
     {attend<F32>, attend<F16>},
+    {unpack_panel<F32>, unpack_panel<F16>, unpack_panel<BF16>, unpack_panel<Q8_0>,
+     unpack_panel<Q4_0>, unpack_panel<Q4_K>, unpack_panel<Q5_K>, unpack_panel<Q6_K>,
+     unpack_panel<Q4_0Planar>},
+    dot_pairs, add_pairs, ADD_VECTORS * LANES, mark_gates, mark_named,
 };
