@@ -21,11 +21,11 @@ from sparkinfer.inspection.inspect_file import inspect_file
 from sparkinfer.inspection.tables import print_summary
 from sparkinfer.inspection.to_json import to_json
 from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import PredictorInfo
+from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile, PredictorInfo
 from sparkinfer.predictor_file import LayerPredictor, Predictors
 from sparkinfer.profile_file import Profile
 from sparkinfer.safetensors_file import load_arrays, save_arrays
-from sparkinfer.split_file import ARCHITECTURE, Split
+from sparkinfer.split_file import Split
 from sparkinfer.typed import Fields
 
 VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, float("nan"), float("inf"), True,
@@ -162,7 +162,7 @@ def test_a_plan(tmp_path, model, capsys):
     alike = tuple(item for item in ITEMS if item != "neurons")  # read by the same line
     for key in [k for k in keys if k.startswith(SPLIT) and not k.endswith(alike)]:
         for number, value in enumerate(GGUF_VALUES):
-            write_gguf(path.with_name("x"), ARCHITECTURE, keys | {key: value}, tensors)
+            write_gguf(path.with_name("x"), SPLIT_ARCHITECTURE, keys | {key: value}, tensors)
             name = key.removeprefix(SPLIT)
             said[name, number] = outcome(path.with_name("x"))
     every = set(range(len(GGUF_VALUES)))
@@ -172,7 +172,7 @@ def test_a_plan(tmp_path, model, capsys):
     assert refused(said, "gpu_bytes.neurons") >= every - {4}
     assert refused(said, "solve_s") == every - {4, 5}
     assert refused(said, "model_id") == every - {0, 2}  # the writer leaves out empty texts
-    write_gguf(path, ARCHITECTURE, keys | {SPLIT + "gpu_bytes.neurons": np.float32("inf")}, tensors)
+    write_gguf(path, SPLIT_ARCHITECTURE, keys | {SPLIT + "gpu_bytes.neurons": np.float32("inf")}, tensors)
     arguments = ["--profile", str(profile), "-o", str(tmp_path / "o"), "--format", "gpuidx"]
     capsys.readouterr()
     assert main(["export", str(path), *arguments]) == 1
@@ -209,6 +209,8 @@ def test_plans_and_profiles_still_load(tmp_path, model):
     split.save(tmp_path / "s.gguf")
     again = Split.load(tmp_path / "s.gguf")
     assert (again.objective_s, again.gpu_bytes) == (split.objective_s, split.gpu_bytes)
+    with pytest.raises(SparkinferError, match=r"s\.gguf: a split file, not a model; .*--split"):
+        ModelFile.load(tmp_path / "s.gguf")
     make_profile(model).save(tmp_path / "p")
     assert Profile.load(tmp_path / "p").corpora == make_profile(model).corpora
 

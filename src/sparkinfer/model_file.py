@@ -38,6 +38,7 @@ KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"
 END_KEY = "tokenizer.end_token_ids"
+SPLIT_ARCHITECTURE = "sparkinfer-split"  # of a split file, which is a GGUF too
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -236,6 +237,10 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
     others made, one computed from the file. Raises SparkinferError for a broken file."""
     file = open_gguf(path, "model file (GGUF)")
     keys, tensors = file.keys, file.tensors
+    if keys.get("general.architecture") == SPLIT_ARCHITECTURE:
+        raise SparkinferError(
+            f"{path}: a split file, not a model; name the model here and this file with --split"
+        )
     if not isinstance(keys.get("sparkinfer.model_id"), str):
         prefix = f"{keys.get('general.architecture')}."
         config = {key: value for key, value in keys.items() if key.startswith(prefix)}

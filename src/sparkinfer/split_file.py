@@ -13,11 +13,10 @@ from sparkinfer.budget import ITEMS, Items, plan_bytes_of_gpus
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
 from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
-from sparkinfer.model_file import ModelFile
+from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
 from sparkinfer.typed import Fields
 
 VERSION = 2
-ARCHITECTURE = "sparkinfer-split"
 PlanMode = Literal["exact", "predicted"]
 _PREFIX = "sparkinfer.split."
 UNKNOWN = "unknown"
@@ -58,7 +57,7 @@ class Split:
     def load(cls, path: Path) -> "Split":
         """Raises SparkinferError for anything but a whole, valid split file."""
         keys, tensors = read_gguf(path, "split file (sparkinfer solve)")
-        if keys.get("general.architecture") != ARCHITECTURE:
+        if keys.get("general.architecture") != SPLIT_ARCHITECTURE:
             raise SparkinferError(f"{path}: not a split file; make one with sparkinfer solve")
         version = keys.get(_PREFIX + "version")
         if not isinstance(version, np.integer) or version != VERSION:
@@ -122,7 +121,7 @@ class Split:
             for layer, ids in enumerate(self.hot)
             if len(ids)
         }
-        write_gguf(path, ARCHITECTURE, keys, tensors)
+        write_gguf(path, SPLIT_ARCHITECTURE, keys, tensors)
 
     def validate(self) -> None:
         """Raises SparkinferError where the plan contradicts itself."""

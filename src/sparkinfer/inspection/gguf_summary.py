@@ -14,6 +14,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value, open_gguf
 from sparkinfer.inspection.artifact_summaries import SplitSummary
 from sparkinfer.model_file import (
+    SPLIT_ARCHITECTURE,
     TEMPLATE_KEY,
     TOKENIZER_KEY,
     Activation,
@@ -22,7 +23,6 @@ from sparkinfer.model_file import (
     ModelShape,
     PredictorInfo,
 )
-from sparkinfer.split_file import ARCHITECTURE as SPLIT_ARCHITECTURE
 
 # What a tensor's name, without "blk.N.", begins with -> the part it belongs to; first match wins.
 PARTS = (
