@@ -1,5 +1,7 @@
 // What dispatch.cpp chose, for the other sources of this library.
 #pragma once
+#include <algorithm>
+
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -13,10 +15,11 @@ int64_t row_bytes_of(int32_t kind, int64_t D);
 // four microseconds.
 constexpr int64_t INLINE_BYTES = 64 * 1024;
 
-// body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes.
+// body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes; in no more
+// pieces than are each worth it.
 template <class Body>
 void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
     if (n <= 0) return;
     if (bytes < INLINE_BYTES) return body(0, n);
-    parallel_for(n, grain, pieces_per_thread, body);
+    parallel_for(n, grain, std::min(pieces_per_thread, 2 * bytes / INLINE_BYTES), body);
 }
