@@ -52,6 +52,7 @@ class NativePass:
     """Some tokens, and what the neurons of one block add to them."""
 
     def __init__(self, x_TD: Tensor) -> None:
+        assert x_TD.dtype == torch.float32, x_TD.dtype
         self._num_tokens, self._width = x_TD.shape
         padded = F.pad(x_TD, (0, -self._width % CHUNK))
         self._x_CTK = padded.unflatten(1, (-1, CHUNK)).transpose(0, 1).contiguous()
@@ -61,6 +62,7 @@ class NativePass:
         """Adds what the neurons give whose values (Gate.before_threshold) are above the threshold;
         overwrites them. None where those are too many: then nothing was done."""
         assert value_TN.shape == (self._num_tokens, len(part.id_N)) and value_TN.stride(1) == 1
+        assert value_TN.dtype == torch.float32, value_TN.dtype
         struct = PassStruct(gate=value_TN.data_ptr(), gate_stride=value_TN.stride(0))
         return self._run(struct, part, gate)
 
