@@ -172,7 +172,9 @@ def test_a_plan(tmp_path, model, capsys):
     assert refused(said, "gpu_bytes.neurons") >= every - {4}
     assert refused(said, "solve_s") == every - {4, 5}
     assert refused(said, "model_id") == every - {0, 2}  # the writer leaves out empty texts
-    write_gguf(path, SPLIT_ARCHITECTURE, keys | {SPLIT + "gpu_bytes.neurons": np.float32("inf")}, tensors)
+    write_gguf(
+        path, SPLIT_ARCHITECTURE, keys | {SPLIT + "gpu_bytes.neurons": np.float32("inf")}, tensors
+    )
     arguments = ["--profile", str(profile), "-o", str(tmp_path / "o"), "--format", "gpuidx"]
     capsys.readouterr()
     assert main(["export", str(path), *arguments]) == 1
