@@ -393,9 +393,12 @@ class Engine:
         if ids_T.ndim != 1 or not len(ids_T):
             raise SparkinferError("the prompt has no tokens; give it some text")
         if len(ids_T) > self.context_length:
+            longest = self.model.shape.context_length
+            is_all = self.context_length >= longest
+            more = "the model's longest" if is_all else f"ask for more, up to {longest} (-c)"
             raise SparkinferError(
-                f"{len(ids_T)} tokens for a context of {self.context_length};"
-                " shorten the text or load with a larger context"
+                f"{len(ids_T)} tokens for a context of {self.context_length}, {more};"
+                " or shorten the text"
             )
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
             raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")

@@ -211,10 +211,23 @@ def test_plans_and_profiles_still_load(tmp_path, model):
     split.save(tmp_path / "s.gguf")
     again = Split.load(tmp_path / "s.gguf")
     assert (again.objective_s, again.gpu_bytes) == (split.objective_s, split.gpu_bytes)
-    with pytest.raises(SparkinferError, match=r"s\.gguf: a split file, not a model; .*--split"):
+    with pytest.raises(SparkinferError, match=r"s\.gguf: a split file; wanted the model .*--split"):
         ModelFile.load(tmp_path / "s.gguf")
     make_profile(model).save(tmp_path / "p")
     assert Profile.load(tmp_path / "p").corpora == make_profile(model).corpora
+    with pytest.raises(
+        SparkinferError, match="p: a safetensors file, as profiles .* wanted a split"
+    ):
+        Split.load(tmp_path / "p")
+    with pytest.raises(SparkinferError, match=r"s\.gguf: a GGUF file, as models and splits"):
+        Profile.load(tmp_path / "s.gguf")
+    (tmp_path / "m.json").write_text("{}")
+    with pytest.raises(
+        SparkinferError, match=r"m\.json: a JSON file, as machine files are; wanted"
+    ):
+        Profile.load(tmp_path / "m.json")
+    with pytest.raises(SparkinferError, match="is a folder; wanted a model .*sparkinfer convert"):
+        ModelFile.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,20 @@ def require_file(path: Path, what: str) -> None:
         raise SparkinferError(f"{path}: {found}; wanted a {what}")
 
 
+def known_as(path: Path) -> str | None:
+    """What a file of another kind than was wanted is by its first bytes; None where they say
+    nothing."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[:4] == b"GGUF":
+        return "a GGUF file, as models and splits are"
+    if start[:1] == b"{":
+        return "a JSON file, as machine files are"
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size:
+        return "a safetensors file, as profiles and predictors are"
+    return None
+
+
 def sha256_of(path: Path) -> str:
     """Hex digest of a file's content."""
     digest = hashlib.sha256()

@@ -17,6 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.files import known_as
 
 Magic = Literal["GGUF", "PWRI"]
 # The type of a number in the file is the type of its numpy scalar.
@@ -75,6 +76,9 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
     try:
         return _Cursor(file).header()
     except Broken as error:
+        other = known_as(path)
+        if other and "GGUF" not in other:
+            raise SparkinferError(f"{path}: {other}; wanted a {what}") from error
         raise SparkinferError(
             f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
         ) from error

@@ -235,11 +235,17 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
 
     There is always a `sparkinfer.model_id`: the one that `convert` wrote, or for a file that
     others made, one computed from the file. Raises SparkinferError for a broken file."""
+    if path.is_dir():
+        raise SparkinferError(
+            f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes of a"
+            " checkpoint"
+        )
     file = open_gguf(path, "model file (GGUF)")
     keys, tensors = file.keys, file.tensors
     if keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         raise SparkinferError(
-            f"{path}: a split file, not a model; name the model here and this file with --split"
+            f"{path}: a split file; wanted the model (GGUF) that it was solved for, to which"
+            " generate takes it as --split"
         )
     if not isinstance(keys.get("sparkinfer.model_id"), str):
         prefix = f"{keys.get('general.architecture')}."

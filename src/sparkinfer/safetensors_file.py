@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file, require_file
+from sparkinfer.files import known_as, partial_file, require_file
 
 # A tensor takes about 100 bytes; safetensors reads up to 100 MB and holds it several times.
 MAX_HEADER_BYTES = 32 << 20
@@ -25,6 +25,9 @@ def check_header(path: Path, what: str) -> None:
     except OSError as error:
         raise SparkinferError(f"{path}: cannot be read ({error}); wanted a {what}") from error
     if not 0 < size <= min(MAX_HEADER_BYTES, whole):
+        other = known_as(path)
+        if other:
+            raise SparkinferError(f"{path}: {other}; wanted a {what}")
         raise SparkinferError(
             f"{path}: not a whole safetensors file (its header claims {size} bytes of {whole});"
             f" wanted a {what}; download or make it again"
