@@ -26,7 +26,7 @@ def check_header(path: Path, what: str) -> None:
         raise SparkinferError(f"{path}: cannot be read ({error}); wanted a {what}") from error
     if not 0 < size <= min(MAX_HEADER_BYTES, whole):
         other = known_as(path)
-        if other:
+        if other and "safetensors" not in other:
             raise SparkinferError(f"{path}: {other}; wanted a {what}")
         raise SparkinferError(
             f"{path}: not a whole safetensors file (its header claims {size} bytes of {whole});"
