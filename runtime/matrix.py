@@ -23,8 +23,8 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.planar import PLANAR_KIND, from_planar
 from sparkinfer.runtime.tiles import tile_dtype
 
-# Arranged for a GPU: the CPU's kernels do not know them.
-_GPU_KINDS = ("q8_0_planar", "q6_k_planar")
+# Arranged for a GPU: the CPU's kernels do not know it.
+_GPU_KINDS = ("q6_k_planar",)
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 

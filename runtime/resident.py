@@ -97,10 +97,10 @@ def _copy(entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice
     """Some columns of `whole`, filled with the rows; the mapped ones are let go of."""
     prefetch(entry)
     source = matrix_of(entry, _CPU)
-    library.pack_rows(source.data, source.kind, index_A, whole[:, part])
+    kind = library.pack_rows(source.data, source.kind, index_A, whole[:, part])
     release(entry)
-    if source.kind == "q4_0":
-        return replace(source, kind="q4_0_planar", data=whole[:, part])
+    if kind != source.kind:
+        return replace(source, kind=kind, data=whole[:, part])
     size = source.data.element_size()
     typed = whole.view(source.data.dtype)[:, part.start // size : part.stop // size]
     return replace(source, data=typed)

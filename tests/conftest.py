@@ -7,6 +7,8 @@ import pytest
 import torch
 from models import byte_level_keys, make_model, make_shape
 
+from sparkinfer.runtime.kernels.cpu import library
+
 # Without a GPU, Triton kernels run in Triton's own interpreter. It must be told before the import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,3 +22,12 @@ def codec_model(tmp_path):
     path = tmp_path / "codec.gguf"
     dataclasses.replace(model, path=path).save(path)
     return path
+
+
+@pytest.fixture(params=library.usable_levels() if library.is_available() else [])
+def level(request):
+    """Each instruction set that this machine has."""
+    before = library.level()
+    library.set_level(request.param)
+    yield request.param
+    library.set_level(before)

@@ -32,11 +32,12 @@ float* floats(int64_t count, float shift = 0.0f) {
 
 // Rows of any type with small finite values.
 uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
-    if (kind == KIND_Q4_0_PLANAR) {
+    if (kind == KIND_Q4_0_PLANAR || kind == KIND_Q8_0_PLANAR) {
+        const int32_t in_file = kind == KIND_Q4_0_PLANAR ? KIND_Q4_0 : KIND_Q8_0;
         const int64_t stride = row_bytes_of(kind, D);
         uint8_t* packed = bytes(num_rows * stride);
-        const uint8_t* from = weights(KIND_Q4_0, num_rows, D);
-        spark_pack_rows(KIND_Q4_0, 1, from, num_rows, D, nullptr, num_rows, packed, stride);
+        const uint8_t* from = weights(in_file, num_rows, D);
+        spark_pack_rows(in_file, 1, from, num_rows, D, nullptr, num_rows, packed, stride);
         return packed;
     }
     const int64_t size = num_rows * row_bytes_of(kind, D);

@@ -28,26 +28,21 @@ QUANT_TYPES = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
     "q4_0_planar": gguf.GGMLQuantizationType.Q4_0,
+    "q8_0_planar": gguf.GGMLQuantizationType.Q8_0,
     "q4_k": gguf.GGMLQuantizationType.Q4_K,
     "q5_k": gguf.GGMLQuantizationType.Q5_K,
     "q6_k": gguf.GGMLQuantizationType.Q6_K,
 }
-SMALL_BLOCKS = ["q8_0", "q4_0", "q4_0_planar"]
+PLANAR = ["q4_0_planar", "q8_0_planar"]
+SMALL_BLOCKS = ["q8_0", "q4_0", *PLANAR]
+QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, behind its scale
 KINDS = [*FLOAT_DTYPES, *QUANT_TYPES]
 LEVELS = library.usable_levels() if library.is_available() else []
 SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]
 SIZES += [(kind, D) for kind in SMALL_BLOCKS for D in (32, 64, 96, 128, 160, 256)]
-SIZES += [("q4_0_planar", D) for D in (480, 512, 544, 2048)]
+SIZES += [(kind, D) for kind in PLANAR for D in (480, 512, 544, 2048)]
 SIZES += [(kind, D) for kind in BLOCK_BYTES for D in (256, 512, 768)]
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
-
-
-@pytest.fixture(params=LEVELS)
-def level(request):
-    before = library.level()
-    library.set_level(request.param)
-    yield request.param
-    library.set_level(before)
 
 
 @pytest.fixture
@@ -65,25 +60,25 @@ class Matrix(NamedTuple):
     exact_FD: Tensor
 
 
-def planar(weight: Tensor) -> Tensor:
-    """Rows of q4_0 blocks with all scales first."""
-    blocks = weight.reshape(len(weight), -1, 18)
+def planar(weight: Tensor, kind: str) -> Tensor:
+    """Rows of q4_0 or q8_0 blocks with all scales first."""
+    blocks = weight.reshape(len(weight), -1, 2 + QUANT_BYTES[kind[:2]])
     return torch.cat([blocks[..., :2].flatten(1), blocks[..., 2:].flatten(1)], dim=1)
 
 
-def interleaved(weight: Tensor) -> Tensor:
+def interleaved(weight: Tensor, kind: str) -> Tensor:
     """And back."""
-    count = weight.shape[1] // 18
-    scales, nibbles = weight[:, : 2 * count], weight[:, 2 * count :]
-    parts = [scales.reshape(-1, count, 2), nibbles.reshape(-1, count, 16)]
+    count = weight.shape[1] // (2 + QUANT_BYTES[kind[:2]])
+    scales, quants = weight[:, : 2 * count], weight[:, 2 * count :]
+    parts = [scales.reshape(-1, count, 2), quants.reshape(len(weight), count, -1)]
     return torch.cat(parts, dim=2).flatten(1)
 
 
 def dequantised(kind: str, weight: Tensor) -> Tensor:
     if kind in FLOAT_DTYPES:
         return weight.double()
-    if kind == "q4_0_planar":
-        weight = interleaved(weight)
+    if kind in PLANAR:
+        weight = interleaved(weight, kind)
     return torch.from_numpy(gguf.quants.dequantize(weight.numpy(), QUANT_TYPES[kind])).double()
 
 
@@ -95,7 +90,7 @@ def matrix(kind: str, F: int, D: int, seed: int = 0) -> Matrix:
         weight = torch.from_numpy(random_rows(kind, F, D, 1.0, seed))
     else:
         weight = torch.from_numpy(gguf.quants.quantize(dense_FD.numpy(), QUANT_TYPES[kind]))
-        weight = planar(weight) if kind == "q4_0_planar" else weight
+        weight = planar(weight, kind) if kind in PLANAR else weight
     return Matrix(kind, weight, dequantised(kind, weight))
 
 
@@ -134,7 +129,7 @@ def magnitudes_of(W: "Matrix") -> Tensor:
     times the sum of x is taken off again; so it is with the minima of q4_k and q5_k."""
     magnitudes_FD = W.exact_FD.abs()
     if W.kind.startswith("q4_0"):
-        weight = W.weight if W.kind == "q4_0" else interleaved(W.weight)
+        weight = W.weight if W.kind == "q4_0" else interleaved(W.weight, W.kind)
         bits = weight.reshape(len(weight), -1, 18)[..., :2].contiguous().view(torch.float16)
         magnitudes_FD = magnitudes_FD + 16 * bits.double().abs().expand(-1, -1, 32).flatten(1)
     elif W.kind in ("q4_k", "q5_k"):
@@ -156,9 +151,41 @@ def accumulate_terms(
     W: "Matrix", c_A: Tensor, index_A: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same of accumulate_rows, [D, A]."""
+    if W.kind in PLANAR:
+        return planar_terms(W, c_A, index_A)
     c_A1 = c_A.double()[:, None]
     magnitudes_AD = taken(magnitudes_of(W), index_A) * c_A1.abs()
     return (taken(W.exact_FD, index_A) * c_A1).T, magnitudes_AD.T
+
+
+def planar_terms(W: "Matrix", c_A: Tensor, index_A: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of planar rows, whose factors c * scale are 16-bit integers: see planar_template.h. Quants
+    count from 0 in the sum, and 8 or 128 times the factor is taken off again."""
+    weight = taken(W.weight, index_A)
+    count = weight.shape[1] // (2 + QUANT_BYTES[W.kind[:2]])
+    scale_AB = weight[:, : 2 * count].contiguous().view(torch.float16).float()
+    quant_AB = weight[:, 2 * count :].unflatten(1, (count, -1))
+    if W.kind == "q8_0_planar":
+        value_AB, zero = quant_AB.view(torch.int8).double(), 128
+    else:
+        value_AB, zero = torch.cat([quant_AB & 15, quant_AB >> 4], dim=2).double() - 8, 8
+    factor_AB = factors_as_taken(c_A[:, None] * scale_AB)[..., None]
+    terms_AD = (factor_AB * value_AB).flatten(1)
+    return terms_AD.T, (factor_AB.abs() * (value_AB.abs() + 2 * zero)).flatten(1).T
+
+
+def factors_as_taken(factor_AB: Tensor) -> Tensor:
+    """float64: f32 factors as integers times 2^-14 of a power of two that is above the largest of
+    four rows in a block or not below half of it; what is left of rows goes by two and by one."""
+    parts, start = [], 0
+    for size in (4, 2, 1):
+        while start + size <= len(factor_AB):
+            part = factor_AB[start : start + size]
+            above = part.abs().amax(0) * torch.tensor(1 + 2**-12)
+            power = torch.exp2(torch.frexp(above.double())[1].double() - 1).clamp(min=2.0**-99)
+            parts.append((part.double() * 2**14 / power).round() * power / 2**14)
+            start += size
+    return torch.cat(parts) if parts else factor_AB.double()
 
 
 def is_right(got: Tensor, terms: Tensor, magnitudes: Tensor | None = None) -> bool:
@@ -211,15 +238,17 @@ def test_rows_may_lie_apart(level, kind):
             assert torch.equal(library.accumulate_rows(apart, kind, c_A, index_A), y_D)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k != "q4_0_planar"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in PLANAR])
 def test_packed_rows_are_the_chosen_ones(kind):
     W = matrix(kind, 300, 512 if kind in BLOCK_BYTES else 544)
     raw = W.weight.view(torch.uint8) if kind in FLOAT_DTYPES else W.weight
-    want = planar(raw) if kind == "q4_0" else raw
+    is_planar = f"{kind}_planar" in PLANAR
+    want = planar(raw, kind) if is_planar else raw
     for index_A in indices(300):
         chosen = taken(want, index_A)
         whole = torch.zeros(len(chosen), raw.shape[1] + 7, dtype=torch.uint8)
-        library.pack_rows(W.weight, kind, index_A, whole[:, 3:-4])
+        packed = library.pack_rows(W.weight, kind, index_A, whole[:, 3:-4])
+        assert packed == (f"{kind}_planar" if is_planar else kind)
         assert torch.equal(whole[:, 3:-4], chosen)
         assert not whole[:, :3].any() and not whole[:, -4:].any()
     with pytest.raises(IndexError, match="rows 0 to 299"):
@@ -341,10 +370,10 @@ def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
     """All 63,488 finite scales, each with other random quants."""
     bits = np.arange(2**16, dtype=np.uint16)
     scales = bits[np.isfinite(bits.view(np.float16))].view(np.uint8).reshape(-1, 2)
-    quant_bytes = {"q8_0": 32}.get(kind, 16)
-    quants = np.random.default_rng(0).integers(0, 256, (len(scales), quant_bytes), dtype=np.uint8)
+    size = (len(scales), QUANT_BYTES[kind[:2]])
+    quants = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     weight = torch.from_numpy(np.concatenate([scales, quants], axis=1).reshape(1, -1))
-    weight = planar(weight) if kind == "q4_0_planar" else weight
+    weight = planar(weight, kind) if kind in PLANAR else weight
     y_D = library.accumulate_rows(weight, kind, torch.ones(1))
     assert torch.equal(y_D.double(), dequantised(kind, weight)[0])
 
@@ -410,6 +439,7 @@ def test_the_layout_is_that_of_gguf(level, kind):
         "q8_0": torch.tensor([[*one, *range(32)]], dtype=torch.uint8),
         "q4_0": torch.tensor([[*one, *nibbles]], dtype=torch.uint8),
         "q4_0_planar": torch.tensor([[*one, *nibbles]], dtype=torch.uint8),  # one block
+        "q8_0_planar": torch.tensor([[*one, *range(32)]], dtype=torch.uint8),
     }[kind]
     is_q4 = kind.startswith("q4_0")
     want_D = torch.arange(-8.0, 8.0).repeat(2) if is_q4 else torch.arange(32.0)
@@ -496,6 +526,43 @@ def test_quantising_the_vector_costs_less_than_an_f16_would(level, kind):
     assert (got - want).norm() / want.norm() < torch.finfo(torch.float16).eps / 16
     tiny = library.dot_rows(W.weight, kind, torch.full((2048,), 1e-31))
     assert torch.equal(tiny, torch.zeros(300))
+
+
+@pytest.mark.parametrize("kind", PLANAR)
+def test_rounding_the_factors_of_a_sum_costs_less_than_an_f16_would(level, kind):
+    """Also where the coefficients of neighbours differ by six orders of magnitude."""
+    W, c_F = matrix(kind, 300, 2048), vector(300) * torch.logspace(-3, 3, 300)
+    shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(2))
+    for c in (c_F, c_F[shuffled]):
+        got, want = library.accumulate_rows(W.weight, kind, c).double(), W.exact_FD.T @ c.double()
+        assert (got - want).norm() / want.norm() < torch.finfo(torch.float16).eps / 16
+    tiny = library.accumulate_rows(W.weight, kind, torch.full((300,), 1e-38))
+    assert torch.equal(tiny, torch.zeros(2048))
+
+
+@pytest.mark.parametrize("kind", QUANT_TYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_coefficient_that_is_not_finite_does_not_vanish(level, kind, bad):
+    W, c_F = matrix(kind, 5, 256), vector(5)
+    for a in (0, 4):  # of four rows together, and alone
+        c_F[a] = bad
+        assert not library.accumulate_rows(W.weight, kind, c_F).isfinite().any()
+        c_F[a] = 1.0
+
+
+@pytest.mark.parametrize("kind", PLANAR)
+@pytest.mark.parametrize("size", [3.4e38, 1.0, 1e-27])
+def test_factors_of_every_size_are_taken(level, kind, size):
+    """One row of scale 1 whose quants are 0, 1 and -1; its sum is as large as its coefficient."""
+    value_D = torch.tensor([0.0, 1.0, -1.0, 1.0]).repeat(64)
+    if kind == "q8_0_planar":
+        quants = value_D.to(torch.int8).view(torch.uint8)
+    else:
+        nibble_BV = (value_D + 8).to(torch.uint8).unflatten(0, (-1, 32))
+        quants = (nibble_BV[:, :16] | nibble_BV[:, 16:] << 4).flatten()
+    row = torch.cat([torch.ones(8).half().view(torch.uint8), quants])[None]
+    got = library.accumulate_rows(row, kind, torch.tensor([size])).double()
+    assert ((got - size * value_D.double()).abs() <= size * 2**-15).all()
 
 
 GOOD = {"weight": torch.ones(8, 64), "kind": "f32", "index_A": torch.arange(8, dtype=torch.int32)}

@@ -1,32 +1,34 @@
 // Included inside the anonymous namespace of each rows_<level>.cpp, as rows_template.h is.
 
-// Asks the memory for the lines of `bytes` bytes of ROWS rows, one row behind the other: where rows
-// are shorter than a page and lie together, the processor's prefetcher then sees one stream and
-// joins in, and not several that take turns in a page. It stops at the end of a page, and cannot
+// Asks the memory for ROWS rows, a line of each at a time; where they lie one behind the other, for
+// as many lines of the first, then of the second: the processor's prefetcher sees one stream then
+// and joins in, where several would take turns in a page. It stops at the end of a page, and cannot
 // know which row of a list comes next.
 template <int ROWS>
 class Ahead {
   public:
-    // The loop that follows asks for ROWS lines in each of `steps` steps; what is left is asked for
-    // now.
-    Ahead(const uint8_t* const* rows, int64_t bytes, int64_t steps) : rows_(rows), bytes_(bytes) {
-        enter(0);
+    Ahead(const uint8_t* const* rows, int64_t bytes) {
+        const bool is_one = ROWS > 1 && rows[ROWS - 1] == rows[0] + (ROWS - 1) * bytes;
+        for (int r = 0; r < ROWS; ++r) first_[r] = is_one ? rows[0] + 64 * r : rows[r];
+        step_ = is_one ? 64 * ROWS : 64;
+    }
+
+    // The loop that follows asks `steps` times; what is left of `bytes` is asked for now.
+    Ahead(const uint8_t* const* rows, int64_t bytes, int64_t steps) : Ahead(rows, bytes) {
         for (int64_t left = (bytes + 63) / 64 - steps; left > 0; --left) ask();
     }
 
     inline void ask() {
-        for (int i = 0; i < ROWS; ++i) {
-            __builtin_prefetch(line_);
-            line_ += 64;
-            if (line_ >= end_ && row_ + 1 < ROWS) enter(row_ + 1);
-        }
+        for (int r = 0; r < ROWS; ++r) __builtin_prefetch(first_[r] + at_);
+        at_ += step_, asked_ += 64;
+    }
+
+    // Unless so many bytes of each row were asked for.
+    inline void ask_below(int64_t bytes) {
+        if (asked_ < bytes) ask();
     }
 
   private:
-    inline void enter(int row) { row_ = row, line_ = rows_[row], end_ = line_ + bytes_; }
-
-    const uint8_t* const* rows_;
-    const uint8_t *line_, *end_;
-    const int64_t bytes_;
-    int row_;
+    const uint8_t* first_[ROWS];
+    int64_t step_, at_ = 0, asked_ = 0;
 };

@@ -67,7 +67,7 @@ Level* find(const char* name) {
 
 constexpr int32_t MAX_THREADS = 1024;
 constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,   2,   2,   34, 18,
-                                            144, 176, 210, 18};  // of block_values()
+                                            144, 176, 210, 18, 34};  // of block_values()
 
 Status check(int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index, int64_t A) {
     if (row_bytes < 0 || stride < row_bytes || num_rows < 0 || A < 0) return STATUS_BAD_ARGUMENT;
@@ -145,12 +145,14 @@ EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
     AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
+    OrderSums* order_sums = current->kernels->order_sums[kind];
     const Rows rows = {weight, stride, D, index, A};
     // One piece per thread and no narrow ones: the longer the part of a row, the better it is read.
     const int64_t grain = block_values(kind) > 4 * BLOCK ? block_values(kind) : 4 * BLOCK;
     split(A * row_bytes, D, grain, 1, [=, &rows](int64_t d0, int64_t d1) {
         std::memset(y + d0, 0, (d1 - d0) * sizeof(float));
         accumulate_rows(rows, c, y, 0, A, d0, d1);
+        if (order_sums) order_sums(y, d0, d1);
     });
     return STATUS_OK;
 }
@@ -160,15 +162,17 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* f
                                uint8_t* to, int64_t stride) {
     const int64_t row_bytes = row_bytes_of(kind, D), n = D / BLOCK;
     if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
-    if (is_planar && kind != KIND_Q4_0) return STATUS_BAD_ARGUMENT;
+    if (is_planar && kind != KIND_Q4_0 && kind != KIND_Q8_0) return STATUS_BAD_ARGUMENT;
+    const int64_t block_bytes = BLOCK_BYTES[kind], quant_bytes = block_bytes - 2;
     split(2 * A * row_bytes, A, 1, 8, [=](int64_t a0, int64_t a1) {
         for (int64_t a = a0; a < a1; ++a) {
             const uint8_t* row = from + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
             uint8_t* out = to + a * stride;
             if (!is_planar) std::memcpy(out, row, row_bytes);
             for (int64_t b = 0; is_planar && b < n; ++b) {
-                std::memcpy(out + 2 * b, row + 18 * b, 2);
-                std::memcpy(out + 2 * n + 16 * b, row + 18 * b + 2, 16);
+                const uint8_t* block = row + block_bytes * b;
+                std::memcpy(out + 2 * b, block, 2);
+                std::memcpy(out + 2 * n + quant_bytes * b, block + 2, quant_bytes);
             }
         }
     });

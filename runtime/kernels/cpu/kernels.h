@@ -3,10 +3,11 @@
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked
-// in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. For the block kinds
-// dot_rows takes x in blocks of 16-bit integers, see Input; all other arithmetic is f32. unpack_rows
-// writes f32, or bf16 rounded to the nearest, ties to even (a NaN stays one), for a
-// matrix product over several tokens; its row stride may be more than the bytes of a row.
+// in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in blocks
+// of 16-bit integers for the block kinds, see Input, and accumulate_rows c times scale for planar
+// rows; all other arithmetic is f32. unpack_rows writes f32, or bf16 rounded to the nearest, ties to
+// even (a NaN stays one), for a matrix product over several tokens; its row stride may be more than
+// the bytes of a row.
 #pragma once
 #include <stdint.h>
 
@@ -21,8 +22,10 @@ enum Kind : int32_t {
     KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, 6 bits of each for 32 values, nibbles
     KIND_Q5_K,  // 176: the same with 5 bits a value
     KIND_Q6_K,  // 210: 6 bits a value, int8 scale for 16 values, f16 scale
-    KIND_Q4_0_PLANAR,  // a row of q4_0 with all its scales first, then all its nibbles: no file has
-                       // it, it is what q4_0 becomes in memory (spark_pack_rows)
+    // A row with all its scales first, then all its quants: no file has it, it is what q4_0 and
+    // q8_0 become in memory (spark_pack_rows).
+    KIND_Q4_0_PLANAR,
+    KIND_Q8_0_PLANAR,
     NUM_KINDS
 };
 
@@ -76,10 +79,13 @@ struct Rows {
 // A level is one instruction set: kernels for each kind, over part of the work.
 // rows a0 <= a < a1 of y
 using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1);
-// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 32 == 0
-// (K-quants: 256); rows in order
+// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0
+// (K-quants: 256); rows in order. Of the planar kinds c times scale is rounded to 16 bits, see
+// planar_template.h, and y is in an order of its own until it went through order_sums.
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
+// Columns d0 <= d < d1 of what accumulate_rows left in y, put in their order; d0 % 128 == 0.
+using OrderSums = void(float* y, int64_t d0, int64_t d1);
 // rows a0 <= a < a1 of out, D values each
 using UnpackRows = void(const Rows& rows, uint8_t* out, int64_t a0, int64_t a1);
 // Fills packed from f32. D % 32 == 0.
@@ -130,6 +136,8 @@ using AddPairs = void(const float* panel, const uint8_t* index, const float* val
 using MarkGates = void(const float* gate, int64_t n, float limit, bool is_magnitude, uint32_t bit,
                        uint32_t* mask);
 using MarkNamed = void(const uint8_t* named, int64_t n, uint32_t bit, uint32_t* mask);
+// The i of scores that are above the limit or no number, in order, to `chosen` [n]; how many.
+using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
 
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
@@ -144,6 +152,8 @@ struct Kernels {
     int64_t add_columns;  // of y at a time
     MarkGates* mark_gates;
     MarkNamed* mark_named;
+    OrderSums* order_sums[NUM_KINDS];  // null where they are in order
+    Choose* choose;
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;
@@ -156,7 +166,7 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int6
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
-// Copies rows of the kind (index null: rows 0 .. A-1), q4_0 as planar rows where `is_planar`.
+// Copies rows of the kind (index null: rows 0 .. A-1), as planar ones where `is_planar`.
 int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written: KIND_F32

@@ -46,6 +46,7 @@ _LAYOUTS: dict[str, _Layout] = {
     "q5_k": _Layout(6, torch.uint8, 176, 256),
     "q6_k": _Layout(7, torch.uint8, 210, 256),
     "q4_0_planar": _Layout(8, torch.uint8, 18, 32),
+    "q8_0_planar": _Layout(9, torch.uint8, 34, 32),
 }
 
 # enum Status in kernels.h
@@ -335,10 +336,11 @@ def accumulate_rows(
     return y_D
 
 
-def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) -> None:
-    """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes].
+def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) -> str:
+    """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the kind
+    that they are there: q4_0 and q8_0 become planar.
 
-    out: uint8, its rows contiguous and perhaps apart. q4_0 becomes q4_0_planar. With all threads.
+    out: uint8, its rows contiguous and perhaps apart. With all threads.
     Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     row_bytes = weight.shape[1] * weight.element_size()
@@ -349,12 +351,14 @@ def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) ->
     is_ready = out.dtype == torch.uint8 and out.is_cpu and out.shape == (num_active, row_bytes)
     if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
         _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
+    packed_kind = f"{kind}_planar" if f"{kind}_planar" in _LAYOUTS else kind
     status = _built().spark_pack_rows(
-        code, kind == "q4_0", weight.data_ptr(), num_rows, num_columns, index, num_active,
+        code, packed_kind != kind, weight.data_ptr(), num_rows, num_columns, index, num_active,
         out.data_ptr(), out.stride(0),
     )  # fmt: skip
     if status:
         _raise_status(status, index_A, num_rows)
+    return packed_kind
 
 
 def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:

@@ -34,9 +34,7 @@ EXPORT void spark_neurons(void* data) {
     const Gate gate = {n.activation, n.mode, n.threshold};
     NeuronBytes read;
     if (n.named)
-        room.neurons.run_named(
-            n.block, gate, [&](int64_t j) { return n.named[j / 32] >> (j % 32) & 1; }, room.x, n.y,
-            read);
+        room.neurons.run_named(n.block, gate, {n.named, nullptr, 0.0f}, room.x, n.y, read);
     else
         room.neurons.run_all(n.block, gate, room.x, n.y, read);
     n.gate_bytes += read.gate, n.up_bytes += read.up, n.down_bytes += read.down;

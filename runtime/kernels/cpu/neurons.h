@@ -41,6 +41,29 @@ struct Gate {
     }
 };
 
+// Neurons of a layer by number: a bit each, or a score that is above a threshold or no number.
+struct Named {
+    const uint32_t* bits;  // or null
+    const float* score;
+    float threshold;
+
+    bool has(int64_t j) const {
+        return bits ? bits[j / 32] >> (j % 32) & 1 : !(score[j] <= threshold);
+    }
+
+    // Those below n in order, to `chosen` [n]; how many they are.
+    int64_t list(int64_t n, int32_t* chosen) const {
+        if (!bits) return kernels().choose(score, n, threshold, chosen);
+        int64_t count = 0;
+        for (int64_t first = 0; first < n; first += 32) {
+            const uint32_t outside = n - first < 32 ? ~0u << (n - first) : 0;
+            for (uint32_t left = bits[first / 32] & ~outside; left; left &= left - 1)
+                chosen[count++] = static_cast<int32_t>(first + __builtin_ctz(left));
+        }
+        return count;
+    }
+};
+
 // Bytes of weights that were read.
 struct NeuronBytes {
     int64_t gate = 0, up = 0, down = 0;
@@ -63,14 +86,18 @@ class Neurons {
         run(block, gate, block.row, block.num_neurons, x, out, read);
     }
 
-    // Those with is_named(number in the layer).
-    template <class IsNamed>
-    void run_named(const SparkBlock& block, const Gate& gate, const IsNamed& is_named, Operand& x,
+    // The named ones.
+    void run_named(const SparkBlock& block, const Gate& gate, const Named& named, Operand& x,
                    float* out, NeuronBytes& read) {
         int64_t count = 0;
-        for (int64_t p = 0; p < block.num_neurons; ++p) {
+        if (!block.id) {
+            count = named.list(block.num_neurons, candidate_);
+            for (int64_t i = 0; block.row && i < count; ++i)
+                candidate_[i] = block.row[candidate_[i]];
+        }
+        for (int64_t p = 0; block.id && p < block.num_neurons; ++p) {
             candidate_[count] = block.row ? block.row[p] : static_cast<int32_t>(p);
-            count += is_named(block.id ? block.id[p] : p);
+            count += named.has(block.id[p]);
         }
         run(block, gate, candidate_, count, x, out, read);
     }
@@ -90,10 +117,12 @@ class Neurons {
                 num_open[c] = run_chunk(block, gate, gate_x, up_x, rows, count * c / chunks,
                                         count * (c + 1) / chunks, part_ + c * D);
         });
-        split(chunks * D * 4, D, 64, 1, [&](int64_t d0, int64_t d1) {
+        OrderSums* order_sums = kernels().order_sums[block.down.kind];
+        split(chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {
             for (int64_t d = d0; d < d1; ++d) out[d] = part_[d];
             for (int64_t c = 1; c < chunks; ++c)
                 for (int64_t d = d0; d < d1; ++d) out[d] += part_[c * D + d];
+            if (order_sums) order_sums(out, d0, d1);
         });
         int64_t all_open = 0;
         for (int64_t c = 0; c < chunks; ++c) all_open += num_open[c];

@@ -9,10 +9,10 @@ inline void unpack_columns(const uint8_t* row, const uint8_t* next, int64_t D, i
                            float* out) {
     if constexpr (Format::IS_PLANAR) {
         for (int64_t b = d / BLOCK; b < (d + n) / BLOCK; ++b, out += BLOCK) {
-            const Floats scale = scale_f16(Planar::scale(row, D / BLOCK, b));
-            if (b % 4 == 0) __builtin_prefetch(Planar::nibbles(next, D / BLOCK, b));
+            const Floats scale = scale_f16(Format::scale(row, D / BLOCK, b));
+            if (b % 4 == 0) __builtin_prefetch(Format::quants(next, D / BLOCK, b));
             Floats w[VECTORS];
-            unpack_q4(Planar::nibbles(row, D / BLOCK, b), w);
+            Format::unpack(Format::quants(row, D / BLOCK, b), w);
             for (int v = 0; v < VECTORS; ++v) store_floats(out + v * LANES, mul(w[v], scale));
         }
     } else {

@@ -103,6 +103,8 @@ bool pairs_alike(const Kernels& tried, const Kernels& reference) {
     const float gate[] = {0.5f, -1.0f, __builtin_nanf("")};
     alignas(64) float panel[4 * C], sum[2][12] = {};
     uint32_t mask[2][3] = {};
+    int32_t chosen[2][D];
+    int64_t num_chosen[2];
     for (int64_t i = 0; i < 4 * C; ++i) panel[i] = x[i % D] + (i % 3);
     for (int which = 0; which < 2; ++which) {
         const Kernels& k = *both[which];
@@ -118,7 +120,11 @@ bool pairs_alike(const Kernels& tried, const Kernels& reference) {
         k.mark_gates(gate, 3, 0.0f, false, 1, mask[which]);
         k.mark_gates(gate, 3, 0.75f, true, 2, mask[which]);
         k.mark_named(named, 3, 4, mask[which]);
+        num_chosen[which] = k.choose(x, D, 1.0f, chosen[which]);
     }
+    if (num_chosen[0] != num_chosen[1] ||
+        std::memcmp(chosen[0], chosen[1], num_chosen[0] * sizeof(int32_t)) != 0)
+        return false;
     return are_close(sum[0], sum[1], 12) && are_close(y[0], y[1], 2 * C) &&
            std::memcmp(mask[0], mask[1], sizeof mask[0]) == 0;
 }
@@ -126,7 +132,7 @@ bool pairs_alike(const Kernels& tried, const Kernels& reference) {
 bool agree(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t row_bytes[NUM_KINDS] = {
         4 * D,         2 * D,         2 * D,         D / 32 * 34, D / 32 * 18,
-        D / 256 * 144, D / 256 * 176, D / 256 * 210, D / 32 * 18};
+        D / 256 * 144, D / 256 * 176, D / 256 * 210, D / 32 * 18,   D / 32 * 34};
     for (int64_t i = 0; i < D; ++i) x[i] = static_cast<float>(i % 7 - 3);
     for (int64_t a = 0; a < ROWS; ++a) c[a] = static_cast<float>(a - 2);
     for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
@@ -144,6 +150,8 @@ bool agree(const Kernels& tried, const Kernels& reference) {
             for (int64_t i = 0; i < D; ++i) y[which][i] = 0.0f;
             both[which]->accumulate_rows[kind]({weight, row_bytes[kind], D, nullptr, ROWS}, c,
                                                y[which], 0, ROWS, 0, D);
+            OrderSums* order_sums = both[which]->order_sums[kind];
+            if (order_sums) order_sums(y[which], 0, D);
         }
         if (!are_close(y[0], y[1], D)) return false;
         if (!unpack_alike(tried, reference, kind, row_bytes[kind])) return false;

@@ -154,7 +154,7 @@ inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64
         const __m256i start = _mm256_inserti128_si256(_mm256_setzero_si256(),
                                                       _mm_cvtsi32_si128(correction[b]), 0);
         for (int r = 0; r < ROWS; ++r) {
-            const uint8_t* nibbles = Layout::nibbles(rows[r], n, b);
+            const uint8_t* nibbles = Layout::quants(rows[r], n, b);
             const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(nibbles));
             sums[r] = add_products(sums[r], _mm256_and_si256(words, fifteen),
                                    _mm256_srli_epi16(words, 4), x + b * BLOCK, start,
@@ -164,12 +164,47 @@ inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64
     for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
 }
 
+template <int64_t BYTES>
 struct Planar;
 
 template <int ROWS>
 inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
                           const uint8_t* x, float* y) {
-    dot_q4<Planar, ROWS>(rows, next, n, x, y);
+    dot_q4<Planar<16>, ROWS>(rows, next, n, x, y);
+}
+
+typedef int32_t Ints __attribute__((vector_size(32)));
+
+inline Ints ints(__m256i v) { return reinterpret_cast<Ints>(v); }
+inline __m256i bits(Ints v) { return reinterpret_cast<__m256i>(v); }
+inline Ints load_ints(const uint8_t* p) { return ints(load_32_bytes(p)); }
+inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(bits(v)); }
+inline Ints to_ints(Floats v) { return ints(_mm256_cvtps_epi32(v)); }
+inline Ints interleave_low(Ints a, Ints b) { return ints(_mm256_unpacklo_epi16(bits(a), bits(b))); }
+inline Ints interleave_high(Ints a, Ints b) {
+    return ints(_mm256_unpackhi_epi16(bits(a), bits(b)));
+}
+inline Ints shift_words(Ints v, int n) { return ints(_mm256_srli_epi16(bits(v), n)); }
+inline Ints low_bytes(Ints v) { return (v ^ 0x00800080) & 0x00ff00ff; }
+inline Ints high_bytes(Ints v) { return ints(_mm256_srai_epi16(bits(v), 8)); }
+
+inline Ints add_pairs(Ints sum, Ints a, Ints b) {
+    return sum + ints(_mm256_madd_epi16(bits(a), bits(b)));
+}
+
+template <int TIMES>
+inline Ints spread(const int32_t* p, int64_t i) {
+    if (TIMES == 8) return ints(_mm256_set1_epi32(p[i]));
+    const __m256i lanes = _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0);
+    const __m256i which = _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int>(i % 8)));
+    return ints(_mm256_permutevar8x32_epi32(load_32_bytes(p + i / 8 * 8), which));
+}
+
+inline Ints block_products(const uint8_t* quants, const int16_t* x) {
+    const __m256i first = _mm256_cvtepi8_epi16(load_16_bytes(quants));
+    const __m256i second = _mm256_cvtepi8_epi16(load_16_bytes(quants + 16));
+    return ints(_mm256_add_epi32(_mm256_madd_epi16(first, load_32_bytes(x)),
+                                 _mm256_madd_epi16(second, load_32_bytes(x + 16))));
 }
 
 #include "k_quants.h"

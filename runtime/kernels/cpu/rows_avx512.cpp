@@ -146,8 +146,8 @@ inline __m512i add_pairs(__m512i sum, __m512i a, __m512i b) {
 template <class Layout>
 inline Floats add_q4(Floats sum, const uint8_t* row, int64_t n, int64_t b0, int64_t b1,
                      const Pair& x) {
-    const __m128i first = load_16_bytes(Layout::nibbles(row, n, b0));
-    const __m128i second = load_16_bytes(Layout::nibbles(row, n, b1));
+    const __m128i first = load_16_bytes(Layout::quants(row, n, b0));
+    const __m128i second = load_16_bytes(Layout::quants(row, n, b1));
     const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
     const __m512i words = _mm512_cvtepu8_epi16(bytes);
     __m512i products = load_64_bytes(x.correction);
@@ -283,14 +283,50 @@ inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next
 #else
 constexpr Quantise* quantise_q4_planar = quantise_q4;
 
+template <int64_t BYTES>
 struct Planar;
 
 template <int ROWS>
 inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
                           const uint8_t* x, float* y) {
-    dot_q4<Planar, ROWS>(rows, next, n, x, y);
+    dot_q4<Planar<16>, ROWS>(rows, next, n, x, y);
 }
 #endif
+
+typedef int32_t Ints __attribute__((vector_size(64)));
+
+inline Ints ints(__m512i v) { return reinterpret_cast<Ints>(v); }
+inline __m512i bits(Ints v) { return reinterpret_cast<__m512i>(v); }
+inline Ints load_ints(const uint8_t* p) { return ints(load_64_bytes(p)); }
+inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(bits(v)); }
+inline Ints to_ints(Floats v) { return ints(_mm512_cvtps_epi32(v)); }
+inline Ints interleave_low(Ints a, Ints b) { return ints(_mm512_unpacklo_epi16(bits(a), bits(b))); }
+inline Ints interleave_high(Ints a, Ints b) {
+    return ints(_mm512_unpackhi_epi16(bits(a), bits(b)));
+}
+inline Ints shift_words(Ints v, int n) { return ints(_mm512_srli_epi16(bits(v), n)); }
+inline Ints high_bytes(Ints v) { return ints(_mm512_srai_epi16(bits(v), 8)); }
+
+inline Ints low_bytes(Ints v) {  // (v ^ 0x80) & 0xff
+    return ints(_mm512_ternarylogic_epi32(bits(v), _mm512_set1_epi16(0x80),
+                                          _mm512_set1_epi16(0xff), 0x28));
+}
+
+inline Ints add_pairs(Ints sum, Ints a, Ints b) {
+    return ints(add_pairs(bits(sum), bits(a), bits(b)));
+}
+
+template <int TIMES>
+inline Ints spread(const int32_t* p, int64_t i) {
+    const __m512i fours = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i lanes = TIMES == 4 ? fours : _mm512_srli_epi32(fours, 1);
+    const __m512i which = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
+    return ints(_mm512_permutexvar_epi32(which, load_64_bytes(p)));
+}
+
+inline Ints block_products(const uint8_t* quants, const int16_t* x) {
+    return ints(_mm512_madd_epi16(_mm512_cvtepi8_epi16(load_32_bytes(quants)), load_64_bytes(x)));
+}
 
 #include "k_quants.h"
 #include "k_quants_x86.h"

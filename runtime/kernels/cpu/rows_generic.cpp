@@ -108,7 +108,7 @@ inline float dot_q4_row(const uint8_t* row, int64_t n, const uint8_t* packed,
                         const uint8_t* next) {
     float sum = 0;
     for (int64_t b = 0; b < n; ++b) {
-        const uint8_t* bytes = Layout::nibbles(row, n, b);
+        const uint8_t* bytes = Layout::quants(row, n, b);
         const int16_t* x = values_of(packed) + b * BLOCK;
         __builtin_prefetch(next + b * 18);
         int32_t product = corrections_of(packed, n)[b];
@@ -132,12 +132,59 @@ inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64
     for (int r = 0; r < ROWS; ++r) y[r] = dot_q4_row<Layout>(rows[r], n, x, next[r]);
 }
 
+template <int64_t BYTES>
 struct Planar;
 
 template <int ROWS>
 inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
                           const uint8_t* x, float* y) {
-    dot_q4<Planar, ROWS>(rows, next, n, x, y);
+    dot_q4<Planar<16>, ROWS>(rows, next, n, x, y);
+}
+
+typedef int16_t Words __attribute__((vector_size(16)));
+typedef uint16_t UnsignedWords __attribute__((vector_size(16)));
+
+inline Ints load_ints(const uint8_t* p) {
+    Ints v;
+    __builtin_memcpy(&v, p, 16);
+    return v;
+}
+
+inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
+
+inline Ints to_ints(Floats v) {  // of magnitudes below 2^22
+    return reinterpret_cast<Ints>(v + 12582912.0f) - 0x4b400000;
+}
+
+inline Ints interleave(Ints a, Ints b, int first) {
+    const Words x = reinterpret_cast<Words>(a), y = reinterpret_cast<Words>(b);
+    Words both = {};
+    for (int i = 0; i < 4; ++i) both[2 * i] = x[first + i], both[2 * i + 1] = y[first + i];
+    return reinterpret_cast<Ints>(both);
+}
+
+inline Ints interleave_low(Ints a, Ints b) { return interleave(a, b, 0); }
+inline Ints interleave_high(Ints a, Ints b) { return interleave(a, b, 4); }
+inline Ints shift_words(Ints v, int n) {
+    return reinterpret_cast<Ints>(reinterpret_cast<UnsignedWords>(v) >> n);
+}
+inline Ints low_bytes(Ints v) { return (v ^ 0x00800080) & 0x00ff00ff; }
+inline Ints high_bytes(Ints v) { return reinterpret_cast<Ints>(reinterpret_cast<Words>(v) >> 8); }
+
+inline Ints add_pairs(Ints sum, Ints a, Ints b) {
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+}
+
+template <int TIMES>
+inline Ints spread(const int32_t* p, int64_t i) {
+    static_assert(TIMES >= LANES, "one number a vector");
+    return Ints{p[i], p[i], p[i], p[i]};
+}
+
+inline Ints block_products(const uint8_t* quants, const int16_t* x) {
+    Ints sum = {};
+    for (int i = 0; i < BLOCK; ++i) sum[i % 4] += static_cast<int8_t>(quants[i]) * x[i];
+    return sum;
 }
 
 #include "k_quants.h"

@@ -13,10 +13,10 @@
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
 //   dot_q8<ROWS>(rows, next, n, x, y)   y[r] = row r, of n blocks, times what quantise() packed;
 //                                `next` are the rows to ask for meanwhile
-//   dot_q4<Layout, ROWS>(...)    the same; Layout: Interleaved or Planar
+//   dot_q4<Layout, ROWS>(...)    the same; Layout: Interleaved or Planar<16>
 //   dot_q4_planar<ROWS>(...)     the same
 //   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16
-// and what k_quants_template.h wants.
+// and what k_quants_template.h and planar_template.h want.
 
 constexpr int VECTORS = BLOCK / LANES;
 
@@ -80,17 +80,8 @@ struct Interleaved {
     static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
         return row + b * 18;
     }
-    static inline const uint8_t* nibbles(const uint8_t* row, int64_t, int64_t b) {
+    static inline const uint8_t* quants(const uint8_t* row, int64_t, int64_t b) {
         return row + b * 18 + 2;
-    }
-};
-
-struct Planar {
-    static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
-        return row + b * 2;
-    }
-    static inline const uint8_t* nibbles(const uint8_t* row, int64_t n, int64_t b) {
-        return row + n * 2 + b * 16;
     }
 };
 
@@ -114,6 +105,7 @@ inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<con
 inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_t*>(p), v); }
 
 #include "k_quants_template.h"
+#include "planar_template.h"
 
 // y[r] = rows[r] . x. Each row has two sums, or an addition would wait for the one before it; they
 // are the same whatever ROWS is.
@@ -220,43 +212,6 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1);
 }
 
-// The same for planar rows of n blocks, whose scales are read sixteen at a time.
-template <int ROWS>
-inline void add_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                       const float* c, float* y, int64_t d0, int64_t d1) {
-    alignas(64) float factor[ROWS][16];
-    for (int64_t b0 = d0 / BLOCK; b0 < d1 / BLOCK; b0 += 16) {
-        const int64_t b1 = b0 + 16 < d1 / BLOCK ? b0 + 16 : d1 / BLOCK;
-        for (int r = 0; r < ROWS; ++r)
-            scale_many(Planar::scale(rows[r], n, b0), b1 - b0, c[r], factor[r]);
-        // Else gcc broadcasts them out of registers, through the port that the unpacking needs.
-        asm("" : "+m"(factor));
-        for (int64_t b = b0; b < b1; ++b) {
-            if (b % 2 == 0)
-                for (int r = 0; r < ROWS; ++r) __builtin_prefetch(next[r] + b * 18);
-            Floats out[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + b * BLOCK + v * LANES);
-            for (int r = 0; r < ROWS; ++r) {
-                Floats w[VECTORS];
-                unpack_q4(Planar::nibbles(rows[r], n, b), w);
-                const Floats by = broadcast(factor[r][b - b0]);
-                for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], by, out[v]);
-            }
-            for (int v = 0; v < VECTORS; ++v) store_floats(y + b * BLOCK + v * LANES, out[v]);
-        }
-    }
-}
-
-struct Q4_0Planar {
-    static constexpr int64_t BLOCK_BYTES = 18;
-    static constexpr bool SCALED = true, IS_PLANAR = true;
-    template <int ROWS>
-    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                           const uint8_t* x, float* y) {
-        dot_q4_planar<ROWS>(rows, next, n, x, y);
-    }
-};
-
 template <class Format>
 void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                      int64_t d0, int64_t d1) {
@@ -264,7 +219,7 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
                              const uint8_t* const* next) {
         constexpr int ROWS = decltype(count)::VALUE;
         if constexpr (Format::IS_PLANAR)
-            add_planar<ROWS>(row, next, rows.D / BLOCK, c + a, y, d0, d1);
+            add_planar<Format, ROWS>(row, next, rows.D / BLOCK, c + a, y, d0, d1);
         else
             add_rows<Format, ROWS>(row, next, c + a, y, d0, d1);
     });
@@ -300,8 +255,8 @@ inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, uint8
             add_rows<Format, 1>(&block, &then, &one, values, 0, SUPER_BLOCK);
             for (int v = 0; v < VALUES / LANES; ++v) w[v] = load_floats(values + v * LANES);
         } else if constexpr (Format::IS_PLANAR) {
-            const Floats scale = scale_f16(Planar::scale(row, D / BLOCK, b));
-            unpack_q4(Planar::nibbles(row, D / BLOCK, b), w);
+            const Floats scale = scale_f16(Format::scale(row, D / BLOCK, b));
+            Format::unpack(Format::quants(row, D / BLOCK, b), w);
             for (int v = 0; v < VECTORS; ++v) w[v] = mul(w[v], scale);
         } else {
             Format::unpack(block, w);
@@ -355,27 +310,52 @@ float exp_sum(float* x, int64_t n, float shift) {
     return sums[0];
 }
 
+int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
+    int64_t count = 0, i = 0;
+#ifdef __AVX512F__
+    const __m512i lanes =
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (; i + 16 <= n; i += 16) {
+        const __mmask16 above =
+            _mm512_cmp_ps_mask(load_floats(score + i), broadcast(limit), _CMP_NLE_UQ);
+        const __m512i which = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(i)));
+        _mm512_mask_compressstoreu_epi32(chosen + count, above, which);
+        count += __builtin_popcount(above);
+    }
+#endif
+    for (; i < n; ++i) {
+        chosen[count] = static_cast<int32_t>(i);
+        count += !(score[i] <= limit);
+    }
+    return count;
+}
+
 #include "attend_template.h"
 #include "pass_template.h"
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
     {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>, dot_rows<Q4_K>,
-     dot_rows<Q5_K>, dot_rows<Q6_K>, dot_rows<Q4_0Planar>},
+     dot_rows<Q5_K>, dot_rows<Q6_K>, dot_rows<Q4_0Planar>, dot_rows<Q8_0Planar>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
-     accumulate_rows<Q4_0Planar>},
+     accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>},
     {unpack_rows<F32, ToF32>, unpack_rows<F16, ToF32>, unpack_rows<BF16, ToF32>,
      unpack_rows<Q8_0, ToF32>, unpack_rows<Q4_0, ToF32>, unpack_rows<Q4_K, ToF32>,
-     unpack_rows<Q5_K, ToF32>, unpack_rows<Q6_K, ToF32>, unpack_rows<Q4_0Planar, ToF32>},
+     unpack_rows<Q5_K, ToF32>, unpack_rows<Q6_K, ToF32>, unpack_rows<Q4_0Planar, ToF32>,
+     unpack_rows<Q8_0Planar, ToF32>},
     {unpack_rows<F32, ToBF16>, unpack_rows<F16, ToBF16>, unpack_rows<BF16, ToBF16>,
      unpack_rows<Q8_0, ToBF16>, unpack_rows<Q4_0, ToBF16>, unpack_rows<Q4_K, ToBF16>,
-     unpack_rows<Q5_K, ToBF16>, unpack_rows<Q6_K, ToBF16>, unpack_rows<Q4_0Planar, ToBF16>},
+     unpack_rows<Q5_K, ToBF16>, unpack_rows<Q6_K, ToBF16>, unpack_rows<Q4_0Planar, ToBF16>,
+     unpack_rows<Q8_0Planar, ToBF16>},
     {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise, quantise, quantise,
-     quantise_q4_planar},
+     quantise_q4_planar, quantise},
     {attend<F32>, attend<F16>},
     {unpack_panel<F32>, unpack_panel<F16>, unpack_panel<BF16>, unpack_panel<Q8_0>,
      unpack_panel<Q4_0>, unpack_panel<Q4_K>, unpack_panel<Q5_K>, unpack_panel<Q6_K>,
-     unpack_panel<Q4_0Planar>},
+     unpack_panel<Q4_0Planar>, unpack_panel<Q8_0Planar>},
     dot_pairs, add_pairs, ADD_VECTORS * LANES, mark_gates, mark_named,
+    {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+     order_sums<Q4_0Planar>, order_sums<Q8_0Planar>},
+    choose,
 };

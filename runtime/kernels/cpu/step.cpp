@@ -145,10 +145,8 @@ class Step {
     }
 
     void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
-        const float one = 1.0f;
-        std::fill_n(y, D, 0.0f);
-        kernels().accumulate_rows[m.kind]({m.data + row * m.stride, m.stride, D, nullptr, 1}, &one,
-                                          y, 0, 1, 0, D);
+        kernels().unpack_rows[m.kind]({m.data + row * m.stride, m.stride, D, nullptr, 1},
+                                      reinterpret_cast<uint8_t*>(y), 0, 1);
     }
 
     void turn(int64_t position) {
@@ -314,13 +312,13 @@ class Step {
     void feed_forward(const SparkLayer& l, Operand& x, Operand& named_by) {
         if (s.mode == MODE_PREDICTED) predict(l, named_by);
         const Gate gate = {s.activation, s.mode, l.threshold};
-        auto is_named = [&](int64_t j) { return !(w.named[j] <= l.predictor_threshold); };
+        const Named named = {nullptr, w.named, l.predictor_threshold};
         NeuronBytes read;
         for (int64_t b = 0; b < l.num_blocks; ++b) {
             const SparkBlock& block = l.block[b];
             float* out = b == 0 ? w.ffn_out : w.sum;
             if (s.mode == MODE_PREDICTED)
-                w.neurons.run_named(block, gate, is_named, x, out, read);
+                w.neurons.run_named(block, gate, named, x, out, read);
             else
                 w.neurons.run_all(block, gate, x, out, read);
             if (b > 0) add(w.ffn_out, w.sum, D);
