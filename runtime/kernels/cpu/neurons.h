@@ -109,13 +109,16 @@ class Neurons {
         // A power of two, which most numbers of threads share evenly.
         int64_t chunks = 1;
         while (chunks < MAX_CHUNKS && 2 * chunks * CHUNK_NEURONS <= count) chunks *= 2;
+        auto begin_of = [&](int64_t c) {  // in whole groups
+            return c == chunks ? count : count * c / chunks / GROUP * GROUP;
+        };
         const Input gate_x = x.as(block.gate.kind), up_x = x.as(block.up.kind);
         int64_t num_open[MAX_CHUNKS];
         const int64_t bytes = count * row_bytes(block.gate);
         split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
             for (int64_t c = c0; c < c1; ++c)
-                num_open[c] = run_chunk(block, gate, gate_x, up_x, rows, count * c / chunks,
-                                        count * (c + 1) / chunks, part_ + c * D);
+                num_open[c] = run_chunk(block, gate, gate_x, up_x, rows, begin_of(c), begin_of(c + 1),
+                                        part_ + c * D);
         });
         OrderSums* order_sums = kernels().order_sums[block.down.kind];
         split(chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {
