@@ -1,4 +1,5 @@
-"""Rows of blocks whose scales, nibbles and other parts lie apart, as a GPU reads them.
+"""Rows of blocks whose scales, nibbles and other parts lie apart, as a GPU reads them, and q4_0 and
+q8_0 also the CPU (there library.pack_rows makes them).
 
 The blocks of q4_0, q8_0 and q6_K in a file are of 18, 34 and 210 bytes: no load of 16 bytes is
 aligned in them. In a planar row each part of all blocks lies behind the same part of the block
