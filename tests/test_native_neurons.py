@@ -22,8 +22,10 @@ BOUNDS = {"f32": 1e-5, "q8_0": 1e-3, "q4_0": 1e-3}
 F, D = 77, 64  # no whole number of words
 
 
-def layer_of(tmp_path, kind="f32", activation="relu", is_resident=True, mode="predicted"):
-    shape = make_shape(width=D, num_neurons=F)
+def layer_of(
+    tmp_path, kind="f32", activation="relu", is_resident=True, mode="predicted", width=D, num=F
+):
+    shape = make_shape(width=width, num_neurons=num)
     model = make_model(shape=shape, kind=kind, activation=activation, predictor_rank=8)
     model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
@@ -110,6 +112,22 @@ def test_without_bits_every_neuron_is_a_candidate(tmp_path):
     assert neurons.named_W is None and rel_error(neurons.y_D, want) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_sums_of_chunks_that_threads_put_in_order(tmp_path, level, kind):
+    """16 chunks, and columns that are no whole units for each of the threads."""
+    ffn = layer_of(tmp_path, kind, mode="exact", width=1056, num=1024)
+    neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", 1024)
+    neurons.x_D.copy_(torch.linspace(-1, 1, 1056))
+    want, before = reference(ffn, neurons.x_D, torch.ones(1024)), library.num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            library.set_threads(count)
+            neurons.run()
+            assert rel_error(neurons.y_D, want) < BOUNDS[kind]
+    finally:
+        library.set_threads(before)
+
+
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)])
 def test_the_measure_rejects_wrong_results(tmp_path, wrong):
     ffn = layer_of(tmp_path)
@@ -140,6 +158,19 @@ def test_other_bits_of_the_layer_do_not_matter(tmp_path):
     neurons.run()
     is_in = torch.zeros(F).index_fill_(0, ids, 1.0)
     assert rel_error(neurons.y_D, reference(ffn, x_D, is_in)) < 1e-5
+
+
+def test_bits_behind_the_last_neuron_do_not_matter(tmp_path):
+    """19 bits of the last word are of no neuron."""
+    neurons = NativeNeurons.of((ffn := layer_of(tmp_path)).blocks[0], ffn.gate, "predicted", F)
+    neurons.x_D.copy_(torch.linspace(-1, 1, D))
+    found, read = [], [0]
+    for words_W in (pack_bits(torch.ones(F, dtype=torch.bool)), torch.full((3,), -1)):
+        neurons.named_W.copy_(words_W)
+        neurons.run()
+        found.append(neurons.y_D.clone())
+        read.append(neurons.bytes_read)
+    assert torch.equal(found[0], found[1]) and read[2] - read[1] == read[1] > 0
 
 
 def test_sizes_that_do_not_fit_together_are_refused(tmp_path):

@@ -87,6 +87,21 @@ def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, na
                 assert rel_error(seen[0], logits_ref(model, IDS)[-1]) < BOUNDS[kind]
 
 
+@pytest.mark.parametrize("num_neurons", [15, 48, 77])
+def test_neurons_whose_scores_are_no_numbers_are_named(tmp_path, level, num_neurons):
+    """Whole vectors of scores, and what is left of them."""
+    shape = make_shape(num_neurons=num_neurons)
+    model = saved(tmp_path, shape=shape, predictor_rank=8)
+    with Engine.load(model.path, mode="exact") as engine:
+        want = decoded(engine, IDS)
+    with Engine.load(model.path, mode="predicted") as engine:
+        assert rel_error(decoded(engine, IDS), want) > 0.01
+        for layer in engine.layers:
+            layer.ffn.predictor.up.weight.data.fill_(torch.nan)
+        assert engine.not_native is None
+        assert rel_error(decoded(engine, IDS), want) < BOUNDS["f32"]
+
+
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(0)])
 def test_the_measure_rejects_wrong_logits(tmp_path, wrong):
     model = saved(tmp_path)

@@ -2,7 +2,7 @@
 //
 // The sum of rows is one of integers. Of up to 4 rows, coefficient times scale becomes a factor of
 // 16 bits, and one instruction multiplies the quants of two rows by their factors and adds both;
-// what is rounded is at most 2^-16 of the largest factor of the 4. Beside what rows_template.h
+// what is rounded is at most 2^-15 of the largest factor of the 4. Beside what rows_template.h
 // wants the including file defines
 //   Ints                         int32_t, LANES of them, as a vector of gcc and clang
 //   load_ints(p) to_floats(v) to_ints(floats)          to_ints rounds to the nearest, ties to even
