@@ -56,7 +56,7 @@ typedef float Four __attribute__((vector_size(16)));
 
 // The sums of four vectors.
 inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
-#if defined(__AVX512F__)
+#if defined(LEVEL_AVX512)
     const __m512 ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
     const __m512 cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
     const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
@@ -64,7 +64,7 @@ inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
     const __m512 all = _mm512_castpd_ps(low) + _mm512_castpd_ps(high);
     const __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
     return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
-#elif defined(__AVX2__)
+#elif defined(LEVEL_AVX2)
     const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     return _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1);
 #else

@@ -231,7 +231,9 @@ inline void add_planar(const uint8_t* const* rows, const uint8_t* const* next, i
                        const float* c, float* y, int64_t d0, int64_t d1) {
     constexpr int64_t UNIT = Format::UNIT, BYTES = Format::BLOCK_BYTES;
     SumFactors<ROWS> factors;
-    Ahead<ROWS> ahead(next, (d1 - d0) / BLOCK * BYTES);
+    const uint8_t* begin[ROWS];
+    for (int r = 0; r < ROWS; ++r) begin[r] = next[r] + d0 / BLOCK * BYTES;
+    Ahead<ROWS> ahead(begin, (d1 - d0) / BLOCK * BYTES);
     for (int64_t b0 = d0 / BLOCK, b1; b0 < d1 / BLOCK; b0 = b1) {
         b1 = b0 + CHUNK < d1 / BLOCK ? b0 + CHUNK : d1 / BLOCK;
         const int64_t m = b1 - b0, wanted = (b1 - d0 / BLOCK) * BYTES;

@@ -2,6 +2,8 @@
 
 #include "kernels.h"
 
+#define LEVEL_AVX2
+
 namespace {
 
 constexpr int LANES = 8;

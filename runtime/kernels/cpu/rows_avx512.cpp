@@ -3,6 +3,8 @@
 
 #include "kernels.h"
 
+#define LEVEL_AVX512
+
 namespace {
 
 constexpr int LANES = 16;

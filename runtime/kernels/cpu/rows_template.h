@@ -2,7 +2,8 @@
 // rows_<level>.cpp, inside its anonymous namespace, so that every level has copies of its own:
 // were they shared, the linker could keep the AVX-512 copy for all of them.
 //
-// The including file defines
+// The including file defines LEVEL_AVX512 or LEVEL_AVX2 where it is one (flags for all files may
+// allow more than a level has), and
 //   LANES, Floats                  a vector of LANES floats, LANES divides 32
 //   zero() broadcast(f) mul(a, b) multiply_add(a, b, c) = a*b+c  sum(v)
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
@@ -312,7 +313,7 @@ float exp_sum(float* x, int64_t n, float shift) {
 
 int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
     int64_t count = 0, i = 0;
-#ifdef __AVX512F__
+#ifdef LEVEL_AVX512
     const __m512i lanes =
         _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (; i + 16 <= n; i += 16) {
