@@ -156,7 +156,7 @@ test-llamacpp: build $(LLAMACPP)/ready  ## our files in llama.cpp, its files in 
 	$(BIN)/python -m pytest -q -rP tests/llamacpp
 
 BENCH_DIR ?= build/bench
-bench: build $(LLAMACPP)/ready  ## decode and prefill against llama.cpp on this machine; 8 GiB in BENCH_DIR
+bench: build $(LLAMACPP)/ready  ## decode and prefill against llama.cpp on this machine; 16 GiB in BENCH_DIR
 	@mkdir -p $(BENCH_DIR)
 	$(BIN)/python benchmarks/decode.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
 	$(BIN)/python benchmarks/prefill.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python

@@ -395,10 +395,10 @@ class Engine:
         if len(ids_T) > self.context_length:
             longest = self.model.shape.context_length
             is_all = self.context_length >= longest
-            more = "the model's longest" if is_all else f"ask for more, up to {longest} (-c)"
+            more = "the model's longest" if is_all else f"at most {longest} by -c"
             raise SparkinferError(
-                f"{len(ids_T)} tokens for a context of {self.context_length}, {more};"
-                " or shorten the text"
+                f"{len(ids_T)} tokens for a context of {self.context_length} ({more}); shorten the"
+                " text" + ("" if is_all else " or ask for more")
             )
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
             raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
