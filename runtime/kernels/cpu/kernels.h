@@ -3,11 +3,11 @@
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked
-// in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in blocks
-// of 16-bit integers for the block kinds, see Input, and accumulate_rows c times scale for planar
-// rows; all other arithmetic is f32. unpack_rows writes f32, or bf16 rounded to the nearest, ties to
-// even (a NaN stays one), for a matrix product over several tokens; its row stride may be more than
-// the bytes of a row.
+// in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in
+// blocks of 16-bit integers for the block kinds, see Input, and accumulate_rows c times scale for
+// planar rows; all other arithmetic is f32. unpack_rows writes f32, or bf16 rounded to the nearest,
+// ties to even (a NaN stays one), for a matrix product over several tokens; its row stride may be
+// more than the bytes of a row.
 #pragma once
 #include <stdint.h>
 

@@ -117,8 +117,8 @@ class Neurons {
         const int64_t bytes = count * row_bytes(block.gate);
         split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
             for (int64_t c = c0; c < c1; ++c)
-                num_open[c] = run_chunk(block, gate, gate_x, up_x, rows, begin_of(c), begin_of(c + 1),
-                                        part_ + c * D);
+                num_open[c] = run_chunk(block, gate, gate_x, up_x, rows, begin_of(c),
+                                        begin_of(c + 1), part_ + c * D);
         });
         OrderSums* order_sums = kernels().order_sums[block.down.kind];
         split(chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {

@@ -6,8 +6,8 @@
 // wants the including file defines
 //   Ints                         int32_t, LANES of them, as a vector of gcc and clang
 //   load_ints(p) to_floats(v) to_ints(floats)          to_ints rounds to the nearest, ties to even
-//   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of their first 8 bytes
-//   interleave_high(a, b)        of their last 8 bytes
+//   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of the first 8 bytes
+//   interleave_high(a, b)        of the last 8 bytes
 //   shift_words(v, n)            each 16 bits to the right, zeros follow
 //   low_bytes(v) high_bytes(v)   int8 of each 16 bits as 16 bits: the low one + 128, the high one
 //   add_pairs(sum, a, b)         sum + the products of int16, two of them in 32 bits
