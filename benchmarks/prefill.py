@@ -18,7 +18,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ import torch
 from decode import MODES, _make
 from machine import machine, processor, slug
 from random_checkpoint import Shape
+from rival import Rival
 
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
@@ -37,36 +37,6 @@ from sparkinfer.runtime.tiles import tile_dtype
 
 FORCED = ("SPARKINFER_CPU_LEVEL", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY",
           "ONEDNN_MAX_CPU_ISA", "SPARKINFER_PREFILL_TILES")  # fmt: skip
-
-
-class Rival:
-    """A process that takes prompts, see llamacpp_prefill.py."""
-
-    def __init__(self, python: str, model: Path, num_tokens: int) -> None:
-        program = Path(__file__).with_name("llamacpp_prefill.py")
-        self.process = subprocess.Popen(
-            [python, program, str(model), str(num_tokens)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.about = str(self._line())
-
-    def _line(self):  # type: ignore[no-untyped-def]  # JSON
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("the rival died; its message is above")
-        return json.loads(line)
-
-    def seconds(self, threads: int, flash: bool, ids: list[int]) -> float:
-        assert self.process.stdin is not None
-        asked = {"threads": threads, "flash": flash, "ids": ids}
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        return float(self._line())
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
 
 
 def main() -> None:
@@ -106,7 +76,7 @@ def _type(arguments: argparse.Namespace, kind: str, threads: list[int]) -> dict[
         mode: Engine.load(folder / f"{kind}.gguf", mode=mode, context_length=2 * num_tokens)
         for mode in arguments.modes.split(",")
     }
-    rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf", num_tokens)
+    rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf", 2 * num_tokens)
     times: dict[tuple[int, str], list[float]] = {}
     generator = random.Random(0)
     for number in range(arguments.rounds + 1):  # the first warms up
@@ -114,8 +84,8 @@ def _type(arguments: argparse.Namespace, kind: str, threads: list[int]) -> dict[
             use_threads(count)
             ids = [generator.randrange(3, Shape.vocab_size) for _ in range(num_tokens)]
             runs = {mode: _ours(engine, ids) for mode, engine in engines.items()}
-            runs["llama.cpp"] = rival.seconds(count, False, ids)
-            runs["llama.cpp, flash"] = rival.seconds(count, True, ids)
+            runs["llama.cpp"] = rival.prefill_s(count, False, ids)
+            runs["llama.cpp, flash"] = rival.prefill_s(count, True, ids)
             for name, seconds in runs.items() if number else ():
                 times.setdefault((count, name), []).append(seconds)
     rival.close()

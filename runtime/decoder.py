@@ -1,10 +1,11 @@
-"""One forward pass: token ids in, hidden states and logits out; or one layer of it alone.
+"""One forward pass: token ids in, logits out; or one layer of it alone.
 
 What this module does not know: text, sampling, and where weights came from.
 
-Letters: T tokens, D model width, V vocabulary."""
+Letters: T tokens, R rows that want logits, D model width, V vocabulary."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,11 @@ from sparkinfer.runtime.attention import Turn
 from sparkinfer.runtime.decode_step import DecodeStep
 from sparkinfer.runtime.loader import Layer, Weights
 from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.native_step import NativeStep
 from sparkinfer.runtime.observers import Observers
+
+Wanted = Literal["none", "last", "all"]  # of a pass's tokens, those whose logits are wanted
+_WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +38,29 @@ class Decoder:
         return self.logits(self.forward(torch.tensor([token]), position))[0]
 
     @property
+    def _native_rows(self) -> NativeStep | None:
+        """What takes several tokens natively, as single steps would be taken, to the bit."""
+        native = self.native
+        return native if isinstance(native, NativeStep) and not self.observers.active else None
+
+    @property
     def most_tokens(self) -> int:
-        """That a pass takes now."""
+        """Maximum tokens of a pass."""
+        if self._native_rows is not None:
+            return self._native_rows.max_rows
         return SHORT_CHUNK if self.observers.active else self.chunk
+
+    def run(self, ids_T: Tensor, start: int, wanted: Wanted) -> Tensor:
+        """Logits f32 [R, V] on the CPU of the wanted ones of tokens at positions from `start`.
+
+        Takes at most `most_tokens`; keys and values go into the cache."""
+        which = _WANTED[wanted]
+        if self._native_rows is None:
+            hidden_TD = self.forward(ids_T, start)
+            return self.logits(hidden_TD[which]) if wanted != "none" else hidden_TD[which]
+        has_logits = [False] * len(ids_T)
+        has_logits[which] = [True] * len(has_logits[which])
+        return self._native_rows.run_rows(ids_T.tolist(), start, has_logits)
 
     def forward(self, ids_T: Tensor, start: int) -> Tensor:
         """Hidden states [T, D] before the head, of tokens at positions from `start`.

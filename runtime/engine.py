@@ -52,7 +52,6 @@ from sparkinfer.runtime.loader import Layer, Weights, load_weights
 from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.sampler import Sampler
 from sparkinfer.runtime.text import TextCodec
-from sparkinfer.runtime.tiles import asked_dtype
 from sparkinfer.split_file import Split
 from sparkinfer.thresholds import replace_thresholds, with_thresholds
 
@@ -167,7 +166,6 @@ class Engine:
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
         mode = mode_of(file, mode)
-        asked_dtype()  # refused before a prompt comes, long or not
         gpu = device_of(device)
         context_length = context_of(file, plan, context_length)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
@@ -238,7 +236,7 @@ class Engine:
         """Runs a text through all layers but not through the head: for observers."""
         self._user += 1
         for start, chunk in self._chunks(self._ids(token_ids)):
-            self._live.forward(chunk, start)
+            self._live.run(chunk, start, "none")
 
     @told_out_of_memory()
     @torch.inference_mode()
@@ -247,10 +245,7 @@ class Engine:
         ids_T = self._ids(token_ids)
         self._user += 1
         return torch.cat(
-            [
-                self._live.logits(self._live.forward(chunk, start))
-                for start, chunk in self._chunks(ids_T)
-            ]
+            [self._live.run(chunk, start, "all") for start, chunk in self._chunks(ids_T)]
         )
 
     def generate(
@@ -302,8 +297,9 @@ class Engine:
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
         for start, chunk in self._chunks(ids_T):
-            hidden_TD = self._live.forward(chunk, start)
-        return self._live.logits(hidden_TD[-1:])[0]
+            is_last = start + len(chunk) == len(ids_T)
+            logits_RV = self._live.run(chunk, start, "last" if is_last else "none")
+        return logits_RV[0]
 
     def _chunks(self, ids_T: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(position of the first token, tokens) of each forward pass over a text."""

@@ -8,14 +8,14 @@ is called gate here is that up projection.
 `exact` computes every gate and the rest only where the gate is open; `predicted` computes the
 gates that the predictor names and the rest where such a gate is open. Both give what `dense`
 gives up to the neurons that the predictor misses. For one token only the rows that are needed
-are read; for several, those that any of them needs, or all rows where those are most of them, and
-what is not needed is masked: the same values up to the order of sums.
+are read; for several on the CPU, each takes its own, as it would alone (native_neurons); without the
+C++ kernels those that any of them needs, and what is not needed is masked.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +23,11 @@ from torch.nn import functional as F
 
 from sparkinfer.architecture import PredictorKind
 from sparkinfer.budget import part_neurons
-from sparkinfer.runtime import gpu_products, native_pass
+from sparkinfer.runtime import gpu_products
 from sparkinfer.runtime.matrix import Linear
-from sparkinfer.runtime.native_pass import NativePass
-from sparkinfer.runtime.neuron_block import Gate, NeuronBlock
+from sparkinfer.runtime.native_neurons import add_neurons
+from sparkinfer.runtime.neuron_block import Gate, Mode, NeuronBlock
 from sparkinfer.runtime.observers import Observers
-
-Mode = Literal["dense", "exact", "predicted"]
 
 # Of the neurons that several tokens might need, the share that they must need for all rows to be
 # taken: choosing rows costs a copy of the tokens' values of those that are chosen.
@@ -201,30 +199,22 @@ class FeedForward:
     def _add_parts(
         self, y_TD: Tensor, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
+        if block.is_native:
+            read = add_neurons(y_TD, block, self.gate, self.mode, x_TD, named_TN)
+            self.traffic.gate += read[0]
+            self.traffic.up += read[1]
+            self.traffic.down += read[2]
+            return
         size, count = part_neurons(x_TD.shape[1], len(x_TD)), len(block.id_N)
-        is_native = self.mode != "dense" and native_pass.is_worth(block)
-        native = NativePass(x_TD) if is_native else None
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]
-            self._add_part(y_TD, block.part(start, stop), x_TD, named, native)
-        if native is not None:
-            native.add_to(y_TD)
+            self._add_part(y_TD, block.part(start, stop), x_TD, named)
 
     def _add_part(
-        self,
-        y_TD: Tensor,
-        part: NeuronBlock,
-        x_TD: Tensor,
-        named_TN: Tensor | None,
-        native: NativePass | None,
+        self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
-        """Adds what these neurons give, to `native` where few enough of its pairs fire; reads the
-        rows that any of the tokens needs."""
-        if native is not None and named_TN is not None:
-            done = native.add_named(part, self.gate, named_TN)
-            if done is not None:
-                return self._count(part, done.named, done.open)
+        """Adds what these neurons give; reads the rows that any of the tokens needs."""
         rows = part.row_N
         if named_TN is not None:
             chosen = self._chosen(part, named_TN)
@@ -232,14 +222,7 @@ class FeedForward:
                 rows, named_TN = part.rows(chosen), named_TN[:, chosen]
         gate_TA = _product(part.gate, x_TD, rows)
         num_gates = gate_TA.shape[1]
-        if native is not None and named_TN is None:
-            gate_TA = self.gate.before_threshold(gate_TA)
-            done = native.add_open(part, self.gate, gate_TA)
-            if done is not None:
-                return self._count(part, num_gates, done.open)
-            hidden_TA = self.gate.above_threshold(gate_TA)
-        else:
-            hidden_TA, _ = self.gate.act(gate_TA, is_dense=self.mode == "dense")
+        hidden_TA, _ = self.gate.act(gate_TA, is_dense=self.mode == "dense")
         if named_TN is not None:
             hidden_TA = hidden_TA * named_TN
         # What does not fire is 0, and NaN is not: it is to be seen in the result.

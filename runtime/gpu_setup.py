@@ -34,7 +34,6 @@ from sparkinfer.runtime.pass_bytes import decode_bytes, pass_bytes
 from sparkinfer.runtime.resident import Residence
 from sparkinfer.runtime.staging import Staging, copy_stream
 from sparkinfer.runtime.streams import PlainStream
-from sparkinfer.runtime.tiles import tile_dtype
 from sparkinfer.runtime.upload import PIECE_BYTES, Uploader
 from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
@@ -61,8 +60,6 @@ def memories_of(
     Raises SparkinferError where a GPU has not so much memory."""
     if placement.homes[0].type != "cuda":
         return {}
-    # May try an instruction in a child process, for which the system would copy all pinned memory.
-    tile_dtype("f16")
     budgets: list[int | None]
     if plan is None:
         items, budgets = [bytes_by_role["gpu"]], [None]

@@ -1,9 +1,9 @@
 """A weight matrix in the type it has in the file, and the three products a decoder needs.
 
 Everything is computed in f32: a row is unpacked when it is used and the unpacked values are
-dropped again. On the CPU single-token products go through the C++ kernels, which take the vector
-in blocks of 16-bit integers where the weights are in blocks; without them through torch. On a GPU
-products of several tokens are tensor cores' (runtime.gpu_products).
+dropped again. On the CPU products go through the C++ kernels, which take vectors in blocks of 16-bit
+integers where the weights are in blocks; without them through torch. On a GPU products of several
+tokens are tensor cores' (runtime.gpu_products).
 What this module does not know: which rows matter.
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
@@ -21,7 +21,6 @@ from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.runtime import gpu_products, k_quants
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.planar import PLANAR_KIND, from_planar
-from sparkinfer.runtime.tiles import tile_dtype
 
 # Arranged for a GPU: the CPU's kernels do not know it.
 _GPU_KINDS = ("q6_k_planar",)
@@ -115,14 +114,12 @@ class Matrix:
         count = self.num_rows if index_A is None else len(index_A)
         if self._is_on_gpu:
             return gpu_products.product(x_TD, count, self._gpu_tiles(index_A))
+        if self.is_native and len(x_TD):
+            rows = None if index_A is None else index_A.to(torch.int32)
+            return library.dot_rows(self.data, self.kind, x_TD.contiguous(), rows)
         y_TA = x_TD.new_empty(len(x_TD), count)
-        x = x_TD.to(self.tile_dtype)
         for start, rows_AD in self._tiles(index_A):
-            y = y_TA[:, start : start + len(rows_AD)]
-            if x.dtype == torch.float32:
-                torch.mm(x, rows_AD.T, out=y)
-            else:
-                y.copy_(x @ rows_AD.T)
+            torch.mm(x_TD, rows_AD.T, out=y_TA[:, start : start + len(rows_AD)])
         return y_TA
 
     def combine_many(self, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
@@ -136,17 +133,8 @@ class Matrix:
             tiles = self._gpu_tiles(index_A)
             return gpu_products.add_many(sum_TD, weight_TA, tiles)
         for start, rows_AD in self._tiles(index_A):
-            weight = weight_TA[:, start : start + len(rows_AD)]
-            if rows_AD.dtype == torch.float32:
-                sum_TD.addmm_(weight, rows_AD)
-            else:
-                sum_TD += weight.to(rows_AD.dtype) @ rows_AD
+            sum_TD.addmm_(weight_TA[:, start : start + len(rows_AD)], rows_AD)
         return sum_TD
-
-    @property
-    def tile_dtype(self) -> torch.dtype:
-        """Of its rows in a product over several tokens on the CPU."""
-        return tile_dtype(self.kind) if self.is_native else torch.float32
 
     def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         """As `_tiles`, of the type that tensor cores multiply. A float matrix that is taken whole
@@ -170,16 +158,15 @@ class Matrix:
             yield start, out_AD
 
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """(first position, rows [A, D] of `tile_dtype`) of pieces small enough for the workspace.
+        """(first position, rows f32 [A, D]) of pieces small enough for the workspace.
 
         A piece is overwritten by the next."""
         count = self.num_rows if index_A is None else len(index_A)
         if self.kind == "f32" and index_A is None:
             yield 0, self.data
             return
-        dtype = self.tile_dtype
         tile = tile_rows(self.width)
-        buffer = torch.empty(min(tile, count), self.width, dtype=dtype) if self.is_native else None
+        buffer = torch.empty(min(tile, count), self.width) if self.is_native else None
         rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
         for start in range(0, count, tile):
             piece = slice(start, min(start + tile, count))

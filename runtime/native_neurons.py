@@ -1,26 +1,28 @@
-"""The neurons of one block for one token, in one native call: what a CPU does for a layer that is
-divided, from the normed input to what its neurons add.
+"""The neurons of one block for one token or some, in one native call: what a CPU does for a layer that
+is divided, from the normed input to what its neurons add.
 
 A call takes a bit a neuron, as a GPU's predictor leaves them, and may come from any thread, also
 from a node of a CUDA graph (`node`). The reference is feed_forward.py.
 
-Letters: D model width, F neurons of the layer."""
+Letters: T tokens, D model width, F neurons of the layer, N of the block."""
 
 from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.feed_forward import Gate, Mode, NeuronBlock
+from sparkinfer.runtime.bits import pack_bits
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.native_structs import ACTIVATIONS, MODES, BlockStruct, Structs
+from sparkinfer.runtime.native_structs import ACTIVATIONS, MAX_ROWS, MODES, BlockStruct, Structs
+from sparkinfer.runtime.neuron_block import Gate, Mode, NeuronBlock
 
 
 class NeuronsStruct(Structure):
     _fields_ = [("block", BlockStruct), ("x", c_void_p), ("named", c_void_p), ("y", c_void_p),
                 ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
+                ("num_tokens", c_int64), ("max_tokens", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("activation", c_int32), ("mode", c_int32), ("threshold", c_float)]  # fmt: skip
 
@@ -86,6 +88,8 @@ class NativeNeurons:
             y=y_D.data_ptr(),
             width=width,
             num_neurons=num_neurons,
+            num_tokens=1,
+            max_tokens=1,
             activation=ACTIVATIONS.index(gate.activation),
             mode=MODES.index(mode),
             threshold=gate.threshold,
@@ -109,3 +113,33 @@ class NativeNeurons:
     def bytes_read(self) -> int:
         """Of weights, by all calls so far."""
         return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
+
+
+def add_neurons(
+    y_TD: Tensor, block: NeuronBlock, gate: Gate, mode: Mode, x_TD: Tensor, named_TN: Tensor | None
+) -> tuple[int, int, int]:
+    """Adds what a block's neurons give for each token; `named_TN` are those that a predictor names,
+    None in other modes. Returns bytes of gates, ups and downs, each row counted once a call.
+
+    A token gets the same bits with any others. Raises NotNative for what the kernels do not cover."""
+    structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
+    x_TD = x_TD.contiguous()
+    named = None if named_TN is None else pack_bits(named_TN)
+    struct = NeuronsStruct(
+        block=structs.block(replace(block, is_whole=True)),  # named by their places in the block
+        width=block.down.width,
+        num_neurons=len(block.id_N),
+        max_tokens=num_tokens,
+        activation=ACTIVATIONS.index(gate.activation),
+        mode=MODES.index(mode),
+        threshold=gate.threshold,
+    )
+    struct.workspace = structs.workspace(library.neurons_bytes(struct))
+    sum_TD = torch.empty_like(x_TD)
+    for start in range(0, len(x_TD), num_tokens):
+        struct.num_tokens = min(num_tokens, len(x_TD) - start)
+        struct.x, struct.y = x_TD[start:].data_ptr(), sum_TD[start:].data_ptr()
+        struct.named = None if named is None else named[start:].data_ptr()
+        library.run_neurons(struct)
+    y_TD += sum_TD
+    return struct.gate_bytes, struct.up_bytes, struct.down_bytes

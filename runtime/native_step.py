@@ -1,4 +1,4 @@
-"""A decode step of the whole model in one native call: built once, from the loaded weights.
+"""A step of the whole model, one token or some, in one native call: built once, from the loaded weights.
 
 What is not covered keeps the ordinary path of decoder.py: `build`
 says why. What this module does not know: the order of a forward pass."""
@@ -16,6 +16,7 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loader import Layer, Weights
 from sparkinfer.runtime.native_structs import (
     ACTIVATIONS,
+    MAX_ROWS,
     MODES,
     BlockStruct,
     MatrixStruct,
@@ -43,13 +44,18 @@ class StepStruct(Structure):
                 ("workspace", c_void_p),
                 ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
-                ("context_length", c_int64),
+                ("context_length", c_int64), ("max_rows", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("predictor_bytes", c_int64),
                 ("epsilon", c_float),
                 ("is_adjacent", c_int32), ("is_post_norm", c_int32), ("cache_kind", c_int32),
                 ("activation", c_int32), ("mode", c_int32), ("predictor_kind", c_int32),
                 ("input_layer_offset", c_int32)]  # fmt: skip
+
+
+class RowStruct(Structure):
+    _fields_ = [("token", c_int64), ("position", c_int64), ("sequence", c_int32),
+                ("has_logits", c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +65,31 @@ class NativeStep:
     traffic: Traffic
     kept: tuple[Any, ...]  # whatever the structs point at
 
+    @property
+    def max_rows(self) -> int:
+        return self.step.max_rows
+
     def run(self, token: int, position: int) -> Tensor:
-        """f32 [V]: the logits behind one token; appends to the cache and counts the traffic.
+        """f32 [V]: the logits behind one token; as `run_rows`."""
+        return self.run_rows([token], position, [True])[0]
+
+    def run_rows(self, tokens: Sequence[int], start: int, has_logits: Sequence[bool]) -> Tensor:
+        """f32 [rows that have logits, V]: what follows tokens at positions from `start`; appends them
+        to the cache and counts the traffic. A row's bits do not depend on the other rows.
 
         Raises IndexError for a token or position that cannot be."""
-        logits_V = torch.empty(self.vocab_size, dtype=torch.float32)
+        rows = (RowStruct * len(tokens))()
+        for t, (token, wanted) in enumerate(zip(tokens, has_logits, strict=True)):
+            rows[t] = RowStruct(token=token, position=start + t, has_logits=wanted)
+        logits = torch.empty(sum(has_logits), self.vocab_size, dtype=torch.float32)
         before = self._bytes()
-        library.run_step(self.step, token, position, logits_V)
+        library.run_step(self.step, rows, logits)
         gate, up, down, predictor = (b - a for a, b in zip(before, self._bytes(), strict=True))
         self.traffic.gate += gate
         self.traffic.up += up
         self.traffic.down += down
         self.traffic.predictor += predictor
-        return logits_V
+        return logits
 
     def _bytes(self) -> tuple[int, int, int, int]:
         step = self.step
@@ -94,6 +112,7 @@ class StepBuilder(Structs):
     def step(self, weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep:
         layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
         step = self.frame(weights, layers, input_layer_offset)
+        step.max_rows = min(MAX_ROWS, step.context_length)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = self.norm(weights.output_norm)
@@ -125,6 +144,7 @@ class StepBuilder(Structs):
             num_kv_heads=cache.shape[1],
             head_width=cache.shape[2],
             context_length=cache.shape[0],
+            max_rows=1,
             epsilon=first.attn_norm.epsilon,
             is_adjacent=bool(rotary and rotary.is_adjacent),
             is_post_norm=first.is_post_norm,

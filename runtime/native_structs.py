@@ -17,6 +17,7 @@ from sparkinfer.runtime.neuron_block import NeuronBlock
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 MODES = ("dense", "exact", "predicted")
 _ALIGNMENT = 64
+MAX_ROWS = 128  # of step.h: tokens whose products share each weight that is read
 
 
 class MatrixStruct(Structure):

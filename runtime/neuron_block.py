@@ -5,6 +5,7 @@ What this module does not know: layers, modes, who runs them.
 Letters: A active neurons, N neurons of a block."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 from sparkinfer.architecture import SMOOTH, Activation
 from sparkinfer.runtime.matrix import Linear, Matrix
+
+Mode = Literal["dense", "exact", "predicted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,12 @@ class NeuronBlock:
     @property
     def device(self) -> torch.device:
         return self.gate.weight.data.device
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the C++ kernels take all of it."""
+        matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
+        return all(matrix.is_native for matrix in matrices)
 
     def part(self, start: int, stop: int) -> "NeuronBlock":
         """Some of its neurons that follow one another; nothing is copied."""

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "../runtime/kernels/cpu/dispatch.h"
-#include "../runtime/kernels/cpu/pass.h"
 #include "../runtime/kernels/cpu/probe.h"
 #include "../runtime/kernels/cpu/step.h"
 
@@ -59,29 +58,28 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
 // index is all rows backwards.
 bool unpacks(int32_t kind, const uint8_t* w, int64_t D, const int32_t* index, int64_t A) {
     const int64_t row_bytes = row_bytes_of(kind, D);
-    for (int32_t out_kind : {KIND_F32, KIND_BF16}) {
-        const int64_t size = D * (out_kind == KIND_F32 ? 4 : 2);
-        uint8_t *all_rows = bytes(A * size), *backwards = bytes(A * size);
-        if (spark_unpack_rows(kind, w, row_bytes, A, D, nullptr, A, out_kind, all_rows) ||
-            spark_unpack_rows(kind, w, row_bytes, A, D, index, A, out_kind, backwards))
-            return false;
-        for (int64_t a = 0; a < A; ++a)
-            if (std::memcmp(all_rows + a * size, backwards + (A - 1 - a) * size, size)) return false;
-    }
+    float *all_rows = floats(A * D), *backwards = floats(A * D);
+    if (spark_unpack_rows(kind, w, row_bytes, A, D, nullptr, A, all_rows) ||
+        spark_unpack_rows(kind, w, row_bytes, A, D, index, A, backwards))
+        return false;
+    for (int64_t a = 0; a < A; ++a)
+        if (std::memcmp(all_rows + a * D, backwards + (A - 1 - a) * D, D * 4)) return false;
     return true;
 }
 
 bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     const uint8_t* w = weights(kind, A, D);
     const int64_t row_bytes = row_bytes_of(kind, D);
-    const float *x = floats(D), *c = floats(A);
+    constexpr int64_t T = 37;
+    const float *x = floats(T * D), *c = floats(A);
     int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
     for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
-    float *y = floats(A), *backwards = floats(A), *z = floats(D);
-    if (spark_dot_rows(kind, w, row_bytes, A, D, x, nullptr, A, y)) return false;
-    if (spark_dot_rows(kind, w, row_bytes, A, D, x, index, A, backwards)) return false;
+    float *y = floats(A), *backwards = floats(A), *z = floats(D), *many = floats(T * A);
+    if (spark_dot_rows(kind, w, row_bytes, A, D, x, 1, nullptr, A, y)) return false;
+    if (spark_dot_rows(kind, w, row_bytes, A, D, x, 1, index, A, backwards)) return false;
+    if (spark_dot_rows(kind, w, row_bytes, A, D, x, T, index, A, many)) return false;
     for (int64_t a = 0; a < A; ++a)
-        if (y[a] != backwards[A - 1 - a]) return false;
+        if (y[a] != backwards[A - 1 - a] || y[a] != many[A - 1 - a]) return false;
     return !spark_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) &&
            !spark_accumulate_rows(kind, w, row_bytes, A, D, c, index, A, z) &&
            unpacks(kind, w, D, index, A);
@@ -121,7 +119,7 @@ bool parts(SparkStep& step, const float* want) {
 bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const bool is_wide = block_values(kind) > 32;
     const int64_t D = is_wide ? 256 : 96, W = is_wide ? 64 : 24;
-    const int64_t F = 65, H = 4, K = 2, C = 18, V = 33;
+    const int64_t F = 65, H = 4, K = 2, C = 18, V = 33, R = 5;
     SparkLayer layer = {};
     layer.attn_norm = norm(D, !is_gated), layer.ffn_norm = norm(D, !is_gated);
     layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
@@ -142,55 +140,28 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.output_norm = norm(D, false);
     step.layer = &layer, step.num_layers = 1, step.frequency = frequency;
     step.width = D, step.num_neurons = F, step.num_heads = H, step.num_kv_heads = K;
-    step.head_width = W, step.context_length = C;
+    step.head_width = W, step.context_length = C, step.max_rows = R;
     step.epsilon = 1e-5f, step.cache_kind = KIND_F16, step.mode = mode;
     step.activation = is_gated ? ACTIVATION_SILU : ACTIVATION_RELU;
     const int64_t size = spark_step_bytes(&step);
     if (size < 0) return false;
     uint8_t* memory = bytes(size + 63);
     step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
-    float* logits = floats(V);
-    for (int64_t position = 0; position < C; ++position)
-        if (spark_step(&step, position, position, logits)) return false;
-    return spark_step(&step, V, 0, logits) == STATUS_INDEX_OUT_OF_RANGE &&
-           spark_step(&step, 0, C, logits) == STATUS_INDEX_OUT_OF_RANGE && parts(step, logits);
-}
-
-float* aligned_floats(int64_t count) {
-    uint8_t* memory = bytes(count * 4 + 63);
-    float* values =
-        reinterpret_cast<float*>(memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64);
-    for (int64_t i = 0; i < count; ++i) values[i] = 0.1f * uniform();
-    return values;
-}
-
-// Tokens through the neurons that fire, all of which are named: from gates that are given and from
-// names. The last columns of x and y are those of a whole chunk.
-bool passes(int32_t kind, int64_t D, int64_t N, int64_t T, bool is_gated) {
-    const int64_t chunks = (D + PASS_CHUNK - 1) / PASS_CHUNK, size = chunks * T * PASS_CHUNK;
-    int32_t* row = reinterpret_cast<int32_t*>(bytes(N * 4));
-    for (int64_t n = 0; n < N; ++n) row[n] = static_cast<int32_t>(N - 1 - n);
-    uint8_t* named = bytes(T * N);
-    for (int64_t i = 0; i < T * N; ++i) named[i] = next() >> 30 == 0;
-    for (float* gate : {static_cast<float*>(nullptr), floats(T * N)}) {
-        SparkPass pass = {};
-        pass.block.gate = matrix(kind, N, D, true), pass.block.down = matrix(kind, N, D, false);
-        if (is_gated) pass.block.up = matrix(kind, N, D, true);
-        pass.block.row = row, pass.block.num_neurons = N;
-        pass.x = aligned_floats(size), pass.y = aligned_floats(size);
-        pass.gate = gate, pass.named = gate ? nullptr : named;
-        pass.width = D, pass.num_tokens = T, pass.gate_stride = pass.named_stride = N;
-        pass.activation = is_gated ? ACTIVATION_DRELU : ACTIVATION_GELU;
-        pass.most = T * N;
-        const int64_t room = spark_pass_bytes(&pass);
-        if (room < 0) return false;
-        pass.workspace = reinterpret_cast<uint8_t*>(aligned_floats((room + 3) / 4));
-        spark_pass(&pass);
-        if (pass.num_pairs > pass.most || pass.num_open > pass.num_named) return false;
-        pass.width = -1;
-        if (spark_pass_bytes(&pass) != -1) return false;
+    float *logits = floats(V), *together = floats(R * V);
+    for (int64_t position = 0; position < C; ++position) {
+        const SparkRow row = {position, position, 0, 1};
+        if (spark_step(&step, &row, 1, logits)) return false;
     }
-    return true;
+    SparkRow rows[R];
+    for (int64_t t = 0; t < R; ++t) rows[t] = {C - R + t, C - R + t, 0, 1};
+    if (spark_step(&step, rows, R, together)) return false;
+    if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
+    const SparkRow no_token = {V, 0, 0, 1}, no_position = {0, C, 0, 1};
+    rows[1].position += 1;
+    return spark_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
+           spark_step(&step, &no_position, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
+           spark_step(&step, rows, 3, together) == STATUS_BAD_ARGUMENT &&
+           spark_step(&step, rows, R + 1, together) == STATUS_BAD_ARGUMENT && parts(step, logits);
 }
 
 bool level() {
@@ -199,10 +170,6 @@ bool level() {
         for (int64_t D : {1, 31, 32, 33, 65, 96, 128, 160, 256, 768})
             for (int64_t A : {1, 2, 3, 4, 5, 9})
                 if (D % values == 0 && !kernels_at(kind, D, A)) return false;
-        for (int64_t D : {33, 160, 768})
-            for (int64_t N : {1, 260})
-                for (int64_t T : {2, 33})
-                    if (D % values == 0 && !passes(kind, D, N, T, T > 2)) return false;
         for (int32_t mode : {MODE_DENSE, MODE_EXACT, MODE_PREDICTED})
             for (bool is_gated : {false, true})
                 for (int64_t rank : {0, 32, 256})
@@ -214,37 +181,20 @@ bool level() {
 
 }  // namespace
 
-void faults(const Rows&, const Input&, float*, int64_t, int64_t) { __builtin_trap(); }
+void faults(const Rows&, const Input&, float*, int64_t, int64_t, int64_t) { __builtin_trap(); }
 
-void errs(const Rows&, const Input&, float* y, int64_t a0, int64_t a1) {
-    for (int64_t a = a0; a < a1; ++a) y[a] = 0.0f;
+// Right for one vector alone.
+void errs(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
+    kernels_generic.dot_rows[KIND_F32](rows, x.part(0, 1), y, y_stride, a0, a1);
+    for (int64_t t = 1; t < x.count; ++t)
+        for (int64_t a = a0; a < a1; ++a) y[t * y_stride + a] = 0.0f;
 }
 
-void unpacks_nothing(const Rows&, uint8_t*, int64_t, int64_t) {}
+void unpacks_nothing(const Rows&, float*, int64_t, int64_t) {}
+void adds_nothing(const Rows&, int64_t, int64_t, const ManySums&) {}
 
 void attends_nothing(const AttendPart& a) {
     for (int64_t g = 0; g < a.G; ++g) a.top[g] = a.total[g] = 0.0f;
-}
-
-void unpacks_no_panel(const Rows&, const uint8_t*, int64_t, int64_t, int64_t, const Panel&) {}
-void multiplies_no_pair(const PairList&, const float*, const float*, int64_t, float*) {}
-void adds_no_pair(const float*, const uint8_t*, const float*, const int32_t*, int64_t, int64_t,
-                  float*) {}
-void marks_no_gate(const float*, int64_t, float, bool, uint32_t, uint32_t*) {}
-void marks_no_name(const uint8_t*, int64_t, uint32_t, uint32_t*) {}
-
-// Each kernel of a pass that does nothing is refused.
-bool probes_pass() {
-    for (int32_t wrong = 0; wrong < NUM_KINDS + 4; ++wrong) {
-        Kernels kernels = kernels_generic;
-        if (wrong < NUM_KINDS) kernels.unpack_panel[wrong] = unpacks_no_panel;
-        if (wrong == NUM_KINDS) kernels.dot_pairs = multiplies_no_pair;
-        if (wrong == NUM_KINDS + 1) kernels.add_pairs = adds_no_pair;
-        if (wrong == NUM_KINDS + 2) kernels.mark_gates = marks_no_gate;
-        if (wrong == NUM_KINDS + 3) kernels.mark_named = marks_no_name;
-        if (runs_here(kernels, kernels_generic)) return false;
-    }
-    return true;
 }
 
 // The probe takes what runs and refuses what faults or errs, at any kind of weight.
@@ -256,18 +206,22 @@ bool probes() {
             kernels.dot_rows[kind] = wrong;
             if (runs_here(kernels, kernels_generic)) return false;
         }
-    for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
-        for (bool is_bf16 : {false, true}) {
-            Kernels kernels = kernels_generic;
-            (is_bf16 ? kernels.unpack_rows_bf16 : kernels.unpack_rows)[kind] = unpacks_nothing;
-            if (runs_here(kernels, kernels_generic)) return false;
-        }
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
+        Kernels kernels = kernels_generic;
+        kernels.unpack_rows[kind] = unpacks_nothing;
+        if (runs_here(kernels, kernels_generic)) return false;
+    }
     for (int32_t kind : {KIND_F32, KIND_F16}) {
         Kernels kernels = kernels_generic;
         kernels.attend[kind] = attends_nothing;
         if (runs_here(kernels, kernels_generic)) return false;
     }
-    return probes_pass();
+    for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
+        Kernels kernels = kernels_generic;
+        kernels.accumulate_many[kind] = adds_nothing;
+        if (runs_here(kernels, kernels_generic)) return false;
+    }
+    return true;
 }
 
 int main() {
@@ -275,7 +229,7 @@ int main() {
         std::printf("the probe is wrong\n");
         return 1;
     }
-    for (const char* name : {"generic", "avx2", "avx512", "avx512vnni"}) {
+    for (const char* name : {"generic", "avx2", "avx512", "avx512vnni", "amx"}) {
         if (spark_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {
             if (spark_set_threads(threads) != STATUS_OK || !level()) {

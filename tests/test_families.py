@@ -130,6 +130,17 @@ def test_logits_equal_those_of_transformers(checkpoints, tmp_path, case):
             assert 1e-6 < rel_error(engine.logits(IDS), want) < 8 * torch.finfo(eps).eps
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
+    """Every order of blocks, to the bit."""
+    path = converted(checkpoints(case), tmp_path / "q8_0.gguf", outtype="q8_0")
+    with Engine.load(path, mode="exact") as engine:
+        assert engine.not_native is None
+        got = engine.logits(IDS)
+        for position, token in enumerate(IDS):
+            assert torch.equal(engine._step(token, position), got[position])
+
+
 STOCK = ["llama-mqa-tied", "mistral", "qwen2", "qwen3", "phi3", "falcon-11b"]
 
 

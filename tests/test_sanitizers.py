@@ -15,12 +15,12 @@ SOURCES = {
     "probe": [],
     "thread_pool": [],
     "neurons": [],
-    "pass": [],
     "step": [],
     "rows_generic": [],
     "rows_avx2": "-mavx2 -mfma -mf16c".split(),
     "rows_avx512": AVX512,
     "rows_avx512vnni": [*AVX512, "-mavx512vnni"],
+    "rows_amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
 }
 FLAGS = "-std=c++17 -O1 -g -w -ffp-contract=off -fno-sanitize-recover=all -pthread".split()
 # Blocks of 18 and 34 bytes lie where they lie: their loads say so, and x86 takes them.

@@ -16,7 +16,7 @@ from test_runtime import make_split
 
 from sparkinfer import Engine
 from sparkinfer.model_file import KINDS, ModelFile
-from sparkinfer.runtime import cold_stream, cold_worth, staging, tiles
+from sparkinfer.runtime import cold_stream, cold_worth, staging
 from sparkinfer.runtime.cold_spans import ColdBlock
 from sparkinfer.runtime.cold_stream import ColdStream
 from sparkinfer.runtime.feed_forward import Gate, NeuronBlock
@@ -42,14 +42,6 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def tiles_of_f32(monkeypatch):
-    monkeypatch.setenv(tiles.TILES_VARIABLE, "f32")
-    tiles._processors_choice.cache_clear()
-    yield
-    tiles._processors_choice.cache_clear()
-
-
 def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1):
     """Lets an engine with both roles on the CPU bring its cold neurons from one to the other."""
     weights = engine._live.weights
@@ -70,7 +62,7 @@ def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1)
         staging=Staging(size, copier, is_pinned=False) if is_staged else None,
     )
     weights = brought(weights, stream, 128, least_tokens=least_tokens)
-    engine._decoder = dataclasses.replace(engine._live, weights=weights)
+    engine._decoder = dataclasses.replace(engine._live, weights=weights, native="weights are brought")
     return stream
 
 

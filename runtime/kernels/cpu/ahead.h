@@ -32,3 +32,13 @@ class Ahead {
     const uint8_t* first_[ROWS];
     int64_t step_, at_ = 0, asked_ = 0;
 };
+
+// Rows that lie one behind the other are one run through memory, which is asked for so many bytes ahead.
+// GB/s of one Zen 4 core from memory, f16 rows of 576 and 2048 values: one row at a time 23 and 24 with
+// 2048 ahead, 25 and 27 with 4096, 21 and 21 with 8192; four rows at a time, each asking for the
+// one four further, 11 and 13.
+constexpr int64_t RUN_AHEAD = 4096;
+
+inline bool is_one_run(const Rows& rows, int64_t row_bytes) {
+    return rows.stride == row_bytes && !rows.index && !rows.next;
+}

@@ -15,7 +15,7 @@ inline void unpack_tile(const uint8_t* first, int64_t stride, int64_t n, int64_t
         const uint8_t* row = first + c * stride;
         const uint8_t* next = c + TILE < left ? row + TILE * stride : row;
         float* out = tile + c * padded;
-        unpack_row<Format, ToF32>(row, next, W, reinterpret_cast<uint8_t*>(out));
+        unpack_row<Format>(row, next, W, out);
         for (int64_t i = W; i < padded; ++i) out[i] = 0.0f;
     }
     for (int64_t i = n * padded; i < TILE * padded; ++i) tile[i] = 0.0f;

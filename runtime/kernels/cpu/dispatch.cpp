@@ -11,6 +11,14 @@
 
 #include "probe.h"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace {
 
 struct Level {
@@ -39,11 +47,29 @@ bool has_avx512() {
 }
 
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+// Linux lets a process use tiles once it has asked, in all its threads and in children it forks
+// (Documentation/arch/x86/xstate.rst). It refuses where a signal stack is too small for them.
+bool has_amx() {
+#ifdef __linux__
+    constexpr uint32_t TILE_AND_INT8 = 3u << 24, TILE_STATE = 3u << 17;
+    constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
+    uint32_t a, b, c, d, state, upper;
+    if (!has_avx512vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if ((d & TILE_AND_INT8) != TILE_AND_INT8) return false;
+    asm volatile("xgetbv" : "=a"(state), "=d"(upper) : "c"(0));
+    return (state & TILE_STATE) == TILE_STATE &&
+           syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
 #endif
 
 // Best first.
 Level levels[] = {
 #ifdef __x86_64__
+    {"amx", &kernels_amx, has_amx()},
     {"avx512vnni", &kernels_avx512vnni, has_avx512vnni()},
     {"avx512", &kernels_avx512, has_avx512()},
     {"avx2", &kernels_avx2, has_avx2()},
@@ -79,15 +105,18 @@ Status check(int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t*
     return all_inside ? STATUS_OK : STATUS_INDEX_OUT_OF_RANGE;
 }
 
-// x as the kernels of a kind take it. Its memory is of the calling thread, kept and grown.
+// Vectors [T, D] as the kernels of a kind take them. Their memory is of the calling thread, kept and
+// grown.
 class Prepared {
   public:
-    Prepared(int32_t kind, const float* x, int64_t D) : input{x, nullptr} {
+    Prepared(int32_t kind, const float* x, int64_t D, int64_t T) : input{x, nullptr, D, T, 0, T} {
         Quantise* quantise = current->kernels->quantise[kind];
         if (!quantise) return;
-        input.packed = room(packed_bytes(D));
-        if (input.packed) quantise(input, D);
+        input.packed = room(T * packed_bytes(D));
         is_ready = input.packed != nullptr;
+        if (is_ready)
+            split(T > 1 ? 16 * T * D : 0, T, 16, 4,
+                  [&](int64_t t0, int64_t t1) { quantise(input.part(t0, t1), D); });
     }
 
     Input input;
@@ -124,17 +153,18 @@ int64_t row_bytes_of(int32_t kind, int64_t D) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride,
-                              int64_t num_rows, int64_t D, const float* x, const int32_t* index,
-                              int64_t A, float* y) {
+                              int64_t num_rows, int64_t D, const float* x, int64_t T,
+                              const int32_t* index, int64_t A, float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
+    if (T < 1) return STATUS_BAD_ARGUMENT;
     DotRows* dot_rows = current->kernels->dot_rows[kind];
-    const Prepared prepared(kind, x, D);
+    const Prepared prepared(kind, x, D, T);
     if (!prepared.is_ready) return STATUS_NO_MEMORY;
     const Input& input = prepared.input;
     const Rows rows = {weight, stride, D, index, A};
-    split(A * row_bytes, A, 4, 16, [=, &rows, &input](int64_t a0, int64_t a1) {
-        dot_rows(rows, input, y, a0, a1);
+    split(A * row_bytes * T, A, T == 1 ? 4 : 64, 16, [=, &rows, &input](int64_t a0, int64_t a1) {
+        dot_rows(rows, input, y, A, a0, a1);
     });
     return STATUS_OK;
 }
@@ -181,12 +211,10 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* f
 
 EXPORT int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride,
                                  int64_t num_rows, int64_t D, const int32_t* index, int64_t A,
-                                 int32_t out_kind, uint8_t* out) {
+                                 float* out) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(row_bytes, stride, num_rows, index, A)) return status;
-    if (out_kind != KIND_F32 && out_kind != KIND_BF16) return STATUS_BAD_ARGUMENT;
-    UnpackRows* unpack_rows = (out_kind == KIND_F32 ? current->kernels->unpack_rows
-                                                    : current->kernels->unpack_rows_bf16)[kind];
+    UnpackRows* unpack_rows = current->kernels->unpack_rows[kind];
     const Rows rows = {weight, stride, D, index, A};
     split(A * row_bytes, A, 4, 4,
           [=, &rows](int64_t a0, int64_t a1) { unpack_rows(rows, out, a0, a1); });

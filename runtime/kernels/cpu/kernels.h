@@ -5,9 +5,7 @@
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked
 // in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in
 // blocks of 16-bit integers for the block kinds, see Input, and accumulate_rows c times scale for
-// planar rows; all other arithmetic is f32. unpack_rows writes f32, or bf16 rounded to the nearest,
-// ties to even (a NaN stays one), for a matrix product over several tokens; its row stride may be
-// more than the bytes of a row.
+// planar rows; all other arithmetic is f32. A row stride may be more than the bytes of a row.
 #pragma once
 #include <stdint.h>
 
@@ -45,22 +43,32 @@ enum Status : int32_t {
     STATUS_NO_MEMORY,
 };
 
-// A vector to be multiplied with rows. The block kinds take it quantised: of each 32 values
+// Vectors to be multiplied with rows, one a token. The block kinds take them quantised: of each 32
+// values
 //   scale = max |x| / LARGEST (0 where that is below 1e-30, NaN where an x is not finite)
 //   value = x * (LARGEST / max |x|), rounded to the nearest, ties to even
-// with LARGEST = 32767, or 32639 where a value is to be two signed bytes, 256 * high + low.
-// 16 bits rather than the 8 that llama.cpp takes: a 16-bit product of unpacked weights costs no
-// more instructions, and the rounding (1.5e-5 of the largest of 32) is below that of an f16.
+// with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low (K-quants: 32767).
+// 16 bits rather than the 8 that llama.cpp takes: the rounding (1.5e-5 of the largest of 32) is below
+// that of an f16, and a prompt on tensor tiles of int8 can have the same arithmetic as a step.
 struct Input {
-    const float* f32;  // D values; for the float kinds
-    uint8_t* packed;   // packed_bytes(D), 64-aligned; what quantise() makes of them
+    const float* f32;  // vector t begins at f32 + t * stride; for the float kinds
+    uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; what quantise() makes of them
+    int64_t stride, capacity;
+    int64_t first, count;  // vectors first .. first + count - 1 are meant
+
+    const float* vector(int64_t t) const { return f32 + (first + t) * stride; }
+    Input part(int64_t t0, int64_t t1) const {
+        return {f32, packed, stride, capacity, first + t0, t1 - t0};
+    }
 };
 
-constexpr int64_t packed_bytes(int64_t D) { return 4 * D + 2048; }
+// The most is that of blocks_amx.h: 6.5 * D + 232 of 8 vectors, 4.4 * D of many.
+constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
 // Kinds that take one packed form have one number; the float kinds take none.
 constexpr int NUM_FORMS = 3;
 constexpr int form_of(int32_t kind) {
-    return kind == KIND_Q4_0_PLANAR ? 2 : kind == KIND_Q4_0 ? 1 : 0;
+    if (kind == KIND_Q4_0_PLANAR || kind == KIND_Q4_0) return 2;
+    return kind == KIND_Q8_0_PLANAR || kind == KIND_Q8_0 ? 1 : 0;
 }
 
 constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
@@ -74,21 +82,37 @@ struct Rows {
     int64_t A;  // rows a < A may be asked for ahead of their use
     // Or what to ask the memory for while row a0 + i is used, for each i; null: rows of this matrix.
     const uint8_t* const* next = nullptr;
+    const uint8_t* const* also = nullptr;  // likewise, beside `next`
 };
 
 // A level is one instruction set: kernels for each kind, over part of the work.
-// rows a0 <= a < a1 of y
-using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1);
+// y[t * y_stride + a] = row a . x[t] for rows a0 <= a < a1 and all vectors of x. What a product is does
+// not depend on the others that it is computed with.
+using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                     int64_t a1);
 // y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0
-// (K-quants: 256); rows in order. Of the planar kinds c times scale is rounded to 16 bits, see
-// planar_template.h, and y is in an order of its own until it went through order_sums.
+// (K-quants: 256); rows in order. Of the planar kinds c times scale is rounded to 16 bits for SUM_ROWS
+// rows at a time, see planar_template.h, and y is in an order of its own until it went through
+// order_sums. rows.next: SUM_ROWS pointers at most, as many as rows but at least four.
+constexpr int64_t SUM_ROWS = 64;
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
+// The same for several vectors and rows a0 .. a0 + k - 1, k <= SUM_ROWS. Bit j of mask[t * mask_stride]
+// says whether vector t takes row j; where it does not, c[t * c_stride + j] is 0.
+struct ManySums {
+    const float* c;
+    const uint64_t* mask;
+    float* y;
+    int64_t c_stride, mask_stride, y_stride;  // from vector to vector
+    int64_t count;                            // vectors
+    int64_t d0, d1;
+};
+using AccumulateMany = void(const Rows& rows, int64_t a0, int64_t k, const ManySums& sums);
 // Columns d0 <= d < d1 of what accumulate_rows left in y, put in their order; d0 % 128 == 0.
 using OrderSums = void(float* y, int64_t d0, int64_t d1);
 // rows a0 <= a < a1 of out, D values each
-using UnpackRows = void(const Rows& rows, uint8_t* out, int64_t a0, int64_t a1);
-// Fills packed from f32. D % 32 == 0.
+using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
+// Fills packed from f32, of the vectors that are meant. D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
 // Queries of one token that share a key-value head, over n positions of the cache.
 struct AttendPart {
@@ -105,75 +129,38 @@ constexpr int64_t MAX_HEAD_WIDTH = 512;
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
 inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
-// Several tokens, each through the neurons that fire for it: pass.cpp.
-constexpr int64_t PASS_TILE = 32;    // tokens that one mask has bits of
-constexpr int64_t PASS_CHUNK = 128;  // columns of a token that lie together
-// Rows as f32: pieces of `columns` columns, and in a piece row by row.
-struct Panel {
-    float* data;
-    int64_t num_rows, columns;
-};
-// Columns d0 <= d < d1 of rows chosen[0 .. count-1] to the same rows of a panel, zeros behind D in
-// the last piece. d0 % 256 == 0; panel.columns divides 256 or is a multiple of it.
-using UnpackPanel = void(const Rows& rows, const uint8_t* chosen, int64_t count, int64_t d0,
-                         int64_t d1, const Panel& panel);
-// Pairs of a token and a row, in fours: first `fours` pairs in fours that share their row, then
-// `twos` in twos that do, then `ones`. Where a part does not fill its last four, some pairs follow
-// that may be read. A row or token is where it begins: its number times PASS_CHUNK.
-struct PairList {
-    const uint16_t *row, *token;
-    int64_t fours, twos, ones;
-};
-// sum[p] += row . token of each pair over `columns` columns, a multiple of 32; panel: PASS_CHUNK
-// columns; x: [PASS_TILE, PASS_CHUNK]
-using DotPairs = void(const PairList& list, const float* panel, const float* x, int64_t columns,
-                      float* sum);
-// y [num_tokens, PASS_CHUNK], of which add_columns: y[t] += sum of value[p] * row index[p] of the
-// panel, for p from first[t * stride] to first[t * stride + 1], in order.
-using AddPairs = void(const float* panel, const uint8_t* index, const float* value,
-                      const int32_t* first, int64_t stride, int64_t num_tokens, float* y);
-// mask[i] |= bit where gate[i] (its magnitude) is above the limit or no number; where named[i]
-using MarkGates = void(const float* gate, int64_t n, float limit, bool is_magnitude, uint32_t bit,
-                       uint32_t* mask);
-using MarkNamed = void(const uint8_t* named, int64_t n, uint32_t bit, uint32_t* mask);
 // The i of scores that are above the limit or no number, in order, to `chosen` [n]; how many.
 using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
 
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
     AccumulateRows* accumulate_rows[NUM_KINDS];
-    UnpackRows* unpack_rows[NUM_KINDS];       // to f32
-    UnpackRows* unpack_rows_bf16[NUM_KINDS];
+    AccumulateMany* accumulate_many[NUM_KINDS];
+    UnpackRows* unpack_rows[NUM_KINDS];
     Quantise* quantise[NUM_KINDS];  // null for the float kinds
     Attend* attend[2];  // of a cache in f32, f16
-    UnpackPanel* unpack_panel[NUM_KINDS];
-    DotPairs* dot_pairs;
-    AddPairs* add_pairs;
-    int64_t add_columns;  // of y at a time
-    MarkGates* mark_gates;
-    MarkNamed* mark_named;
     OrderSums* order_sums[NUM_KINDS];  // null where they are in order
     Choose* choose;
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;
+extern const Kernels kernels_amx;
 
 // What library.py calls.
 extern "C" {
-// weight: num_rows rows, `stride` bytes apart; x: D; index: A or null; y: A, written.
+// weight: num_rows rows, `stride` bytes apart; x: [T, D]; index: A or null; y: [T, A], written.
 int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
-                       int64_t D, const float* x, const int32_t* index, int64_t A, float* y);
+                       int64_t D, const float* x, int64_t T, const int32_t* index, int64_t A,
+                       float* y);
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
 // Copies rows of the kind (index null: rows 0 .. A-1), as planar ones where `is_planar`.
 int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
-// weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written: KIND_F32
-// or KIND_BF16 by out_kind.
+// weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.
 int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
-                          int64_t D, const int32_t* index, int64_t A, int32_t out_kind,
-                          uint8_t* out);
+                          int64_t D, const int32_t* index, int64_t A, float* out);
 const char* spark_level();
 const char* spark_faulty_level();  // the best one that is advertised but faults or errs; or null
 int32_t spark_level_status(const char* name);

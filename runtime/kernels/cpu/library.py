@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 
-LEVELS = ("avx512vnni", "avx512", "avx2", "generic")  # the instruction sets, best first
+LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")  # instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
 
 
@@ -61,15 +61,18 @@ def _load() -> ctypes.CDLL | None:
         return None
     lib = ctypes.CDLL(spec.origin)
     pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    for function in (lib.spark_dot_rows, lib.spark_accumulate_rows):
-        function.argtypes = [int32, pointer, size, size, size, pointer, pointer, size, pointer]
-        function.restype = int32
+    lib.spark_dot_rows.argtypes = [
+        int32, pointer, size, size, size, pointer, size, pointer, size, pointer,
+    ]  # fmt: skip
+    lib.spark_accumulate_rows.argtypes = [
+        int32, pointer, size, size, size, pointer, pointer, size, pointer,
+    ]  # fmt: skip
+    lib.spark_dot_rows.restype = lib.spark_accumulate_rows.restype = int32
     lib.spark_pack_rows.argtypes = [
         int32, int32, pointer, size, size, pointer, size, pointer, size,
     ]  # fmt: skip
     lib.spark_pack_rows.restype = int32
-    lib.spark_unpack_rows.argtypes = [int32, pointer, size, size, size, pointer, size, int32,
-                                      pointer]  # fmt: skip
+    lib.spark_unpack_rows.argtypes = [int32, pointer, size, size, size, pointer, size, pointer]
     lib.spark_unpack_rows.restype = int32
     lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
     for function in (lib.spark_level_status, lib.spark_set_level):
@@ -77,7 +80,7 @@ def _load() -> ctypes.CDLL | None:
         function.restype = int32
     lib.spark_step_bytes.argtypes = [pointer]
     lib.spark_step_bytes.restype = size
-    lib.spark_step.argtypes = [pointer, size, size, pointer]
+    lib.spark_step.argtypes = [pointer, pointer, size, pointer]
     lib.spark_step.restype = int32
     lib.spark_parts_bytes.argtypes = [pointer]
     lib.spark_parts_bytes.restype = size
@@ -87,10 +90,6 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_neurons_bytes.restype = size
     lib.spark_neurons.argtypes = [pointer]
     lib.spark_neurons.restype = None
-    lib.spark_pass_bytes.argtypes = [pointer]
-    lib.spark_pass_bytes.restype = size
-    lib.spark_pass.argtypes = [pointer]
-    lib.spark_pass.restype = None
     lib.spark_num_threads.restype = int32
     lib.spark_set_threads.argtypes = [int32]
     lib.spark_set_threads.restype = int32
@@ -220,11 +219,20 @@ def step_bytes(step: ctypes.Structure) -> int:
     return int(_built().spark_step_bytes(ctypes.addressof(step)))
 
 
-def run_step(step: ctypes.Structure, token: int, position: int, logits_V: Tensor) -> None:
-    """One decode step, see step.h. IndexError for a token or position that cannot be."""
+def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None:
+    """A step of the rows, SparkRow each, see step.h. `logits`: f32, as many rows as have logits.
+
+    IndexError for a token or position that cannot be."""
     lib = _lib or _built()
-    if lib.spark_step(ctypes.addressof(step), token, position, logits_V.data_ptr()):
-        raise IndexError(f"token {token} at position {position} is outside the model")
+    status = lib.spark_step(
+        ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
+    )
+    if status == _INDEX_OUT_OF_RANGE:
+        first, last = rows[0], rows[-1]
+        raise IndexError(
+            f"a token of positions {first.position} to {last.position} is outside the model"
+        )
+    assert status == _OK, status
 
 
 def parts_bytes(step: ctypes.Structure) -> int:
@@ -248,23 +256,13 @@ def neurons_bytes(neurons: ctypes.Structure) -> int:
 
 
 def run_neurons(neurons: ctypes.Structure) -> None:
-    """Gate, up and down of one block for one token; checked by neurons_bytes before."""
+    """Gate, up and down of one block for its tokens; checked by neurons_bytes before."""
     (_lib or _built()).spark_neurons(ctypes.addressof(neurons))
 
 
 def neurons_function() -> int:
     """The address of what `run_neurons` calls: void (*)(void*)."""
     return _address("spark_neurons")
-
-
-def pass_bytes(of_tokens: ctypes.Structure) -> int:
-    """As step_bytes, for several tokens through a block as native_pass.py describes it."""
-    return int(_built().spark_pass_bytes(ctypes.addressof(of_tokens)))
-
-
-def run_pass(of_tokens: ctypes.Structure) -> None:
-    """See pass.h; checked by pass_bytes before, with the number of threads of now."""
-    (_lib or _built()).spark_pass(ctypes.addressof(of_tokens))
 
 
 def _address(function: str) -> int:
@@ -282,29 +280,33 @@ def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoRetur
     raise AssertionError(f"the C++ kernels refused checked arguments, status {status}")
 
 
-def dot_rows(weight: Tensor, kind: str, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
-    """y_A [A] f32, y_A[a] = sum over d of x_D[d] * W_FD[index_A[a]][d]: matrix times vector.
+def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None) -> Tensor:
+    """y [..., A] f32, y[..., a] = sum over d of x[..., d] * W_FD[index_A[a]][d].
 
-    weight: the matrix W_FD as `kind` stores it (see the module); rows may lie apart. x_D: f32 [D].
+    weight: the matrix W_FD as `kind` stores it (see the module); rows may lie apart. x: f32 [D] or
+    [T, D], contiguous; what a vector gives does not depend on the others, to the bit.
     index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
     Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
     """
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
-    x = _check_vector("x_D", x_D, torch.float32, num_columns)
+    num_vectors = x.shape[0] if x.dim() == 2 else 1
+    is_whole = x.dim() in (1, 2) and x.shape[-1] == num_columns and num_vectors > 0
+    if x.dtype != torch.float32 or not is_whole or not x.is_contiguous() or not x.is_cpu:
+        _refuse("x", f"contiguous {torch.float32} of {num_columns} values a vector", x)
     if index_A is None:
         num_active, index = num_rows, None
     else:
         num_active = index_A.numel()
         index = _check_vector("index_A", index_A, torch.int32, num_active)
-    y_A = torch.empty(num_active, dtype=torch.float32, device="cpu")
+    y = torch.empty(*x.shape[:-1], num_active, dtype=torch.float32, device="cpu")
     status = lib.spark_dot_rows(
-        code, weight.data_ptr(), stride, num_rows, num_columns, x, index, num_active,
-        y_A.data_ptr(),
+        code, weight.data_ptr(), stride, num_rows, num_columns, x.data_ptr(), num_vectors, index,
+        num_active, y.data_ptr(),
     )  # fmt: skip
     if status:
         _raise_status(status, index_A, num_rows)
-    return y_A
+    return y
 
 
 def accumulate_rows(
@@ -362,10 +364,10 @@ def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) ->
 
 
 def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
-    """out_AD[a] = W_FD[index_A[a]], written: a tile for a matrix product over several tokens.
+    """out_AD[a] = W_FD[index_A[a]], written.
 
     weight: the matrix W_FD as `kind` stores it (see the module); between its rows there may be
-    something else. out_AD: f32 or bf16 [A, D], contiguous; bf16 is rounded to the nearest.
+    something else. out_AD: f32 [A, D], contiguous.
     index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
     Reads A rows of W and writes A * D values.
     Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
@@ -377,12 +379,11 @@ def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | Non
     else:
         num_active = index_A.numel()
         index = _check_vector("index_A", index_A, torch.int32, num_active)
-    is_right = out_AD.dtype in (torch.float32, torch.bfloat16) and out_AD.is_contiguous()
+    is_right = out_AD.dtype == torch.float32 and out_AD.is_contiguous()
     if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
-        _refuse("out_AD", f"contiguous f32 or bf16 of {num_active} rows of {num_columns}", out_AD)
+        _refuse("out_AD", f"contiguous f32 of {num_active} rows of {num_columns}", out_AD)
     status = lib.spark_unpack_rows(
         code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active,
-        _LAYOUTS["f32" if out_AD.dtype == torch.float32 else "bf16"].code,
         out_AD.data_ptr(),
     )  # fmt: skip
     if status:

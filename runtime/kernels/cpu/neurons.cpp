@@ -5,7 +5,9 @@ namespace {
 
 struct Room {
     Room(const SparkNeurons& n, uint8_t* memory)
-        : arena(memory), x(arena.operand(n.width)), neurons(arena, n.width, n.block.num_neurons) {}
+        : arena(memory),
+          x(arena.operand(n.width, n.max_tokens, forms_of(n.block))),
+          neurons(arena, n.width, n.block.num_neurons, n.max_tokens) {}
 
     Arena arena;
     Operand x;
@@ -15,6 +17,7 @@ struct Room {
 bool fits(const SparkNeurons& n) {
     if (n.width < 1 || n.width > INT32_MAX || n.num_neurons < 1 || n.num_neurons > INT32_MAX)
         return false;
+    if (n.max_tokens < 1 || n.max_tokens > MAX_ROWS) return false;
     if (n.activation < 0 || n.activation >= NUM_ACTIVATIONS) return false;
     return fits(n.block, n.width, n.num_neurons, n.block.up.data != nullptr);
 }
@@ -30,12 +33,12 @@ EXPORT int64_t spark_neurons_bytes(const SparkNeurons* neurons) {
 EXPORT void spark_neurons(void* data) {
     SparkNeurons& n = *static_cast<SparkNeurons*>(data);
     Room room(n, n.workspace);
-    std::memcpy(room.x.f32, n.x, n.width * sizeof(float));
+    const int64_t T = n.num_tokens, words = (n.num_neurons + 31) / 32;
+    std::memcpy(room.x.f32, n.x, T * n.width * sizeof(float));
     const Gate gate = {n.activation, n.mode, n.threshold};
+    Named named[MAX_ROWS];
+    for (int64_t t = 0; n.named && t < T; ++t) named[t] = {n.named + t * words, nullptr, 0.0f};
     NeuronBytes read;
-    if (n.named)
-        room.neurons.run_named(n.block, gate, {n.named, nullptr, 0.0f}, room.x, n.y, read);
-    else
-        room.neurons.run_all(n.block, gate, room.x, n.y, read);
+    room.neurons.run(n.block, gate, n.named ? named : nullptr, room.x, T, n.y, read);
     n.gate_bytes += read.gate, n.up_bytes += read.up, n.down_bytes += read.down;
 }

@@ -6,17 +6,15 @@
 
 #include "work.h"
 
-// Neurons are cut into at most this many chunks, each with a sum of its own that is added to the
-// others' in order: cuts and order depend on the number of neurons alone, so the threads' number and
-// luck do not show in the result.
-constexpr int64_t MAX_CHUNKS = 32;
-// At least so many neurons to a chunk, whose sum and whose first rows cost about what five do.
-constexpr int64_t CHUNK_NEURONS = 64;
-// Where gate, up and down of a neuron lie together, so many neurons at a time go from gate to down,
-// each row asking for the one that is wanted a group's rows later; fewer where rows are long, so that
-// what was asked for is still in the first cache then.
-constexpr int64_t GROUP = 4;
-constexpr int64_t GROUP_BYTES = 10 * 1024;
+// Neurons are cut into groups of SUM_ROWS by their place in the block, and these into at most this many
+// chunks, each with a sum of its own that is added to the others' in order. Cuts and order depend on
+// the size of the block alone: not on which neurons fire, the threads, or other tokens.
+constexpr int64_t MAX_CHUNKS = 16;
+// Of one token, so many neurons at a time go from gate to up, each row asking for the one that is
+// wanted a few rows later; fewer where rows are long, so that what was asked for is still in the first
+// cache then.
+constexpr int64_t FEW_NEURONS = 4;
+constexpr int64_t FEW_BYTES = 10 * 1024;
 
 // What an activation does to a gate, as Gate in feed_forward.py.
 struct Gate {
@@ -71,53 +69,72 @@ struct NeuronBytes {
 
 class Neurons {
   public:
-    // Memory for blocks of up to F neurons of width D.
-    Neurons(Arena& arena, int64_t D, int64_t F) : D(D) {
+    // Memory for blocks of up to F neurons of width D, and up to T tokens.
+    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T) : D(D), num_groups_(groups_of(F)) {
+        position_ = arena.take<int32_t>(F);
         candidate_ = arena.take<int32_t>(F);
         gate_ = arena.take<float>(F);
         up_ = arena.take<float>(F);
         open_ = arena.take<int32_t>(F);
-        part_ = arena.take<float>(MAX_CHUNKS * D);
+        open_position_ = arena.take<int32_t>(F);
+        hidden_ = arena.take<float>(T * num_groups_ * SUM_ROWS);
+        part_ = arena.take<float>(std::max(MAX_CHUNKS, T > 1 ? T : 0) * D);
+        if (T == 1) return;
+        up_many_ = arena.take<float>(T * num_groups_ * SUM_ROWS);
+        mask_ = arena.take<uint64_t>(T * num_groups_);
+        num_named_ = arena.take<int32_t>(num_groups_);
+        num_open_ = arena.take<int32_t>(num_groups_);
     }
 
-    // All neurons of a block into `out` [D].
-    void run_all(const SparkBlock& block, const Gate& gate, Operand& x, float* out,
-                 NeuronBytes& read) {
-        run(block, gate, block.row, block.num_neurons, x, out, read);
-    }
-
-    // The named ones.
-    void run_named(const SparkBlock& block, const Gate& gate, const Named& named, Operand& x,
-                   float* out, NeuronBytes& read) {
-        int64_t count = 0;
-        if (!block.id) {
-            count = named.list(block.num_neurons, candidate_);
-            for (int64_t i = 0; block.row && i < count; ++i)
-                candidate_[i] = block.row[candidate_[i]];
-        }
-        for (int64_t p = 0; block.id && p < block.num_neurons; ++p) {
-            candidate_[count] = block.row ? block.row[p] : static_cast<int32_t>(p);
-            count += named.has(block.id[p]);
-        }
-        run(block, gate, candidate_, count, x, out, read);
+    // What the named neurons of a block (all, where `named` is null) add for T tokens, to out [T, D].
+    void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
+             float* out, NeuronBytes& read) {
+        if (T > 1) return run_many(block, gate, named, x, T, out, read);
+        if (!named) return run_one(block, gate, nullptr, block.num_neurons, x, out, read);
+        run_one(block, gate, position_, list(block, *named, position_), x, out, read);
     }
 
   private:
-    // `rows`, or the first `count` where it is null.
-    void run(const SparkBlock& block, const Gate& gate, const int32_t* rows, int64_t count,
-             Operand& x, float* out, NeuronBytes& read) {
-        // A power of two, which most numbers of threads share evenly.
-        int64_t chunks = 1;
-        while (chunks < MAX_CHUNKS && 2 * chunks * CHUNK_NEURONS <= count) chunks *= 2;
-        auto begin_of = [&](int64_t c) {  // in whole groups
-            return c == chunks ? count : count * c / chunks / GROUP * GROUP;
+    static int64_t groups_of(int64_t neurons) { return (neurons + SUM_ROWS - 1) / SUM_ROWS; }
+    static int64_t groups_of_chunk(int64_t neurons) {
+        return (groups_of(neurons) + MAX_CHUNKS - 1) / MAX_CHUNKS;
+    }
+
+    // The places in the block of named neurons, in order; how many.
+    static int64_t list(const SparkBlock& block, const Named& named, int32_t* position) {
+        if (!block.id) return named.list(block.num_neurons, position);
+        int64_t count = 0;
+        for (int64_t p = 0; p < block.num_neurons; ++p) {
+            position[count] = static_cast<int32_t>(p);
+            count += named.has(block.id[p]);
+        }
+        return count;
+    }
+
+    // ---- one token ------------------------------------------------------------------------------
+
+    // The neurons at `count` places of the block, or the first `count` where it is null.
+    void run_one(const SparkBlock& block, const Gate& gate, const int32_t* position, int64_t count,
+                 Operand& x, float* out, NeuronBytes& read) {
+        const int64_t chunk = groups_of_chunk(block.num_neurons) * SUM_ROWS;
+        const int64_t chunks = (block.num_neurons + chunk - 1) / chunk;
+        const int32_t* rows = position;
+        if (block.row) {
+            for (int64_t i = 0; i < count; ++i)
+                candidate_[i] = block.row[position ? position[i] : i];
+            rows = candidate_;
+        }
+        auto begin_of = [&](int64_t c) {
+            if (!position) return std::min(c * chunk, count);
+            return static_cast<int64_t>(std::lower_bound(position, position + count, c * chunk) -
+                                        position);
         };
-        const Input gate_x = x.as(block.gate.kind), up_x = x.as(block.up.kind);
+        const Input gate_x = x.as(block.gate.kind, 1);
+        const Input up_x = block.up.data ? x.as(block.up.kind, 1) : gate_x;
         int64_t num_open[MAX_CHUNKS];
-        const int64_t bytes = count * row_bytes(block.gate);
-        split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
+        split(count * row_bytes(block.gate), chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
             for (int64_t c = c0; c < c1; ++c)
-                num_open[c] = run_chunk(block, gate, gate_x, up_x, rows, begin_of(c),
+                num_open[c] = run_chunk(block, gate, gate_x, up_x, position, rows, begin_of(c),
                                         begin_of(c + 1), part_ + c * D);
         });
         OrderSums* order_sums = kernels().order_sums[block.down.kind];
@@ -134,95 +151,258 @@ class Neurons {
         read.down += all_open * row_bytes(block.down);
     }
 
-    // Candidates a0 .. a1-1 of `rows` (null: of all rows) into `out`; returns how many fired.
+    // Neurons of a chunk that fire, open_[begin .. end-1], and which of them have no sum yet.
+    struct Open {
+        int64_t begin, end, pending;
+    };
+
+    // Candidates a0 .. a1-1 into `out`; returns how many fired. `rows` null: row a is neuron a.
     int64_t run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
-                      const Input& up_x, const int32_t* rows, int64_t a0, int64_t a1, float* out) {
+                      const Input& up_x, const int32_t* position, const int32_t* rows, int64_t a0,
+                      int64_t a1, float* out) {
         const SparkMatrix& matrix = block.gate;
+        const SparkMatrix& then = block.up.data ? block.up : block.down;
         // Gates that lie one behind the other are read to the end first.
         const bool is_bundled = matrix.stride > row_bytes(matrix);
-        const int64_t fitting = std::max<int64_t>(1, GROUP_BYTES / row_bytes(matrix));
-        const int64_t few = std::min(GROUP, fitting), group = is_bundled ? few : a1 - a0;
+        const int64_t fitting = std::max<int64_t>(1, FEW_BYTES / row_bytes(matrix));
+        const int64_t few = std::min(FEW_NEURONS, fitting), step = is_bundled ? few : a1 - a0;
+        auto group_of = [&](int64_t a) { return (position ? position[a] : a) / SUM_ROWS; };
         std::fill_n(out, D, 0.0f);
-        int64_t all_open = 0;
+        Open open = {a0, a0, a0};
         for (int64_t g0 = a0, g1; g0 < a1; g0 = g1) {
-            g1 = std::min(g0 + group, a1);
-            const uint8_t* next[GROUP];
+            g1 = std::min(g0 + step, a1);
+            const uint8_t *next[SUM_ROWS], *also[SUM_ROWS];
             Rows gates = {matrix.data, matrix.stride, D, rows, a1};
             if (is_bundled) {
-                const SparkMatrix& then = block.up.data ? block.up : block.down;
+                while (group_of(g1 - 1) != group_of(g0)) --g1;
+                if (open.pending < open.end && open_position_[open.pending] / SUM_ROWS != group_of(g0))
+                    add(block.down, open, open.end, rows_at(matrix, rows, g0, g1, next, SUM_ROWS), out);
                 gates.next = rows_at(then, rows, g0, g1, next);
             }
-            kernels().dot_rows[matrix.kind](gates, gate_x, gate_, g0, g1);
-            int32_t* open = open_ + g0;
-            const int64_t count = act_all(matrix, gate, rows, g0, g1, open);
-            for (int64_t o0 = 0; o0 < count; o0 += few) {
-                const int64_t o1 = std::min(o0 + few, count);
-                const uint8_t* after[GROUP];
-                if (is_bundled)  // the next group's gates
-                    rows_at(matrix, rows, g1, std::min(g1 + few, a1), after);
-                else  // the next neurons' ups or downs
-                    rows_at(block.up.data ? block.up : block.down, open, o1,
-                            std::min(o1 + few, count), after);
-                const bool is_drelu = gate.activation == ACTIVATION_DRELU;
-                add(block, up_x, is_drelu, open + o0, o1 - o0, gate_ + g0 + o0, up_ + g0 + o0,
-                    after, out);
+            kernels().dot_rows[matrix.kind](gates, gate_x, gate_, 0, g0, g1);
+            const int64_t first = open.end;
+            open.end += act_all(matrix, gate, position, rows, g0, g1, first);
+            for (int64_t o0 = first, o1; o0 < open.end; o0 = o1) {
+                o1 = std::min(o0 + few, open.end);
+                const int64_t group = open_position_[o0] / SUM_ROWS;
+                while (open_position_[o1 - 1] / SUM_ROWS != group) --o1;
+                if (open.pending < o0 && open_position_[open.pending] / SUM_ROWS != group)
+                    add(block.down, open, o0, rows_at(then, open_, o0, o1, next, SUM_ROWS), out);
+                if (!block.up.data) continue;
+                Rows ups = {block.up.data, block.up.stride, D, open_, o1};
+                ups.next = rows_at(block.down, open_, o0, o1, next);
+                if (is_bundled && g1 < a1)
+                    ups.also = rows_at(matrix, rows, g1, std::min(g1 + few, a1), also);
+                else if (o1 < open.end)
+                    ups.also = rows_at(block.up, open_, o1, std::min(o1 + few, open.end), also);
+                kernels().dot_rows[block.up.kind](ups, up_x, up_, 0, o0, o1);
+                multiply_ups(block.up, gate, open_ + o0, o1 - o0, up_ + o0, hidden_ + o0);
             }
-            all_open += count;
         }
-        return all_open;
+        const uint8_t* nothing[SUM_ROWS];
+        add(block.down, open, open.end, rows_at(matrix, rows, a1, a1, nothing, SUM_ROWS), out);
+        return open.end - open.begin;
     }
 
-    // Gates g0 .. g1-1 through the activation: what fires goes to `open`, its value to gate_ + g0;
-    // returns how many they are.
-    int64_t act_all(const SparkMatrix& matrix, const Gate& gate, const int32_t* rows, int64_t g0,
-                    int64_t g1, int32_t* open) {
-        float* hidden = gate_ + g0;
-        int64_t count = 0;
+    // Gates g0 .. g1-1 through the activation: what fires goes to open_ from `first` on, its value to
+    // hidden_; returns how many they are.
+    int64_t act_all(const SparkMatrix& matrix, const Gate& gate, const int32_t* position,
+                    const int32_t* rows, int64_t g0, int64_t g1, int64_t first) {
+        int64_t at = first;
+        if (matrix.bias)
+            for (int64_t a = g0; a < g1; ++a) gate_[a] += matrix.bias[rows ? rows[a] : a];
         for (int64_t a = g0; a < g1; ++a) {
-            const int32_t row = rows ? rows[a] : static_cast<int32_t>(a);
             float value = gate_[a];
-            if (matrix.bias) value += matrix.bias[row];
             const bool fires = gate.act(value);
-            open[count] = row, hidden[count] = value;
-            count += fires;
+            open_[at] = rows ? rows[a] : static_cast<int32_t>(a);
+            open_position_[at] = position ? position[a] : static_cast<int32_t>(a);
+            hidden_[at] = value;
+            at += fires;
         }
-        return count;
+        return at - first;
     }
 
-    // Where rows a0 .. a1-1 of a list (null: of all rows) lie; where they are fewer than GROUP, some
-    // place that may be asked for.
+    static void multiply_ups(const SparkMatrix& up, const Gate& gate, const int32_t* rows,
+                             int64_t count, const float* up_out, float* hidden) {
+        const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+        for (int64_t o = 0; o < count; ++o) {
+            float value = up_out[o] + (up.bias ? up.bias[rows[o]] : 0.0f);
+            if (is_drelu && value < 0.0f) value = 0.0f;
+            hidden[o] *= value;
+        }
+    }
+
+    // Where rows a0 .. a1-1 of a list (null: of all rows) lie; behind them, up to `room`, some place
+    // that may be asked for.
     static const uint8_t* const* rows_at(const SparkMatrix& m, const int32_t* list, int64_t a0,
-                                         int64_t a1, const uint8_t** next) {
-        for (int64_t i = 0; i < GROUP; ++i) {
+                                         int64_t a1, const uint8_t** next,
+                                         int64_t room = FEW_NEURONS) {
+        for (int64_t i = 0; i < room; ++i) {
             const int64_t row = a0 + i >= a1 ? 0 : list ? list[a0 + i] : a0 + i;
             next[i] = m.data + row * m.stride;
         }
         return next;
     }
 
-    // Up and down of up to GROUP neurons; `hidden` are their activated gates, `up_out` is room, and
-    // `after` is what is wanted when they are done.
-    void add(const SparkBlock& block, const Input& up_x, bool is_drelu, const int32_t* open,
-             int64_t count, float* hidden, float* up_out, const uint8_t* const* after, float* out) {
-        const SparkMatrix &up = block.up, &down = block.down;
-        if (up.data) {
-            const uint8_t* downs[GROUP];
-            rows_at(down, open, 0, count, downs);
-            kernels().dot_rows[up.kind]({up.data, up.stride, D, open, count, downs}, up_x, up_out,
-                                        0, count);
-            for (int64_t o = 0; o < count; ++o) {
-                float value = up_out[o] + (up.bias ? up.bias[open[o]] : 0.0f);
-                if (is_drelu && value < 0.0f) value = 0.0f;
-                hidden[o] *= value;
-            }
-        }
-        kernels().accumulate_rows[down.kind]({down.data, down.stride, D, open, count, after},
-                                             hidden, out, 0, count, 0, D);
+    // Sums of the open neurons before `end`, all of one group; `next` is what is wanted after them.
+    void add(const SparkMatrix& down, Open& open, int64_t end, const uint8_t* const* next, float* out) {
+        kernels().accumulate_rows[down.kind](
+            {down.data, down.stride, D, open_ + open.pending, end - open.pending, next},
+            hidden_ + open.pending, out, 0, end - open.pending, 0, D);
+        open.pending = end;
     }
 
-    const int64_t D;
-    int32_t *candidate_, *open_;
-    float *gate_, *up_, *part_;
+    // ---- several tokens -------------------------------------------------------------------------
+
+    // A list of rows costs about three times as much a row as all rows of a group together.
+    static constexpr int64_t TOGETHER = 3;
+
+    // First hidden values of the neurons that fire, by groups of neurons; then sums, by columns.
+    void run_many(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x,
+                  int64_t T, float* out, NeuronBytes& read) {
+        const int64_t groups = groups_of(block.num_neurons);
+        const Input gate_x = x.as(block.gate.kind, T);
+        const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
+        split(T * block.num_neurons * row_bytes(block.gate), groups, 1, 16,
+              [&](int64_t g0, int64_t g1) {
+                  for (int64_t g = g0; g < g1; ++g)
+                      run_group(block, gate, named, gate_x, up_x, T, g);
+              });
+        const int64_t columns = columns_at_a_time(D);
+        split(T * block.num_neurons * row_bytes(block.down), D, columns, 16,
+              [&](int64_t d0, int64_t d1) {
+                  for (int64_t d = d0; d < d1; d += columns)
+                      add_columns(block, T, groups, d, std::min(d + columns, d1), out);
+              });
+        for (int64_t g = 0; g < groups; ++g) {
+            read.gate += num_named_[g] * row_bytes(block.gate);
+            if (block.up.data) read.up += num_open_[g] * row_bytes(block.up);
+            read.down += num_open_[g] * row_bytes(block.down);
+        }
+    }
+
+    // Of a sum at a time: whole blocks of every kind, and pieces enough for a few threads.
+    static int64_t columns_at_a_time(int64_t D) { return D <= 1024 ? 256 : 512; }
+
+    int64_t hidden_stride() const { return num_groups_ * SUM_ROWS; }
+
+    // Rows of neurons at places p0 .. p0 + count - 1.
+    static Rows rows_of_group(const SparkMatrix& m, const SparkBlock& block, int64_t p0,
+                              int64_t count) {
+        if (block.row) return {m.data, m.stride, m.num_columns, block.row + p0, count};
+        return {m.data + p0 * m.stride, m.stride, m.num_columns, nullptr, count};
+    }
+
+    // Rows of a group for the tokens that need them: y [T, stride].
+    static void dot_group(const Rows& rows, int32_t kind, const Input& x, int64_t T,
+                          const uint64_t* needed, int64_t count, float* y, int64_t stride) {
+        int64_t all = 0;
+        for (int64_t t = 0; t < T; ++t) all += __builtin_popcountll(needed[t]);
+        if (all * TOGETHER > T * count) {
+            kernels().dot_rows[kind](rows, x, y, stride, 0, count);
+            return;
+        }
+        for (int64_t t = 0; t < T; ++t) {
+            int32_t index[SUM_ROWS], place[SUM_ROWS];
+            float values[SUM_ROWS];
+            int32_t n = 0;
+            for (uint64_t left = needed[t]; left; left &= left - 1, ++n) {
+                place[n] = __builtin_ctzll(left);
+                index[n] = rows.index ? rows.index[place[n]] : place[n];
+            }
+            if (!n) continue;
+            kernels().dot_rows[kind]({rows.weight, rows.stride, rows.D, index, n}, x.part(t, t + 1),
+                                     values, 0, 0, n);
+            for (int32_t i = 0; i < n; ++i) y[t * stride + place[i]] = values[i];
+        }
+    }
+
+    void run_group(const SparkBlock& block, const Gate& gate, const Named* named,
+                   const Input& gate_x, const Input& up_x, int64_t T, int64_t g) {
+        const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
+        const int64_t stride = hidden_stride();
+        float *hidden = hidden_ + p0, *up = up_many_ + p0;
+        uint64_t needed[MAX_ROWS], any_named = 0, any_open = 0;
+        for (int64_t t = 0; t < T; ++t) {
+            needed[t] = named ? names(block, named[t], p0, count)
+                              : ~0ull >> (SUM_ROWS - count);
+            any_named |= needed[t];
+        }
+        dot_group(rows_of_group(block.gate, block, p0, count), block.gate.kind, gate_x, T, needed,
+                  count, hidden, stride);
+        for (int64_t t = 0; t < T; ++t) {
+            float* of = hidden + t * stride;
+            for (int64_t i = 0; i < count; ++i) {
+                float value = of[i];
+                if (!(needed[t] >> i & 1)) continue;
+                if (block.gate.bias) value += block.gate.bias[block.row ? block.row[p0 + i] : p0 + i];
+                if (!gate.act(value)) needed[t] &= ~(1ull << i);
+                of[i] = value;
+            }
+            any_open |= needed[t];
+        }
+        if (block.up.data)
+            dot_group(rows_of_group(block.up, block, p0, count), block.up.kind, up_x, T, needed,
+                      count, up, stride);
+        const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+        for (int64_t t = 0; t < T; ++t) {
+            float* of = hidden + t * stride;
+            for (int64_t i = 0; i < SUM_ROWS; ++i) {
+                if (!(needed[t] >> i & 1)) {
+                    of[i] = 0.0f;
+                    continue;
+                }
+                if (block.up.data) {
+                    float value = up[t * stride + i];
+                    if (block.up.bias) value += block.up.bias[block.row ? block.row[p0 + i] : p0 + i];
+                    if (is_drelu && value < 0.0f) value = 0.0f;
+                    of[i] *= value;
+                }
+            }
+            mask_[t * num_groups_ + g] = needed[t];
+        }
+        num_named_[g] = __builtin_popcountll(any_named);
+        num_open_[g] = __builtin_popcountll(any_open);
+    }
+
+    static uint64_t names(const SparkBlock& block, const Named& named, int64_t p0, int64_t count) {
+        uint64_t mask = 0;
+        for (int64_t i = 0; i < count; ++i)
+            mask |= static_cast<uint64_t>(named.has(block.id ? block.id[p0 + i] : p0 + i)) << i;
+        return mask;
+    }
+
+    // Columns d0 .. d1-1 of the sums of all tokens.
+    void add_columns(const SparkBlock& block, int64_t T, int64_t groups, int64_t d0, int64_t d1,
+                     float* out) {
+        const SparkMatrix& down = block.down;
+        const int64_t per_chunk = groups_of_chunk(block.num_neurons);
+        OrderSums* order_sums = kernels().order_sums[down.kind];
+        for (int64_t g0 = 0; g0 < groups; g0 += per_chunk) {
+            for (int64_t t = 0; t < T; ++t) std::fill(part_ + t * D + d0, part_ + t * D + d1, 0.0f);
+            for (int64_t g = g0; g < std::min(g0 + per_chunk, groups); ++g) {
+                const int64_t p0 = g * SUM_ROWS;
+                const int64_t count = std::min(SUM_ROWS, block.num_neurons - p0);
+                const ManySums sums = {hidden_ + p0, mask_ + g,       part_, hidden_stride(),
+                                       num_groups_,  D,               T,     d0,
+                                       d1};
+                kernels().accumulate_many[down.kind](rows_of_group(down, block, p0, count), 0, count,
+                                                     sums);
+            }
+            for (int64_t t = 0; t < T; ++t)
+                for (int64_t d = d0; d < d1; ++d) {
+                    float* to = out + t * D + d;
+                    *to = g0 == 0 ? part_[t * D + d] : *to + part_[t * D + d];
+                }
+        }
+        for (int64_t t = 0; order_sums && t < T; ++t) order_sums(out + t * D, d0, d1);
+    }
+
+    const int64_t D, num_groups_;
+    int32_t *position_, *candidate_, *open_, *open_position_;
+    float *gate_, *up_, *hidden_, *part_, *up_many_ = nullptr;
+    uint64_t* mask_ = nullptr;
+    int32_t *num_named_ = nullptr, *num_open_ = nullptr;
 };
 
 // Whether a block of a layer of F neurons of width D is one.

@@ -54,17 +54,22 @@ inline void quantise_block(const float* x, int16_t* value, float* scale, int32_t
     *correction = -8 * total;
 }
 
-void quantise(const Input& x, int64_t D) {
+inline void quantise_vector(const float* x, int64_t D, uint8_t* packed) {
     const int64_t num_blocks = D / BLOCK;
-    float* scale = const_cast<float*>(scales_of(x.packed, num_blocks));
-    int32_t* correction = const_cast<int32_t*>(corrections_of(x.packed, num_blocks));
+    float* scale = const_cast<float*>(scales_of(packed, num_blocks));
+    int32_t* correction = const_cast<int32_t*>(corrections_of(packed, num_blocks));
     for (int64_t b = 0; b < num_blocks; ++b)
-        quantise_block(x.f32 + b * BLOCK, values_of(x.packed) + b * BLOCK, scale + b,
-                       correction + b);
+        quantise_block(x + b * BLOCK, values_of(packed) + b * BLOCK, scale + b, correction + b);
     if (D % SUPER_BLOCK != 0) return;
-    SuperScales* super = const_cast<SuperScales*>(super_scales_of(x.packed, num_blocks));
+    SuperScales* super = const_cast<SuperScales*>(super_scales_of(packed, num_blocks));
     for (int64_t b = 0; b < num_blocks; ++b) {
         super[b / 8].scale[b % 8] = scale[b];
         super[b / 8].sum[b % 8] = scale[b] * (-0.125f * static_cast<float>(correction[b]));
     }
+}
+
+// For the K-quants.
+void quantise(const Input& x, int64_t D) {
+    for (int64_t t = 0; t < x.count; ++t)
+        quantise_vector(x.vector(t), D, x.packed + (x.first + t) * packed_bytes(D));
 }

@@ -26,19 +26,6 @@ inline Floats load_f32(const uint8_t* p) {
 
 inline void store_f32(uint8_t* p, Floats v) { _mm256_storeu_ps(reinterpret_cast<float*>(p), v); }
 
-inline void store_bf16(uint8_t* p, Floats v) {
-    const __m256i bits = _mm256_castps_si256(v);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded =
-        _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
-    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(high),
-                                            _mm256_extracti128_si256(high, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);
-}
-
 inline __m128i load_16_bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
@@ -99,9 +86,6 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
 #include "ahead.h"
 #include "quantise.h"
 
-constexpr Quantise* quantise_q4 = quantise;
-constexpr Quantise* quantise_q4_planar = quantise;
-
 inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
     int64_t i = 0;
     for (; i + 8 <= m; i += 8) _mm256_storeu_ps(y + i, mul(load_f16(p + 2 * i), broadcast(c)));
@@ -110,69 +94,6 @@ inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
 
 inline __m256i load_32_bytes(const void* p) {
     return _mm256_loadu_si256(static_cast<const __m256i*>(p));
-}
-
-// start + first . x[0..15] + second . x[16..31], times the scales
-inline Floats add_products(Floats sum, __m256i first, __m256i second, const int16_t* x,
-                           __m256i start, const uint8_t* scale, const float* x_scale) {
-    const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(first, load_32_bytes(x)),
-                                              _mm256_madd_epi16(second, load_32_bytes(x + 16)));
-    const __m256 factor = _mm256_mul_ps(scale_f16(scale), _mm256_broadcast_ss(x_scale));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(products, start)), factor, sum);
-}
-
-template <int ROWS>
-inline void dot_q8(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                   const uint8_t* packed, float* y) {
-    const int16_t* x = values_of(packed);
-    const float* x_scale = scales_of(packed, n);
-    Floats sums[ROWS];
-    for (Floats& sum : sums) sum = zero();
-    Ahead<ROWS> ahead(next, n * 34, (n + 1) / 2);
-    for (int64_t b = 0; b < n; ++b) {
-        if (b % 2 == 0) ahead.ask();
-        for (int r = 0; r < ROWS; ++r) {
-            const uint8_t* block = rows[r] + b * 34;
-            sums[r] = add_products(sums[r], _mm256_cvtepi8_epi16(load_16_bytes(block + 2)),
-                                   _mm256_cvtepi8_epi16(load_16_bytes(block + 18)), x + b * BLOCK,
-                                   _mm256_setzero_si256(), block, x_scale + b);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
-}
-
-template <class Layout, int ROWS>
-inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                   const uint8_t* packed, float* y) {
-    const int16_t* x = values_of(packed);
-    const float* x_scale = scales_of(packed, n);
-    const int32_t* correction = corrections_of(packed, n);
-    const __m256i fifteen = _mm256_set1_epi16(15);
-    Floats sums[ROWS];
-    for (Floats& sum : sums) sum = zero();
-    Ahead<ROWS> ahead(next, n * 18, (n + 3) / 4);
-    for (int64_t b = 0; b < n; ++b) {
-        if (b % 4 == 0) ahead.ask();
-        const __m256i start = _mm256_inserti128_si256(_mm256_setzero_si256(),
-                                                      _mm_cvtsi32_si128(correction[b]), 0);
-        for (int r = 0; r < ROWS; ++r) {
-            const uint8_t* nibbles = Layout::quants(rows[r], n, b);
-            const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(nibbles));
-            sums[r] = add_products(sums[r], _mm256_and_si256(words, fifteen),
-                                   _mm256_srli_epi16(words, 4), x + b * BLOCK, start,
-                                   Layout::scale(rows[r], n, b), x_scale + b);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
-}
-
-template <int64_t BYTES>
-struct Planar;
-
-template <int ROWS>
-inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                          const uint8_t* x, float* y) {
-    dot_q4<Planar<16>, ROWS>(rows, next, n, x, y);
 }
 
 typedef int32_t Ints __attribute__((vector_size(32)));
@@ -202,13 +123,73 @@ inline Ints spread(const int32_t* p, int64_t i) {
     return ints(_mm256_permutevar8x32_epi32(load_32_bytes(p + i / 8 * 8), which));
 }
 
-inline Ints block_products(const uint8_t* quants, const int16_t* x) {
-    const __m256i first = _mm256_cvtepi8_epi16(load_16_bytes(quants));
-    const __m256i second = _mm256_cvtepi8_epi16(load_16_bytes(quants + 16));
-    return ints(_mm256_add_epi32(_mm256_madd_epi16(first, load_32_bytes(x)),
-                                 _mm256_madd_epi16(second, load_32_bytes(x + 16))));
+constexpr int FEW = LANES / 4;
+
+inline Floats add_floats(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+
+// 16 bytes of rows r and r + 4 to each vector, whose four pieces of 32 bits then change places.
+inline void transpose_16(const uint8_t* const* p, Ints* out) {
+    __m256i row[4];
+    for (int r = 0; r < 4; ++r)
+        row[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_16_bytes(p[r])),
+                                         load_16_bytes(p[r + 4]), 1);
+    const __m256i a = _mm256_unpacklo_epi32(row[0], row[1]);
+    const __m256i b = _mm256_unpackhi_epi32(row[0], row[1]);
+    const __m256i c = _mm256_unpacklo_epi32(row[2], row[3]);
+    const __m256i d = _mm256_unpackhi_epi32(row[2], row[3]);
+    out[0] = ints(_mm256_unpacklo_epi64(a, c));
+    out[1] = ints(_mm256_unpackhi_epi64(a, c));
+    out[2] = ints(_mm256_unpacklo_epi64(b, d));
+    out[3] = ints(_mm256_unpackhi_epi64(b, d));
 }
 
+inline Ints products(__m256i first, __m256i last, const int16_t* x) {
+    return ints(_mm256_add_epi32(_mm256_madd_epi16(first, load_32_bytes(x)),
+                                 _mm256_madd_epi16(last, load_32_bytes(x + 16))));
+}
+
+inline Ints products_q8(const uint8_t* quants, const int16_t* x) {
+    return products(_mm256_cvtepi8_epi16(load_16_bytes(quants)),
+                    _mm256_cvtepi8_epi16(load_16_bytes(quants + 16)), x);
+}
+
+inline Ints products_q4(const uint8_t* nibbles, const int16_t* x) {
+    const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(nibbles));
+    return products(_mm256_and_si256(words, _mm256_set1_epi16(15)), _mm256_srli_epi16(words, 4), x);
+}
+
+inline Ints unpack_sums_32(Ints a, Ints b) {
+    return ints(_mm256_add_epi32(_mm256_unpacklo_epi32(bits(a), bits(b)),
+                                 _mm256_unpackhi_epi32(bits(a), bits(b))));
+}
+
+inline Ints unpack_sums_64(Ints a, Ints b) {
+    return ints(_mm256_add_epi32(_mm256_unpacklo_epi64(bits(a), bits(b)),
+                                 _mm256_unpackhi_epi64(bits(a), bits(b))));
+}
+
+inline Ints reduce(const Ints (*s)[4]) {
+    Ints half[FEW];
+    for (int r = 0; r < FEW; ++r)
+        half[r] = unpack_sums_64(unpack_sums_32(s[r][0], s[r][1]), unpack_sums_32(s[r][2], s[r][3]));
+    return ints(_mm256_add_epi32(_mm256_permute2x128_si256(bits(half[0]), bits(half[1]), 0x20),
+                                 _mm256_permute2x128_si256(bits(half[0]), bits(half[1]), 0x31)));
+}
+
+inline Ints few_corrections(const int32_t* four) {
+    return ints(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(four))));
+}
+
+inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
+    const __m128i there = _mm_set1_epi64x(m < 4 ? (1ll << 16 * m) - 1 : -1ll);
+    const __m128i both = _mm_and_si128(
+        there, _mm_unpacklo_epi64(load_8_bytes(scale[0]), load_8_bytes(scale[1])));
+    return mul(_mm256_cvtph_ps(both),
+               _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x_scale)));
+}
+
+#include "blocks_madd.h"
 #include "k_quants.h"
 #include "k_quants_x86.h"
 #include "k_quants_avx2.h"

@@ -1,4 +1,4 @@
-// Also compiled as rows_avx512vnni.cpp.
+// Also compiled as rows_avx512vnni.cpp and rows_amx.cpp.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -17,16 +17,6 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_p
 inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline Floats load_f32(const uint8_t* p) { return _mm512_loadu_ps(p); }
 inline void store_f32(uint8_t* p, Floats v) { _mm512_storeu_ps(p, v); }
-
-inline void store_bf16(uint8_t* p, Floats v) {
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x00400000));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-}
 
 inline __m128i load_16_bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -91,91 +81,12 @@ inline Floats add_products(Floats sum, __m512i products, Floats scale) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
 }
 
-template <int ROWS>
-inline void dot_q8(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                   const uint8_t* packed, float* y) {
-    const int16_t* x = values_of(packed);
-    const float* x_scale = scales_of(packed, n);
-    Floats sums[ROWS];
-    for (Floats& sum : sums) sum = zero();
-    Ahead<ROWS> ahead(next, n * 34, (n + 1) / 2);
-    for (int64_t b = 0; b < n; ++b) {
-        if (b % 2 == 0) ahead.ask();
-        const __m512i x_values = load_64_bytes(x + b * BLOCK);
-        const Floats scale = broadcast(x_scale[b]);
-        for (int r = 0; r < ROWS; ++r) {
-            const uint8_t* block = rows[r] + b * 34;
-            const __m512i quants = _mm512_cvtepi8_epi16(load_32_bytes(block + 2));
-            sums[r] = add_products(sums[r], _mm512_madd_epi16(quants, x_values),
-                                   mul(scale_f16(block), scale));
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
-}
-
-// q4_0 takes two blocks at a time, the first one's numbers in the lower half of each vector.
-struct Pair {
-    int16_t low[32], high[32];  // the first 16 values of each block, the last 16
-    int32_t correction[16];     // lanes 0 and 8; the others are 0
-    float scale[16];
-};
-static_assert(sizeof(Pair) == 256, "packed_bytes counts four bytes a value");
-
-void quantise_q4(const Input& x, int64_t D) {
-    Pair* pairs = reinterpret_cast<Pair*>(x.packed);
-    for (int64_t b = 0; b < D / BLOCK; ++b) {
-        Pair& pair = pairs[b / 2];
-        const int half = b % 2;
-        if (half == 0) __builtin_memset(&pair, 0, sizeof pair);
-        int16_t value[BLOCK];
-        float scale;
-        quantise_block(x.f32 + b * BLOCK, value, &scale, pair.correction + 8 * half);
-        __builtin_memcpy(pair.low + 16 * half, value, 32);
-        __builtin_memcpy(pair.high + 16 * half, value + 16, 32);
-        for (int lane = 0; lane < 8; ++lane) pair.scale[8 * half + lane] = scale;
-    }
-}
-
 inline __m512i add_pairs(__m512i sum, __m512i a, __m512i b) {
 #ifdef __AVX512VNNI__
     return _mm512_dpwssd_epi32(sum, a, b);
 #else
     return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #endif
-}
-
-// Blocks b0 and b1 of a row of n.
-template <class Layout>
-inline Floats add_q4(Floats sum, const uint8_t* row, int64_t n, int64_t b0, int64_t b1,
-                     const Pair& x) {
-    const __m128i first = load_16_bytes(Layout::quants(row, n, b0));
-    const __m128i second = load_16_bytes(Layout::quants(row, n, b1));
-    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
-    const __m512i words = _mm512_cvtepu8_epi16(bytes);
-    __m512i products = load_64_bytes(x.correction);
-    products = add_pairs(products, _mm512_and_si512(words, _mm512_set1_epi16(15)),
-                         load_64_bytes(x.low));
-    products = add_pairs(products, _mm512_srli_epi16(words, 4), load_64_bytes(x.high));
-    const __m512 scale = _mm512_mask_broadcastss_ps(scale_f16(Layout::scale(row, n, b0)), 0xff00,
-                                                    four_f16(Layout::scale(row, n, b1)));
-    return add_products(sum, products, mul(scale, _mm512_loadu_ps(x.scale)));
-}
-
-template <class Layout, int ROWS>
-inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                   const uint8_t* packed, float* y) {
-    const Pair* x = reinterpret_cast<const Pair*>(packed);
-    Floats sums[ROWS];
-    for (Floats& sum : sums) sum = zero();
-    Ahead<ROWS> ahead(next, n * 18, (n + 3) / 4);
-    for (int64_t b = 0; b < n; b += 2) {
-        if (b % 4 == 0) ahead.ask();
-        const int64_t second = b + 1 < n ? b + 1 : b;  // where there is none, its x is 0
-        for (int r = 0; r < ROWS; ++r) {
-            sums[r] = add_q4<Layout>(sums[r], rows[r], n, b, second, x[b / 2]);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) y[r] = sum(sums[r]);
 }
 
 inline __mmask16 first_of_16(int64_t m) {
@@ -189,111 +100,6 @@ inline Floats load_some_f16(const uint8_t* p, int64_t m) {
 inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
     _mm512_store_ps(y, mul(load_some_f16(p, m), broadcast(c)));
 }
-
-#ifdef __AVX512VNNI__
-// Four blocks of x for planar rows: each value is 256 * high + low, so that 8-bit products of
-// nibbles with both give the 16-bit one in half the instructions. [0] are the first 16 values of
-// each block, [1] the last 16.
-struct Quad {
-    int8_t high[2][64], low[2][64];
-    int32_t correction[16];  // of each block in its first lane of four; the others are 0
-};
-static_assert(sizeof(Quad) == 320, "packed_bytes counts 2.5 bytes a value, and scales");
-
-inline int64_t quads_of(int64_t n) { return (n + 15) / 16 * 4; }
-
-// Quads first, then a scale a block; both are filled up with zeros to whole 16 blocks.
-inline const float* planar_scales(const uint8_t* packed, int64_t n) {
-    return reinterpret_cast<const float*>(packed + quads_of(n) * sizeof(Quad));
-}
-
-// 32 numbers of 8 bits, 16 to each place.
-inline void store_halves(int8_t* first, int8_t* last, __m512i numbers) {
-    const __m256i bytes = _mm512_cvtepi16_epi8(numbers);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(first), _mm256_castsi256_si128(bytes));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(last), _mm256_extracti128_si256(bytes, 1));
-}
-
-void quantise_q4_planar(const Input& x, int64_t D) {
-    const int64_t n = D / BLOCK;
-    Quad* quads = reinterpret_cast<Quad*>(x.packed);
-    float* scale = const_cast<float*>(planar_scales(x.packed, n));
-    __builtin_memset(quads, 0, quads_of(n) * sizeof(Quad));
-    for (int64_t b = n; b < 4 * quads_of(n); ++b) scale[b] = 0.0f;
-    for (int64_t b = 0; b < n; ++b) {
-        int16_t value[BLOCK];
-        Quad& quad = quads[b / 4];
-        const int64_t at = b % 4;
-        quantise_block(x.f32 + b * BLOCK, value, scale + b, quad.correction + 4 * at, 32639.0f);
-        const __m512i values = load_64_bytes(value);
-        const __m512i high =
-            _mm512_srai_epi16(_mm512_add_epi16(values, _mm512_set1_epi16(128)), 8);
-        const __m512i low = _mm512_sub_epi16(values, _mm512_slli_epi16(high, 8));
-        store_halves(quad.high[0] + 16 * at, quad.high[1] + 16 * at, high);
-        store_halves(quad.low[0] + 16 * at, quad.low[1] + 16 * at, low);
-    }
-}
-
-// 64 bytes of nibbles, four blocks; `scale` has those of 16 blocks, of which these are 4k .. 4k+3.
-inline Floats add_quad(Floats sum, __m512i nibbles, const Quad& x, Floats scale, int k) {
-    const __m512i fifteen = _mm512_set1_epi8(15);
-    const __m512i first = _mm512_and_si512(nibbles, fifteen);
-    const __m512i last = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), fifteen);
-    __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), first, load_64_bytes(x.high[0]));
-    __m512i low = _mm512_dpbusd_epi32(load_64_bytes(x.correction), first, load_64_bytes(x.low[0]));
-    high = _mm512_dpbusd_epi32(high, last, load_64_bytes(x.high[1]));
-    low = _mm512_dpbusd_epi32(low, last, load_64_bytes(x.low[1]));
-    const __m512i products = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-    const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    const __m512i which = _mm512_add_epi32(lanes, _mm512_set1_epi32(4 * k));
-    return add_products(sum, products, _mm512_permutexvar_ps(which, scale));
-}
-
-template <int ROWS>
-inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                          const uint8_t* packed, float* y) {
-    const Quad* x = reinterpret_cast<const Quad*>(packed);
-    const float* x_scale = planar_scales(packed, n);
-    Floats sums[ROWS], scale[ROWS];
-    for (Floats& sum : sums) sum = zero();
-    Ahead<ROWS> ahead(next, n * 18, n / 16 * 4);
-    int64_t b = 0;
-    for (; b + 16 <= n; b += 16) {
-        for (int r = 0; r < ROWS; ++r)
-            scale[r] = mul(load_f16(rows[r] + 2 * b), _mm512_loadu_ps(x_scale + b));
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-            ahead.ask();
-            for (int r = 0; r < ROWS; ++r) {
-                const __m512i quad = load_64_bytes(rows[r] + 2 * n + (b + 4 * k) * 16);
-                sums[r] = add_quad(sums[r], quad, x[b / 4 + k], scale[r], k);
-            }
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-        scale[r] = mul(load_some_f16(rows[r] + 2 * b, n - b), _mm512_loadu_ps(x_scale + b));
-        for (int k = 0; b + 4 * k < n; ++k) {
-            const int64_t bytes = 16 * (n - b - 4 * k);
-            const __mmask64 mask = bytes >= 64 ? ~0ull : (1ull << bytes) - 1;
-            const uint8_t* nibbles = rows[r] + 2 * n + (b + 4 * k) * 16;
-            const __m512i quad = _mm512_maskz_loadu_epi8(mask, nibbles);
-            sums[r] = add_quad(sums[r], quad, x[b / 4 + k], scale[r], k);
-        }
-        y[r] = sum(sums[r]);
-    }
-}
-#else
-constexpr Quantise* quantise_q4_planar = quantise_q4;
-
-template <int64_t BYTES>
-struct Planar;
-
-template <int ROWS>
-inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                          const uint8_t* x, float* y) {
-    dot_q4<Planar<16>, ROWS>(rows, next, n, x, y);
-}
-#endif
 
 typedef int32_t Ints __attribute__((vector_size(64)));
 
@@ -326,9 +132,111 @@ inline Ints spread(const int32_t* p, int64_t i) {
     return ints(_mm512_permutexvar_epi32(which, load_64_bytes(p)));
 }
 
-inline Ints block_products(const uint8_t* quants, const int16_t* x) {
+constexpr int FEW = LANES / 4;
+
+inline Floats add_floats(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+
+// 16 bytes of rows r, r + 4, r + 8 and r + 12 to each vector, whose four pieces of 32 bits then change
+// places.
+inline void transpose_16(const uint8_t* const* p, Ints* out) {
+    __m512i row[4];
+    for (int r = 0; r < 4; ++r) {
+        row[r] = _mm512_castsi128_si512(load_16_bytes(p[r]));
+        row[r] = _mm512_inserti32x4(row[r], load_16_bytes(p[r + 4]), 1);
+        row[r] = _mm512_inserti32x4(row[r], load_16_bytes(p[r + 8]), 2);
+        row[r] = _mm512_inserti32x4(row[r], load_16_bytes(p[r + 12]), 3);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(row[0], row[1]);
+    const __m512i b = _mm512_unpackhi_epi32(row[0], row[1]);
+    const __m512i c = _mm512_unpacklo_epi32(row[2], row[3]);
+    const __m512i d = _mm512_unpackhi_epi32(row[2], row[3]);
+    out[0] = ints(_mm512_unpacklo_epi64(a, c));
+    out[1] = ints(_mm512_unpackhi_epi64(a, c));
+    out[2] = ints(_mm512_unpacklo_epi64(b, d));
+    out[3] = ints(_mm512_unpackhi_epi64(b, d));
+}
+
+#ifdef __AVX512VNNI__
+// Lanes of a few are ordered by block, then by row.
+inline Ints few_corrections(const int32_t* four) {
+    const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    return ints(_mm512_permutexvar_epi32(
+        lanes, _mm512_castsi128_si512(load_16_bytes(reinterpret_cast<const uint8_t*>(four)))));
+}
+
+inline Floats few_scales(const uint8_t* const* scale, int64_t m) {
+    const __m512i lanes = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m128i half[2];
+    for (int i = 0; i < 2; ++i)
+        half[i] = _mm_unpacklo_epi64(
+            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
+            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
+    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
+    return _mm512_maskz_permutexvar_ps(first_of_16(4 * m), lanes, _mm512_cvtph_ps(all));
+}
+
+inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
+    const Ints spread = few_corrections(reinterpret_cast<const int32_t*>(x_scale));
+    return mul(few_scales(scale, m), reinterpret_cast<Floats>(spread));
+}
+
+#include "blocks_vnni.h"
+#else
+inline Ints products_q8(const uint8_t* quants, const int16_t* x) {
     return ints(_mm512_madd_epi16(_mm512_cvtepi8_epi16(load_32_bytes(quants)), load_64_bytes(x)));
 }
+
+inline Ints products_q4(const uint8_t* nibbles, const int16_t* x) {
+    const __m256i words = _mm256_cvtepu8_epi16(load_16_bytes(nibbles));
+    const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(15));
+    const __m512i both =
+        _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(words, 4), 1);
+    return ints(_mm512_madd_epi16(both, load_64_bytes(x)));
+}
+
+inline Ints unpack_sums_32(Ints a, Ints b) {
+    return ints(_mm512_add_epi32(_mm512_unpacklo_epi32(bits(a), bits(b)),
+                                 _mm512_unpackhi_epi32(bits(a), bits(b))));
+}
+
+inline Ints unpack_sums_64(Ints a, Ints b) {
+    return ints(_mm512_add_epi32(_mm512_unpacklo_epi64(bits(a), bits(b)),
+                                 _mm512_unpackhi_epi64(bits(a), bits(b))));
+}
+
+template <int FIRST, int SECOND>
+inline Ints quarter_sums(Ints a, Ints b) {
+    return ints(_mm512_add_epi32(_mm512_shuffle_i32x4(bits(a), bits(b), FIRST),
+                                 _mm512_shuffle_i32x4(bits(a), bits(b), SECOND)));
+}
+
+inline Ints reduce(const Ints (*s)[4]) {
+    Ints quarters[FEW];
+    for (int r = 0; r < FEW; ++r)
+        quarters[r] =
+            unpack_sums_64(unpack_sums_32(s[r][0], s[r][1]), unpack_sums_32(s[r][2], s[r][3]));
+    return quarter_sums<0x88, 0xdd>(quarter_sums<0x44, 0xee>(quarters[0], quarters[1]),
+                                    quarter_sums<0x44, 0xee>(quarters[2], quarters[3]));
+}
+
+inline Ints few_corrections(const int32_t* four) {
+    return ints(_mm512_broadcast_i32x4(load_16_bytes(reinterpret_cast<const uint8_t*>(four))));
+}
+
+inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
+    const __mmask16 there = static_cast<__mmask16>(0x1111 * ((1 << m) - 1));
+    __m128i half[2];
+    for (int i = 0; i < 2; ++i)
+        half[i] = _mm_unpacklo_epi64(
+            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i])),
+            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scale[2 * i + 1])));
+    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(half[0]), half[1], 1);
+    return mul(_mm512_maskz_cvtph_ps(there, all), _mm512_broadcast_f32x4(_mm_loadu_ps(x_scale)));
+}
+
+#include "blocks_madd.h"
+#endif
 
 #include "k_quants.h"
 #include "k_quants_x86.h"
@@ -337,7 +245,9 @@ inline Ints block_products(const uint8_t* quants, const int16_t* x) {
 
 }  // namespace
 
-#ifdef __AVX512VNNI__
+#if defined(LEVEL_AMX)
+const Kernels kernels_amx = ALL_KERNELS;
+#elif defined(__AVX512VNNI__)
 const Kernels kernels_avx512vnni = ALL_KERNELS;
 #else
 const Kernels kernels_avx512 = ALL_KERNELS;

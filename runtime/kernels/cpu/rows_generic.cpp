@@ -21,22 +21,11 @@ inline Floats load_f32(const uint8_t* p) {
 
 inline void store_f32(uint8_t* p, Floats v) { __builtin_memcpy(p, &v, 16); }
 
-inline void store_bf16(uint8_t* p, Floats v) {
-    for (int lane = 0; lane < LANES; ++lane) {
-        uint32_t bits;
-        const float value = v[lane];
-        __builtin_memcpy(&bits, &value, 4);
-        const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-        const uint32_t rounded = is_nan ? bits | 0x00400000 : bits + 0x7fff + (bits >> 16 & 1);
-        const uint16_t half = static_cast<uint16_t>(rounded >> 16);
-        __builtin_memcpy(p + 2 * lane, &half, 2);
-    }
-}
-
 inline Ints load_u16(const uint8_t* p) {
-    uint16_t h[4];
-    __builtin_memcpy(h, p, 8);
-    return Ints{h[0], h[1], h[2], h[3]};
+    typedef uint16_t Halves __attribute__((vector_size(8)));
+    Halves h;
+    __builtin_memcpy(&h, p, 8);
+    return __builtin_convertvector(h, Ints);
 }
 
 // The bits moved to where f32 has them are the value times 2^-112, subnormals included; infinity
@@ -82,63 +71,8 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
 #include "ahead.h"
 #include "quantise.h"
 
-constexpr Quantise* quantise_q4 = quantise;
-constexpr Quantise* quantise_q4_planar = quantise;
-
 inline void scale_many(const uint8_t* p, int64_t m, float c, float* y) {
     for (int64_t i = 0; i < m; ++i) y[i] = c * f16_to_float(p + 2 * i);
-}
-
-inline float dot_q8_row(const uint8_t* row, int64_t n, const uint8_t* packed,
-                        const uint8_t* next) {
-    float sum = 0;
-    for (int64_t b = 0; b < n; ++b) {
-        const int8_t* quants = reinterpret_cast<const int8_t*>(row + b * 34 + 2);
-        const int16_t* x = values_of(packed) + b * BLOCK;
-        __builtin_prefetch(next + b * 34);
-        int32_t product = 0;
-        for (int i = 0; i < 32; ++i) product += quants[i] * x[i];
-        sum += static_cast<float>(product) * (f16_to_float(row + b * 34) * scales_of(packed, n)[b]);
-    }
-    return sum;
-}
-
-template <class Layout>
-inline float dot_q4_row(const uint8_t* row, int64_t n, const uint8_t* packed,
-                        const uint8_t* next) {
-    float sum = 0;
-    for (int64_t b = 0; b < n; ++b) {
-        const uint8_t* bytes = Layout::quants(row, n, b);
-        const int16_t* x = values_of(packed) + b * BLOCK;
-        __builtin_prefetch(next + b * 18);
-        int32_t product = corrections_of(packed, n)[b];
-        for (int i = 0; i < 16; ++i)
-            product += (bytes[i] & 15) * x[i] + (bytes[i] >> 4) * x[i + 16];
-        const float scale = f16_to_float(Layout::scale(row, n, b));
-        sum += static_cast<float>(product) * (scale * scales_of(packed, n)[b]);
-    }
-    return sum;
-}
-
-template <int ROWS>
-inline void dot_q8(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                   const uint8_t* x, float* y) {
-    for (int r = 0; r < ROWS; ++r) y[r] = dot_q8_row(rows[r], n, x, next[r]);
-}
-
-template <class Layout, int ROWS>
-inline void dot_q4(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                   const uint8_t* x, float* y) {
-    for (int r = 0; r < ROWS; ++r) y[r] = dot_q4_row<Layout>(rows[r], n, x, next[r]);
-}
-
-template <int64_t BYTES>
-struct Planar;
-
-template <int ROWS>
-inline void dot_q4_planar(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                          const uint8_t* x, float* y) {
-    dot_q4<Planar<16>, ROWS>(rows, next, n, x, y);
 }
 
 typedef int16_t Words __attribute__((vector_size(16)));
@@ -181,12 +115,50 @@ inline Ints spread(const int32_t* p, int64_t i) {
     return Ints{p[i], p[i], p[i], p[i]};
 }
 
-inline Ints block_products(const uint8_t* quants, const int16_t* x) {
+constexpr int FEW = LANES / 4;
+
+inline Floats add_floats(Floats a, Floats b) { return a + b; }
+
+// Rounded once, as wider levels do it.
+inline Floats fused(Floats a, Floats b, Floats c) {
+    for (int lane = 0; lane < LANES; ++lane) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+    return c;
+}
+
+inline void transpose_16(const uint8_t* const* p, Ints* out) {
+    int32_t words[4][4];
+    for (int r = 0; r < 4; ++r) __builtin_memcpy(words[r], p[r], 16);
+    for (int v = 0; v < 4; ++v) out[v] = Ints{words[0][v], words[1][v], words[2][v], words[3][v]};
+}
+
+inline Ints products_q8(const uint8_t* quants, const int16_t* x) {
     Ints sum = {};
     for (int i = 0; i < BLOCK; ++i) sum[i % 4] += static_cast<int8_t>(quants[i]) * x[i];
     return sum;
 }
 
+inline Ints products_q4(const uint8_t* nibbles, const int16_t* x) {
+    Ints sum = {};
+    for (int i = 0; i < 16; ++i)
+        sum[i % 4] += (nibbles[i] & 15) * x[i] + (nibbles[i] >> 4) * x[i + 16];
+    return sum;
+}
+
+inline Ints reduce(const Ints (*s)[4]) {
+    Ints out = {};
+    for (int i = 0; i < 4; ++i) out[i] = s[0][i][0] + s[0][i][1] + s[0][i][2] + s[0][i][3];
+    return out;
+}
+
+inline Ints few_corrections(const int32_t* four) { return Ints{four[0], four[1], four[2], four[3]}; }
+
+inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x_scale) {
+    Floats of_row = load_f16(scale[0]);
+    for (int64_t i = m; i < 4; ++i) of_row[i] = 0.0f;
+    return of_row * load_f32(reinterpret_cast<const uint8_t*>(x_scale));
+}
+
+#include "blocks_madd.h"
 #include "k_quants.h"
 #include "k_quants_generic.h"
 #include "rows_template.h"

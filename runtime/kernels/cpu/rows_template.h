@@ -62,42 +62,6 @@ struct BF16 {
     }
 };
 
-struct Q8_0 {
-    static constexpr int64_t BLOCK_BYTES = 34, VALUE_BYTES = 0;
-    static constexpr bool SCALED = true, IS_PLANAR = false;
-    static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
-    static inline void unpack(const uint8_t* block, Floats* w) {
-        for (int v = 0; v < VECTORS; ++v) w[v] = load_i8(block + 2 + v * LANES);
-    }
-    template <int ROWS>
-    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                           const uint8_t* x, float* y) {
-        dot_q8<ROWS>(rows, next, n, x, y);
-    }
-};
-
-// Where a row of q4_0 has the scale and the nibbles of block b of n.
-struct Interleaved {
-    static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
-        return row + b * 18;
-    }
-    static inline const uint8_t* quants(const uint8_t* row, int64_t, int64_t b) {
-        return row + b * 18 + 2;
-    }
-};
-
-struct Q4_0 {
-    static constexpr int64_t BLOCK_BYTES = 18, VALUE_BYTES = 0;
-    static constexpr bool SCALED = true, IS_PLANAR = false;
-    static inline Floats scale(const uint8_t* block) { return scale_f16(block); }
-    static inline void unpack(const uint8_t* block, Floats* w) { unpack_q4(block + 2, w); }
-    template <int ROWS>
-    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                           const uint8_t* x, float* y) {
-        dot_q4<Interleaved, ROWS>(rows, next, n, x, y);
-    }
-};
-
 inline const uint8_t* row_of(const Rows& rows, int64_t a) {
     return rows.weight + (rows.index ? static_cast<int64_t>(rows.index[a]) : a) * rows.stride;
 }
@@ -108,31 +72,10 @@ inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_
 #include "k_quants_template.h"
 #include "planar_template.h"
 
-// y[r] = rows[r] . x. Each row has two sums, or an addition would wait for the one before it; they
-// are the same whatever ROWS is.
-template <class Format, int ROWS>
-inline void dot_floats(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
-                       const float* x, float* y) {
-    constexpr int64_t BYTES = Format::BLOCK_BYTES;
-    const int64_t num_blocks = D / BLOCK;
-    Floats sums[ROWS][2];
-    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
-    for (int64_t b = 0; b < num_blocks; ++b) {
-        for (int r = 0; r < ROWS; ++r) {
-            for (int64_t at = 0; at < BYTES; at += 64) __builtin_prefetch(next[r] + b * BYTES + at);
-            Floats w[VECTORS];
-            Format::unpack(rows[r] + b * BYTES, w);
-            for (int v = 0; v < VECTORS; ++v)
-                sums[r][v % 2] =
-                    multiply_add(w[v], load_floats(x + b * BLOCK + v * LANES), sums[r][v % 2]);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r) {
-        y[r] = sum(sums[r][0]) + sum(sums[r][1]);
-        for (int64_t d = num_blocks * BLOCK; d < D; ++d)
-            y[r] += x[d] * Format::value(rows[r] + d * Format::VALUE_BYTES);
-    }
-}
+template <class Format>
+constexpr bool IS_BLOCKS = Format::SCALED && !IS_SUPER<Format>;
+
+#include "blocks_template.h"
 
 template <int N>
 struct Count {
@@ -162,46 +105,54 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     for (; a < a1; ++a) call(Count<1>{}, a);
 }
 
+// Rows that are taken for all vectors before the next ones are, so that they are read once.
+constexpr int64_t SHARED_ROWS = 16;
+
 template <class Format>
-void dot_rows(const Rows& rows, const Input& x, float* y, int64_t a0, int64_t a1) {
-    for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
-                             const uint8_t* const* next) {
-        constexpr int ROWS = decltype(count)::VALUE;
-        if constexpr (Format::SCALED)
-            Format::template dot<ROWS>(row, next, rows.D / BLOCK, x.packed, y + a);
-        else
-            dot_floats<Format, ROWS>(row, next, rows.D, x.f32, y + a);
-    });
+void dot_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+              int64_t a1) {
+    const int64_t step = x.count == 1 ? a1 - a0 : SHARED_ROWS;
+    for (int64_t first = a0; first < a1; first += step) {
+        const int64_t end = first + step < a1 ? first + step : a1;
+        Rows part = rows;
+        if (rows.next) part.next = rows.next + (first - a0);
+        for (int64_t t = 0; t < x.count; ++t)
+            for_rows(part, first, end, [&](auto count, int64_t a, const uint8_t* const* row,
+                                           const uint8_t* const* next) {
+                constexpr int ROWS = decltype(count)::VALUE;
+                float* to = y + t * y_stride + a;
+                Format::template dot<ROWS>(row, next, rows.D / BLOCK,
+                                           x.packed + (x.first + t) * packed_bytes(rows.D), to);
+            });
+    }
 }
+
+#include "floats_template.h"
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
 inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                            float* y, int64_t d0, int64_t d1) {
     constexpr int64_t BYTES = Format::BLOCK_BYTES;
-    constexpr int64_t EVERY = BYTES < 32 ? 2 : 1;  // blocks, at most a cache line
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
-        if (d / BLOCK % EVERY == 0)
-            for (int r = 0; r < ROWS; ++r)
-                for (int64_t at = 0; at < BYTES; at += 64)
-                    __builtin_prefetch(next[r] + d / BLOCK * BYTES + at);
+        for (int r = 0; r < ROWS; ++r)
+            for (int64_t at = 0; at < BYTES; at += 64)
+                __builtin_prefetch(next[r] + d / BLOCK * BYTES + at);
         Floats out[VECTORS];
         for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
             const uint8_t* block = rows[r] + d / BLOCK * BYTES;
-            Floats factor = broadcast(c[r]);
-            if constexpr (Format::SCALED) factor = mul(factor, Format::scale(block));
+            const Floats factor = broadcast(c[r]);
             Floats w[VECTORS];
             Format::unpack(block, w);
             for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
         }
         for (int v = 0; v < VECTORS; ++v) store_floats(y + d + v * LANES, out[v]);
     }
-    if constexpr (!Format::SCALED)
-        for (; d < d1; ++d)
-            for (int r = 0; r < ROWS; ++r)
-                y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
+    for (; d < d1; ++d)
+        for (int r = 0; r < ROWS; ++r)
+            y[d] += c[r] * Format::value(rows[r] + d * Format::VALUE_BYTES);
 }
 
 template <class Format, int ROWS>
@@ -216,34 +167,28 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
 template <class Format>
 void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                      int64_t d0, int64_t d1) {
-    for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
-                             const uint8_t* const* next) {
-        constexpr int ROWS = decltype(count)::VALUE;
-        if constexpr (Format::IS_PLANAR)
-            add_planar<Format, ROWS>(row, next, rows.D / BLOCK, c + a, y, d0, d1);
-        else
+    if constexpr (IS_BLOCKS<Format>) {
+        for (int64_t a = a0; a < a1; a += SUM_ROWS) {
+            const int64_t k = a1 - a < SUM_ROWS ? a1 - a : SUM_ROWS;
+            const uint8_t *row[SUM_ROWS], *next[4];
+            for (int64_t r = 0; r < k; ++r) row[r] = row_of(rows, a + r);
+            for (int64_t r = 0; r < 4; ++r)
+                next[r] = rows.next                ? rows.next[r]
+                          : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
+                                                   : row[0];
+            add_group<Format>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
+        }
+    } else {
+        for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
+                                   const uint8_t* const* next) {
+            constexpr int ROWS = decltype(count)::VALUE;
             add_rows<Format, ROWS>(row, next, c + a, y, d0, d1);
-    });
+        });
+    }
 }
 
-struct ToF32 {
-    static constexpr int64_t VALUE_BYTES = 4;
-    static inline void store(uint8_t* p, Floats v) { store_f32(p, v); }
-    static inline void store_one(uint8_t* p, float f) { __builtin_memcpy(p, &f, 4); }
-};
-
-struct ToBF16 {
-    static constexpr int64_t VALUE_BYTES = 2;
-    static inline void store(uint8_t* p, Floats v) { store_bf16(p, v); }
-    static inline void store_one(uint8_t* p, float f) {
-        uint8_t all[2 * LANES];
-        store_bf16(all, broadcast(f));
-        __builtin_memcpy(p, all, 2);
-    }
-};
-
-template <class Format, class Out>
-inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, uint8_t* out) {
+template <class Format>
+inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, float* out) {
     constexpr int64_t VALUES = IS_SUPER<Format> ? SUPER_BLOCK : BLOCK;
     for (int64_t b = 0; b < D / VALUES; ++b) {
         const uint8_t* block = row + b * Format::BLOCK_BYTES;
@@ -255,32 +200,27 @@ inline void unpack_row(const uint8_t* row, const uint8_t* next, int64_t D, uint8
             const float one = 1.0f;
             add_rows<Format, 1>(&block, &then, &one, values, 0, SUPER_BLOCK);
             for (int v = 0; v < VALUES / LANES; ++v) w[v] = load_floats(values + v * LANES);
-        } else if constexpr (Format::IS_PLANAR) {
+        } else if constexpr (IS_BLOCKS<Format>) {
             const Floats scale = scale_f16(Format::scale(row, D / BLOCK, b));
             Format::unpack(Format::quants(row, D / BLOCK, b), w);
             for (int v = 0; v < VECTORS; ++v) w[v] = mul(w[v], scale);
         } else {
             Format::unpack(block, w);
-            if constexpr (Format::SCALED) {
-                const Floats scale = Format::scale(block);
-                for (int v = 0; v < VECTORS; ++v) w[v] = mul(w[v], scale);
-            }
         }
         for (int v = 0; v < VALUES / LANES; ++v)
-            Out::store(out + (b * VALUES + v * LANES) * Out::VALUE_BYTES, w[v]);
+            store_floats(out + b * VALUES + v * LANES, w[v]);
     }
     if constexpr (!Format::SCALED)
         for (int64_t d = D / BLOCK * BLOCK; d < D; ++d)
-            Out::store_one(out + d * Out::VALUE_BYTES,
-                           Format::value(row + d * Format::VALUE_BYTES));
+            out[d] = Format::value(row + d * Format::VALUE_BYTES);
 }
 
-template <class Format, class Out>
-void unpack_rows(const Rows& rows, uint8_t* out, int64_t a0, int64_t a1) {
+template <class Format>
+void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
     for (int64_t a = a0; a < a1; ++a) {
         const uint8_t* row = row_of(rows, a);
         const uint8_t* next = a + 1 < a1 ? row_of(rows, a + 1) : row;
-        unpack_row<Format, Out>(row, next, rows.D, out + a * rows.D * Out::VALUE_BYTES);
+        unpack_row<Format>(row, next, rows.D, out + a * rows.D);
     }
 }
 
@@ -332,31 +272,27 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 }
 
 #include "attend_template.h"
-#include "pass_template.h"
+#include "sums_template.h"
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
-    {dot_rows<F32>, dot_rows<F16>, dot_rows<BF16>, dot_rows<Q8_0>, dot_rows<Q4_0>, dot_rows<Q4_K>,
-     dot_rows<Q5_K>, dot_rows<Q6_K>, dot_rows<Q4_0Planar>, dot_rows<Q8_0Planar>},
+    {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>, 
+     dot_rows<Q4_K>, dot_rows<Q5_K>, dot_rows<Q6_K>, dot_blocks<Q4_0Planar>,
+     dot_blocks<Q8_0Planar>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>},
-    {unpack_rows<F32, ToF32>, unpack_rows<F16, ToF32>, unpack_rows<BF16, ToF32>,
-     unpack_rows<Q8_0, ToF32>, unpack_rows<Q4_0, ToF32>, unpack_rows<Q4_K, ToF32>,
-     unpack_rows<Q5_K, ToF32>, unpack_rows<Q6_K, ToF32>, unpack_rows<Q4_0Planar, ToF32>,
-     unpack_rows<Q8_0Planar, ToF32>},
-    {unpack_rows<F32, ToBF16>, unpack_rows<F16, ToBF16>, unpack_rows<BF16, ToBF16>,
-     unpack_rows<Q8_0, ToBF16>, unpack_rows<Q4_0, ToBF16>, unpack_rows<Q4_K, ToBF16>,
-     unpack_rows<Q5_K, ToBF16>, unpack_rows<Q6_K, ToBF16>, unpack_rows<Q4_0Planar, ToBF16>,
-     unpack_rows<Q8_0Planar, ToBF16>},
-    {nullptr, nullptr, nullptr, quantise, quantise_q4, quantise, quantise, quantise,
-     quantise_q4_planar, quantise},
+    {accumulate_many<F32>, accumulate_many<F16>, accumulate_many<BF16>, accumulate_many<Q8_0>,
+     accumulate_many<Q4_0>, accumulate_many<Q4_K>, accumulate_many<Q5_K>, accumulate_many<Q6_K>,
+     accumulate_many<Q4_0Planar>, accumulate_many<Q8_0Planar>},
+    {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>,
+     unpack_rows<Q8_0>, unpack_rows<Q4_0>, unpack_rows<Q4_K>,
+     unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
+     unpack_rows<Q8_0Planar>},
+    {nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>, quantise, quantise,
+     quantise, quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>},
     {attend<F32>, attend<F16>},
-    {unpack_panel<F32>, unpack_panel<F16>, unpack_panel<BF16>, unpack_panel<Q8_0>,
-     unpack_panel<Q4_0>, unpack_panel<Q4_K>, unpack_panel<Q5_K>, unpack_panel<Q6_K>,
-     unpack_panel<Q4_0Planar>, unpack_panel<Q8_0Planar>},
-    dot_pairs, add_pairs, ADD_VECTORS * LANES, mark_gates, mark_named,
-    {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+    {nullptr, nullptr, nullptr, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,
      order_sums<Q4_0Planar>, order_sums<Q8_0Planar>},
     choose,
 };

@@ -1,9 +1,10 @@
-// One decode step, see step.h. The order of a forward pass is that of decoder.py and attention.py,
+// A step of some rows, see step.h. The order of a forward pass is that of decoder.py and attention.py,
 // the feed-forward layer that of feed_forward.py; they are the reference, and their bits differ
 // only where sums are taken in another order.
 #include "step.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "neurons.h"
 #include "vector_math.h"
@@ -17,61 +18,80 @@ int64_t largest_rank(const SparkStep& step) {
     return rank;
 }
 
+uint32_t forms_of(const SparkStep& step) {
+    uint32_t forms = form_bit(step.head);
+    for (int64_t i = 0; i < step.num_layers; ++i) {
+        const SparkLayer& l = step.layer[i];
+        for (const SparkMatrix& m : l.input) forms |= form_bit(m);
+        forms |= form_bit(l.output) | form_bit(l.predictor_down) | form_bit(l.predictor_up);
+        for (int64_t b = 0; b < l.num_blocks; ++b) forms |= forms_of(l.block[b]);
+    }
+    return forms;
+}
+
 // Positions of the cache that are one piece of work.
 constexpr int64_t PART = 256;
+// What attention's parts may take at a time: rows beyond it wait for the next turn.
+constexpr int64_t PARTS_BYTES = 4 << 20;
+
+int64_t parts_of(int64_t positions) { return (positions + PART - 1) / PART; }
 
 struct Work {
     Work(const SparkStep& step, uint8_t* memory)
-        : arena(memory), neurons(arena, step.width, step.num_neurons) {
+        : arena(memory), neurons(arena, step.width, step.num_neurons, step.max_rows) {
         const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
-        const int64_t values = (heads + 2 * step.num_kv_heads) * step.head_width;
-        x = arena.take<float>(D);
-        sum = arena.take<float>(D);
-        attn_input = arena.operand(D);
-        ffn_input[0] = arena.operand(D);
-        ffn_input[1] = arena.operand(D);
-        heads_out = arena.operand(heads * step.head_width);
-        inner = arena.operand(largest_rank(step));
-        qkv = arena.take<float>(values);
-        attn_out = arena.take<float>(D);
-        ffn_out = arena.take<float>(D);
-        const int64_t parts = (step.context_length + PART - 1) / PART * heads;
-        query = arena.take<float>(heads * padded_head(step.head_width));
-        scores = arena.take<float>(parts * PART);
-        top = arena.take<float>(parts);
-        total = arena.take<float>(parts);
-        mixed = arena.take<float>(parts * padded_head(step.head_width));
-        cos = arena.take<float>(step.head_width);
-        sin = arena.take<float>(step.head_width);
-        named = arena.take<float>(F);
+        const int64_t R = step.max_rows, W = step.head_width, padded = padded_head(W);
+        num_values = (heads + 2 * step.num_kv_heads) * W;
+        x = arena.take<float>(R * D);
+        sum = arena.take<float>(R * D);
+        const uint32_t forms = forms_of(step);
+        attn_input = arena.operand(D, R, forms);
+        ffn_input[0] = arena.operand(D, R, forms);
+        ffn_input[1] = arena.operand(D, R, forms);
+        heads_out = arena.operand(heads * W, R, forms);
+        inner = arena.operand(largest_rank(step), R, forms);
+        qkv = arena.take<float>(R * num_values);
+        attn_out = arena.take<float>(R * D);
+        ffn_out = arena.take<float>(R * D);
+        const int64_t parts = parts_of(step.context_length) * heads;
+        const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
+        rows_at_once = std::min(R, std::max<int64_t>(1, fitting));
+        query = arena.take<float>(rows_at_once * heads * padded);
+        top = arena.take<float>(rows_at_once * parts);
+        total = arena.take<float>(rows_at_once * parts);
+        mixed = arena.take<float>(rows_at_once * parts * padded);
+        cos = arena.take<float>(R * W);
+        sin = arena.take<float>(R * W);
+        named = arena.take<float>(step.mode == MODE_PREDICTED ? R * F : 0);
     }
 
     Arena arena;
     Neurons neurons;
+    int64_t num_values, rows_at_once;
     float *x, *sum, *qkv, *attn_out, *ffn_out, *cos, *sin, *named;
-    float *query, *scores, *top, *total, *mixed;  // of attention
+    float *query, *top, *total, *mixed;  // of attention
     Operand attn_input, ffn_input[2], heads_out, inner;
 };
 
-// y [num_rows] = W x + bias, for up to three matrices with outputs one after the other.
-void multiply(const SparkMatrix* matrix, int count, Operand& x, float* y) {
+// y [T, stride] = W x + bias of T rows, for up to three matrices with outputs one after the other.
+void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float* y, int64_t stride) {
     Input input[3];
     int64_t first[4] = {0}, bytes = 0;
     for (int m = 0; m < count; ++m) {
-        input[m] = x.as(matrix[m].kind);
+        input[m] = x.as(matrix[m].kind, T);
         first[m + 1] = first[m] + matrix[m].num_rows;
         bytes += num_bytes(matrix[m]);
     }
-    split(bytes, first[count], 4, 16, [&](int64_t begin, int64_t end) {
+    split(bytes * T, first[count], T == 1 ? 4 : 32, 16, [&](int64_t begin, int64_t end) {
         for (int m = 0; m < count; ++m) {
             const SparkMatrix& w = matrix[m];
             const int64_t a0 = std::max<int64_t>(begin - first[m], 0);
             const int64_t a1 = std::min(end - first[m], w.num_rows);
             if (a0 >= a1) continue;
             float* out = y + first[m];
-            kernels().dot_rows[w.kind](rows_of(w), input[m], out, a0, a1);
-            if (w.bias)
-                for (int64_t a = a0; a < a1; ++a) out[a] += w.bias[a];
+            kernels().dot_rows[w.kind](rows_of(w), input[m], out, stride, a0, a1);
+            for (int64_t t = 0; w.bias && t < T; ++t)
+                for (int64_t a = a0; a < a1; ++a) out[t * stride + a] += w.bias[a];
         }
     });
 }
@@ -89,32 +109,37 @@ void apply(const SparkNorm& norm, float epsilon, const float* x, int64_t n, floa
 
 class Step {
   public:
-    Step(SparkStep& step) : s(step), w(step, step.workspace), D(step.width) {}
+    explicit Step(SparkStep& step) : s(step), w(step, step.workspace), D(step.width) {}
 
-    void run(int64_t token, int64_t position, float* logits) {
-        embed(token, position);
-        layers(0, s.num_layers, position);
-        head(logits);
+    void run(const SparkRow* row, int64_t count, float* logits) {
+        T = count, first = row[0].position;
+        rows(4 * D, [&](int64_t t) { embed(row[t].token, first + t, w.x + t * D); });
+        layers(0, s.num_layers);
+        int64_t wanted = 0;
+        for (int64_t t = 0; t < T; ++t)
+            if (row[t].has_logits) output_norm(w.x + t * D, w.attn_input.row(wanted++));
+        if (wanted) head(wanted, logits);
     }
 
     void run(const SparkPart& part) {
+        T = 1, first = part.position ? *part.position : 0;
         Operand& last = w.ffn_input[(part.end + 1) % 2];
         const size_t bytes = D * sizeof(float);
         switch (part.part) {
             case PART_EMBED:
-                embed(*part.token, *part.position);
+                embed(*part.token, first, w.x);
                 std::memcpy(part.x, w.x, bytes);
                 break;
             case PART_LAYERS:
                 enter(part);
-                layers(part.begin, part.end, *part.position, part.is_first);
+                layers(part.begin, part.end, part.is_first);
                 std::memcpy(part.x, w.x, bytes);
                 std::memcpy(part.ffn_input, last.f32, bytes);
                 break;
             case PART_FRONT:
                 enter(part);
-                turn(*part.position);
-                front(part.begin, *part.position);
+                turn();
+                front(part.begin);
                 if (s.mode == MODE_PREDICTED) {
                     predict(s.layer[part.begin], named_by(part.begin, part.is_first));
                     pack_named(s.layer[part.begin], part.named);
@@ -130,32 +155,44 @@ class Step {
                 std::memcpy(part.x, w.x, bytes);
                 break;
             case PART_HEAD:
-                std::memcpy(w.x, part.x, bytes);
-                head(part.logits);
+                output_norm(part.x, w.attn_input.f32);
+                head(1, part.logits);
                 break;
         }
     }
 
   private:
-    void embed(int64_t token, int64_t position) {
-        unpack_row(s.embedding, token, w.x);
+    // body(t) for each row, by all threads where they touch many values.
+    template <class Body>
+    void rows(int64_t values, const Body& body) {
+        if (T == 1) return body(0);
+        split(T * values * 4, T, 1, 4, [&](int64_t t0, int64_t t1) {
+            for (int64_t t = t0; t < t1; ++t) body(t);
+        });
+    }
+
+    void embed(int64_t token, int64_t position, float* x) {
+        unpack_row(s.embedding, token, x);
         if (!s.positions.data) return;
-        unpack_row(s.positions, position, w.sum);
-        add(w.x, w.sum, D);
+        float* learned = w.sum + (position - first) * D;
+        unpack_row(s.positions, position, learned);
+        add(x, learned, D);
     }
 
     void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
-        kernels().unpack_rows[m.kind]({m.data + row * m.stride, m.stride, D, nullptr, 1},
-                                      reinterpret_cast<uint8_t*>(y), 0, 1);
+        kernels().unpack_rows[m.kind]({m.data + row * m.stride, m.stride, D, nullptr, 1}, y, 0, 1);
     }
 
-    void turn(int64_t position) {
+    void turn() {
         if (!s.frequency) return;
-        for (int64_t i = 0; i < s.head_width / 2; ++i) {
-            const double angle = static_cast<double>(position) * s.frequency[i];
-            w.cos[i] = static_cast<float>(std::cos(angle));
-            w.sin[i] = static_cast<float>(std::sin(angle));
-        }
+        const int64_t W = s.head_width;
+        rows(100 * W, [&](int64_t t) {
+            for (int64_t i = 0; i < W / 2; ++i) {
+                const double angle = static_cast<double>(first + t) * s.frequency[i];
+                w.cos[t * W + i] = static_cast<float>(std::cos(angle));
+                w.sin[t * W + i] = static_cast<float>(std::sin(angle));
+            }
+        });
     }
 
     // What the layer before left: the hidden state, and what its predictor may want.
@@ -166,23 +203,26 @@ class Step {
         if (!part.is_first) std::memcpy(before.f32, part.ffn_input, D * sizeof(float));
     }
 
-    void layers(int64_t begin, int64_t end, int64_t position, bool is_first = true) {
-        turn(position);
+    void layers(int64_t begin, int64_t end, bool is_first = true) {
+        turn();
         for (int64_t i = begin; i < end; ++i) {
-            front(i, position);
+            front(i);
             feed_forward(s.layer[i], w.ffn_input[i % 2], named_by(i, is_first && i == begin));
             back(i);
         }
     }
 
-    void head(float* logits) {
-        Operand& last = w.attn_input;
+    void output_norm(const float* x, float* y) {
         if (s.output_norm.weight)
-            apply(s.output_norm, s.epsilon, w.x, D, last.f32);
+            apply(s.output_norm, s.epsilon, x, D, y);
         else
-            std::memcpy(last.f32, w.x, D * sizeof(float));
-        last.changed();
-        multiply(&s.head, 1, last, logits);
+            std::memcpy(y, x, D * sizeof(float));
+    }
+
+    // Logits of the first `count` rows of attn_input.
+    void head(int64_t count, float* logits) {
+        w.attn_input.changed();
+        multiply(&s.head, 1, w.attn_input, count, logits, s.head.num_rows);
     }
 
     // What tells a layer's predictor which neurons fire.
@@ -192,39 +232,50 @@ class Step {
 
     // A layer up to the input of its feed-forward part, and what follows that: the three orders of
     // blocks, as in decoder.run_layer.
-    void front(int64_t index, int64_t position) {
+    void front(int64_t index) {
         const SparkLayer& l = s.layer[index];
         Operand& ffn_input = w.ffn_input[index % 2];
         ffn_input.changed();
         w.attn_input.changed();
         if (!l.ffn_norm.weight) {
-            apply(l.attn_norm, s.epsilon, w.x, D, ffn_input.f32);
             Operand& own = l.attn_norm_2.weight ? w.attn_input : ffn_input;
-            if (l.attn_norm_2.weight) apply(l.attn_norm_2, s.epsilon, w.x, D, own.f32);
-            attention(l, own, position);
-            add(w.x, w.attn_out, D);
+            rows(D, [&](int64_t t) {
+                apply(l.attn_norm, s.epsilon, x(t), D, ffn_input.row(t));
+                if (l.attn_norm_2.weight) apply(l.attn_norm_2, s.epsilon, x(t), D, own.row(t));
+            });
+            attention(l, own);
+            rows(D, [&](int64_t t) { add(x(t), w.attn_out + t * D, D); });
         } else if (s.is_post_norm) {
-            std::memcpy(w.attn_input.f32, w.x, D * sizeof(float));
-            attention(l, w.attn_input, position);
-            add(w.x, w.attn_out, D);
-            apply(l.attn_norm, s.epsilon, w.x, D, ffn_input.f32);
+            std::memcpy(w.attn_input.f32, w.x, T * D * sizeof(float));
+            attention(l, w.attn_input);
+            rows(D, [&](int64_t t) {
+                add(x(t), w.attn_out + t * D, D);
+                apply(l.attn_norm, s.epsilon, x(t), D, ffn_input.row(t));
+            });
         } else {
-            apply(l.attn_norm, s.epsilon, w.x, D, w.attn_input.f32);
-            attention(l, w.attn_input, position);
-            add(w.x, w.attn_out, D);
-            apply(l.ffn_norm, s.epsilon, w.x, D, ffn_input.f32);
+            rows(D, [&](int64_t t) {
+                apply(l.attn_norm, s.epsilon, x(t), D, w.attn_input.row(t));
+            });
+            attention(l, w.attn_input);
+            rows(D, [&](int64_t t) {
+                add(x(t), w.attn_out + t * D, D);
+                apply(l.ffn_norm, s.epsilon, x(t), D, ffn_input.row(t));
+            });
         }
     }
 
     void back(int64_t index) {
         const SparkLayer& l = s.layer[index];
-        if (!s.is_post_norm || !l.ffn_norm.weight) {
-            add(w.x, w.ffn_out, D);
-            return;
-        }
-        add(w.ffn_out, w.ffn_input[index % 2].f32, D);
-        apply(l.ffn_norm, s.epsilon, w.ffn_out, D, w.x);
+        const bool has_norm_behind = s.is_post_norm && l.ffn_norm.weight;
+        rows(D, [&](int64_t t) {
+            float* out = w.ffn_out + t * D;
+            if (!has_norm_behind) return add(x(t), out, D);
+            add(out, w.ffn_input[index % 2].row(t), D);
+            apply(l.ffn_norm, s.epsilon, out, D, x(t));
+        });
     }
+
+    float* x(int64_t t) const { return w.x + t * D; }
 
     void pack_named(const SparkLayer& l, uint32_t* named) {
         std::fill_n(named, (s.num_neurons + 31) / 32, 0u);
@@ -232,20 +283,24 @@ class Step {
             named[j / 32] |= static_cast<uint32_t>(!(w.named[j] <= l.predictor_threshold)) << j % 32;
     }
 
-    void attention(const SparkLayer& l, Operand& x, int64_t position) {
+    void attention(const SparkLayer& l, Operand& input) {
         const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
-        multiply(l.input, l.input[1].data ? 3 : 1, x, w.qkv);
-        for (int64_t h = 0; h < H + K; ++h) {
-            float* head = w.qkv + h * W;
-            const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
-            if (norm.weight) apply(norm, s.epsilon, head, W, head);
-            if (s.frequency) rotate(head, w.cos, w.sin, W, s.is_adjacent);
-        }
-        append(l.key, w.qkv + H * W, position);
-        append(l.value, w.qkv + (H + K) * W, position);
-        attend(l, position + 1);
+        multiply(l.input, l.input[1].data ? 3 : 1, input, T, w.qkv, w.num_values);
+        rows(4 * w.num_values, [&](int64_t t) {
+            float* values = w.qkv + t * w.num_values;
+            for (int64_t h = 0; h < H + K; ++h) {
+                float* head = values + h * W;
+                const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
+                if (norm.weight) apply(norm, s.epsilon, head, W, head);
+                if (s.frequency) rotate(head, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
+            }
+            append(l.key, values + H * W, first + t);
+            append(l.value, values + (H + K) * W, first + t);
+        });
+        for (int64_t t = 0; t < T; t += w.rows_at_once)
+            attend(l, t, std::min(t + w.rows_at_once, T));
         w.heads_out.changed();
-        multiply(&l.output, 1, w.heads_out, w.attn_out);
+        multiply(&l.output, 1, w.heads_out, T, w.attn_out, D);
     }
 
     int64_t cache_bytes() const { return s.cache_kind == KIND_F32 ? 4 : 2; }
@@ -263,94 +318,114 @@ class Step {
         }
     }
 
-    // All heads over C cached positions, a part of them at a time, each with sums of its own. The
-    // parts do not depend on the threads.
-    void attend(const SparkLayer& l, int64_t C) {
-        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads, G = H / K;
-        const int64_t padded = padded_head(W), num_parts = (C + PART - 1) / PART;
-        for (int64_t h = 0; h < H; ++h) {
-            std::copy_n(w.qkv + h * W, W, w.query + h * padded);
-            std::fill_n(w.query + h * padded + W, padded - W, 0.0f);
+    // All heads of rows t0 .. t1-1 over their cached positions, a part of them at a time, each with
+    // sums of its own. The parts depend on the row's position alone.
+    void attend(const SparkLayer& l, int64_t t0, int64_t t1) {
+        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
+        const int64_t padded = padded_head(W), R = t1 - t0, parts = parts_of(first + t1);
+        for (int64_t i = 0; i < R * H; ++i) {
+            const float* from = w.qkv + (t0 + i / H) * w.num_values + i % H * W;
+            std::copy_n(from, W, w.query + i * padded);
+            std::fill_n(w.query + i * padded + W, padded - W, 0.0f);
         }
-        split(2 * C * K * W * cache_bytes(), K * num_parts, 1, 4, [&](int64_t u0, int64_t u1) {
-            for (int64_t u = u0; u < u1; ++u) attend_part(l, u / num_parts, u % num_parts, C);
+        // Neighbouring pieces share their keys and values.
+        split(2 * R * (first + t1) * K * W * cache_bytes(), K * parts * R, 1, 4 * std::min<int64_t>(R, 8),
+              [&](int64_t u0, int64_t u1) {
+                  for (int64_t u = u0; u < u1; ++u)
+                      attend_part(l, u / (parts * R), u / R % parts, t0, u % R, parts);
+              });
+        split(R * H * parts * padded * 4, R * H, 1, 4, [&](int64_t i0, int64_t i1) {
+            for (int64_t i = i0; i < i1; ++i) join(t0, i / H, i % H, parts);
         });
-        for (int64_t h = 0; h < H; ++h) join(h, num_parts);
     }
 
-    void attend_part(const SparkLayer& l, int64_t kv_head, int64_t part, int64_t C) {
-        const int64_t W = s.head_width, G = s.num_heads / s.num_kv_heads, first = part * PART;
-        const int64_t stride = W * cache_bytes();
-        const int64_t start = (kv_head * s.context_length + first) * stride;
-        const int64_t at = part * s.num_heads + kv_head * G, padded = padded_head(W);
+    // Where the sums of a part of row r are, for head 0.
+    int64_t place(int64_t r, int64_t part, int64_t parts) const {
+        return (r * parts + part) * s.num_heads;
+    }
+
+    void attend_part(const SparkLayer& l, int64_t kv_head, int64_t part, int64_t t0, int64_t r,
+                     int64_t parts) {
+        const int64_t W = s.head_width, G = s.num_heads / s.num_kv_heads, C = first + t0 + r + 1;
+        const int64_t begin = part * PART, stride = W * cache_bytes(), padded = padded_head(W);
+        if (begin >= C) return;
+        const int64_t start = (kv_head * s.context_length + begin) * stride;
+        const int64_t at = place(r, part, parts) + kv_head * G;
+        static thread_local std::vector<float> score;
+        if (score.size() < static_cast<size_t>(G * PART)) score.resize(G * PART);
         AttendPart a;
         a.key = l.key + start, a.value = l.value + start, a.stride = stride;
-        a.n = std::min(PART, C - first), a.W = W, a.G = G;
-        a.query = w.query + kv_head * G * padded;
+        a.n = std::min(PART, C - begin), a.W = W, a.G = G;
+        a.query = w.query + (r * s.num_heads + kv_head * G) * padded;
         a.scale = 1.0f / std::sqrt(static_cast<float>(W));
-        a.score = w.scores + at * PART;
+        a.score = score.data();
         a.top = w.top + at, a.total = w.total + at, a.out = w.mixed + at * padded;
         kernels().attend[s.cache_kind](a);
     }
 
-    // The parts of one head into its place in heads_out.
-    void join(int64_t head, int64_t num_parts) {
-        const int64_t W = s.head_width, H = s.num_heads, padded = padded_head(W);
-        float top = w.top[head], total = 0.0f;
-        for (int64_t p = 1; p < num_parts; ++p) top = std::max(top, w.top[p * H + head]);
-        float* out = w.heads_out.f32 + head * W;
+    // The parts of one head of a row into its place in heads_out.
+    void join(int64_t t0, int64_t r, int64_t head, int64_t parts) {
+        const int64_t W = s.head_width, padded = padded_head(W);
+        const int64_t own_parts = parts_of(first + t0 + r + 1);
+        auto at = [&](int64_t p) { return place(r, p, parts) + head; };
+        float top = w.top[at(0)], total = 0.0f;
+        for (int64_t p = 1; p < own_parts; ++p) top = std::max(top, w.top[at(p)]);
+        float* out = w.heads_out.row(t0 + r) + head * W;
         std::fill_n(out, W, 0.0f);
-        for (int64_t p = 0; p < num_parts; ++p) {
-            const int64_t at = p * H + head;
-            const float share = std::exp(w.top[at] - top);
-            total += share * w.total[at];
-            for (int64_t i = 0; i < W; ++i) out[i] += share * w.mixed[at * padded + i];
+        for (int64_t p = 0; p < own_parts; ++p) {
+            const float share = std::exp(w.top[at(p)] - top);
+            total += share * w.total[at(p)];
+            for (int64_t i = 0; i < W; ++i) out[i] += share * w.mixed[at(p) * padded + i];
         }
         for (int64_t i = 0; i < W; ++i) out[i] /= total;
     }
 
-    void feed_forward(const SparkLayer& l, Operand& x, Operand& named_by) {
-        if (s.mode == MODE_PREDICTED) predict(l, named_by);
+    void feed_forward(const SparkLayer& l, Operand& input, Operand& named_by) {
+        const bool is_predicted = s.mode == MODE_PREDICTED;
+        if (is_predicted) predict(l, named_by);
         const Gate gate = {s.activation, s.mode, l.threshold};
-        const Named named = {nullptr, w.named, l.predictor_threshold};
+        Named named[MAX_ROWS];
+        for (int64_t t = 0; is_predicted && t < T; ++t)
+            named[t] = {nullptr, w.named + t * s.num_neurons, l.predictor_threshold};
         NeuronBytes read;
         for (int64_t b = 0; b < l.num_blocks; ++b) {
-            const SparkBlock& block = l.block[b];
             float* out = b == 0 ? w.ffn_out : w.sum;
-            if (s.mode == MODE_PREDICTED)
-                w.neurons.run_named(block, gate, named, x, out, read);
-            else
-                w.neurons.run_all(block, gate, x, out, read);
-            if (b > 0) add(w.ffn_out, w.sum, D);
+            w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, input, T, out, read);
+            if (b > 0) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, w.sum + t * D, D); });
         }
-        if (l.down_bias) add(w.ffn_out, l.down_bias, D);
+        if (l.down_bias) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, l.down_bias, D); });
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
     }
 
     // Scores of all neurons into `named`.
-    void predict(const SparkLayer& l, Operand& x) {
-        Operand* inner = &x;
+    void predict(const SparkLayer& l, Operand& input) {
+        const int64_t F = s.num_neurons;
+        Operand* inner = &input;
         if (l.predictor_down.data) {
             inner = &w.inner;
-            inner->size = l.predictor_down.num_rows;
+            const int64_t rank = l.predictor_down.num_rows;
+            inner->size = rank;
             inner->changed();
-            multiply(&l.predictor_down, 1, x, inner->f32);
+            multiply(&l.predictor_down, 1, input, T, inner->f32, rank);
             if (s.predictor_kind == PREDICTOR_RELU)
-                for (int64_t r = 0; r < inner->size; ++r)
-                    inner->f32[r] = inner->f32[r] < 0.0f ? 0.0f : inner->f32[r];
+                for (int64_t i = 0; i < T * rank; ++i)
+                    inner->f32[i] = inner->f32[i] < 0.0f ? 0.0f : inner->f32[i];
             s.predictor_bytes += num_bytes(l.predictor_down);
         }
-        multiply(&l.predictor_up, 1, *inner, w.named);
+        multiply(&l.predictor_up, 1, *inner, T, w.named, F);
         s.predictor_bytes += num_bytes(l.predictor_up);
+        if (s.predictor_kind != PREDICTOR_GATE) return;
         const Gate gate = {s.activation, s.mode, 0.0f};
-        if (s.predictor_kind == PREDICTOR_GATE)
-            for (int64_t j = 0; j < s.num_neurons; ++j)
-                w.named[j] = std::fabs(gate.smooth(w.named[j]));
+        rows(16 * F, [&](int64_t t) {
+            float* score = w.named + t * F;
+            for (int64_t j = 0; j < F; ++j) score[j] = std::fabs(gate.smooth(score[j]));
+        });
     }
 
     SparkStep& s;
     Work w;
     const int64_t D;
+    int64_t T = 1, first = 0;  // rows of this step, and the position of the first
 };
 
 bool fits(const SparkLayer& l, const SparkStep& s) {
@@ -378,6 +453,7 @@ bool fits(const SparkStep& s) {
                              s.num_kv_heads, s.head_width,  s.context_length};
     for (int64_t size : sizes)
         if (size < 1 || size > INT32_MAX) return false;
+    if (s.max_rows < 1 || s.max_rows > MAX_ROWS) return false;
     if (s.num_heads % s.num_kv_heads || (s.frequency && s.head_width % 2)) return false;
     if (s.head_width > MAX_HEAD_WIDTH) return false;
     if (s.cache_kind != KIND_F32 && s.cache_kind != KIND_F16) return false;
@@ -417,9 +493,14 @@ EXPORT void spark_part(void* data) {
     Step(*part.step).run(part);
 }
 
-EXPORT int32_t spark_step(SparkStep* step, int64_t token, int64_t position, float* logits) {
-    if (token < 0 || token >= step->embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
-    if (position < 0 || position >= step->context_length) return STATUS_INDEX_OUT_OF_RANGE;
-    Step(*step).run(token, position, logits);
+EXPORT int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits) {
+    if (count < 1 || count > step->max_rows) return STATUS_BAD_ARGUMENT;
+    for (int64_t t = 0; t < count; ++t) {
+        const SparkRow& r = row[t];
+        if (r.token < 0 || r.token >= step->embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
+        if (r.position < 0 || r.position >= step->context_length) return STATUS_INDEX_OUT_OF_RANGE;
+        if (r.sequence != 0 || r.position != row[0].position + t) return STATUS_BAD_ARGUMENT;
+    }
+    Step(*step).run(row, count, logits);
     return STATUS_OK;
 }

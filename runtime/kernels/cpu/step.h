@@ -1,9 +1,13 @@
-// One decode step of a whole model in one call. native_step.py mirrors these structs field by field.
+// A step of a whole model in one call: a few tokens, or one. native_step.py mirrors these structs field
+// by field.
 //
 // Letters: D model width, F neurons of a layer, N of a block, R predictor rank, V vocabulary,
 // H heads, K key-value heads, W head width, C positions of the cache.
 #pragma once
 #include <stdint.h>
+
+// Rows of a step at most: tokens whose products share each weight that is read.
+constexpr int64_t MAX_ROWS = 128;
 
 enum Activation : int32_t {
     ACTIVATION_RELU,
@@ -53,10 +57,19 @@ struct SparkStep {
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
     int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
+    int64_t max_rows;  // 1 .. MAX_ROWS
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
     float epsilon;
     int32_t is_adjacent, is_post_norm, cache_kind, activation, mode, predictor_kind;
     int32_t input_layer_offset;
+};
+
+// A token of a step. Rows of one sequence stand in the order of their positions, one after the other
+// without gaps, and each attends to all positions up to its own.
+struct SparkRow {
+    int64_t token, position;
+    int32_t sequence;  // 0: there is one cache
+    int32_t has_logits;
 };
 
 // A part of a step, for what of a model is not on a GPU. The layers of `step` are then those that
@@ -82,14 +95,15 @@ struct SparkPart {
     int32_t part, is_first;  // of the model: no layer is before it
 };
 
-// A block of neurons of one layer, for one token.
+// A block of neurons of one layer, for T tokens.
 struct SparkNeurons {
     SparkBlock block;
-    const float* x;         // [D]
-    const uint32_t* named;  // [F / 32 rounded up] a bit a neuron of the layer, or null: all of them
-    float* y;               // [D], written
+    const float* x;         // [T, D]
+    const uint32_t* named;  // [T, F / 32 rounded up] a bit a neuron of the layer, or null: all of them
+    float* y;               // [T, D], written
     uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
+    int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens
     int64_t gate_bytes, up_bytes, down_bytes;  // read by all calls so far
     int32_t activation, mode;
     float threshold;
@@ -98,9 +112,11 @@ struct SparkNeurons {
 extern "C" {
 // The bytes of workspace a step needs, or -1 where sizes, kinds or pointers do not fit together.
 int64_t spark_step_bytes(const SparkStep* step);
-// Appends one token's keys and values at `position` and writes logits [V]. The same bits for any
-// number of threads. STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be.
-int32_t spark_step(SparkStep* step, int64_t token, int64_t position, float* logits);
+// Appends keys and values of `count` rows at their positions and writes logits [rows that have them, V].
+// The same bits for any number of threads, and for a row whatever other rows are in the step.
+// STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be, STATUS_BAD_ARGUMENT for too many
+// rows or rows out of order.
+int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
 // The bytes of workspace that the parts of a step need, or -1; layers may be without blocks where
 // only PART_FRONT and PART_BACK run them.
 int64_t spark_parts_bytes(const SparkStep* step);

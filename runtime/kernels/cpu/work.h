@@ -6,21 +6,27 @@
 #include "dispatch.h"
 #include "step.h"
 
-// A vector and its packed forms, made when first asked for.
+// Vectors, one a token, and their packed forms, made when first asked for.
 struct Operand {
-    float* f32;
+    float* f32;  // [capacity, size]
     uint8_t* packed[NUM_FORMS];
     bool is_packed[NUM_FORMS];
-    int64_t size;
+    int64_t size, capacity;
 
+    float* row(int64_t t) const { return f32 + t * size; }
     void changed() { std::fill_n(is_packed, NUM_FORMS, false); }
 
-    Input as(int32_t kind) {
+    // The first T, as many as before unless they changed.
+    Input as(int32_t kind, int64_t T) {
+        Input input{f32, nullptr, size, T, 0, T};
         Quantise* quantise = kernels().quantise[kind];
-        if (!quantise) return {f32, nullptr};
+        if (!quantise) return input;
         const int form = form_of(kind);
-        const Input input{f32, packed[form]};
-        if (!is_packed[form]) quantise(input, size);
+        input.packed = packed[form];
+        if (!is_packed[form])
+            split(T > 1 ? 16 * T * size : 0, T, 16, 4, [&](int64_t t0, int64_t t1) {
+                quantise(input.part(t0, t1), size);
+            });
         is_packed[form] = true;
         return input;
     }
@@ -38,9 +44,12 @@ class Arena {
         return base_ ? reinterpret_cast<T*>(base_ + start) : nullptr;
     }
 
-    Operand operand(int64_t size) {
-        Operand operand = {take<float>(size), {}, {}, size};
-        for (uint8_t*& packed : operand.packed) packed = take<uint8_t>(packed_bytes(size));
+    // Room for the packed forms of `forms`, a bit each.
+    Operand operand(int64_t size, int64_t capacity, uint32_t forms) {
+        Operand operand = {take<float>(capacity * size), {}, {}, size, capacity};
+        for (int form = 0; form < NUM_FORMS; ++form)
+            if (forms >> form & 1)
+                operand.packed[form] = take<uint8_t>(capacity * packed_bytes(size));
         return operand;
     }
 
@@ -50,6 +59,15 @@ class Arena {
     uint8_t* base_;
     int64_t used_ = 0;
 };
+
+// The packed form that products with a matrix take, as a bit; 0 for none.
+inline uint32_t form_bit(const SparkMatrix& m) {
+    return m.data && kernels().quantise[m.kind] ? 1u << form_of(m.kind) : 0;
+}
+
+inline uint32_t forms_of(const SparkBlock& block) {
+    return form_bit(block.gate) | form_bit(block.up);
+}
 
 inline int64_t row_bytes(const SparkMatrix& m) { return row_bytes_of(m.kind, m.num_columns); }
 inline int64_t num_bytes(const SparkMatrix& m) {

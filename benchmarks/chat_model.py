@@ -1,0 +1,252 @@
+"""A real chat model on the CPU against llama.cpp, alternating in one run, dense in both.
+
+    python benchmarks/chat_model.py FOLDER --rival path/to/venv/bin/python
+
+FOLDER is what `make smollm2` makes: SmolLM2-135M-Instruct as TYPE.gguf for ours and TYPE-stock.gguf
+for llama.cpp. A round measures the read bandwidth (as decode.py), decode behind a prompt of 16
+tokens, and the seconds from prompts of several lengths to the logits of their last token, each on
+both sides with the same random token ids. A prompt is repeated until a round has spent REPEATS_S on
+it and stands for the median of the repeats; a figure is the median of the rounds.
+
+llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
+faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read
+over the bandwidth; the smaller files lie in part in the last cache, so their share of it may exceed
+what memory alone allows. torch, as far as a prompt needs it, has one thread unless --torch-threads
+says otherwise: more of them spin after each product, beside ours."""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from decode import _bandwidth
+from machine import machine, processor, slug
+from rival import Rival
+
+from sparkinfer import Engine
+from sparkinfer.files import partial_file
+from sparkinfer.gguf_file import array_entry
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.resident import Residence
+
+CONTEXT = 512
+PROMPT = 16  # before decode, as in llamacpp_cpu.py
+STEPS = 64
+LENGTHS = (1, 5, 16, 64, 256)
+REPEATS_S, MOST_REPEATS = 0.3, 50
+OURS, PLAIN, FLASH = "ours", "llama.cpp", "llama.cpp, flash"
+SIDES = (OURS, PLAIN, FLASH)
+Samples = dict[str, list[float]]  # seconds in each round, by side
+
+
+@dataclass
+class Measured:
+    """One type with one number of threads, a sample a round."""
+
+    bandwidths: list[float] = field(default_factory=list)  # bytes a second
+    decode: Samples = field(default_factory=lambda: defaultdict(list))  # of a token
+    prompts: dict[int, Samples] = field(
+        default_factory=lambda: {length: defaultdict(list) for length in LENGTHS}
+    )
+    step_bytes: int = 0
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(arguments.torch_threads)
+    ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
+    weight = Residence().matrix(ones).data  # 512 MiB in huge pages, as the weights
+    result: dict[str, object] = {
+        "benchmark": "chat_model",
+        "model": "SmolLM2-135M-Instruct",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "level": library.level(),
+        "torch_threads": arguments.torch_threads,
+        "load_before": os.getloadavg(),
+        "rounds": arguments.rounds,
+    }
+    print(f"{library.level()}, torch with {arguments.torch_threads} threads")
+    threads = [int(count) for count in arguments.threads.split(",")]
+    types = arguments.types.split(",")
+    result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
+    result["load_after"] = os.getloadavg()
+    name = f"chat-model-{slug(processor())}.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {output}")
+
+
+def _type(
+    arguments: argparse.Namespace, kind: str, threads: list[int], weight: torch.Tensor
+) -> dict[str, object]:
+    model, stock = arguments.folder / f"{kind}.gguf", arguments.folder / f"{kind}-stock.gguf"
+    rival = Rival(arguments.rival, stock, CONTEXT)
+    generator = random.Random(0)
+    measured = {count: Measured() for count in threads}
+    with Engine.load(model, mode="dense", device="cpu", context_length=CONTEXT) as engine:
+        if engine.not_native:
+            print(f"{kind}: a decode step is not one native call: {engine.not_native}")
+        rounds = [Round(engine, rival, count, weight) for count in threads]
+        for number in range(arguments.rounds + 1):
+            for one in rounds:
+                one.run(generator, measured[one.threads] if number else Measured())  # 0 warms up
+    rival.close()
+    report = {str(count): _report(kind, count, measured[count]) for count in threads}
+    return {"rival": rival.about, **report}
+
+
+class Round:
+    """Everything once, ours and theirs in turns, with a number of threads."""
+
+    def __init__(self, engine: Engine, rival: Rival, threads: int, weight: torch.Tensor) -> None:
+        self.engine, self.rival, self.threads, self.weight = engine, rival, threads, weight
+        self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the round before
+
+    def run(self, generator: random.Random, measured: Measured) -> None:
+        library.set_threads(self.threads)
+        measured.bandwidths.append(_bandwidth(self.weight))
+        ids = self._ids(generator, STEPS)
+        seconds, measured.step_bytes = self._our_decode(ids)
+        measured.decode[OURS].append(seconds)
+        for side in (PLAIN, FLASH):
+            seconds = self.rival.decode_s(self.threads, side == FLASH, ids)
+            measured.decode[side].append(seconds)
+        for length in LENGTHS:
+            ids = self._ids(generator, length)
+            for side in SIDES:
+                repeats = self._repeats(length, side)
+                seconds = self._prompt(side)(ids, repeats)
+                self._known[length, side] = seconds
+                measured.prompts[length][side].append(seconds)
+
+    def _ids(self, generator: random.Random, count: int) -> list[int]:
+        return [generator.randrange(3, self.engine.model.shape.vocab_size) for _ in range(count)]
+
+    def _our_decode(self, ids: list[int]) -> tuple[float, int]:
+        """(seconds a token, bytes a token must read)."""
+        engine = self.engine
+        engine._prefill(torch.full((PROMPT,), 7))
+        before, began = engine.traffic.total, time.perf_counter()
+        for position, token in enumerate(ids, start=PROMPT):
+            engine._step(token, position)
+        seconds = time.perf_counter() - began
+        items = engine.bytes_by_role["cpu"]
+        dense = items["attention"] + items["head"]
+        return seconds / len(ids), dense + (engine.traffic.total - before) // len(ids)
+
+    def _repeats(self, length: int, side: str) -> int:
+        known = self._known.get((length, side), REPEATS_S)
+        return max(1, min(MOST_REPEATS, round(REPEATS_S / known)))
+
+    def _prompt(self, side: str) -> Callable[[list[int], int], float]:
+        """What tells the seconds that a prompt takes, median of so many repeats."""
+        if side == OURS:
+            return self._our_prompt
+        return lambda ids, repeats: self.rival.prefill_s(self.threads, side == FLASH, ids, repeats)
+
+    def _our_prompt(self, ids: list[int], repeats: int) -> float:
+        ids_T, samples = torch.tensor(ids), []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self.engine._prefill(ids_T)
+            samples.append(time.perf_counter() - began)
+        return statistics.median(samples)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours against the faster setting of llama.cpp."""
+
+    samples: Samples
+    rival: str
+    ours_s: float
+    theirs_s: float
+    in_rounds: float  # median of the ratios; a neighbour slows both sides of a round alike
+
+    @classmethod
+    def of(cls, samples: Samples) -> "Comparison":
+        medians = {side: statistics.median(samples[side]) for side in SIDES}
+        rival = min((PLAIN, FLASH), key=lambda side: medians[side])
+        ratios = [b / a for a, b in zip(samples[OURS], samples[rival], strict=True)]
+        return cls(dict(samples), rival, medians[OURS], medians[rival], statistics.median(ratios))
+
+    def json(self) -> dict[str, object]:
+        return {
+            "ours_s": self.ours_s,
+            "theirs_s": self.theirs_s,
+            "rival": self.rival,
+            "times_rival": self.theirs_s / self.ours_s,
+            "times_rival_in_rounds": self.in_rounds,
+            "samples_s": self.samples,
+        }
+
+    def print(self, name: str, ours: str, theirs: str, more: str = "") -> None:
+        ratio, flash = self.theirs_s / self.ours_s, "flash" if self.rival == FLASH else "plain"
+        print(
+            f"  {name:12}{ours:>12}{theirs:>12} {flash}{ratio:7.2f}x{self.in_rounds:10.2f}x{more}"
+        )
+
+
+def _report(kind: str, threads: int, measured: Measured) -> dict[str, object]:
+    bandwidth = statistics.median(measured.bandwidths)
+    limit = bandwidth / measured.step_bytes
+    print(f"{kind}, {threads} threads, {bandwidth / 1e9:.1f} GB/s, decode at most {limit:.1f}/s")
+    print(f"  {'':12}{'ours':>12}{'llama.cpp':>18}{'ratio':>8}{'in rounds':>11}   of the limit")
+    report: dict[str, object] = {
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "bytes_a_token": measured.step_bytes,
+        "limit_tokens_per_s": limit,
+        "decode": _decode_report(measured),
+    }
+    for length in LENGTHS:
+        found = Comparison.of(measured.prompts[length])
+        ours, theirs = f"{found.ours_s * 1e3:.2f} ms", f"{found.theirs_s * 1e3:.2f} ms"
+        found.print(f"prompt {length:4}", ours, theirs)
+        report[f"prompt of {length}"] = found.json()
+    print(flush=True)
+    return report
+
+
+def _decode_report(measured: Measured) -> dict[str, object]:
+    found = Comparison.of(measured.decode)
+    shares = []
+    for side in (OURS, found.rival):
+        rounds = zip(measured.bandwidths, measured.decode[side], strict=True)
+        shares.append(statistics.median(measured.step_bytes / b / second for b, second in rounds))
+    found.print("decode", f"{1 / found.ours_s:.1f}/s", f"{1 / found.theirs_s:.1f}/s",
+                f"   {shares[0]:.0%}, llama.cpp {shares[1]:.0%}")  # fmt: skip
+    return {
+        "tokens_per_s": 1 / found.ours_s,
+        "rival_tokens_per_s": 1 / found.theirs_s,
+        "share_of_limit": shares[0],
+        "rival_share_of_limit": shares[1],
+        **found.json(),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where `make smollm2` left the models")
+    parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
+    parser.add_argument("--types", default="f16,q8_0,q4_0")
+    parser.add_argument("--threads", default="2,1")
+    parser.add_argument("--torch-threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

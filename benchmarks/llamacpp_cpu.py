@@ -1,0 +1,66 @@
+"""llama.cpp's decode and prefill speed; run by the Python of a venv that has llama-cpp-python.
+
+Started with a model file and a context length; each line on stdin is a JSON object, each line on
+stdout a list of seconds:
+    {"do": "decode", "threads": n, "flash": bool, "ids": [...]}
+        one a token, behind a prompt of PROMPT tokens
+    {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
+        one a repeat, with `ids` in one batch
+The logits of the last token are included; `flash` says whether flash attention is on.
+What this program does not know: sparkinfer."""
+
+import ctypes
+import json
+import sys
+import time
+
+import llama_cpp as llama
+
+PROMPT = 16
+
+
+@llama.llama_log_callback
+def silent(level: int, text: bytes, user_data: int) -> None:
+    pass
+
+
+def main(path: str, context_length: int) -> None:
+    llama.llama_log_set(silent, ctypes.c_void_p(0))
+    model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
+    contexts = {flash: context_of(model, context_length, flash) for flash in (False, True)}
+    print(json.dumps(llama.llama_print_system_info().decode()), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        context, ids = contexts[asked["flash"]], asked["ids"]
+        llama.llama_set_n_threads(context, asked["threads"], asked["threads"])
+        if asked["do"] == "decode":
+            from_empty(context, [7] * PROMPT)
+            seconds = [forward(context, [token]) for token in ids]
+        else:
+            seconds = [from_empty(context, ids) for _ in range(asked["repeats"])]
+        print(json.dumps(seconds), flush=True)
+
+
+def context_of(model, context_length: int, flash: bool):  # type: ignore[no-untyped-def]
+    params = llama.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = context_length
+    params.flash_attn_type = int(flash)  # LLAMA_FLASH_ATTN_TYPE_DISABLED, _ENABLED
+    return llama.llama_init_from_model(model, params)
+
+
+def from_empty(context, ids: list[int]) -> float:  # type: ignore[no-untyped-def]
+    llama.llama_memory_clear(llama.llama_get_memory(context), False)
+    return forward(context, ids)
+
+
+def forward(context, ids: list[int]) -> float:  # type: ignore[no-untyped-def]
+    tokens = (llama.llama_token * len(ids))(*ids)
+    began = time.perf_counter()
+    status = llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(ids)))
+    assert status == 0, status
+    llama.llama_get_logits_ith(context, -1)[0]
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,260 @@
+// Products of 16 rows with 16 vectors on tiles of int8 (AMX), for blocks_template.h and with its
+// arithmetic. Fewer than LEAST_VECTORS go through blocks_vnni.h. Behind the packed x of that file
+// there are panels, one for each group of 16 vectors and block:
+//   int8 plane[2][8][16][4]   high and low bytes, four values of each vector side by side
+//   float scale[16]           of each vector
+// Groups count from vector 0 of the memory, whichever vectors a call means.
+//
+// A tile instruction multiplies 64 values of each row and gets 32 here, since a sum over two blocks
+// would mix their scales. The limit is elsewhere: each 16 sums of a block (512 products) take five
+// vector instructions, which two units share, so that Sapphire Rapids can have at most 200 products
+// a cycle. Sizes below follow from its caches (48 KiB, 2 MiB) and are not measured.
+
+constexpr int64_t GROUP = 16;         // vectors, the columns of a tile of sums
+constexpr int64_t TILE_BLOCKS = 16;   // of a row, whose scales are read together
+constexpr int64_t LEAST_VECTORS = 8;  // a tile costs what about six vectors cost without
+constexpr int64_t MOST_GROUPS = 4;    // for which weights are unpacked once
+constexpr int64_t ROW_TILES = 2;      // that share a panel while it is in the first cache
+constexpr int64_t PLANE_BYTES = BLOCK * GROUP;
+constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + GROUP * 4;
+static_assert(LANES == 16, "a tile has 16 rows");
+
+class Panels {
+  public:
+    Panels(const Input& x, int64_t n)
+        : data_(x.packed + (packed_blocks_bytes(n) * x.capacity + 63) / 64 * 64), n_(n) {}
+    uint8_t* at(int64_t group, int64_t b) const { return data_ + (group * n_ + b) * PANEL_BYTES; }
+
+  private:
+    uint8_t* data_;
+    int64_t n_;
+};
+
+// Which vectors of a group are meant.
+inline __mmask16 meant_of(const Input& x, int64_t group) {
+    int64_t begin = x.first - group * GROUP, end = begin + x.count;
+    begin = begin < 0 ? 0 : begin;
+    return static_cast<__mmask16>(first_of_16(end) & ~first_of_16(begin));
+}
+
+// Where in a unit of blocks_vnni.h 16 values of block b begin.
+template <class F>
+constexpr int64_t place(int64_t b, int64_t plane, int64_t half) {
+    if (F::QUANT_BYTES == 16) return plane * PLANE<F> + half * 64 + b % 4 * 16;
+    return plane * PLANE<F> + b % 2 * 32 + half * 16;
+}
+
+// Panels from the packed x of blocks_vnni.h. Writes nothing of vectors that are not meant: another
+// thread may be at them.
+template <class F>
+void pack_panels(const Input& x, int64_t D) {
+    const int64_t n = D / BLOCK;
+    const Panels panels(x, n);
+    const PackedBlocks<F> from(x, n);
+    for (int64_t group = x.first / GROUP; group * GROUP < x.first + x.count; ++group) {
+        const __mmask16 meant = meant_of(x, group);
+        int64_t vector[GROUP];  // those that are not meant: any
+        for (int64_t i = 0; i < GROUP; ++i)
+            vector[i] = meant >> i & 1 ? group * GROUP + i - x.first : 0;
+        for (int64_t b = 0; b < n; ++b) {
+            uint8_t* to = panels.at(group, b);
+            const uint8_t* unit_b = from.values + b / unit<F>() * from.stride;
+            for (int64_t part = 0; part < 4; ++part, to += 4 * 64) {
+                const uint8_t* bytes[GROUP];
+                for (int64_t i = 0; i < GROUP; ++i)
+                    bytes[i] = unit_b + vector[i] * from.next_vector +
+                               place<F>(b, part / 2, part % 2);
+                Ints fours[4];
+                transpose_16(bytes, fours);
+                for (int64_t v = 0; v < 4; ++v)
+                    _mm512_mask_storeu_epi32(to + 64 * v, meant, bits(fours[v]));
+            }
+            alignas(64) float scale[GROUP];
+            for (int64_t i = 0; i < GROUP; ++i)
+                scale[i] = from.scale[vector[i] * from.next_scale + b];
+            _mm512_mask_storeu_ps(to, meant, _mm512_load_ps(scale));
+        }
+    }
+}
+
+// 16 rows, TILE_BLOCKS blocks of them at a time.
+template <class F>
+struct RowTile {
+    const uint8_t* row[LANES];  // may repeat, the first `valid` count
+    int64_t valid, step;        // step: bytes from row to row, 0 where they differ
+    alignas(64) uint8_t copy[TILE_BLOCKS][LANES][BLOCK];
+    alignas(64) float scale[TILE_BLOCKS][LANES];
+
+    void set(const Rows& rows, int64_t a, int64_t a1) {
+        valid = a1 - a < LANES ? a1 - a : LANES;
+        for (int64_t r = 0; r < LANES; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
+        step = row[1] - row[0];
+        for (int64_t r = 2; r < LANES; ++r)
+            if (row[r] - row[r - 1] != step) step = 0;
+    }
+
+    bool is_in_place() const { return F::QUANT_BYTES == BLOCK && step != 0; }
+
+    // Of blocks b0 .. b0 + m - 1: scales, and values where they cannot be read from the rows.
+    void unpack(int64_t n, int64_t b0, int64_t m) {
+        tile_scales<F>(row, n, b0, scale);
+        if (is_in_place()) return;
+        for (int64_t r = 0; r < LANES; ++r)
+            for (int64_t b = 0; b < m; ++b) {
+                const uint8_t* quants = F::quants(row[r], n, b0 + b);
+                __m256i values;
+                if constexpr (F::QUANT_BYTES == 16) {
+                    const __m128i nibbles = load_16_bytes(quants);
+                    values = _mm256_inserti128_si256(_mm256_castsi128_si256(nibbles),
+                                                     _mm_srli_epi16(nibbles, 4), 1);
+                    values = _mm256_and_si256(values, _mm256_set1_epi8(15));
+                    values = _mm256_sub_epi8(values, _mm256_set1_epi8(8));
+                } else {
+                    values = load_32_bytes(quants);
+                }
+                _mm256_store_si256(reinterpret_cast<__m256i*>(copy[b][r]), values);
+            }
+    }
+};
+
+// Tiles 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. For the time of one call: other code
+// of the same thread has tiles of its own.
+class TilesInUse {
+  public:
+    TilesInUse() {
+        struct alignas(64) Config {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, BLOCK, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, BLOCK / 4, BLOCK / 4};
+        };
+        const Config config;
+        static_assert(sizeof config == 64);
+        // gcc 12 declares that the next line reads 8 bytes, and may drop stores to the others.
+        asm volatile("" : : "m"(config));
+        _tile_loadconfig(&config);
+    }
+    ~TilesInUse() { _tile_release(); }
+};
+
+struct TileSums {
+    alignas(64) int32_t plane[2][LANES][GROUP];
+};
+
+inline void multiply_tile(const uint8_t* weights, int64_t step, const uint8_t* panel,
+                          TileSums& sums) {
+    _tile_loadd(2, weights, step);
+    _tile_loadd(3, panel, 64);
+    _tile_loadd(4, panel + PLANE_BYTES, 64);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_dpbssd(0, 2, 3);
+    _tile_dpbssd(1, 2, 4);
+    _tile_stored(0, sums.plane[0], 64);
+    _tile_stored(1, sums.plane[1], 64);
+}
+
+// total[r] += the sums of row r times its scale and the vectors' scales.
+inline void add_scaled(const TileSums& sums, const float* scale, Floats x_scale, Floats* total) {
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; ++r) {
+        const Ints products = ints(_mm512_add_epi32(
+            _mm512_slli_epi32(_mm512_load_si512(sums.plane[0][r]), 8),
+            _mm512_load_si512(sums.plane[1][r])));
+        total[r] = fused(to_floats(products), mul(broadcast(scale[r]), x_scale), total[r]);
+    }
+}
+
+typedef float RowSums[LANES][GROUP];
+
+// The four parts of each product together, to y: vector t of the call begins at y + t * y_stride.
+inline void store_products(const RowSums* part, int64_t valid, const Input& x, int64_t group,
+                           float* y, int64_t y_stride) {
+    alignas(64) RowSums total;
+    for (int r = 0; r < LANES; ++r)
+        store_floats(total[r],
+                     add_floats(add_floats(load_floats(part[0][r]), load_floats(part[1][r])),
+                                add_floats(load_floats(part[2][r]), load_floats(part[3][r]))));
+    const __mmask16 meant = meant_of(x, group);
+    for (int64_t i = 0; i < GROUP; i += 4) {
+        const uint8_t* four[LANES];
+        for (int r = 0; r < LANES; ++r) four[r] = reinterpret_cast<const uint8_t*>(total[r] + i);
+        Ints vectors[4];
+        transpose_16(four, vectors);
+        for (int64_t v = i; v < i + 4; ++v)
+            if (meant >> v & 1)
+                _mm512_mask_storeu_ps(y + (group * GROUP + v - x.first) * y_stride,
+                                      first_of_16(valid),
+                                      reinterpret_cast<Floats>(vectors[v - i]));
+    }
+}
+
+// Up to ROW_TILES tiles of rows times up to MOST_GROUPS groups; next: what to ask the memory for.
+// While one block's sums are scaled and added, the tiles multiply the block that comes after it:
+// sums that are stored from a tile are not there at once.
+template <class F>
+inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next, int64_t n,
+                       const Input& x, int64_t group, int64_t num_groups, float* y,
+                       int64_t y_stride) {
+    const Panels panels(x, n);
+    const int64_t num_jobs = num_groups * num_tiles, ahead = num_tiles * LANES * F::BLOCK_BYTES;
+    alignas(64) RowSums part[MOST_GROUPS * ROW_TILES][4];
+    __builtin_memset(part, 0, num_jobs * sizeof part[0]);
+    TileSums sums[2];
+    for (int64_t b0 = 0; b0 < n; b0 += TILE_BLOCKS) {
+        const int64_t m = n - b0 < TILE_BLOCKS ? n - b0 : TILE_BLOCKS;
+        for (int64_t i = 0; i < num_tiles; ++i) tiles[i].unpack(n, b0, m);
+        asm volatile("" : : : "memory");  // gcc 12 does not declare that tiles are read from it
+        auto multiply = [&](int64_t job, int64_t b, int64_t which) {
+            RowTile<F>& tile = tiles[job % num_tiles];
+            const bool is_in_place = tile.is_in_place();
+            multiply_tile(is_in_place ? F::quants(tile.row[0], n, b0 + b) : tile.copy[b][0],
+                          is_in_place ? tile.step : BLOCK,
+                          panels.at(group + job / num_tiles, b0 + b), sums[which]);
+        };
+        int64_t which = 0;
+        multiply(0, 0, which);
+        for (int64_t job = 0; job < num_jobs; ++job) {
+            const RowTile<F>& tile = tiles[job % num_tiles];
+            const int64_t of_job = group + job / num_tiles;
+            const __mmask16 meant = meant_of(x, of_job);
+            for (int64_t p = 0; p < 4 && p < m; ++p) {
+                Floats total[LANES];
+                for (int r = 0; r < LANES; ++r) total[r] = load_floats(part[job][p][r]);
+                for (int64_t b = p; b < m; b += 4, which ^= 1) {
+                    const bool is_last = b + 4 >= m, is_end = is_last && (p == 3 || p + 1 == m);
+                    if (!is_end || job + 1 < num_jobs)
+                        multiply(is_end ? job + 1 : job, is_end ? 0 : is_last ? p + 1 : b + 4,
+                                 which ^ 1);
+                    for (int64_t at = 0; job == 0 && at < ahead; at += 64)
+                        __builtin_prefetch(next + (b0 + b) * ahead + at, 0, 2);
+                    // Zeros for vectors that are not meant, whose scales may be anything.
+                    const Floats x_scale = _mm512_maskz_loadu_ps(
+                        meant, panels.at(of_job, b0 + b) + 2 * PLANE_BYTES);
+                    add_scaled(sums[which], tile.scale[b], x_scale, total);
+                }
+                for (int r = 0; r < LANES; ++r) store_floats(part[job][p][r], total[r]);
+            }
+        }
+    }
+    for (int64_t job = 0; job < num_jobs; ++job)
+        store_products(part[job], tiles[job % num_tiles].valid, x, group + job / num_tiles,
+                       y + job % num_tiles * LANES, y_stride);
+}
+
+template <class F>
+void dot_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+               int64_t a1) {
+    const TilesInUse in_use;
+    const int64_t end = (x.first + x.count + GROUP - 1) / GROUP;
+    RowTile<F> tiles[ROW_TILES];
+    for (int64_t group = x.first / GROUP; group < end; group += MOST_GROUPS)
+        for (int64_t a = a0; a < a1; a += ROW_TILES * LANES) {
+            int64_t num_tiles = 0;
+            for (; num_tiles < ROW_TILES && a + num_tiles * LANES < a1; ++num_tiles)
+                tiles[num_tiles].set(rows, a + num_tiles * LANES, a1);
+            const int64_t then = a + num_tiles * LANES;
+            const uint8_t* next = then < rows.A ? row_of(rows, then) : tiles[0].row[0];
+            dot_panels<F>(tiles, num_tiles, next, rows.D / BLOCK, x, group,
+                          end - group < MOST_GROUPS ? end - group : MOST_GROUPS, y + a, y_stride);
+        }
+}

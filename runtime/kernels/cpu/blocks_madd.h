@@ -1,0 +1,67 @@
+// Integer products of 16-bit values in pairs, for blocks_template.h: any processor, AVX2, AVX-512.
+// The including file defines FEW rows as LANES / 4, products_q8(quants, x) and products_q4(quants, x),
+// LANES sums of one row's block, and reduce(s, out): lane 4 * r + i the sum of vector s[r][i].
+
+template <class F>
+constexpr int64_t unit() {
+    return 1;
+}
+
+template <class F>
+constexpr int32_t OFFSET = F::QUANT_BYTES == 16 ? 8 : 0;
+
+template <class F>
+inline void quantise_unit(const int16_t* value, uint8_t* to) {
+    __builtin_memcpy(to, value, BLOCK * sizeof(int16_t));
+}
+
+template <class F>
+inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
+    Ints s[FEW][4];
+    for (int r = 0; m < 4 && r < FEW; ++r)
+        for (int i = 0; i < 4; ++i) s[r][i] = Ints{};
+    for (int i = 0; i < m; ++i) {
+        const int16_t* values = reinterpret_cast<const int16_t*>(x + i * stride);
+        for (int r = 0; r < FEW; ++r) {
+            const uint8_t* block = quants[r] + i * F::QUANT_BYTES;
+            if constexpr (F::QUANT_BYTES == 16)
+                s[r][i] = products_q4(block, values);
+            else
+                s[r][i] = products_q8(block, values);
+        }
+    }
+    return reduce(s);
+}
+
+constexpr int few_lane(int r, int p) { return 4 * r + p; }
+
+// Two vectors of 16-bit pairs for each of 32 bits.
+template <class F>
+constexpr int TILE_WEIGHTS = 16;
+
+template <class F>
+inline void tile_weights(const Ints* quarter, Ints* w) {
+    for (int v = 0; v < 8; ++v) {
+        if constexpr (F::QUANT_BYTES == 16) {
+            const Ints bytes = v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f;
+            w[2 * v] = (bytes & 0xff) | (bytes << 8 & 0xff0000);
+            w[2 * v + 1] = (bytes >> 16 & 0xff) | (bytes >> 8 & 0xff0000);
+        } else {
+            const Ints bytes = quarter[v];
+            w[2 * v] = (bytes << 24 >> 24 & 0xffff) | (bytes << 16 >> 24 << 16);
+            w[2 * v + 1] = (bytes << 8 >> 24 & 0xffff) | (bytes >> 24 << 16);
+        }
+    }
+}
+
+template <class F>
+inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t, Ints start) {
+    Ints even = start, odd = {};
+    for (int v = 0; v < 16; v += 2) {
+        int32_t pair[2];
+        __builtin_memcpy(pair, x + 4 * v, 8);
+        even = add_pairs(even, w[v], Ints{} + pair[0]);
+        odd = add_pairs(odd, w[v + 1], Ints{} + pair[1]);
+    }
+    return even + odd;
+}

@@ -1,0 +1,222 @@
+// Products of rows of q8_0 and q4_0, in the file's layout and the planar one, with vectors of 16-bit
+// integers. Included by rows_template.h.
+//
+// The arithmetic is the same at every level and for any number of vectors, to the bit: with I(b) the
+// sum of a block's 32 products, which is an exact integer,
+//   part[p] = the sum over b = p, p + 4, p + 8, ... of I(b) * (row's scale * x's scale),
+//             each term added by one fused multiply-add, in order
+//   product = (part[0] + part[1]) + (part[2] + part[3])
+//
+// Two kernels share it. One takes FEW rows and one vector, four blocks a step: lanes are pairs of a row
+// and a block. The other takes LANES rows and up to TILE_TOKENS vectors: lanes are rows, and a block of
+// weights is unpacked once for all vectors. A level defines, in blocks_madd.h or blocks_vnni.h,
+//   unit<F>()                         blocks that lie together in packed x
+//   quantise_unit<F>(value, to)       unit<F>() blocks of int16 values to packed x
+//   few_products<F>(quants, m, x, stride)   I of FEW rows and four blocks, of which m are there; x from
+//                                           unit to unit: stride
+//   few_corrections(four), few_factors(scale, m, x_scale)   of the same lanes, 0 from block m on
+//   few_part(lane r, p)               the lane of row r and block p
+//   TILE_WEIGHTS<F>, tile_weights<F>(quarter, w)    a block of LANES rows, unpacked
+//   tile_products<F>(w, x, b, start)  start + I of LANES rows; x: the unit with block b
+//   OFFSET<F>                         what is added to quants so that they are not negative
+// and, by itself, transpose_16(p, out): 16 bytes of LANES rows to four vectors of 32 bits a row, and
+// fused(a, b, c).
+
+constexpr int64_t TILE_TOKENS = 32;
+
+// A vector's packed blocks; n of them, and zeros up to a whole four.
+inline int64_t whole_fours(int64_t n) { return (n + 3) / 4 * 4; }
+inline int64_t packed_blocks_bytes(int64_t n) { return whole_fours(n) * 72; }
+
+template <class F>
+struct PackedBlocks {
+    PackedBlocks(const Input& x, int64_t n) {
+        const int64_t n4 = whole_fours(n), C = x.capacity, t = x.first;
+        values = x.packed + t * unit<F>() * 64;
+        stride = C * unit<F>() * 64;
+        scale = reinterpret_cast<float*>(x.packed + n4 * 64 * C) + t * n4;
+        sum = reinterpret_cast<int32_t*>(x.packed + n4 * 68 * C) + t * n4;
+        next_vector = unit<F>() * 64;
+        next_scale = n4;
+    }
+    uint8_t* values;  // of the first vector; from unit to unit `stride`
+    float* scale;     // of each block
+    int32_t* sum;     // of each block's values
+    int64_t stride, next_vector, next_scale;
+};
+
+// FEW rows (pointers may repeat), one vector: y[0 .. FEW-1].
+template <class F>
+inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next,
+                    const uint8_t* const* also, int64_t n, const PackedBlocks<F>& x, float* y) {
+    constexpr int64_t Q = F::QUANT_BYTES, LINES = (4 * F::BLOCK_BYTES + 63) / 64;
+    Floats acc = zero();
+    Ahead<FEW> ahead(next, n * F::BLOCK_BYTES), ahead_too(also ? also : next, n * F::BLOCK_BYTES);
+    const uint8_t *quants[FEW], *scale[FEW];
+    alignas(64) uint8_t copy[FEW][4 * Q + 8];
+    for (int64_t b = 0; b < n; b += 4) {
+        for (int64_t line = 0; line < LINES; ++line) {
+            ahead.ask_below((b + 4) * F::BLOCK_BYTES);
+            if (also) ahead_too.ask_below((b + 4) * F::BLOCK_BYTES);
+        }
+        const int64_t m = n - b < 4 ? n - b : 4;
+        for (int r = 0; r < FEW; ++r) {
+            if (F::IS_PLANAR) {  // four scales can be read: quants are behind them
+                quants[r] = F::quants(rows[r], n, b), scale[r] = F::scale(rows[r], n, b);
+                continue;
+            }
+            for (int64_t i = 0; i < m; ++i) {
+                __builtin_memcpy(copy[r] + i * Q, F::quants(rows[r], n, b + i), Q);
+                __builtin_memcpy(copy[r] + 4 * Q + 2 * i, F::scale(rows[r], n, b + i), 2);
+            }
+            quants[r] = copy[r], scale[r] = copy[r] + 4 * Q;
+        }
+        Ints products =
+            few_products<F>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
+        if constexpr (OFFSET<F> != 0) products -= OFFSET<F> * few_corrections(x.sum + b);
+        acc = fused(to_floats(products), few_factors(scale, m, x.scale + b), acc);
+    }
+    alignas(64) float part[LANES];
+    store_floats(part, acc);
+    for (int r = 0; r < FEW; ++r)
+        y[r] = (part[few_lane(r, 0)] + part[few_lane(r, 1)]) +
+               (part[few_lane(r, 2)] + part[few_lane(r, 3)]);
+}
+
+// The scales of up to 16 blocks from b0 on, a vector of LANES rows each.
+template <class F>
+inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float (*out)[LANES]) {
+    alignas(64) float scale[LANES][16] = {};
+    const int64_t m = n - b0 < 16 ? n - b0 : 16;
+    for (int r = 0; r < LANES; ++r) {
+        if constexpr (F::IS_PLANAR)
+            scale_many(F::scale(rows[r], n, b0), m, 1.0f, scale[r]);
+        else
+            for (int64_t i = 0; i < m; ++i) scale[r][i] = f16_to_float(F::scale(rows[r], n, b0 + i));
+    }
+    for (int64_t i = 0; i < 16; i += 4) {
+        const uint8_t* four[LANES];
+        for (int r = 0; r < LANES; ++r) four[r] = reinterpret_cast<const uint8_t*>(scale[r] + i);
+        Ints vectors[4];
+        transpose_16(four, vectors);
+        __builtin_memcpy(out[i], vectors, sizeof vectors);
+    }
+}
+
+// LANES rows (pointers may repeat, `valid` of them count), up to TILE_TOKENS vectors.
+template <class F>
+inline void dot_tile(const uint8_t* const* rows, const uint8_t* next, int64_t n, const Input& input,
+                     float* y, int64_t y_stride, int64_t valid) {
+    constexpr int QUARTERS = F::QUANT_BYTES / 16;
+    const PackedBlocks<F> x(input, n);
+    const int64_t T = input.count;
+    alignas(64) float acc[TILE_TOKENS][4][LANES];
+    __builtin_memset(acc, 0, T * sizeof acc[0]);
+    alignas(64) float scales[16][LANES];
+    for (int64_t b = 0; b < n; ++b) {
+        if (b % 16 == 0) tile_scales<F>(rows, n, b, scales);
+        const uint8_t* ahead = next + b * LANES * F::BLOCK_BYTES;
+        for (int64_t at = 0; at < LANES * F::BLOCK_BYTES; at += 64)
+            __builtin_prefetch(ahead + at, 0, 2);
+        Ints quarter[4 * QUARTERS], w[TILE_WEIGHTS<F>];
+        for (int q = 0; q < QUARTERS; ++q) {
+            const uint8_t* at[LANES];
+            for (int r = 0; r < LANES; ++r) at[r] = F::quants(rows[r], n, b) + 16 * q;
+            transpose_16(at, quarter + 4 * q);
+        }
+        tile_weights<F>(quarter, w);
+        const Floats scale = load_floats(scales[b % 16]);
+        const uint8_t* values = x.values + b / unit<F>() * x.stride;
+        const float* x_scale = x.scale + b;
+        const int32_t* x_sum = x.sum + b;
+        const int64_t p = b % 4;
+        for (int64_t t = 0; t < T; ++t) {
+            const Ints start = Ints{} - OFFSET<F> * x_sum[t * x.next_scale];
+            const Ints products = tile_products<F>(w, values + t * x.next_vector, b, start);
+            const Floats factor = mul(scale, broadcast(x_scale[t * x.next_scale]));
+            store_floats(acc[t][p], fused(to_floats(products), factor, load_floats(acc[t][p])));
+        }
+    }
+    for (int64_t t = 0; t < T; ++t) {
+        const Floats total = add_floats(add_floats(load_floats(acc[t][0]), load_floats(acc[t][1])),
+                                        add_floats(load_floats(acc[t][2]), load_floats(acc[t][3])));
+        alignas(64) float sums[LANES];
+        store_floats(sums, total);
+        __builtin_memcpy(y + t * y_stride, sums, valid * sizeof(float));
+    }
+}
+
+#ifdef LEVEL_AMX
+#include "blocks_amx.h"
+#endif
+
+template <class F>
+void quantise_blocks(const Input& x, int64_t D) {
+    constexpr int64_t U = unit<F>();
+    const int64_t n = D / BLOCK, n4 = whole_fours(n);
+    for (int64_t t = 0; t < x.count; ++t) {
+        const PackedBlocks<F> to(x.part(t, t + 1), n);
+        for (int64_t b = 0; b < n4; b += U) {
+            int16_t value[U * BLOCK];
+            for (int64_t i = 0; i < U; ++i) {
+                if (b + i < n) {
+                    int32_t correction;
+                    quantise_block(x.vector(t) + (b + i) * BLOCK, value + i * BLOCK,
+                                   to.scale + b + i, &correction, 32639.0f);
+                    to.sum[b + i] = correction / -8;
+                } else {
+                    __builtin_memset(value + i * BLOCK, 0, BLOCK * sizeof(int16_t));
+                    to.scale[b + i] = 0.0f, to.sum[b + i] = 0;
+                }
+            }
+            quantise_unit<F>(value, to.values + b / U * to.stride);
+        }
+    }
+#ifdef LEVEL_AMX
+    if (x.capacity >= LEAST_VECTORS) pack_panels<F>(x, D);
+#endif
+}
+
+// Fewer rows than half a tile go one vector at a time.
+template <class F>
+void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                int64_t a1) {
+#ifdef LEVEL_AMX
+    if (x.count >= LEAST_VECTORS) return dot_tiles<F>(rows, x, y, y_stride, a0, a1);
+#endif
+    const int64_t n = rows.D / BLOCK;
+    int64_t a = a0;
+    const uint8_t* row[LANES];
+    for (; x.count > 1 && a1 - a > LANES / 2; a += LANES) {
+        const int64_t valid = a1 - a < LANES ? a1 - a : LANES;
+        for (int64_t r = 0; r < LANES; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
+        const uint8_t* next = a + LANES < rows.A ? row_of(rows, a + LANES) : row[0];
+        for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
+            const int64_t end = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
+            dot_tile<F>(row, t == 0 ? next : row[0], n, x.part(t, end), y + t * y_stride + a,
+                        y_stride, valid);
+        }
+    }
+    // Of one run the rows that are read now are not asked for again.
+    const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);
+    const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
+    for (; a < a1; a += FEW) {
+        const int64_t valid = a1 - a < FEW ? a1 - a : FEW;
+        const uint8_t *then[FEW], *also[FEW];
+        for (int64_t r = 0; r < FEW; ++r) {
+            row[r] = row_of(rows, r < valid ? a + r : a);
+            then[r] = is_run                   ? row[r] + ahead
+                      : rows.next              ? rows.next[r < valid ? a + r - a0 : 0]
+                      : a + FEW + r < rows.A ? row_of(rows, a + FEW + r)
+                                              : row[r];
+            if (rows.also) also[r] = rows.also[r < valid ? a + r - a0 : 0];
+        }
+        for (int64_t t = 0; t < x.count; ++t) {
+            float sums[FEW];
+            const bool is_first = t == 0;
+            dot_few<F>(row, is_first ? then : row, is_first && rows.also ? also : nullptr, n,
+                       PackedBlocks<F>(x.part(t, t + 1), n), sums);
+            __builtin_memcpy(y + t * y_stride + a, sums, valid * sizeof(float));
+        }
+    }
+}

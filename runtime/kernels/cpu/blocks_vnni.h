@@ -1,0 +1,121 @@
+// Integer products of bytes in fours (AVX-512 VNNI), for blocks_template.h: a value of x is 256 * high +
+// low, two signed bytes, and weights count from zero (q8_0: + 128, q4_0: + 8).
+
+// Packed x of two blocks of q8_0: 64 high bytes, 64 low ones. Of four blocks of q4_0: high bytes of the
+// first 16 values of each, then of the last 16; low bytes likewise.
+template <class F>
+constexpr int64_t unit() {
+    return F::QUANT_BYTES == 16 ? 4 : 2;
+}
+
+template <class F>
+constexpr int32_t OFFSET = F::QUANT_BYTES == 16 ? 8 : 128;
+
+template <class F>
+constexpr int64_t PLANE = 32 * unit<F>();
+
+template <class F>
+inline void quantise_unit(const int16_t* value, uint8_t* to) {
+    for (int64_t i = 0; i < unit<F>(); ++i) {
+        const __m512i values = load_64_bytes(value + i * BLOCK);
+        const __m512i high =
+            _mm512_srai_epi16(_mm512_add_epi16(values, _mm512_set1_epi16(128)), 8);
+        const __m512i low = _mm512_sub_epi16(values, _mm512_slli_epi16(high, 8));
+        const __m256i bytes[2] = {_mm512_cvtepi16_epi8(high), _mm512_cvtepi16_epi8(low)};
+        for (int plane = 0; plane < 2; ++plane) {
+            uint8_t* at = to + plane * PLANE<F>;
+            if constexpr (F::QUANT_BYTES == 16) {
+                __builtin_memcpy(at + 16 * i, &bytes[plane], 16);
+                __builtin_memcpy(at + 64 + 16 * i,
+                                 reinterpret_cast<const uint8_t*>(&bytes[plane]) + 16, 16);
+            } else {
+                __builtin_memcpy(at + 32 * i, &bytes[plane], 32);
+            }
+        }
+    }
+}
+
+// a, b, c and d hold four blocks of one row each, four sums a block: lane 4 * block + row.
+inline __m512i few_sums(__m512i a, __m512i b, __m512i c, __m512i d) {
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+constexpr int few_lane(int r, int p) { return 4 * p + r; }
+
+// 256 * (w . high) + w . low
+inline __m512i both_planes(__m512i sum, __m512i w, __m512i high, __m512i low) {
+    const __m512i upper = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, high);
+    return _mm512_dpbusd_epi32(_mm512_add_epi32(sum, _mm512_slli_epi32(upper, 8)), w, low);
+}
+
+template <class F>
+inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
+    const uint64_t there = m < 4 ? (1ull << 16 * m) - 1 : ~0ull;  // a bit a byte, of 16 a block
+    __m512i sum[4];
+    if constexpr (F::QUANT_BYTES == 16) {
+        const __m512i high[2] = {load_64_bytes(x), load_64_bytes(x + 64)};
+        const __m512i low[2] = {load_64_bytes(x + 128), load_64_bytes(x + 192)};
+        const __m512i fifteen = _mm512_set1_epi8(15);
+        for (int r = 0; r < 4; ++r) {
+            const __m512i nibbles = _mm512_maskz_loadu_epi8(there, quants[r]);
+            const __m512i first = _mm512_and_si512(nibbles, fifteen);
+            const __m512i last = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), fifteen);
+            __m512i upper = _mm512_dpbusd_epi32(_mm512_setzero_si512(), first, high[0]);
+            __m512i lower = _mm512_dpbusd_epi32(_mm512_setzero_si512(), first, low[0]);
+            upper = _mm512_dpbusd_epi32(upper, last, high[1]);
+            lower = _mm512_dpbusd_epi32(lower, last, low[1]);
+            sum[r] = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower);
+        }
+    } else {
+        const __m512i high[2] = {load_64_bytes(x), load_64_bytes(x + stride)};
+        const __m512i low[2] = {load_64_bytes(x + 64), load_64_bytes(x + stride + 64)};
+        const __m512i sign = _mm512_set1_epi8(-128);
+        const uint64_t half[2] = {m < 2 ? 0xffffffffull : ~0ull,
+                                  m < 3 ? 0 : m < 4 ? 0xffffffffull : ~0ull};
+        for (int r = 0; r < 4; ++r) {
+            __m512i pair[2];  // eight sums a block, two blocks
+            for (int i = 0; i < 2; ++i) {
+                const __m512i quant = _mm512_maskz_loadu_epi8(half[i], quants[r] + 64 * i);
+                const __m512i w = _mm512_xor_si512(quant, sign);
+                pair[i] = both_planes(_mm512_setzero_si512(), w, high[i], low[i]);
+            }
+            sum[r] = _mm512_add_epi32(_mm512_shuffle_i32x4(pair[0], pair[1], 0x88),
+                                      _mm512_shuffle_i32x4(pair[0], pair[1], 0xdd));
+        }
+    }
+    return ints(few_sums(sum[0], sum[1], sum[2], sum[3]));
+}
+
+template <class F>
+constexpr int TILE_WEIGHTS = 8;
+
+template <class F>
+inline void tile_weights(const Ints* quarter, Ints* w) {
+    for (int v = 0; v < 8; ++v) {
+        if constexpr (F::QUANT_BYTES == 16)
+            w[v] = v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f;
+        else
+            w[v] = quarter[v] ^ static_cast<int32_t>(0x80808080);
+    }
+}
+
+inline __m512i four_bytes(const uint8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+
+template <class F>
+inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start) {
+    const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
+    __m512i high = _mm512_setzero_si512(), low = bits(start);
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        const int64_t place = F::QUANT_BYTES == 16 ? v / 4 * 64 + v % 4 * 4 : 4 * v;
+        high = _mm512_dpbusd_epi32(high, bits(w[v]), four_bytes(at + place));
+        low = _mm512_dpbusd_epi32(low, bits(w[v]), four_bytes(at + PLANE<F> + place));
+    }
+    return ints(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+}

@@ -1,0 +1,99 @@
+// Sums of rows for several vectors at once, a group of up to SUM_ROWS rows at a time: what each vector
+// gets is what accumulate_rows gives it alone, to the bit. Included by rows_template.h.
+//
+// Two ways. By lists: each vector takes its rows, while the group's rows are
+// in cache. Together: rows are unpacked once and all vectors take all of them; a coefficient of 0 adds
+// nothing to a finite weight.
+
+// Of a group's rows, the share that vectors need from which on all of them are taken together. A list
+// costs three to four times as much a row (docs/log.md).
+constexpr int64_t TOGETHER = 3;  // a third
+
+inline bool are_taken_together(int64_t k, const ManySums& s) {
+    int64_t needed = 0;
+    for (int64_t t = 0; t < s.count; ++t)
+        needed += __builtin_popcountll(s.mask[t * s.mask_stride]);
+    return needed * TOGETHER > k * s.count;
+}
+
+template <class Format>
+inline void accumulate_lists(const Rows& rows, int64_t a0, const ManySums& s) {
+    for (int64_t t = 0; t < s.count; ++t) {
+        int32_t index[SUM_ROWS];
+        float c[SUM_ROWS];
+        const uint8_t* next[SUM_ROWS];
+        int64_t count = 0;
+        for (uint64_t left = s.mask[t * s.mask_stride]; left; left &= left - 1) {
+            const int64_t j = __builtin_ctzll(left);
+            index[count] = rows.index ? rows.index[a0 + j] : static_cast<int32_t>(a0 + j);
+            next[count] = rows.weight + index[count] * rows.stride;
+            c[count++] = s.c[t * s.c_stride + j];
+        }
+        for (int64_t i = count; i < 4; ++i) next[i] = rows.weight;
+        if (count)
+            accumulate_rows<Format>({rows.weight, rows.stride, rows.D, index, count, next}, c,
+                                    s.y + t * s.y_stride, 0, count, s.d0, s.d1);
+    }
+}
+
+// Columns of floats that are unpacked at a time: 64 rows of them are a first cache's half.
+constexpr int64_t SUM_VECTORS = 4, SUM_COLUMNS = SUM_VECTORS * LANES;
+
+// y[v] += the sum over k rows of c[v][j] * tile[j], `VECTORS` vectors y at a time.
+template <int COUNT>
+inline void add_tile(const float* tile, int64_t k, const float* c, int64_t c_stride, float* y,
+                     int64_t y_stride) {
+    Floats sum[COUNT][SUM_VECTORS];
+    for (int t = 0; t < COUNT; ++t)
+        for (int v = 0; v < SUM_VECTORS; ++v) sum[t][v] = load_floats(y + t * y_stride + v * LANES);
+    for (int64_t j = 0; j < k; ++j, tile += SUM_COLUMNS) {
+        Floats w[SUM_VECTORS];
+        for (int v = 0; v < SUM_VECTORS; ++v) w[v] = load_floats(tile + v * LANES);
+        for (int t = 0; t < COUNT; ++t) {
+            const Floats by = broadcast(c[t * c_stride + j]);
+            for (int v = 0; v < SUM_VECTORS; ++v) sum[t][v] = multiply_add(w[v], by, sum[t][v]);
+        }
+    }
+    for (int t = 0; t < COUNT; ++t)
+        for (int v = 0; v < SUM_VECTORS; ++v) store_floats(y + t * y_stride + v * LANES, sum[t][v]);
+}
+
+template <class Format>
+inline void add_floats_to_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
+    constexpr int COUNT = LANES < 16 ? 2 : 4;
+    alignas(64) float tile[SUM_ROWS * SUM_COLUMNS];
+    int64_t d = s.d0;
+    for (; d + SUM_COLUMNS <= s.d1 / BLOCK * BLOCK; d += SUM_COLUMNS) {
+        for (int64_t j = 0; j < k; ++j) {
+            const uint8_t* row = row_of(rows, a0 + j) + d * Format::VALUE_BYTES;
+            unpack_row<Format>(row, row + SUM_COLUMNS * Format::VALUE_BYTES, SUM_COLUMNS,
+                               tile + j * SUM_COLUMNS);
+        }
+        int64_t t = 0;
+        for (; t + COUNT <= s.count; t += COUNT)
+            add_tile<COUNT>(tile, k, s.c + t * s.c_stride, s.c_stride, s.y + t * s.y_stride + d,
+                            s.y_stride);
+        for (; t < s.count; ++t)
+            add_tile<1>(tile, k, s.c + t * s.c_stride, s.c_stride, s.y + t * s.y_stride + d,
+                        s.y_stride);
+    }
+    ManySums rest = s;
+    rest.d0 = d;
+    if (d < s.d1) accumulate_lists<Format>(rows, a0, rest);
+}
+
+template <class Format>
+void accumulate_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
+    if constexpr (!IS_SUPER<Format>) {
+        if (are_taken_together(k, s)) {
+            if constexpr (IS_BLOCKS<Format>) {
+                const uint8_t* row[SUM_ROWS];
+                for (int64_t j = 0; j < k; ++j) row[j] = row_of(rows, a0 + j);
+                return add_group_to_many<Format>(row, k, rows.D / BLOCK, s);
+            } else {
+                return add_floats_to_many<Format>(rows, a0, k, s);
+            }
+        }
+    }
+    accumulate_lists<Format>(rows, a0, s);
+}

@@ -1,0 +1,80 @@
+"""The AMX level on emulated tiles, so that a processor without AMX tests it too.
+
+What emulation cannot show: that the processor and its operating system do what emulated_amx.h does.
+That is what the probe is for, when the library is loaded.
+"""
+
+import platform
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+KERNELS = TESTS.parent / "runtime" / "kernels" / "cpu"
+FLAGS = "-std=c++17 -O1 -w -ffp-contract=off".split()
+VNNI = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512vnni".split()
+SANITIZE = ["-fsanitize=address"]
+EMULATED = ["-include", TESTS / "emulated_amx.h"]
+
+
+def has_vnni() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "avx512_vnni" in cpuinfo.read_text()
+
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64" or not has_vnni(),
+    reason="needs g++ and AVX-512 VNNI",
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("amx")
+    sources = {
+        "amx": (KERNELS / "rows_amx.cpp", [*VNNI, *EMULATED, *SANITIZE]),
+        "generic": (KERNELS / "rows_generic.cpp", ["-O2"]),
+        "driver": (TESTS / "emulated_amx.cpp", [*VNNI, *SANITIZE]),
+    }
+    objects = [folder / f"{name}.o" for name in sources]
+    jobs = [
+        subprocess.Popen(["g++", *FLAGS, *flags, "-c", source, "-o", output])
+        for (source, flags), output in zip(sources.values(), objects, strict=True)
+    ]
+    assert not any([job.wait() for job in jobs])  # a list: no job outlives the test
+    subprocess.run(["g++", *SANITIZE, *objects, "-o", folder / "program"], check=True)
+    return folder / "program"
+
+
+def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_products_are_those_of_the_generic_level_to_the_bit(program):
+    done = run(program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "alike\n"
+
+
+def test_one_wrong_product_is_seen(program):
+    done = run(program, "wrong")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("differs")
+
+
+@pytest.mark.parametrize(
+    "what", ["unconfigured", "released", "reserved", "shape", "twice", "other"]
+)
+def test_a_misuse_of_tiles_ends_the_program(program, what):
+    done = run(program, what)
+    assert done.returncode == -signal.SIGABRT
+    assert "emulated AMX: " in done.stderr
+
+
+def test_tiles_that_are_used_as_meant_do_not(program):
+    assert run(program, "well").returncode == 0
