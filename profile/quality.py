@@ -94,19 +94,15 @@ def compare(
     """Both engines on the same windows of token ids, by the same path, that of observers: a mode is
     compared, not two orders of sums."""
     shares, comparison = ShareCounter(engine.model), Comparison()
-    with engine.observe(shares.observe, shares.wants), dense.observe(_nothing, _wants_nothing):
+    with engine.observe(shares.observe, shares.wants), dense.observe(nothing, shares.wants):
         for ids_T in windows:
             comparison.add(dense.logits(ids_T)[:-1], engine.logits(ids_T)[:-1], ids_T[1:])
             on_tokens(len(ids_T))
     return comparison.report(engine.mode, shares)
 
 
-def _nothing(name: str, layer: int | None, tensor: Tensor) -> None:
-    pass
-
-
-def _wants_nothing(name: str, layer: int | None) -> bool:
-    return False
+def nothing(name: str, layer: int | None, tensor: Tensor) -> None:
+    """An observer that has its model take the path of observers."""
 
 
 class Comparison:

@@ -14,10 +14,11 @@ from sparkinfer.budget import LOGITS_CHUNK
 from sparkinfer.gguf_file import release
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.memory import room_of
-from sparkinfer.profile.quality import Comparison, EvalReport, ShareCounter
+from sparkinfer.profile.quality import Comparison, EvalReport, ShareCounter, nothing
 from sparkinfer.profile.streaming import CPU, LayerStream, StreamPlan
 from sparkinfer.runtime.feed_forward import Mode
 from sparkinfer.runtime.matrix import Linear, matrix_of
+from sparkinfer.runtime.observers import Observe, Wants
 
 ROOM_SHARE = 1 / 4  # of the room, for the hidden states of both passes
 
@@ -40,9 +41,9 @@ def compare_streamed(
             chosen.append(piece_T)
     if not chosen:
         return None
-    want_ND = _hidden(dense, "dense", plan, chosen, None)
     shares = ShareCounter(other)
-    got_ND = _hidden(other, mode, plan, chosen, shares)
+    want_ND = _hidden(dense, "dense", plan, chosen, nothing, shares.wants)
+    got_ND = _hidden(other, mode, plan, chosen, shares.observe, shares.wants)
     comparison = Comparison()
     head = _Head(dense)
     start = 0
@@ -61,20 +62,18 @@ def _hidden(
     mode: Mode,
     plan: StreamPlan,
     windows: Sequence[Tensor],
-    shares: ShareCounter | None,
+    observe: Observe,
+    wants: Wants,
 ) -> Tensor:
-    """f32 [N, D] on the CPU, behind the last layer."""
+    """f32 [N, D] on the CPU, behind the last layer; observed, as quality.compare does it."""
     last, pieces = model.shape.num_layers - 1, []
     with LayerStream(model, plan, mode=mode) as stream:
         with stream.observe(
             lambda name, layer, x_TD: pieces.append(x_TD.to(CPU, copy=True)),
             lambda name, layer: name == "layer_out" and layer == last,
         ):
-            if shares is None:
+            with stream.observe(observe, wants):
                 stream.run(windows)
-            else:
-                with stream.observe(shares.observe, shares.wants):
-                    stream.run(windows)
     return torch.cat(pieces)
 
 

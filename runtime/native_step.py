@@ -106,21 +106,35 @@ def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> Native
         return str(reason)
 
 
+def workspace_bytes(weights: Weights) -> int:
+    """Of the step of these layers, or of any number of such layers; 0 where there is none."""
+    if not library.is_available():
+        return 0
+    try:
+        return max(0, library.step_bytes(StepBuilder().without_workspace(weights, 0)))
+    except NotNative:
+        return 0
+
+
 class StepBuilder(Structs):
     """The layers of a step, and what they have in common."""
 
     def step(self, weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep:
+        step = self.without_workspace(weights, input_layer_offset)
+        step.workspace = self.workspace(library.step_bytes(step))
+        return NativeStep(
+            step=step, vocab_size=weights.head.weight.num_rows, traffic=traffic,
+            kept=tuple(self.kept),
+        )  # fmt: skip
+
+    def without_workspace(self, weights: Weights, input_layer_offset: int) -> StepStruct:
         layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
         step = self.frame(weights, layers, input_layer_offset)
         step.max_rows = min(MAX_ROWS, step.context_length)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = self.norm(weights.output_norm)
-        step.workspace = self.workspace(library.step_bytes(step))
-        return NativeStep(
-            step=step, vocab_size=weights.head.weight.num_rows, traffic=traffic,
-            kept=tuple(self.kept),
-        )  # fmt: skip
+        return step
 
     def frame(
         self, weights: Weights, layer_structs: list[LayerStruct], input_layer_offset: int

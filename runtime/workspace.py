@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime import native_step
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.feed_forward import Mode, Traffic
 from sparkinfer.runtime.kernels.cpu import library
@@ -36,7 +37,8 @@ HOT_SHARE = 1 / 16
 
 
 def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
-    """Bytes that a pass over a prefill chunk takes at its peak, rounded up.
+    """Bytes that a pass over a prefill chunk takes at its peak, natively or for those who watch, rounded
+    up.
 
     Reads one layer and the head of the file: a second or so for 7 B parameters."""
     tokens = min(SHORT_CHUNK, context_length)
@@ -51,7 +53,7 @@ def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
             decoder.logits(hidden_TD[-LOGITS_CHUNK:])
 
         run()  # what is kept for good is taken before
-        most = max(most, peak_bytes(run))
+        most = max(most, peak_bytes(run), native_step.workspace_bytes(decoder.weights))
     return -(-int(MARGIN * most) // ROUNDED_TO) * ROUNDED_TO
 
 

@@ -95,6 +95,18 @@ def make_model(
     )
 
 
+def decided_predictors(num_layers, num_neurons):
+    """Biases for a model's predictors with which no score is near zero, though there are millions:
+    rounding then names no other neurons."""
+    random = np.random.default_rng(3)
+    return {
+        f"blk.{layer}.ffn_pred_up.bias": array_entry(
+            5.0 * random.choice([-1, 1], num_neurons), "f32"
+        )
+        for layer in range(num_layers)
+    }
+
+
 def byte_level_keys() -> tuple[dict[str, Value], int]:
     """(keys of a tokenizer of single bytes in which no token ends a text, its tokens)."""
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

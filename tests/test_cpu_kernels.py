@@ -160,8 +160,7 @@ def accumulate_terms(
 def planar_terms(W: "Matrix", c_A: Tensor, index_A: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of q8_0 and q4_0, whose factors c * scale are 16-bit integers: see planar_template.h. Quants
     count from 0 in the sum, and 8 or 128 times the factor is taken off again."""
-    weight = taken(W.weight, index_A)
-    weight = weight if W.kind in PLANAR else planar(weight, W.kind)
+    weight = taken(W.weight if W.kind in PLANAR else planar(W.weight, W.kind), index_A)
     count = weight.shape[1] // (2 + QUANT_BYTES[W.kind[:2]])
     scale_AB = weight[:, : 2 * count].contiguous().view(torch.float16).float()
     quant_AB = weight[:, 2 * count :].unflatten(1, (count, -1))
@@ -460,7 +459,7 @@ def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads)
                 library.accumulate_rows(W.weight, kind, c_F),
                 library.accumulate_rows(W.weight, kind, c_F[: len(index_A)], index_A),
                 unpacked(W),
-                unpacked(W, index_A, torch.bfloat16),
+                unpacked(W, index_A),
             ]
         )
     for other in seen[1:]:

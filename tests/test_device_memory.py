@@ -25,7 +25,6 @@ from sparkinfer.runtime import (
     engine_options,
     gpu_products,
     gpu_setup,
-    tiles,
 )
 from sparkinfer.runtime.decoder import Decoder
 from sparkinfer.runtime.device_memory import ALIGNMENT, DeviceMemory, told_out_of_memory
@@ -110,10 +109,8 @@ def test_what_is_in_the_slab_gives_what_the_file_gives(planned):
     assert rel_error(want, logits_ref(model, IDS)) > 1e-3  # predicted; dense was compared before
 
 
-def test_two_gpus_have_each_their_part(monkeypatch):
+def test_two_gpus_have_each_their_part():
     """And bring cold weights each for its own layers."""
-    monkeypatch.setenv(tiles.TILES_VARIABLE, "f32")
-    tiles._processors_choice.cache_clear()
     cards = (torch.device("cpu", 0), torch.device("cpu", 1))
     model = make_model(shape=make_shape(num_layers=3), predictor_rank=8)
     hot = [*PATTERNS["random"], [3]]
@@ -144,7 +141,6 @@ def test_two_gpus_have_each_their_part(monkeypatch):
     assert all(layer.ffn.cold._next for layer in weights.layers)
     with Engine.of(model, mode="predicted") as engine:
         assert rel_error(got, engine.logits(IDS)) < 1e-5
-    tiles._processors_choice.cache_clear()
 
 
 def tensors_of(weights):
@@ -362,12 +358,10 @@ def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
     placement = Placement.of_split(split, (GPU,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_setup.DeviceMemory, "of", lambda *arguments: arguments)
-        tiles._processors_choice.cache_clear()
         found = gpu_setup.memories_of(model, split, placement, {}, 32, said.append)
     assert list(found) == [GPU] and len(said) == 1 and "is held to 128.00 MiB" in said[0]
     stays = sum(split.gpu_bytes.values()) - split.gpu_bytes["workspace"]
     assert 0 < found[GPU][1] - stays - 4 * 96 - decode_bytes(model, 32) < 60 * ALIGNMENT
-    assert tiles._processors_choice.cache_info().currsize == 1  # before anything is pinned
 
 
 def test_what_is_set_aside_is_what_the_budget_leaves(card, monkeypatch):
@@ -528,11 +522,8 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
     monkeypatch.undo()
-    monkeypatch.setenv(tiles.TILES_VARIABLE, "f32")
-    tiles._processors_choice.cache_clear()
     with Engine.of(model, mode=mode, context_length=32) as engine:
         want = engine.logits(IDS)
-    tiles._processors_choice.cache_clear()
     # Predictors are f32; a neuron close to its threshold may still be named by one and not the other.
     assert rel_error(got, want) < {"f32": 1e-5, "bf16": 6e-2}.get(kind, 8e-3)
 

@@ -4,19 +4,11 @@
 themselves still work."""
 
 import dataclasses
-import os
 
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_model, make_shape
-
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.tiles import TILES_VARIABLE
-
-# The CPU's prompts are what the GPU's are compared with: not rounded to bf16, which processors with
-# AMX do. Programs that a test starts inherit it.
-os.environ[TILES_VARIABLE] = "f32"
+from models import byte_level_keys, decided_predictors, make_model, make_shape
 
 
 def pytest_addoption(parser):
@@ -37,18 +29,6 @@ def cuda(request):
         pytest.skip("only a CUDA device has this")
     assert torch.cuda.is_available(), "no CUDA device here"
     return "cuda"
-
-
-def decided_predictors(num_layers, num_neurons):
-    """Biases for a model's predictors with which no score is near zero, though there are millions:
-    rounding then names no other neurons."""
-    random = np.random.default_rng(3)
-    return {
-        f"blk.{layer}.ffn_pred_up.bias": array_entry(
-            5.0 * random.choice([-1, 1], num_neurons), "f32"
-        )
-        for layer in range(num_layers)
-    }
 
 
 @pytest.fixture
