@@ -360,9 +360,11 @@ class Builder:
             return [uploader.matrix(entry, "neurons", chosen) for entry in entries]
         if self.residence is None or device.type != "cpu":
             return [matrix_of(entry, device, chosen) for entry in entries]
-        apart = 1 if self.mode == "exact" else 0
+        apart = {"dense": len(entries), "exact": 1, "predicted": 0}[self.mode]
         found = [self.residence.matrix(entry, chosen) for entry in entries[:apart]]
-        return found + self.residence.side_by_side(entries[apart:], chosen)
+        return found + (
+            self.residence.side_by_side(entries[apart:], chosen) if entries[apart:] else []
+        )
 
     def down(self, index: int) -> TensorEntry:
         """The neuron-major down projection; that of a stock file is transposed here."""

@@ -114,6 +114,8 @@ inline void dot_tile(const uint8_t* const* rows, const uint8_t* next, int64_t n,
     __builtin_memset(acc, 0, T * sizeof acc[0]);
     alignas(64) float scales[16][LANES];
     for (int64_t b = 0; b < n; ++b) {
+        // gcc would keep the pointers of the rows in vector registers, for which there is better use.
+        asm volatile("" ::: "memory");
         if (b % 16 == 0) tile_scales<F>(rows, n, b, scales);
         const uint8_t* ahead = next + b * LANES * F::BLOCK_BYTES;
         for (int64_t at = 0; at < LANES * F::BLOCK_BYTES; at += 64)

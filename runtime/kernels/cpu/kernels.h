@@ -27,6 +27,16 @@ enum Kind : int32_t {
     NUM_KINDS
 };
 
+enum Activation : int32_t {
+    ACTIVATION_RELU,
+    ACTIVATION_FATRELU,
+    ACTIVATION_DRELU,
+    ACTIVATION_SILU,
+    ACTIVATION_GELU,
+    ACTIVATION_GELU_TANH,
+    NUM_ACTIVATIONS
+};
+
 // Values in one block of a kind; 1 for the float kinds.
 inline int64_t block_values(int32_t kind) {
     if (kind == KIND_Q4_K || kind == KIND_Q5_K || kind == KIND_Q6_K) return 256;
@@ -129,6 +139,10 @@ constexpr int64_t MAX_HEAD_WIDTH = 512;
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
 inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
+// SiLU or GELU of n values, in place, NaN stays. `activation` is one of these.
+using Smooth = void(float* x, int64_t n, int32_t activation);
+// y[i] += x[i]
+using AddTo = void(float* y, const float* x, int64_t n);
 // The i of scores that are above the limit or no number, in order, to `chosen` [n]; how many.
 using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
 
@@ -141,6 +155,8 @@ struct Kernels {
     Attend* attend[2];  // of a cache in f32, f16
     OrderSums* order_sums[NUM_KINDS];  // null where they are in order
     Choose* choose;
+    Smooth* smooth;
+    AddTo* add_to;
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;

@@ -21,18 +21,16 @@ struct Gate {
     int32_t activation, mode;
     float threshold;
 
-    float smooth(float x) const {
-        if (activation == ACTIVATION_SILU) return x / (1.0f + std::exp(-x));
-        if (activation == ACTIVATION_GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
-        return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+    bool is_smooth() const { return activation >= ACTIVATION_SILU; }
+
+    // SiLU or GELU of n gates; comes before act().
+    void smooth(float* gate, int64_t n) const {
+        if (is_smooth()) kernels().smooth(gate, n, activation);
     }
 
-    // What it lets through; whether the neuron fires, which what is no number does.
+    // Applies the threshold in place; true if the neuron fires, as NaN does.
     bool act(float& gate) const {
-        if (activation >= ACTIVATION_SILU) {
-            gate = smooth(gate);
-            return mode == MODE_DENSE || !(std::fabs(gate) <= threshold);
-        }
+        if (is_smooth()) return mode == MODE_DENSE || !(std::fabs(gate) <= threshold);
         const bool fires = !(gate <= (activation == ACTIVATION_FATRELU ? threshold : 0.0f));
         if (!fires) gate = 0.0f;
         return fires || mode == MODE_DENSE;
@@ -139,9 +137,9 @@ class Neurons {
         });
         OrderSums* order_sums = kernels().order_sums[block.down.kind];
         split(chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {
-            for (int64_t d = d0; d < d1; ++d) out[d] = part_[d];
+            std::copy(part_ + d0, part_ + d1, out + d0);
             for (int64_t c = 1; c < chunks; ++c)
-                for (int64_t d = d0; d < d1; ++d) out[d] += part_[c * D + d];
+                kernels().add_to(out + d0, part_ + c * D + d0, d1 - d0);
             if (order_sums) order_sums(out, d0, d1);
         });
         int64_t all_open = 0;
@@ -182,16 +180,20 @@ class Neurons {
             kernels().dot_rows[matrix.kind](gates, gate_x, gate_, 0, g0, g1);
             const int64_t first = open.end;
             open.end += act_all(matrix, gate, position, rows, g0, g1, first);
+            // Where all fire, ups too are one run through memory.
+            const bool is_run = !rows && !is_bundled && open.end - first == g1 - g0;
             for (int64_t o0 = first, o1; o0 < open.end; o0 = o1) {
-                o1 = std::min(o0 + few, open.end);
+                o1 = std::min(o0 + (is_run ? SUM_ROWS : few), open.end);
                 const int64_t group = open_position_[o0] / SUM_ROWS;
                 while (open_position_[o1 - 1] / SUM_ROWS != group) --o1;
                 if (open.pending < o0 && open_position_[open.pending] / SUM_ROWS != group)
                     add(block.down, open, o0, rows_at(then, open_, o0, o1, next, SUM_ROWS), out);
                 if (!block.up.data) continue;
-                Rows ups = {block.up.data, block.up.stride, D, open_, o1};
-                ups.next = rows_at(block.down, open_, o0, o1, next);
-                if (is_bundled && g1 < a1)
+                Rows ups = {block.up.data, block.up.stride, D, is_run ? nullptr : open_, o1};
+                if (!is_run) ups.next = rows_at(block.down, open_, o0, o1, next);
+                if (is_run)
+                    ups.also = rows_at(block.down, nullptr, o0, o1, also, SUM_ROWS);
+                else if (is_bundled && g1 < a1)
                     ups.also = rows_at(matrix, rows, g1, std::min(g1 + few, a1), also);
                 else if (o1 < open.end)
                     ups.also = rows_at(block.up, open_, o1, std::min(o1 + few, open.end), also);
@@ -211,6 +213,7 @@ class Neurons {
         int64_t at = first;
         if (matrix.bias)
             for (int64_t a = g0; a < g1; ++a) gate_[a] += matrix.bias[rows ? rows[a] : a];
+        gate.smooth(gate_ + g0, g1 - g0);
         for (int64_t a = g0; a < g1; ++a) {
             float value = gate_[a];
             const bool fires = gate.act(value);
@@ -330,15 +333,13 @@ class Neurons {
         }
         dot_group(rows_of_group(block.gate, block, p0, count), block.gate.kind, gate_x, T, needed,
                   count, hidden, stride);
+        const Biases gate_bias{block.gate.bias, block.row, p0}, up_bias{block.up.bias, block.row, p0};
         for (int64_t t = 0; t < T; ++t) {
             float* of = hidden + t * stride;
-            for (int64_t i = 0; i < count; ++i) {
-                float value = of[i];
-                if (!(needed[t] >> i & 1)) continue;
-                if (block.gate.bias) value += block.gate.bias[block.row ? block.row[p0 + i] : p0 + i];
-                if (!gate.act(value)) needed[t] &= ~(1ull << i);
-                of[i] = value;
-            }
+            for (int64_t i = 0; gate_bias.data && i < count; ++i) of[i] += gate_bias[i];
+            gate.smooth(of, count);
+            for (int64_t i = 0; i < count; ++i)
+                if (!gate.act(of[i])) needed[t] &= ~(1ull << i);
             any_open |= needed[t];
         }
         if (block.up.data)
@@ -346,24 +347,25 @@ class Neurons {
                       count, up, stride);
         const bool is_drelu = gate.activation == ACTIVATION_DRELU;
         for (int64_t t = 0; t < T; ++t) {
-            float* of = hidden + t * stride;
-            for (int64_t i = 0; i < SUM_ROWS; ++i) {
-                if (!(needed[t] >> i & 1)) {
-                    of[i] = 0.0f;
-                    continue;
-                }
-                if (block.up.data) {
-                    float value = up[t * stride + i];
-                    if (block.up.bias) value += block.up.bias[block.row ? block.row[p0 + i] : p0 + i];
-                    if (is_drelu && value < 0.0f) value = 0.0f;
-                    of[i] *= value;
-                }
-            }
+            float *of = hidden + t * stride, *by = up + t * stride;
+            for (int64_t i = 0; up_bias.data && i < count; ++i) by[i] += up_bias[i];
+            for (int64_t i = 0; is_drelu && i < count; ++i) by[i] = by[i] < 0.0f ? 0.0f : by[i];
+            for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
+            for (uint64_t left = ~needed[t]; left; left &= left - 1) of[__builtin_ctzll(left)] = 0.0f;
             mask_[t * num_groups_ + g] = needed[t];
         }
         num_named_[g] = __builtin_popcountll(any_named);
         num_open_[g] = __builtin_popcountll(any_open);
     }
+
+    // Of the neurons at places p0, p0 + 1, ...
+    struct Biases {
+        const float* data;  // or null
+        const int32_t* row;
+        int64_t p0;
+
+        float operator[](int64_t i) const { return data[row ? row[p0 + i] : p0 + i]; }
+    };
 
     static uint64_t names(const SparkBlock& block, const Named& named, int64_t p0, int64_t count) {
         uint64_t mask = 0;
@@ -389,11 +391,13 @@ class Neurons {
                 kernels().accumulate_many[down.kind](rows_of_group(down, block, p0, count), 0, count,
                                                      sums);
             }
-            for (int64_t t = 0; t < T; ++t)
-                for (int64_t d = d0; d < d1; ++d) {
-                    float* to = out + t * D + d;
-                    *to = g0 == 0 ? part_[t * D + d] : *to + part_[t * D + d];
-                }
+            for (int64_t t = 0; t < T; ++t) {
+                const float* part = part_ + t * D;
+                if (g0 == 0)
+                    std::copy(part + d0, part + d1, out + t * D + d0);
+                else
+                    kernels().add_to(out + t * D + d0, part + d0, d1 - d0);
+            }
         }
         for (int64_t t = 0; order_sums && t < T; ++t) order_sums(out + t * D, d0, d1);
     }

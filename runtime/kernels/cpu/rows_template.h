@@ -240,6 +240,27 @@ inline float exp_of(float x) {
     return p * power;
 }
 
+// 1 / (1 + exp(-x)), to 3e-7 of itself where it is above 1e-38.
+inline float sigmoid_of(float x) {
+    const float y = x < -88.0f ? 88.0f : -x;
+    return 1.0f / (1.0f + exp_of(y));
+}
+
+void smooth(float* x, int64_t n, int32_t activation) {
+    if (activation == ACTIVATION_SILU)
+        for (int64_t i = 0; i < n; ++i) x[i] *= sigmoid_of(x[i]);
+    else if (activation == ACTIVATION_GELU_TANH)  // 1 + tanh(u) = 2 sigmoid(2 u)
+        for (int64_t i = 0; i < n; ++i)
+            x[i] *= sigmoid_of(1.59576912f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
+    else
+        for (int64_t i = 0; i < n; ++i)
+            x[i] = 0.5f * x[i] * (1.0f + __builtin_erff(x[i] * 0.70710678f));
+}
+
+void add_to(float* y, const float* x, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) y[i] += x[i];
+}
+
 float exp_sum(float* x, int64_t n, float shift) {
     for (int64_t i = 0; i < n; ++i) x[i] = exp_of(x[i] - shift);
     float sums[16] = {};
@@ -295,4 +316,6 @@ constexpr Kernels ALL_KERNELS = {
     {nullptr, nullptr, nullptr, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,
      order_sums<Q4_0Planar>, order_sums<Q8_0Planar>},
     choose,
+    smooth,
+    add_to,
 };

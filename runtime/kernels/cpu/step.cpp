@@ -96,9 +96,7 @@ void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float
     });
 }
 
-void add(float* x, const float* y, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) x[i] += y[i];
-}
+void add(float* x, const float* y, int64_t n) { kernels().add_to(x, y, n); }
 
 void apply(const SparkNorm& norm, float epsilon, const float* x, int64_t n, float* y) {
     if (norm.bias)
@@ -418,7 +416,8 @@ class Step {
         const Gate gate = {s.activation, s.mode, 0.0f};
         rows(16 * F, [&](int64_t t) {
             float* score = w.named + t * F;
-            for (int64_t j = 0; j < F; ++j) score[j] = std::fabs(gate.smooth(score[j]));
+            gate.smooth(score, F);
+            for (int64_t j = 0; j < F; ++j) score[j] = std::fabs(score[j]);
         });
     }
 

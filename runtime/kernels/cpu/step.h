@@ -6,18 +6,11 @@
 #pragma once
 #include <stdint.h>
 
+#include "kernels.h"
+
 // Rows of a step at most: tokens whose products share each weight that is read.
 constexpr int64_t MAX_ROWS = 128;
 
-enum Activation : int32_t {
-    ACTIVATION_RELU,
-    ACTIVATION_FATRELU,
-    ACTIVATION_DRELU,
-    ACTIVATION_SILU,
-    ACTIVATION_GELU,
-    ACTIVATION_GELU_TANH,
-    NUM_ACTIVATIONS
-};
 enum Mode : int32_t { MODE_DENSE, MODE_EXACT, MODE_PREDICTED };
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
 
