@@ -164,17 +164,33 @@ void dot_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
         store_products<Format, QUAD_ROWS>(sums[t], rows, x.vector(t), D, valid, y + t * y_stride);
 }
 
+// Rows of one run through memory, one after the other, for one vector.
+template <class Format>
+void dot_run(const Rows& rows, const float* x, float* y, int64_t a0, int64_t a1) {
+    const int64_t bytes = rows.D * Format::VALUE_BYTES;
+    for (int64_t a = a0; a < a1; a += QUAD_ROWS) {
+        const int64_t valid = a1 - a < QUAD_ROWS ? a1 - a : QUAD_ROWS;
+        const uint8_t* row[QUAD_ROWS];
+        Floats sums[QUAD_ROWS][2];
+        for (int64_t r = 0; r < QUAD_ROWS; ++r) {
+            row[r] = row_of(rows, r < valid ? a + r : a);
+            Floats of_row[1][1][2] = {{{zero(), zero()}}};
+            const uint8_t* next = row[r] + RUN_AHEAD;
+            if (r < valid)
+                add_products<Format, 1, 1>(&row[r], &next, &x, rows.D / BLOCK * BLOCK, of_row);
+            sums[r][0] = of_row[0][0][0], sums[r][1] = of_row[0][0][1];
+            for (int64_t at = 0; rows.also && r < valid && at < bytes; at += 64)
+                __builtin_prefetch(rows.also[a + r - a0] + at);
+        }
+        store_products<Format, QUAD_ROWS>(sums, row, x, rows.D, valid, y + a);
+    }
+}
+
 template <class Format>
 void dot_float_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                     int64_t a1) {
-    if (x.count == 1 && is_one_run(rows, rows.D * Format::VALUE_BYTES)) {
-        for (int64_t a = a0; a < a1; ++a) {
-            const uint8_t* row = row_of(rows, a);
-            const uint8_t* next = row + RUN_AHEAD;
-            dot_floats<Format, 1>(&row, &next, rows.D, x.vector(0), y + a);
-        }
-        return;
-    }
+    if (x.count == 1 && is_one_run(rows, rows.D * Format::VALUE_BYTES))
+        return dot_run<Format>(rows, x.vector(0), y, a0, a1);
     if (x.count == 1)
         return for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
                                           const uint8_t* const* next) {
