@@ -7,11 +7,10 @@ modes, against its SiLU twin of the same shape and type. A measurement is a prom
 the logits behind it, llama.cpp's in one batch, with and without its flash attention; the faster
 counts. A figure is the median of the rounds.
 
-To force the instruction set of a lesser processor, ours and torch's, and to compare with a
-llama.cpp built for it (CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON ..."):
+To force the instruction set of a lesser processor, and to compare with a llama.cpp built for it
+(CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON ..."):
 
-    SPARKINFER_CPU_LEVEL=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 \\
-      ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/prefill.py FOLDER --rival ..."""
+    SPARKINFER_CPU_LEVEL=avx2 python benchmarks/prefill.py FOLDER --rival ..."""
 
 import argparse
 import json
@@ -33,17 +32,13 @@ from sparkinfer import Engine
 from sparkinfer.files import partial_file
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.threads import use_threads
-from sparkinfer.runtime.tiles import tile_dtype
 
-FORCED = ("SPARKINFER_CPU_LEVEL", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY",
-          "ONEDNN_MAX_CPU_ISA", "SPARKINFER_PREFILL_TILES")  # fmt: skip
+FORCED = ("SPARKINFER_CPU_LEVEL",)
 
 
 def main() -> None:
     arguments = _arguments()
     forced = {name: os.environ[name] for name in FORCED if name in os.environ}
-    if forced.get("SPARKINFER_CPU_LEVEL") == "avx2" and "MKL_ENABLE_INSTRUCTIONS" not in forced:
-        raise SystemExit("MKL_ENABLE_INSTRUCTIONS=AVX2 is not set: torch would use AVX-512")
     types = arguments.types.split(",")
     threads = [int(count) for count in arguments.threads.split(",")]
     for kind in types:
@@ -55,12 +50,11 @@ def main() -> None:
         "machine": machine(),
         "level": library.level(),
         "forced": forced,
-        "tiles": str(tile_dtype("f16")),
         "tokens": arguments.tokens,
         "load_before": os.getloadavg(),
         "rounds": arguments.rounds,
     }
-    print(f"{library.level()}, tiles {tile_dtype('f16')}, forced: {forced or 'nothing'}")
+    print(f"{library.level()}, forced: {forced or 'nothing'}")
     result["types"] = {kind: _type(arguments, kind, threads) for kind in types}
     result["load_after"] = os.getloadavg()
     name = f"prefill-{library.level()}-{slug(processor())}.json"

@@ -130,9 +130,8 @@ def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = T
 
     Hidden state and its copies 8 TD, gate, up and product of all neurons (in a long pass, which
     nobody watches, of a part of them), keys and values of the whole context unpacked, the attention
-    mask TC, logits, and the tile that weights are unpacked to. What a native pass takes instead
-    (pass.cpp: a part's hidden values, lists of pairs and half a MiB a thread) is less for up to some
-    dozens of threads."""
+    mask TC, logits, and the tile that weights are unpacked to. A native step takes
+    about as much or less (Work in step.cpp)."""
     shape = model.shape
     tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
     neurons = shape.num_neurons

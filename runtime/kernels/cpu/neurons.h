@@ -249,10 +249,13 @@ class Neurons {
 
     // Sums of the open neurons before `end`, all of one group; `next` is what is wanted after them.
     void add(const SparkMatrix& down, Open& open, int64_t end, const uint8_t* const* next, float* out) {
-        kernels().accumulate_rows[down.kind](
-            {down.data, down.stride, D, open_ + open.pending, end - open.pending, next},
-            hidden_ + open.pending, out, 0, end - open.pending, 0, D);
+        const int64_t first = open.pending, count = end - first;
+        if (!count) return;
         open.pending = end;
+        Rows rows = {down.data, down.stride, D, open_ + first, count, next};
+        if (count > FEW_NEURONS && open_[end - 1] - open_[first] == count - 1)  // one run
+            rows = {down.data + open_[first] * down.stride, down.stride, D, nullptr, count};
+        kernels().accumulate_rows[down.kind](rows, hidden_ + first, out, 0, count, 0, D);
     }
 
     // ---- several tokens -------------------------------------------------------------------------

@@ -179,6 +179,15 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
             add_group<Format>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
         }
     } else {
+        if constexpr (!Format::SCALED)
+            if (is_one_run(rows, rows.D * Format::VALUE_BYTES)) {
+                for (int64_t a = a0; a < a1; ++a) {
+                    const uint8_t* row = row_of(rows, a);
+                    const uint8_t* next = row + RUN_AHEAD;
+                    add_rows<Format, 1>(&row, &next, c + a, y, d0, d1);
+                }
+                return;
+            }
         for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
                                    const uint8_t* const* next) {
             constexpr int ROWS = decltype(count)::VALUE;
