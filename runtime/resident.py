@@ -3,8 +3,9 @@
 Mapped pages of a file are 4 KiB each, and a neuron's gate, up and down lie far apart in it. Here
 they are copied once, at load, into huge pages (where the system gives them): what a neuron needs
 lies together, so that reading one neuron is one run through memory; where all gates are read but
-few of the others (mode "exact"), the gates lie behind one another and up and down together. q4_0
-and q8_0 rows get their scales first, which halves the instructions of products and sums.
+few of the others (mode "exact"), the gates lie behind one another and up and down together; in mode
+"dense" each matrix is one run. q4_0 and q8_0 rows get their scales first, which halves the
+instructions of products and sums.
 
 Measured on two cores of a Cascade Lake, a tenth of the neurons, against mapped rows: q8_0 5.4 and
 10.0 GB/s a thread, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log.md).

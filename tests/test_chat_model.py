@@ -1,0 +1,62 @@
+"""A real chat model, SmolLM2-135M-Instruct, after `make smollm2`: `pytest -m slow`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkinfer import Engine
+from sparkinfer.runtime.kernels.cpu import library
+
+FOLDER = Path(__file__).parent.parent / "build" / "smollm2"
+TEXT = (
+    "The history of computing begins long before the modern computer. In the nineteenth century"
+    " Charles Babbage designed machines that could be programmed, and Ada Lovelace wrote what is"
+    " often called the first algorithm. "
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built"),
+]
+
+
+def model(kind: str) -> Path:
+    path = FOLDER / f"{kind}.gguf"
+    assert path.exists(), f"{path} is not there: run make smollm2 first"
+    return path
+
+
+def loss_of(logits_TV: torch.Tensor, ids: list[int]) -> float:
+    return torch.nn.functional.cross_entropy(logits_TV[:-1], torch.tensor(ids[1:])).item()
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_a_prompt_equals_single_steps(kind):
+    with Engine.load(model(kind), mode="dense", context_length=512) as engine:
+        ids = engine.codec.encode(4 * TEXT)
+        assert len(ids) > 140  # more than a pass
+        got = engine.logits(ids)
+        for position, token in enumerate(ids[:150]):
+            assert torch.equal(engine._step(token, position), got[position]), position
+        # It speaks English: it expects this text, and not the same words backwards.
+        assert loss_of(engine.logits(ids[:40]), ids[:40]) < 3.5
+        assert loss_of(engine.logits(ids[:40][::-1]), ids[:40][::-1]) > 5
+
+
+def test_levels_agree_on_a_text():
+    before, found = library.level(), {}
+    try:
+        for level in library.usable_levels():
+            if level == "generic":
+                continue  # minutes
+            library.set_level(level)
+            with Engine.load(model("q8_0"), mode="dense", context_length=512) as engine:
+                ids = engine.codec.encode(TEXT)
+                found[level] = engine.logits(ids)
+    finally:
+        library.set_level(before)
+    want = found[library.usable_levels()[0]]
+    for level, got in found.items():
+        difference = (got - want).norm() / want.norm()
+        assert difference < 3e-3, (level, difference)  # attention's order of sums; keys in f16
