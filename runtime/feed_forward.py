@@ -164,7 +164,8 @@ class FeedForward:
         )
 
     def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Several tokens: a part of the neurons at a time, whose values stay in the cache."""
+        """Any number of tokens, whose values nobody watches: natively all neurons at once, otherwise a
+        part at a time, whose values stay in the cache."""
         y_TD = torch.zeros_like(x_TD)
         self._add_parts(y_TD, block, x_TD, named_TN)
         return BlockResult(y_TD=y_TD)

@@ -354,13 +354,15 @@ class Builder:
         self, entries: list[TensorEntry], device: torch.device, chosen: np.ndarray | None
     ) -> list[Matrix]:
         """Gate, up (where there is one) and down of some neurons (None: all), side by side where
-        they are read together: every gate is read in mode "exact", the others rarely."""
+        they are read together: in mode "exact" every gate is read and the others rarely, in mode
+        "dense" each to its end, but for neurons that are brought to a GPU, in one copy a piece."""
         if device in self.uploaders:
             uploader = self.uploaders[device]
             return [uploader.matrix(entry, "neurons", chosen) for entry in entries]
         if self.residence is None or device.type != "cpu":
             return [matrix_of(entry, device, chosen) for entry in entries]
-        apart = {"dense": len(entries), "exact": 1, "predicted": 0}[self.mode]
+        is_whole = self.placement.hot is None
+        apart = {"dense": len(entries) if is_whole else 0, "exact": 1, "predicted": 0}[self.mode]
         found = [self.residence.matrix(entry, chosen) for entry in entries[:apart]]
         return found + (
             self.residence.side_by_side(entries[apart:], chosen) if entries[apart:] else []

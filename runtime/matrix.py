@@ -1,9 +1,9 @@
 """A weight matrix in the type it has in the file, and the three products a decoder needs.
 
-Everything is computed in f32: a row is unpacked when it is used and the unpacked values are
-dropped again. On the CPU products go through the C++ kernels, which take vectors in blocks of 16-bit
-integers where the weights are in blocks; without them through torch. On a GPU products of several
-tokens are tensor cores' (runtime.gpu_products).
+A row is unpacked when it is used and the unpacked values are dropped again; sums are f32. On the CPU
+products go through the C++ kernels, which take vectors in blocks of 16-bit integers where the
+weights are in blocks; without them through torch. On a GPU products of several tokens are tensor
+cores' (runtime.gpu_products).
 What this module does not know: which rows matter.
 
 Letters: N rows, D row width, A chosen rows, T tokens."""

@@ -122,9 +122,10 @@ def add_neurons(
     None in other modes. Returns bytes of gates, ups and downs, each row counted once a call.
 
     A token gets the same bits with any others. Raises NotNative for what the kernels do not cover."""
+    if not len(x_TD):
+        return 0, 0, 0
     structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
     x_TD = x_TD.contiguous()
-    named = None if named_TN is None else pack_bits(named_TN)
     struct = NeuronsStruct(
         block=structs.block(replace(block, is_whole=True)),  # named by their places in the block
         width=block.down.width,
@@ -139,7 +140,8 @@ def add_neurons(
     for start in range(0, len(x_TD), num_tokens):
         struct.num_tokens = min(num_tokens, len(x_TD) - start)
         struct.x, struct.y = x_TD[start:].data_ptr(), sum_TD[start:].data_ptr()
-        struct.named = None if named is None else named[start:].data_ptr()
+        named = None if named_TN is None else pack_bits(named_TN[start : start + num_tokens])
+        struct.named = None if named is None else named.data_ptr()
         library.run_neurons(struct)
     y_TD += sum_TD
     return struct.gate_bytes, struct.up_bytes, struct.down_bytes

@@ -60,6 +60,9 @@ def test_copies_have_the_values_of_the_file(model):
 def test_the_arrangement_suits_the_mode(model, mode):
     with Engine.load(model, mode=mode) as engine:
         for gate, up, down in neurons(engine):
+            if mode == "dense":  # each is read to its end
+                assert all(m.stride_bytes == m.row_bytes for m in (gate, up, down))
+                continue
             together = gate.stride_bytes > gate.row_bytes
             assert together == (mode != "exact")
             assert up.stride_bytes == down.stride_bytes > up.row_bytes

@@ -15,7 +15,7 @@
 //   few_products<F>(quants, m, x, stride)   I of FEW rows and four blocks, of which m are there; x from
 //                                           unit to unit: stride
 //   few_corrections(four), few_factors(scale, m, x_scale)   of the same lanes, 0 from block m on
-//   few_part(lane r, p)               the lane of row r and block p
+//   few_lane(r, p)                    the lane of row r and block p
 //   TILE_WEIGHTS<F>, tile_weights<F>(quarter, w)    a block of LANES rows, unpacked
 //   tile_products<F>(w, x, b, start)  start + I of LANES rows; x: the unit with block b
 //   OFFSET<F>                         what is added to quants so that they are not negative

@@ -1,6 +1,6 @@
 // The K-quants of llama.cpp (block_q4_K, block_q5_K and block_q6_K in its ggml-common.h): blocks of
 // 256 values in eight parts of 32. Included by rows_template.h; a level defines
-//   dot_q4_k(row, n, x, next), dot_q5_k, dot_q6_k    as dot_q8; n counts blocks of 32
+//   dot_q4_k(row, n, x, next), dot_q5_k, dot_q6_k    a row times x; n counts blocks of 32
 //   factors_with_minima(block, c, factor, minimum)   c*d*s and c*m*t of the eight parts, see below
 //   factors_of_q6_k(block, c, factor)               c*d*s of the sixteen halves of parts
 //   unpack_q4_k(quants, w)               32 bytes -> w[2 * VECTORS]: 32 low nibbles, 32 high ones

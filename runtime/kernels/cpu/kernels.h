@@ -4,8 +4,8 @@
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked
 // in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in
-// blocks of 16-bit integers for the block kinds, see Input, and accumulate_rows c times scale for
-// planar rows; all other arithmetic is f32. A row stride may be more than the bytes of a row.
+// blocks of 16-bit integers for the block kinds, see Input, and accumulate_rows c times scale of
+// q8_0 and q4_0; all other arithmetic is f32. A row stride may be more than the bytes of a row.
 #pragma once
 #include <stdint.h>
 
@@ -101,7 +101,7 @@ struct Rows {
 using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                      int64_t a1);
 // y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0
-// (K-quants: 256); rows in order. Of the planar kinds c times scale is rounded to 16 bits for SUM_ROWS
+// (K-quants: 256); rows in order. Of q8_0 and q4_0 c times scale is rounded to 16 bits for SUM_ROWS
 // rows at a time, see planar_template.h, and y is in an order of its own until it went through
 // order_sums. rows.next: SUM_ROWS pointers at most, as many as rows but at least four.
 constexpr int64_t SUM_ROWS = 64;

@@ -6,7 +6,7 @@ values, "q4_k", "q5_k" and "q6_k" with 144, 176 and 210 bytes for each 256; "q4_
 "q8_0_planar" are those with all scales of a row first, as `pack_rows` makes them. Weights are
 unpacked in registers and all arithmetic is f32, but that `dot_rows` takes x in blocks of 16-bit
 integers where the weights are in blocks (kernels.h, Input), and `accumulate_rows` coefficients
-times scales of planar rows (planar_template.h). Results do not depend on the number of threads.
+times scales of q8_0 and q4_0 (planar_template.h). Results do not depend on the number of threads.
 
 Knows nothing of layers, models or files. Where the C++ is not built, `is_available()` is False and
 the caller uses torch.

@@ -1,5 +1,6 @@
-// The sparse feed-forward of a block of neurons, for one token: gate, activation, up and down in one
-// pass over the candidates. The reference is feed_forward.py.
+// The sparse feed-forward of a block of neurons: for one token gate, activation, up and down in one
+// pass over the candidates, for several by groups of neurons, then by columns; the same bits. The
+// reference is feed_forward.py.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -253,7 +254,9 @@ class Neurons {
         if (!count) return;
         open.pending = end;
         Rows rows = {down.data, down.stride, D, open_ + first, count, next};
-        if (count > FEW_NEURONS && open_[end - 1] - open_[first] == count - 1)  // one run
+        int64_t run = 1;
+        while (run < count && open_[first + run] == open_[first] + run) ++run;
+        if (run == count && count > FEW_NEURONS)
             rows = {down.data + open_[first] * down.stride, down.stride, D, nullptr, count};
         kernels().accumulate_rows[down.kind](rows, hidden_ + first, out, 0, count, 0, D);
     }

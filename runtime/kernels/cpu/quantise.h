@@ -2,8 +2,7 @@
 // rows_<level>.cpp, as rows_template.h is.
 
 // The plain layout: int16 value[D], then float scale[D / 32], then int32 correction[D / 32], which
-// is -8 times the sum of a block's values: q4_0 counts its nibbles from 0 instead of -8. Where D is
-// a multiple of 256, SuperScales[D / 256] follow, for the K-quants.
+// is -8 times the sum of a block's values; then SuperScales[D / 256]. It is what the K-quants take.
 inline int16_t* values_of(uint8_t* packed) { return reinterpret_cast<int16_t*>(packed); }
 
 inline const int16_t* values_of(const uint8_t* packed) {

@@ -8,16 +8,13 @@
 //   zero() broadcast(f) mul(a, b) multiply_add(a, b, c) = a*b+c  sum(v)
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
 //   store_f32(p, v)
-//   store_bf16(p, v)               rounded to the nearest, ties to even
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
 //   f16_to_float(p)                one f16
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
-//   dot_q8<ROWS>(rows, next, n, x, y)   y[r] = row r, of n blocks, times what quantise() packed;
-//                                `next` are the rows to ask for meanwhile
-//   dot_q4<Layout, ROWS>(...)    the same; Layout: Interleaved or Planar<16>
-//   dot_q4_planar<ROWS>(...)     the same
 //   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16
-// and what k_quants_template.h and planar_template.h want.
+//   fused(a, b, c)                 a*b+c, rounded once
+//   add_floats(a, b)
+// and what k_quants_template.h, planar_template.h and blocks_template.h want.
 
 constexpr int VECTORS = BLOCK / LANES;
 

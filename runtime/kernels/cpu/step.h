@@ -106,7 +106,8 @@ extern "C" {
 // The bytes of workspace a step needs, or -1 where sizes, kinds or pointers do not fit together.
 int64_t spark_step_bytes(const SparkStep* step);
 // Appends keys and values of `count` rows at their positions and writes logits [rows that have them, V].
-// The same bits for any number of threads, and for a row whatever other rows are in the step.
+// The same bits for any number of threads, and for a row whatever other rows are in the step (where
+// weights are finite).
 // STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be, STATUS_BAD_ARGUMENT for too many
 // rows or rows out of order.
 int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);

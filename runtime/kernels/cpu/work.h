@@ -10,24 +10,24 @@
 struct Operand {
     float* f32;  // [capacity, size]
     uint8_t* packed[NUM_FORMS];
-    bool is_packed[NUM_FORMS];
+    int64_t num_packed[NUM_FORMS];  // vectors, by which their places go; 0: none
     int64_t size, capacity;
 
     float* row(int64_t t) const { return f32 + t * size; }
-    void changed() { std::fill_n(is_packed, NUM_FORMS, false); }
+    void changed() { std::fill_n(num_packed, NUM_FORMS, 0); }
 
-    // The first T, as many as before unless they changed.
+    // The first T.
     Input as(int32_t kind, int64_t T) {
         Input input{f32, nullptr, size, T, 0, T};
         Quantise* quantise = kernels().quantise[kind];
         if (!quantise) return input;
         const int form = form_of(kind);
         input.packed = packed[form];
-        if (!is_packed[form])
+        if (num_packed[form] != T)
             split(T > 1 ? 16 * T * size : 0, T, 16, 4, [&](int64_t t0, int64_t t1) {
                 quantise(input.part(t0, t1), size);
             });
-        is_packed[form] = true;
+        num_packed[form] = T;
         return input;
     }
 };
