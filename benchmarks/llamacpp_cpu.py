@@ -6,8 +6,7 @@ stdout a list of seconds:
         one a token, behind a prompt of PROMPT tokens
     {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
         one a repeat, with `ids` in one batch
-The logits of the last token are included; `flash` says whether flash attention is on.
-What this program does not know: sparkinfer."""
+The logits of the last token are included; `flash` says whether flash attention is on."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""llama.cpp on the CPU as a rival: a process of its own that measures what it is told.
+"""Measures llama.cpp on the CPU, in a process of its own, on request.
 
 Its half is llamacpp_cpu.py. The process idles between requests, so that its threads, which wait for
 each other spinning, never run while ours is measured."""

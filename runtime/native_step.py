@@ -107,7 +107,9 @@ def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> Native
 
 
 def workspace_bytes(weights: Weights) -> int:
-    """Of the step of these layers, or of any number of such layers; 0 where there is none."""
+    """Bytes of workspace that a native step of these layers takes; 0 where there is no such step.
+
+    They do not depend on the number of layers."""
     if not library.is_available():
         return 0
     try:

@@ -24,6 +24,15 @@ def codec_model(tmp_path):
     return path
 
 
+@pytest.fixture
+def restore_library():
+    """Puts the level and the number of threads back."""
+    threads, level = library.num_threads(), library.level()
+    yield
+    library.set_threads(threads)
+    library.set_level(level)
+
+
 @pytest.fixture(params=library.usable_levels() if library.is_available() else [])
 def level(request):
     """Each instruction set that this machine has."""

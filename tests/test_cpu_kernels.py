@@ -158,7 +158,7 @@ def accumulate_terms(
 
 
 def planar_terms(W: "Matrix", c_A: Tensor, index_A: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of q8_0 and q4_0, whose factors c * scale are 16-bit integers: see planar_template.h. Quants
+    """The terms of q8_0 and q4_0: factors c * scale are 16-bit integers (planar_template.h). Quants
     count from 0 in the sum, and 8 or 128 times the factor is taken off again."""
     weight = taken(W.weight if W.kind in PLANAR else planar(W.weight, W.kind), index_A)
     count = weight.shape[1] // (2 + QUANT_BYTES[W.kind[:2]])

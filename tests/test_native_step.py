@@ -23,14 +23,6 @@ BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3,
           "q4_k": 1e-3, "q5_k": 1e-3, "q6_k": 1e-3}  # fmt: skip
 
 
-@pytest.fixture
-def restore_library():
-    threads, level = library.num_threads(), library.level()
-    yield
-    library.set_threads(threads)
-    library.set_level(level)
-
-
 def watched(engine, ids):
     """As `decoded`, by the ordinary path: an observer that wants nothing is enough for it."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):

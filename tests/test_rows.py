@@ -34,14 +34,6 @@ SUPER_SHAPE = make_shape(width=256, num_neurons=200, vocab_size=90, context_leng
 IDS = np.random.default_rng(0).integers(0, 90, CONTEXT).tolist()
 
 
-@pytest.fixture
-def restore_library():
-    threads, level = library.num_threads(), library.level()
-    yield
-    library.set_threads(threads)
-    library.set_level(level)
-
-
 def one_by_one(engine: Engine, ids) -> torch.Tensor:
     return torch.stack([engine._step(token, position) for position, token in enumerate(ids)])
 
