@@ -37,7 +37,7 @@ from sparkinfer import Engine
 from sparkinfer.files import partial_file
 from sparkinfer.gguf_file import array_entry
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.weights.resident import Residence
 
 CONTEXT = 512
 PROMPT = 16  # before decode, as in llamacpp_cpu.py

@@ -31,11 +31,11 @@ from sparkinfer import Engine
 from sparkinfer.convert.convert import ConvertConfig, convert
 from sparkinfer.files import partial_file
 from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.bits import pack_bits
-from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.device.bits import pack_bits
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.native_neurons import NativeNeurons
-from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.model.feed_forward import Gate
+from sparkinfer.runtime.model.native_neurons import NativeNeurons
+from sparkinfer.runtime.weights.resident import Residence
 
 MODES = ("dense", "exact", "predicted")
 FFN = "a tenth of all neurons"

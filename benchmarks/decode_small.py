@@ -27,7 +27,7 @@ from sparkinfer import Engine
 from sparkinfer.files import partial_file
 from sparkinfer.gguf_file import array_entry
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.weights.resident import Residence
 
 CONTEXT, PROMPT, STEPS = 128, 16, 100
 

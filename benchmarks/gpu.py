@@ -41,7 +41,7 @@ from sparkinfer.files import partial_file
 from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.calibrate import CalibrateConfig, calibrate
-from sparkinfer.runtime.workspace import measure_workspace
+from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.split_file import PlanMode
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.threads import use_threads
+from sparkinfer.runtime.kernels.threads import use_threads
 
 TIMELINE_STEPS = 3
 

@@ -36,7 +36,7 @@ from sparkinfer.profile.calibrate import CalibrateConfig, calibrate
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.workspace import measure_workspace
+from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.solver.solve import SolveConfig, solve
 
 SIZES = {

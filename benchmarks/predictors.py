@@ -31,9 +31,9 @@ from sparkinfer.profile.predictor_output import with_predictors
 from sparkinfer.profile.rounding import rounded
 from sparkinfer.profile.selection import Candidate, Quality, Tally, Target
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.feed_forward import Gate, NeuronBlock, Predictor
-from sparkinfer.runtime.loader import load_predictors
-from sparkinfer.runtime.matrix import Linear
+from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock, Predictor
+from sparkinfer.runtime.model.loader import load_predictors
+from sparkinfer.runtime.weights.matrix import Linear
 
 EPOCHS, LEARNING_RATE, BATCH = 20, 1e-3, 512
 

@@ -31,7 +31,7 @@ from rival import Rival
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.threads import use_threads
+from sparkinfer.runtime.kernels.threads import use_threads
 
 FORCED = ("SPARKINFER_CPU_LEVEL",)
 

@@ -19,7 +19,7 @@ import torch
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
 from sparkinfer.profile.counting import Counter
-from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.model.feed_forward import Gate
 
 
 def main() -> None:

@@ -27,13 +27,13 @@ from sparkinfer.gguf_file import TensorEntry, array_entry, row_bytes, type_of
 from sparkinfer.machine_file import CHOSEN_SHARE, CpuCosts, Figure
 from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
-from sparkinfer.runtime.bits import pack_bits
+from sparkinfer.runtime.device.bits import pack_bits
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.feed_forward import Gate, NeuronBlock
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.matrix import Linear, Matrix, matrix_of
-from sparkinfer.runtime.native_neurons import NativeNeurons
-from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock
+from sparkinfer.runtime.model.native_neurons import NativeNeurons
+from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of
+from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.split_file import PlanMode
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from sparkinfer.profile.thresholds import Found, Goal, ThresholdReport, search, 
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.engine_options import device_of
-from sparkinfer.runtime.feed_forward import Gate, Mode
+from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
 OnTokens = Callable[[float], None]
 Say = Callable[[str], None]

@@ -13,7 +13,7 @@ from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile.predictor_training import Trained, train_streamed
 from sparkinfer.profile.streaming import LayerStream
 from sparkinfer.profile.thresholds import thresholds_for
-from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.model.feed_forward import Gate
 
 OnTokens = Callable[[float], None]
 

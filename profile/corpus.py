@@ -23,7 +23,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.sources import Source, find_sources, sha256_of_text, stdin_as_file
 from sparkinfer.profile_file import Corpus
-from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.text.codec import TextCodec
 
 WINDOW = 512
 MIN_WINDOW = 16  # the end of a stretch is left out where it is shorter

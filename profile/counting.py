@@ -17,7 +17,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.native.library import NUM_BUCKETS, count
 from sparkinfer.profile_file import EDGES, NUM_BINS
-from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.model.feed_forward import Gate
 
 _MAX_ADDED = 255  # ones that a uint8 holds
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparkinfer.budget import LayerBytes
 from sparkinfer.profile.selection import Quality, bytes_per_token
-from sparkinfer.runtime.feed_forward import Predictor
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.model.feed_forward import Predictor
+from sparkinfer.runtime.weights.matrix import Matrix
 
 
 class Examiner:

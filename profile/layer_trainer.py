@@ -27,8 +27,8 @@ from sparkinfer.profile.moments import Moments
 from sparkinfer.profile.rounding import stored
 from sparkinfer.profile.selection import Candidate, Quality, Tally, Target, bytes_per_token, choose
 from sparkinfer.profile.training import Agree, Batch, LowRank, whole
-from sparkinfer.runtime.feed_forward import Gate
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.model.feed_forward import Gate
+from sparkinfer.runtime.weights.matrix import Matrix
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512

@@ -15,8 +15,8 @@ from torch import Tensor
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.verify import text_token_ids
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.feed_forward import Gate, Predictor
-from sparkinfer.runtime.loader import load_predictors
+from sparkinfer.runtime.model.feed_forward import Gate, Predictor
+from sparkinfer.runtime.model.loader import load_predictors
 
 # (recall - named share) / (1 - named share): 1 is perfect, 0 is naming at random.
 CHANCE = 0.15

@@ -15,7 +15,7 @@ from sparkinfer.profile.dejavu import check_dejavu_output, dejavu_paths, save_de
 from sparkinfer.profile.predictor_options import PredictorFormat
 from sparkinfer.profile.quality import EvalReport, compare
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.feed_forward import Gate, Mode
+from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
 MAX_TOKENS = 8192  # of the text on which the model is compared with its dense self
 

@@ -25,8 +25,8 @@ from sparkinfer.profile.predictor_options import predictor_choices
 from sparkinfer.profile.run import Run
 from sparkinfer.profile.streaming import LayerStream, StreamedLayer
 from sparkinfer.profile.trainer_state import Kept, SharedSteps, Sums, Weights, num_steps
-from sparkinfer.runtime.feed_forward import Gate
-from sparkinfer.runtime.loader import Layer
+from sparkinfer.runtime.model.feed_forward import Gate
+from sparkinfer.runtime.model.loader import Layer
 
 Finished = tuple[LayerPredictor, LayerQuality]
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]

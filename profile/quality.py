@@ -15,7 +15,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.feed_forward import Mode
+from sparkinfer.runtime.model.feed_forward import Mode
 
 PIECE = 64  # tokens whose probabilities are in memory at a time
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sparkinfer.gguf_file import is_whole_blocks, type_of
 from sparkinfer.predictor_file import StoredMatrix
-from sparkinfer.runtime.matrix import Matrix, unpack
+from sparkinfer.runtime.kernels.stored import unpack
+from sparkinfer.runtime.weights.matrix import Matrix
 
 BLOCK = 32
 DAMPING = 0.01  # of the mean of the moment's diagonal, as GPTQ has it

@@ -16,9 +16,9 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.memory import room_of
 from sparkinfer.profile.quality import Comparison, EvalReport, ShareCounter, nothing
 from sparkinfer.profile.streaming import CPU, LayerStream, StreamPlan
-from sparkinfer.runtime.feed_forward import Mode
-from sparkinfer.runtime.matrix import Linear, matrix_of
-from sparkinfer.runtime.observers import Observe, Wants
+from sparkinfer.runtime.model.feed_forward import Mode
+from sparkinfer.runtime.model.observers import Observe, Wants
+from sparkinfer.runtime.weights.matrix import Linear, matrix_of
 
 ROOM_SHARE = 1 / 4  # of the room, for the hidden states of both passes
 

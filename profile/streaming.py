@@ -32,13 +32,13 @@ from sparkinfer.profile.corpus import WINDOW
 from sparkinfer.profile.layer_trainer import Choices
 from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from sparkinfer.profile.states import FileStates, MemoryStates, States
-from sparkinfer.runtime.attention import Norm
-from sparkinfer.runtime.decoder import embed, run_layer
-from sparkinfer.runtime.feed_forward import Mode, Traffic
-from sparkinfer.runtime.loader import Builder, Layer, Placement
-from sparkinfer.runtime.matrix import matrix_of
-from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
-from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.model.attention import Norm
+from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.model.loader import Builder, Layer, Placement
+from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
+from sparkinfer.runtime.step.decoder import embed, run_layer
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.weights.matrix import matrix_of
 from sparkinfer.sizes import format_bytes
 from sparkinfer.system_memory import free_memory_bytes
 

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.profile.moments import Start
 from sparkinfer.profile.rounding import rounded, values_of
-from sparkinfer.runtime.feed_forward import Gate, Predictor
-from sparkinfer.runtime.matrix import Linear
+from sparkinfer.runtime.model.feed_forward import Gate, Predictor
+from sparkinfer.runtime.weights.matrix import Linear
 
 LEARNING_RATE = 0.01  # of a tensor's root mean square; 0.003 and 0.03 are no better: docs/log.md
 LOGISTIC = 1.7  # normal to logistic

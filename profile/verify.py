@@ -25,8 +25,9 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
 from sparkinfer.model_file import ModelFile, read_model_gguf
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.matrix import matrix_of, unpack
-from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.kernels.stored import unpack
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.weights.matrix import matrix_of
 from sparkinfer.system_memory import free_memory_bytes
 from sparkinfer.written import Restored, Written
 

@@ -27,9 +27,7 @@ from sparkinfer.budget import (
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.decode_step import DecodeStep, decode_step
-from sparkinfer.runtime.decoder import Decoder
-from sparkinfer.runtime.device_memory import MemoryReport, told_out_of_memory
+from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
     context_of,
@@ -38,7 +36,7 @@ from sparkinfer.runtime.engine_options import (
     placement_of,
     residence_of,
 )
-from sparkinfer.runtime.feed_forward import Mode, Traffic
+from sparkinfer.runtime.generate.sampler import Sampler
 from sparkinfer.runtime.gpu_setup import (
     Memories,
     memories_of,
@@ -48,10 +46,12 @@ from sparkinfer.runtime.gpu_setup import (
     with_cold_streams,
 )
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.loader import Layer, Weights, load_weights
-from sparkinfer.runtime.observers import Observation, Observe, Observers, Wants
-from sparkinfer.runtime.sampler import Sampler
-from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.model.loader import Layer, Weights, load_weights
+from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
+from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
+from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.split_file import Split
 from sparkinfer.thresholds import replace_thresholds, with_thresholds
 
@@ -334,7 +334,7 @@ class Engine:
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
-        Names and shapes stand in runtime.observers.NAMES; layer is None outside the layers.
+        Names and shapes stand in runtime.model.observers.NAMES; layer is None outside the layers.
         wants(name, layer) is asked before and may decline. Ends with `.remove()` or, as a
         context manager, with its block. A tensor must not be changed or kept without a copy."""
         return self._live.observers.add(observe, wants)

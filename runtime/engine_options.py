@@ -9,10 +9,10 @@ import torch
 from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes, workspace_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.feed_forward import Mode
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.loader import Placement
-from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.model.feed_forward import Mode
+from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.split_file import Split
 from sparkinfer.system_memory import free_memory_bytes
 

@@ -18,23 +18,23 @@ from sparkinfer.budget import FLOAT_BYTES, Items
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.progress import progress
-from sparkinfer.runtime.cold_spans import ColdBlock
-from sparkinfer.runtime.cold_stream import ColdStream, CurrentStream
-from sparkinfer.runtime.cold_worth import least_tokens_of
-from sparkinfer.runtime.device_memory import (
+from sparkinfer.runtime.device.device_memory import (
     ALIGNMENT,
     LEAST_BUDGET_BYTES,
     SEGMENT_BYTES,
     DeviceMemory,
 )
-from sparkinfer.runtime.feed_forward import Mode
-from sparkinfer.runtime.hybrid_device import Take
-from sparkinfer.runtime.loader import Placement, Weights
-from sparkinfer.runtime.pass_bytes import decode_bytes, pass_bytes
-from sparkinfer.runtime.resident import Residence
-from sparkinfer.runtime.staging import Staging, copy_stream
-from sparkinfer.runtime.streams import PlainStream
-from sparkinfer.runtime.upload import PIECE_BYTES, Uploader
+from sparkinfer.runtime.device.staging import Staging, copy_stream
+from sparkinfer.runtime.device.streams import PlainStream
+from sparkinfer.runtime.model.feed_forward import Mode
+from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.prefill.cold_spans import ColdBlock
+from sparkinfer.runtime.prefill.cold_stream import ColdStream, CurrentStream
+from sparkinfer.runtime.prefill.cold_worth import least_tokens_of
+from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes
+from sparkinfer.runtime.step.hybrid_device import Take
+from sparkinfer.runtime.weights.resident import Residence
+from sparkinfer.runtime.weights.upload import PIECE_BYTES, Uploader
 from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
 

@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 
 from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
 from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch, down_parts
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
 # Bytes of 256 values of each kind.

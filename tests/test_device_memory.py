@@ -19,26 +19,24 @@ from sparkinfer import Engine
 from sparkinfer.budget import ITEMS, SHORT_CHUNK, workspace_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
-from sparkinfer.runtime import (
-    attention,
-    device_memory,
-    engine_options,
-    gpu_products,
-    gpu_setup,
-)
-from sparkinfer.runtime.decoder import Decoder
-from sparkinfer.runtime.device_memory import ALIGNMENT, DeviceMemory, told_out_of_memory
-from sparkinfer.runtime.feed_forward import Traffic
+from sparkinfer.runtime import engine_options, gpu_setup
+from sparkinfer.runtime.device import device_memory
+from sparkinfer.runtime.device.device_memory import ALIGNMENT, DeviceMemory, told_out_of_memory
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.loader import Placement, load_weights
-from sparkinfer.runtime.matrix import Matrix, matrix_of, unpack
-from sparkinfer.runtime.observers import Observers
-from sparkinfer.runtime.pass_bytes import decode_bytes, pass_bytes
-from sparkinfer.runtime.planar import PLANAR_KIND, planar
-from sparkinfer.runtime.resident import Residence
-from sparkinfer.runtime.upload import Uploader
-from sparkinfer.runtime.workspace import peak_bytes
+from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
+from sparkinfer.runtime.kernels.stored import unpack
+from sparkinfer.runtime.model import attention
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.model.loader import Placement, load_weights
+from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes
+from sparkinfer.runtime.prefill.workspace import peak_bytes
+from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.weights import gpu_products
+from sparkinfer.runtime.weights.matrix import Matrix, matrix_of
+from sparkinfer.runtime.weights.resident import Residence
+from sparkinfer.runtime.weights.upload import Uploader
 
 CPU = torch.device("cpu")
 CARD = torch.device("cpu", 0)  # not the same as CPU to a placement: where the GPU's part goes

@@ -22,9 +22,9 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
-from sparkinfer.runtime.ggml_tokenizer import ggml_tokenizer
-from sparkinfer.runtime.score_merges import merges_of_scores
-from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
+from sparkinfer.runtime.text.score_merges import merges_of_scores
 
 BUNDLED = Path(__file__).parent.parent / "examples/tiny-relu"
 WHERE = Path("theirs.gguf")

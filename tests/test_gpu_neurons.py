@@ -18,7 +18,7 @@ from gpu_matrices import (
 )
 
 from sparkinfer.architecture import SMOOTH
-from sparkinfer.runtime.bits import pack_bits
+from sparkinfer.runtime.device.bits import pack_bits
 from sparkinfer.runtime.kernels.gpu import launch
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from sparkinfer.runtime.kernels.gpu.ranges import down_parts

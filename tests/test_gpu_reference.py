@@ -11,13 +11,14 @@ from gpu_matrices import KINDS, block_width, make_matrix, vector
 from reference import rel_error
 
 from sparkinfer.gguf_file import type_of
-from sparkinfer.runtime import attention
-from sparkinfer.runtime.bits import pack_bits, unpack_bits
-from sparkinfer.runtime.feed_forward import Gate, Predictor
+from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
 from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
-from sparkinfer.runtime.matrix import Linear, unpack
-from sparkinfer.runtime.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
+from sparkinfer.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
+from sparkinfer.runtime.kernels.stored import unpack
+from sparkinfer.runtime.model import attention
+from sparkinfer.runtime.model.feed_forward import Gate, Predictor
+from sparkinfer.runtime.weights.matrix import Linear
 
 BOUND = 3e-6
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")

@@ -22,16 +22,16 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import array_entry
 from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime import hybrid_builder
-from sparkinfer.runtime.cuda_backend import without_collection
-from sparkinfer.runtime.feed_forward import Traffic
-from sparkinfer.runtime.hybrid_step import HybridStep, Meter, Segment
+from sparkinfer.runtime.device.streams import HostNode
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-from sparkinfer.runtime.loader import Placement
-from sparkinfer.runtime.native_parts import HostBuffers
-from sparkinfer.runtime.plain_backend import plain_backend
-from sparkinfer.runtime.streams import HostNode
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.cuda_backend import without_collection
+from sparkinfer.runtime.step.hybrid_step import HybridStep, Meter, Segment
+from sparkinfer.runtime.step.native_parts import HostBuffers
+from sparkinfer.runtime.step.plain_backend import plain_backend
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L = 96, 4

@@ -13,8 +13,8 @@ from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
 from sparkinfer import Engine
-from sparkinfer.runtime import native_step
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.step import native_step
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 # Sums in another order move an f16 of the KV cache, and a 16-bit value, by one at most here and

@@ -31,7 +31,7 @@ from sparkinfer.profile.quality import EvalConfig, evaluate
 from sparkinfer.profile.selection import Target
 from sparkinfer.profile.thresholds import thresholds_for
 from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
-from sparkinfer.runtime.workspace import measure_workspace
+from sparkinfer.runtime.prefill.workspace import measure_workspace
 
 ROOT = Path(__file__).parent.parent
 RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"

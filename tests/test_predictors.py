@@ -29,9 +29,9 @@ from sparkinfer.profile.rounding import rounded, values_of, with_feedback
 from sparkinfer.profile.selection import Candidate, Tally, Target, choose
 from sparkinfer.profile.training import Batch, LowRank, whole
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.feed_forward import Gate
-from sparkinfer.runtime.loader import load_predictors
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.model.feed_forward import Gate
+from sparkinfer.runtime.model.loader import load_predictors
+from sparkinfer.runtime.weights.matrix import Matrix
 
 RELU = Gate(activation="relu", threshold=0.0)
 WIDTH, NEURONS = 64, 96

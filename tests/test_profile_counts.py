@@ -19,7 +19,7 @@ from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.profile.counting import Counter
 from sparkinfer.profile_file import EDGES
-from sparkinfer.runtime.feed_forward import Gate
+from sparkinfer.runtime.model.feed_forward import Gate
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-relu"
 LINEAR = {"llama": "mlp.gate_proj", "opt": "fc1", "falcon": "mlp.dense_h_to_4h"}

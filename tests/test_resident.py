@@ -12,10 +12,11 @@ from test_runtime import IDS, PATTERNS, decoded, make_split
 from sparkinfer import Engine, system_memory
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
-from sparkinfer.runtime import engine_options, resident
+from sparkinfer.runtime import engine_options
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.matrix import matrix_of
-from sparkinfer.runtime.resident import Residence
+from sparkinfer.runtime.weights import resident
+from sparkinfer.runtime.weights.matrix import matrix_of
+from sparkinfer.runtime.weights.resident import Residence
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from test_runtime import make_split, saved
 
 from sparkinfer import Engine
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.native_structs import MAX_ROWS
+from sparkinfer.runtime.model.native_structs import MAX_ROWS
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 

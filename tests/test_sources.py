@@ -27,7 +27,7 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.text.codec import TextCodec
 
 
 @pytest.fixture(scope="module")

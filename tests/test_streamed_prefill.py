@@ -16,16 +16,17 @@ from test_runtime import make_split
 
 from sparkinfer import Engine
 from sparkinfer.model_file import KINDS, ModelFile
-from sparkinfer.runtime import cold_stream, cold_worth, staging
-from sparkinfer.runtime.cold_spans import ColdBlock
-from sparkinfer.runtime.cold_stream import ColdStream
-from sparkinfer.runtime.feed_forward import Gate, NeuronBlock
+from sparkinfer.runtime.device import staging
+from sparkinfer.runtime.device.staging import Staging
+from sparkinfer.runtime.device.streams import PlainStream
 from sparkinfer.runtime.gpu_setup import brought, cold_blocks
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.loader import Placement
-from sparkinfer.runtime.matrix import Linear, Matrix
-from sparkinfer.runtime.staging import Staging
-from sparkinfer.runtime.streams import PlainStream
+from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock
+from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.prefill import cold_stream, cold_worth
+from sparkinfer.runtime.prefill.cold_spans import ColdBlock
+from sparkinfer.runtime.prefill.cold_stream import ColdStream
+from sparkinfer.runtime.weights.matrix import Linear, Matrix
 
 CPU = torch.device("cpu")
 F, D = 96, 64

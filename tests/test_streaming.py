@@ -28,7 +28,7 @@ from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile.states import FileStates, MemoryStates
 from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.observers import NAMES
+from sparkinfer.runtime.model.observers import NAMES
 
 CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320,

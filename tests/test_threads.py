@@ -9,7 +9,7 @@ import torch
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.threads import physical_cores, use_threads
+from sparkinfer.runtime.kernels.threads import physical_cores, use_threads
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_two_threads_of_a_core_count_once(tmp_path, monkeypatch):
 def test_affinity_is_honoured():
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from sparkinfer.runtime.threads import use_threads; print(use_threads(None))"
+        "from sparkinfer.runtime.kernels.threads import use_threads; print(use_threads(None))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"

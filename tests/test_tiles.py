@@ -8,11 +8,12 @@ import torch
 from models import decided_predictors, make_model, make_shape
 
 from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
-from sparkinfer.runtime import feed_forward, matrix
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.matrix import Matrix
-from sparkinfer.runtime.native_structs import MAX_ROWS
+from sparkinfer.runtime.model import feed_forward
+from sparkinfer.runtime.model.native_structs import MAX_ROWS
+from sparkinfer.runtime.weights import matrix
+from sparkinfer.runtime.weights.matrix import Matrix
 
 KINDS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8_0": None,
          "q4_0": None}  # fmt: skip

@@ -217,7 +217,7 @@ def generate(
 ) -> None:
     """Continue a text."""
     from sparkinfer.runtime.engine import Engine
-    from sparkinfer.runtime.threads import use_threads
+    from sparkinfer.runtime.kernels.threads import use_threads
 
     num_threads = use_threads(threads)
     with Engine.load(model, split, **options) as engine:
@@ -273,7 +273,7 @@ def evaluate(
     from sparkinfer.profile.quality import EvalConfig
     from sparkinfer.profile.quality import evaluate as run
     from sparkinfer.progress import progress
-    from sparkinfer.runtime.threads import use_threads
+    from sparkinfer.runtime.kernels.threads import use_threads
 
     use_threads(threads)
     config = EvalConfig(model=model, corpora=corpora, **options)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
-from sparkinfer.runtime.text import TextCodec
+from sparkinfer.runtime.text.codec import TextCodec
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = mixed_lines()

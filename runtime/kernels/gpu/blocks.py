@@ -7,7 +7,7 @@ those of the low nibbles and those of the high ones; of the others 16 values in 
 stay within a thread.
 
 The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and as
-they are in a file "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.planar, and for K-quants
+they are in a file "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.kernels.planar, and for K-quants
 dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c.
 
 What this module does not know: what is done with the values. Letters: R rows, U units."""

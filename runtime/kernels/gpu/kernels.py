@@ -6,7 +6,7 @@ launch on torch's current stream of its current device, which must be that of th
 depend on shapes alone, so that a captured CUDA graph stays right for every position and every set
 of neurons.
 Vectors are contiguous f32 where nothing else is said; rows of matrices may lie apart. A matrix is
-of f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar (sparkinfer.runtime.planar).
+of f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar (sparkinfer.runtime.kernels.planar).
 
 What this module does not know: models, plans, streams.
 Letters: D width, F neurons of the layer, N rows of a matrix or neurons of a block, R rank, H heads,
@@ -19,13 +19,13 @@ from typing import Protocol
 from torch import Tensor
 
 from sparkinfer.architecture import Activation, PredictorKind
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 
 class Dot(Protocol):
     def __call__(
         self,
-        matrix: Matrix,
+        matrix: StoredMatrix,
         bias_N: Tensor | None,
         x_D: Tensor,
         out_N: Tensor,
@@ -37,13 +37,13 @@ class Dot(Protocol):
 
 class Embed(Protocol):
     def __call__(
-        self, matrix: Matrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False
+        self, matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False
     ) -> None:
         """out = row index_1[0] (int64 on the device), or out += that row."""
 
 
 class Unpack(Protocol):
-    def __call__(self, matrix: Matrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+    def __call__(self, matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
         """The rows (those at `index_A`, int64 or int32, where given) as f32, f16 or bf16, of rows
         that may lie apart too. Takes q8_0, q4_0 and q6_k as in a file as well."""
 
@@ -60,7 +60,7 @@ class AddNorm(Protocol):
         x_out_D: Tensor | None,
     ) -> None:
         """t = x + the rows of `parts_PD`, in order; x_out = t, and out = norm(t) as
-        sparkinfer.runtime.attention.Norm has it, each where given. `x_out_D` may be `x_D`."""
+        sparkinfer.runtime.model.attention.Norm has it, each where given. `x_out_D` may be `x_D`."""
 
 
 class RotateAppend(Protocol):
@@ -100,7 +100,7 @@ class Attend(Protocol):
 class Predict(Protocol):
     def __call__(
         self,
-        up: Matrix,
+        up: StoredMatrix,
         bias_F: Tensor | None,
         inner_R: Tensor,
         threshold: float,
@@ -117,9 +117,9 @@ class Predict(Protocol):
 class GateUp(Protocol):
     def __call__(
         self,
-        gate: Matrix,
+        gate: StoredMatrix,
         gate_bias_N: Tensor | None,
-        up: Matrix | None,
+        up: StoredMatrix | None,
         up_bias_N: Tensor | None,
         id_N: Tensor | None,
         named_B: Tensor | None,
@@ -129,7 +129,7 @@ class GateUp(Protocol):
         is_dense: bool,
         hidden_N: Tensor,
     ) -> None:
-        """hidden_j = act(gate_j x + bias) (up_j x + bias), by sparkinfer.runtime.feed_forward.Gate.
+        """hidden_j = act(gate_j x + bias) (up_j x + bias), by sparkinfer.runtime.model.feed_forward.Gate.
 
         0 for neurons that are not named or, unless `is_dense`, do not fire: rows of the former and
         up rows of the latter are not read. `id_N`, int32, are their numbers in the layer, by which
@@ -138,7 +138,7 @@ class GateUp(Protocol):
 
 class Down(Protocol):
     def __call__(
-        self, down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
+        self, down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
     ) -> None:
         """Row s of `parts_SD` is the sum of hidden_j down_j over the s-th range of ceil(N / S)
         neurons, zeros where that is empty. Rows of neurons that are 0 are not read where

@@ -12,7 +12,7 @@ What this module does not know: Triton. Letters: R rows of a tile, U units."""
 import math
 from dataclasses import dataclass
 
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 _FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _BYTE_KINDS = ("q8_0", "q8_0_planar")
@@ -35,7 +35,7 @@ class Layout:
     align: int
 
     @classmethod
-    def of(cls, matrix: Matrix) -> "Layout":
+    def of(cls, matrix: StoredMatrix) -> "Layout":
         data, kind = matrix.data, matrix.kind
         parts = 1 if kind in _FLOAT_BYTES or kind in _BYTE_KINDS else 2
         align = 1 if kind in _FLOAT_BYTES else math.gcd(data.stride(0), 16)

@@ -11,7 +11,7 @@ from sparkinfer.runtime.kernels.gpu.activation import activate, relu
 from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_program
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # Of `down`: units of columns that a program adds up, a super-block of K-quants or 128 bytes of
 # nibbles; and neurons whose hidden values it looks through at once for those that are not 0. These
@@ -151,9 +151,9 @@ def _down(
 
 
 def gate_up(
-    gate: Matrix,
+    gate: StoredMatrix,
     gate_bias_N: Tensor | None,
-    up: Matrix | None,
+    up: StoredMatrix | None,
     up_bias_N: Tensor | None,
     id_N: Tensor | None,
     named_B: Tensor | None,
@@ -196,7 +196,7 @@ def gate_up(
     )
 
 
-def down(down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
     layout = Layout.of(down)
     assert parts_SD.is_contiguous() and parts_SD.shape[1] == down.width, parts_SD.shape
     rows, num_warps = (16, NUM_WARPS) if skips_zeros else (_dense_rows(layout), 2 * NUM_WARPS)

@@ -11,7 +11,7 @@ from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
 from sparkinfer.runtime.kernels.gpu.activation import smooth
 from sparkinfer.runtime.kernels.gpu.blocks import dot_rows, rows_at
 from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # Neurons of a program: it writes one byte, so that no two of them write to the same address.
 _ROWS = 8
@@ -48,7 +48,7 @@ def _predict(
 
 
 def predict(
-    up: Matrix,
+    up: StoredMatrix,
     bias_F: Tensor | None,
     inner_R: Tensor,
     threshold: float,

@@ -6,25 +6,30 @@ import torch
 from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
-from sparkinfer.runtime import matrix as matrices
-from sparkinfer.runtime.bits import pack_bits, unpack_bits
+from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
+from sparkinfer.runtime.kernels import stored
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 
 def dot(
-    matrix: Matrix, bias_N: Tensor | None, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False
+    matrix: StoredMatrix,
+    bias_N: Tensor | None,
+    x_D: Tensor,
+    out_N: Tensor,
+    *,
+    has_relu: bool = False,
 ) -> None:
     y_N = _product(matrix, bias_N, x_D)
     out_N.copy_(y_N.relu() if has_relu else y_N)
 
 
-def embed(matrix: Matrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
+def embed(matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
     row_D = _rows(matrix, index_1)[0]
     out_D.copy_(out_D + row_D if is_added else row_D)
 
 
-def unpack(matrix: Matrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
     out_AD.copy_(_rows(matrix, index_A))
 
 
@@ -95,7 +100,7 @@ def attend(
 
 
 def predict(
-    up: Matrix,
+    up: StoredMatrix,
     bias_F: Tensor | None,
     inner_R: Tensor,
     threshold: float,
@@ -110,9 +115,9 @@ def predict(
 
 
 def gate_up(
-    gate: Matrix,
+    gate: StoredMatrix,
     gate_bias_N: Tensor | None,
-    up: Matrix | None,
+    up: StoredMatrix | None,
     up_bias_N: Tensor | None,
     id_N: Tensor | None,
     named_B: Tensor | None,
@@ -134,7 +139,7 @@ def gate_up(
     hidden_N.copy_(torch.where(fires_N, value_N, 0.0))
 
 
-def down(down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
     size = range_of(len(hidden_N), len(parts_SD))
     for part, parts_D in enumerate(parts_SD):
         index_A = torch.arange(part * size, part * size + size, device=hidden_N.device)
@@ -144,13 +149,13 @@ def down(down: Matrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool)
         parts_D.copy_(hidden_N[index_A].double() @ _rows(down, index_A))
 
 
-def _rows(matrix: Matrix, index_A: Tensor | None = None) -> Tensor:
+def _rows(matrix: StoredMatrix, index_A: Tensor | None = None) -> Tensor:
     """f64 [A, D]."""
     data = matrix.data if index_A is None else matrix.data[index_A.long()]
-    return matrices.unpack(data, matrix.kind).double()
+    return stored.unpack(data, matrix.kind).double()
 
 
-def _product(matrix: Matrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:
+def _product(matrix: StoredMatrix, bias_N: Tensor | None, x_D: Tensor) -> Tensor:
     """f64 [N]."""
     y_N = _rows(matrix) @ x_D.double()
     return y_N if bias_N is None else y_N + bias_N

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_program
-from sparkinfer.runtime.matrix import Matrix
+from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # A tile of `unpack`: 8 rows of 16 units.
 _UNPACK_ROWS = 8
@@ -78,7 +78,12 @@ def _unpack(
 
 
 def dot(
-    matrix: Matrix, bias_N: Tensor | None, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False
+    matrix: StoredMatrix,
+    bias_N: Tensor | None,
+    x_D: Tensor,
+    out_N: Tensor,
+    *,
+    has_relu: bool = False,
 ) -> None:
     layout = Layout.of(matrix)
     rows = rows_of_program(matrix.num_rows)
@@ -100,16 +105,16 @@ def dot(
     )
 
 
-def embed(matrix: Matrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
+def embed(matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
     _launch_unpack(matrix, index_1, out_D[None], rows=1, is_added=is_added)
 
 
-def unpack(matrix: Matrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
+def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
     _launch_unpack(matrix, index_A, out_AD, rows=_UNPACK_ROWS, is_added=False)
 
 
 def _launch_unpack(
-    matrix: Matrix, index_A: Tensor | None, out_AD: Tensor, *, rows: int, is_added: bool
+    matrix: StoredMatrix, index_A: Tensor | None, out_AD: Tensor, *, rows: int, is_added: bool
 ) -> None:
     layout = Layout.of(matrix)
     assert out_AD.stride(1) == 1, out_AD.stride()

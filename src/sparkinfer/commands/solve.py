@@ -32,7 +32,7 @@ def run_solve(
     config: SolveConfig, *, explained: bool, heat_map: Path | None
 ) -> tuple[Any, list[str]]:
     """(report as JSON may have it, lines for people) of a plan, which is written."""
-    from sparkinfer.runtime.workspace import measure_workspace
+    from sparkinfer.runtime.prefill.workspace import measure_workspace
 
     if heat_map is not None:
         check_output(heat_map, force=config.force, inputs=(config.output,))
@@ -66,7 +66,7 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
     """The curve of predicted speed, as JSON at the output and as a picture beside it."""
-    from sparkinfer.runtime.workspace import measure_workspace
+    from sparkinfer.runtime.prefill.workspace import measure_workspace
     from sparkinfer.solver.plots import plot_sweep
 
     first, last = parse_range(text)

@@ -1,0 +1,65 @@
+"""A weight matrix in the type it has in the file, as kernels on both sides are handed it.
+
+A row is unpacked when it is used and the unpacked values are dropped again.
+Letters: N rows, D row width, A chosen rows."""
+
+from dataclasses import dataclass
+
+import torch
+from gguf import GGML_QUANT_SIZES
+from torch import Tensor
+
+from sparkinfer.gguf_file import type_of
+from sparkinfer.runtime.kernels import k_quants
+from sparkinfer.runtime.kernels.planar import from_planar
+
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def unpack(data: Tensor, kind: str) -> Tensor:
+    """f32 [A, D] of rows as they are stored; blocks as in ggml-quants.c of llama.cpp."""
+    if kind in FLOATS:
+        return data.float()
+    data, kind = from_planar(data, kind)
+    blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
+    if kind in k_quants.KINDS:
+        return k_quants.unpack_blocks(blocks, kind).flatten(-2)
+    scale = blocks[..., :2].contiguous().view(torch.float16).float()
+    if kind == "q8_0":
+        values = blocks[..., 2:].contiguous().view(torch.int8).float()
+    else:
+        values = _from_nibbles(blocks[..., 2:])
+    return (values * scale).flatten(-2)
+
+
+def _from_nibbles(bytes_16: Tensor) -> Tensor:
+    """f32 [..., 32] of [..., 16] bytes of q4_0, without their scale."""
+    return torch.cat([bytes_16 & 15, bytes_16 >> 4], dim=-1).float() - 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMatrix:
+    """`data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows may lie apart.
+
+    Of the kinds, those that end in "_planar" are in memory only: see runtime.kernels.planar."""
+
+    data: Tensor
+    kind: str
+    width: int  # D
+
+    @property
+    def num_rows(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data.shape[1] * self.data.element_size()
+
+    @property
+    def stride_bytes(self) -> int:
+        """From the start of a row to that of the next."""
+        return self.data.stride(0) * self.data.element_size()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes

@@ -1,0 +1,189 @@
+"""Norm, rotary embedding, KV cache and attention, in f32.
+
+Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width, D model width."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparkinfer.architecture import ModelShape
+from sparkinfer.runtime.weights import gpu_products
+from sparkinfer.runtime.weights.matrix import Linear
+
+# Of the scores of attention on a GPU at a time; they are there twice.
+SCORE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """With a bias a layer norm (Ba et al. 2016): (x - mean) / sqrt(variance + epsilon) * weight
+    + bias; without, an RMS norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) * weight.
+    """
+
+    weight_D: Tensor
+    bias_D: Tensor | None
+    epsilon: float
+
+    def apply(self, x_TD: Tensor) -> Tensor:
+        if self.bias_D is None:
+            return F.rms_norm(x_TD, self.weight_D.shape, self.weight_D, self.epsilon)
+        return F.layer_norm(x_TD, self.weight_D.shape, self.weight_D, self.bias_D, self.epsilon)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Turns pairs of a head's values by position times frequency (Su et al. 2021).
+
+    A pair is two neighbours, or a value and the one half a head further. For the first, llama's
+    in llama.cpp, `convert` permutes the rows of q and k."""
+
+    frequency_W: Tensor  # f64 [W / 2]
+    is_adjacent: bool
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, is_adjacent: bool, factors: Tensor | None, device: torch.device
+    ) -> "Rotary":
+        """`factors` divide the frequencies one by one (Llama 3's long-context scaling)."""
+        pairs = torch.arange(0, shape.head_width, 2, dtype=torch.float64, device=device)
+        frequency = shape.rope_theta ** (-pairs / shape.head_width) / shape.rope_linear_factor
+        frequency = frequency if factors is None else frequency / factors
+        return cls(frequency_W=frequency, is_adjacent=is_adjacent)
+
+    def turn(self, start: int, count: int) -> "Turn":
+        """For the positions start .. start + count - 1."""
+        positions = torch.arange(start, start + count, device=self.frequency_W.device)
+        angle = positions[:, None, None] * self.frequency_W
+        return Turn(cos=angle.cos().float(), sin=angle.sin().float(), is_adjacent=self.is_adjacent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The rotation of T positions; `cos` and `sin` are f32 [T, 1, W / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+    is_adjacent: bool
+
+    def apply(self, x_THW: Tensor) -> Tensor:
+        if self.is_adjacent:
+            first, second = x_THW[..., 0::2], x_THW[..., 1::2]
+        else:
+            first, second = x_THW.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
+        if self.is_adjacent:
+            return torch.stack(turned, dim=-1).flatten(-2)
+        return torch.cat(turned, dim=-1)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer, [C, K, W], allocated once for the whole context."""
+
+    key_CKW: Tensor
+    value_CKW: Tensor
+
+    def append(self, start: int, key_TKW: Tensor, value_TKW: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores T tokens at `start`; returns all keys and values up to them, as they are kept."""
+        end = start + len(key_TKW)
+        self.key_CKW[start:end] = key_TKW
+        self.value_CKW[start:end] = value_TKW
+        return self.key_CKW[:end], self.value_CKW[:end]
+
+
+def head_major(shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [C, K, W] in which the positions of a head lie one behind the other: a step reads them
+    as one run through memory, where from position to position would be a page each."""
+    context_length, num_kv, width = shape_CKW
+    return torch.zeros(num_kv, context_length, width, dtype=dtype, device=device).transpose(0, 1)
+
+
+def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+    """Causal attention of the last T of C positions, heads in groups: f32 [T, H * W]."""
+    num_tokens, num_cached = len(query_THW), len(key_CKW)
+    if num_tokens == 1:
+        return _attend_one(query_THW[0], key_CKW, value_CKW)
+    mask = None
+    if num_tokens < num_cached:
+        mask = torch.ones(num_tokens, num_cached, dtype=torch.bool, device=query_THW.device)
+        mask = mask.tril(num_cached - num_tokens)
+    out_HTW = F.scaled_dot_product_attention(
+        query_THW.transpose(0, 1)[None],
+        key_CKW.transpose(0, 1)[None],
+        value_CKW.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=query_THW.shape[1] != key_CKW.shape[1],
+    )[0]
+    return out_HTW.transpose(0, 1).flatten(1)
+
+
+def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+    """As `attend`, for a GPU: one key-value head and as many tokens at a time as scores of
+    SCORE_BYTES take, from keys and values as they are kept in the cache.
+
+    torch's kernels for f32 with shared heads repeat every key and keep every score."""
+    num_tokens, num_heads, width = query_THW.shape
+    num_cached, num_kv, _ = key_CKW.shape
+    group = num_heads // num_kv
+    out_THW = torch.empty_like(query_THW)
+    step = max(1, SCORE_BYTES // (4 * group * num_cached))
+    for head in range(num_kv):
+        own = slice(head * group, (head + 1) * group)
+        _attend_head(query_THW[:, own], key_CKW[:, head], value_CKW[:, head], out_THW[:, own], step)
+    return out_THW.flatten(1)
+
+
+def _attend_head(
+    query_TGW: Tensor, key_CW: Tensor, value_CW: Tensor, out_TGW: Tensor, step: int
+) -> None:
+    """Causal attention of the heads that share a key, `step` tokens at a time, into `out_TGW`."""
+    num_tokens, group, width = query_TGW.shape
+    key_WC, value_CW = key_CW.float().T, value_CW.float()
+    position_C = torch.arange(len(value_CW), device=query_TGW.device)
+    for start in range(0, num_tokens, step):
+        query_SGW = query_TGW[start : start + step] / math.sqrt(width)
+        last_S = position_C[start - num_tokens :][: len(query_SGW)]
+        is_later_S1C = (position_C > last_S[:, None])[:, None]
+        share_SGC = (query_SGW.flatten(0, 1) @ key_WC).unflatten(0, (-1, group))
+        share_SGC = share_SGC.masked_fill_(is_later_S1C, -math.inf).softmax(dim=-1)
+        out_TGW[start : start + step] = (share_SGC.flatten(0, 1) @ value_CW).view_as(query_SGW)
+        del share_SGC  # before there is another
+
+
+def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+    """Attention of the last position, f32 [1, H * W]: three small products, no kernel's set-up."""
+    grouped_KGW = query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1])
+    scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / math.sqrt(query_HW.shape[-1])
+    return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """`inputs` are query, key and value, or one matrix with the rows of all three."""
+
+    inputs: tuple[Linear, ...]
+    output: Linear
+    query_norm: Norm | None  # of each head
+    key_norm: Norm | None
+    cache: LayerCache
+    num_heads: int
+
+    def forward(self, x_TD: Tensor, start: int, turn: Turn | None) -> Tensor:
+        """Attention of T normed tokens at positions from `start`, [T, D]; appends to the cache."""
+        _, num_kv, width = self.cache.key_CKW.shape
+        joined = torch.cat([linear.apply(x_TD) for linear in self.inputs], dim=-1)
+        query, key, value = joined.unflatten(-1, (-1, width)).split(
+            [self.num_heads, num_kv, num_kv], dim=1
+        )
+        if self.query_norm and self.key_norm:
+            query, key = self.query_norm.apply(query), self.key_norm.apply(key)
+        if turn:
+            query, key = turn.apply(query), turn.apply(key)
+        keys, values = self.cache.append(start, key, value)
+        if gpu_products.is_gpu(keys.device):
+            return self.output.apply(attend_by_heads(query, keys, values))
+        return self.output.apply(attend(query, keys.float(), values.float()))

@@ -1,0 +1,298 @@
+"""The sparse feed-forward layer: dense, exact and predicted, over one or two blocks of neurons.
+
+    h_j = act(gate_j . x) * (up_j . x),   y = sum_j h_j * down_j
+
+(plus biases, where a model has them). Without gates (OPT, Falcon) h_j = act(up_j . x), and what
+is called gate here is that up projection.
+
+`exact` computes every gate and the rest only where the gate is open; `predicted` computes the
+gates that the predictor names and the rest where such a gate is open. Both give what `dense`
+gives up to the neurons that the predictor misses. For one token only the rows that are needed
+are read; for several on the CPU, each takes its own, as it would alone (native_neurons); without the
+C++ kernels those that any of them needs, and what is not needed is masked.
+
+Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparkinfer.architecture import PredictorKind
+from sparkinfer.budget import part_neurons
+from sparkinfer.runtime.model.native_neurons import add_neurons
+from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.weights import gpu_products
+from sparkinfer.runtime.weights.matrix import Linear
+from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
+
+# Of the neurons that several tokens might need, the share that they must need for all rows to be
+# taken: choosing rows costs a copy of the tokens' values of those that are chosen.
+MOST_CHOSEN = 0.9
+
+
+@dataclass
+class Traffic:
+    """Weight bytes of the feed-forward layers that were read, since the last reset."""
+
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+    predictor: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gate + self.up + self.down + self.predictor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """See model_file.PredictorInfo for the arithmetic."""
+
+    kind: PredictorKind
+    down: Linear | None  # [R, D]; None: `up` is the only matrix
+    up: Linear  # [F, R], or [F, D]
+    threshold: float
+    gate: Gate
+
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """[T, F]; a neuron is named where its score is above the threshold."""
+        inner_TR = x_TD if self.down is None else self.down.apply(x_TD)
+        logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
+        return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
+
+    @property
+    def num_bytes(self) -> int:
+        return self.up.num_bytes + (0 if self.down is None else self.down.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockResult:
+    """Output [T, D], and gate and hidden values [T, A] of the neurons at `position_A`: None where
+    nobody watches."""
+
+    y_TD: Tensor
+    gate_TA: Tensor | None = None
+    hidden_TA: Tensor | None = None
+    position_A: Tensor | None = None  # None: all neurons of the block
+
+
+class ColdNeurons(Protocol):
+    """What brings neurons of the CPU to a GPU where many tokens are worth it: cold_stream."""
+
+    device: torch.device
+    least_tokens: int
+
+    def has(self, layer: int, block: NeuronBlock) -> bool:
+        """Whether these neurons are brought."""
+
+    def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
+        """Calls `add` with them on the device, a piece at a time: it reads `x` and adds to `y`."""
+
+
+# What observers may see of a layer's neurons, and the value where it was not computed.
+_SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    layer: int
+    num_neurons: int  # F
+    gate: Gate
+    blocks: tuple[NeuronBlock, ...]  # together, every neuron once
+    down_bias_D: Tensor | None
+    predictor: Predictor | None
+    mode: Mode
+    observers: Observers = field(repr=False)
+    traffic: Traffic = field(repr=False)
+    cold: ColdNeurons | None = field(default=None, repr=False)
+
+    def forward(self, x_TD: Tensor, predictor_input_TD: Tensor) -> Tensor:
+        """Output [T, D] for normed input; blocks on a GPU are started before those on the CPU."""
+        named_TF = self._named(predictor_input_TD) if self.mode == "predicted" else None
+        ordered = sorted(self.blocks, key=lambda block: block.device.type == "cpu")
+        is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
+        results = []
+        for block in ordered:
+            if self.cold is not None and self._is_brought(self.cold, block, len(x_TD)):
+                results.append(self._brought(self.cold, x_TD, named_TF))
+                continue
+            named_TN = None if named_TF is None else named_TF.to(block.device)
+            if named_TN is not None and not block.is_whole:
+                named_TN = named_TN[:, block.id_N]
+            x = x_TD.to(block.device)
+            is_gathered = len(x) == 1 and block.device.type == "cpu" and self.mode != "dense"
+            run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
+            results.append(run(block, x, named_TN))
+        self._show(ordered, results)
+        total = results[0].y_TD.to(x_TD.device)
+        for result in results[1:]:
+            total = total + result.y_TD.to(x_TD.device)
+        return total if self.down_bias_D is None else total + self.down_bias_D
+
+    def _named(self, x_TD: Tensor) -> Tensor:
+        """bool [T, F]: the neurons that the predictor names."""
+        assert self.predictor is not None
+        score_TF = self.predictor.scores(x_TD)
+        self.traffic.predictor += self.predictor.num_bytes
+        self.observers.show("ffn_predicted", self.layer, score_TF)
+        return ~(score_TF <= self.predictor.threshold)
+
+    def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """One token on the CPU: reads the rows of named gates and of open neurons, no others."""
+        x_D = x_TD[0].contiguous()
+        if named_TN is None:
+            position, rows = None, block.row_N
+            rows = None if rows is None else rows.to(torch.int32)
+        else:
+            position = named_TN[0].nonzero().flatten()
+            rows = block.rows(position)
+        gate_A = _dot(block.gate, x_D, rows)
+        activated_A, fires_A = self.gate.act(gate_A, is_dense=False)
+        open_A = fires_A.nonzero().flatten()
+        open_rows = block.rows(open_A if position is None else position[open_A])
+        up = None if block.up is None else _dot(block.up, x_D, open_rows)
+        hidden = self.gate.hidden(activated_A[open_A], up)
+        y_D = block.down.combine(hidden, open_rows)
+        self._count(block, len(gate_A), len(open_A))
+        hidden_A = torch.zeros_like(gate_A).index_put_((open_A,), hidden)
+        return BlockResult(
+            y_TD=y_D[None], gate_TA=gate_A[None], hidden_TA=hidden_A[None], position_A=position
+        )
+
+    def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """Any number of tokens, whose values nobody watches: natively all neurons at once, otherwise a
+        part at a time, whose values stay in the cache."""
+        y_TD = torch.zeros_like(x_TD)
+        self._add_parts(y_TD, block, x_TD, named_TN)
+        return BlockResult(y_TD=y_TD)
+
+    def _is_brought(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
+        """To a GPU. Where someone watches, every value is wanted and nothing is."""
+        is_many = num_tokens >= cold.least_tokens and not self.observers.active
+        return is_many and cold.has(self.layer, block)
+
+    def _brought(self, cold: ColdNeurons, x_TD: Tensor, named_TF: Tensor | None) -> BlockResult:
+        """Several tokens on the GPU of the layer, which gets the weights a piece at a time."""
+        x_TD = x_TD.to(cold.device)
+        named_TF = None if named_TF is None else named_TF.to(cold.device)
+        y_TD = torch.zeros_like(x_TD)
+
+        def add(piece: NeuronBlock) -> None:
+            named_TN = None if named_TF is None else named_TF[:, piece.id_N]
+            self._add_parts(y_TD, piece, x_TD, named_TN)
+
+        cold.run(self.layer, add, x_TD, y_TD)
+        return BlockResult(y_TD=y_TD)
+
+    def on_cpu(self, block: NeuronBlock, x_TD: Tensor) -> Tensor:
+        """What some neurons of this layer that are on the CPU give for several tokens there."""
+        y_TD = torch.zeros_like(x_TD)
+        named_TN = None
+        if self.mode == "predicted":
+            named_TN = torch.ones(len(x_TD), len(block.id_N), dtype=torch.bool)
+        self._add_parts(y_TD, block, x_TD, named_TN)
+        return y_TD
+
+    def _add_parts(
+        self, y_TD: Tensor, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
+    ) -> None:
+        if block.is_native:
+            read = add_neurons(y_TD, block, self.gate, self.mode, x_TD, named_TN)
+            self.traffic.gate += read[0]
+            self.traffic.up += read[1]
+            self.traffic.down += read[2]
+            return
+        size, count = part_neurons(x_TD.shape[1], len(x_TD)), len(block.id_N)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            named = None if named_TN is None else named_TN[:, start:stop]
+            self._add_part(y_TD, block.part(start, stop), x_TD, named)
+
+    def _add_part(
+        self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
+    ) -> None:
+        """Adds what these neurons give; reads the rows that any of the tokens needs."""
+        rows = part.row_N
+        if named_TN is not None:
+            chosen = self._chosen(part, named_TN)
+            if chosen is not None:
+                rows, named_TN = part.rows(chosen), named_TN[:, chosen]
+        gate_TA = _product(part.gate, x_TD, rows)
+        num_gates = gate_TA.shape[1]
+        hidden_TA, _ = self.gate.act(gate_TA, is_dense=self.mode == "dense")
+        if named_TN is not None:
+            hidden_TA = hidden_TA * named_TN
+        # What does not fire is 0, and NaN is not: it is to be seen in the result.
+        chosen = None if self.mode == "dense" else self._chosen(part, hidden_TA != 0)
+        if chosen is not None:
+            rows = chosen.to(torch.int32) if rows is None else rows[chosen]
+            hidden_TA = hidden_TA[:, chosen]
+        up_TA = None if part.up is None else _product(part.up, x_TD, rows)
+        hidden_TA = self.gate.hidden(hidden_TA, up_TA)
+        self._count(part, num_gates, hidden_TA.shape[1])
+        part.down.add_many(y_TD, hidden_TA, rows)
+
+    def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
+        """Positions of the neurons that any token needs; None: take all of them."""
+        if gpu_products.is_gpu(part.device):
+            return None  # to count them would be to wait for the device
+        chosen = is_needed_TA.any(dim=0).nonzero().flatten()
+        return None if len(chosen) > MOST_CHOSEN * is_needed_TA.shape[1] else chosen
+
+    def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """Any number of tokens, all values of which are kept: reads every row of the block once."""
+        gate_TN = _product(block.gate, x_TD, block.row_N)
+        activated_TN, _ = self.gate.act(gate_TN, is_dense=self.mode == "dense")
+        up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
+        hidden_TN = self.gate.hidden(activated_TN, up_TN)
+        if named_TN is not None:
+            hidden_TN = hidden_TN * named_TN
+            gate_TN = gate_TN.masked_fill(~named_TN, torch.nan)
+        self._count(block, len(block.id_N), len(block.id_N))
+        y_TD = block.down.combine_many(hidden_TN, block.row_N)
+        return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
+
+    def _count(self, block: NeuronBlock, num_gates: int, num_open: int) -> None:
+        self.traffic.gate += num_gates * block.gate.weight.row_bytes
+        if block.up is not None:
+            self.traffic.up += num_open * block.up.weight.row_bytes
+        self.traffic.down += num_open * block.down.row_bytes
+
+    def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
+        """Puts the values of all blocks into the order of the layer, if anyone wants them."""
+        for name, unknown in _SHOWN.items():
+            if not self.observers.want(name, self.layer):
+                continue
+            if ordered[0].is_whole and results[0].position_A is None:
+                result = results[0]
+                part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+                assert part is not None
+                self.observers.show(name, self.layer, part)
+                continue
+            whole = results[0].y_TD.new_full((len(results[0].y_TD), self.num_neurons), unknown)
+            for block, result in zip(ordered, results, strict=True):
+                ids = block.id_N if result.position_A is None else block.id_N[result.position_A]
+                part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
+                assert part is not None
+                whole[:, ids.to(whole.device)] = part.to(whole.device)
+            self.observers.show(name, self.layer, whole)
+
+
+def _dot(linear: Linear, x_D: Tensor, rows_A: Tensor | None) -> Tensor:
+    """f32 [A]: some rows (None: all) for one token."""
+    y_A = linear.weight.dot(x_D, rows_A)
+    if linear.bias_N is None:
+        return y_A
+    return y_A + (linear.bias_N if rows_A is None else linear.bias_N[rows_A])
+
+
+def _product(linear: Linear, x_TD: Tensor, rows_A: Tensor | None) -> Tensor:
+    """f32 [T, A]: some rows (None: all) for several tokens."""
+    y_TA = linear.weight.product(x_TD, rows_A)
+    if linear.bias_N is None:
+        return y_TA
+    return y_TA + (linear.bias_N if rows_A is None else linear.bias_N[rows_A])

@@ -1,0 +1,392 @@
+"""From a model file and a plan to layers on their devices.
+
+What lies on the CPU is copied into memory arranged for it (`runtime.weights.resident`), or stays in the
+mapped file; what lies on a GPU goes into its slab (`runtime.weights.upload`), straight from the mapped file.
+A plan without a GPU at hand runs with both roles on the CPU: the hot block still has matrices of its
+own. What this module does not know: the order of a forward pass."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from gguf.quants import dequantize
+from torch import Tensor
+
+from sparkinfer.budget import kv_kind, transposed_kind
+from sparkinfer.gguf_file import TensorEntry, type_of
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.model.attention import Attention, LayerCache, Norm, Rotary, head_major
+from sparkinfer.runtime.model.feed_forward import (
+    FeedForward,
+    Gate,
+    Mode,
+    NeuronBlock,
+    Predictor,
+    Traffic,
+)
+from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
+from sparkinfer.runtime.weights.resident import Residence
+from sparkinfer.runtime.weights.upload import Uploader
+from sparkinfer.split_file import Split
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """`ffn_norm` is None where attention and feed-forward take the same input."""
+
+    device: torch.device  # of attention, norms, predictor and cache
+    attn_norm: Norm
+    attn_norm_2: Norm | None  # attention's own, where it does not share that input
+    attention: Attention
+    ffn_norm: Norm | None
+    ffn: FeedForward
+    is_post_norm: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Everything a forward pass needs."""
+
+    embedding: Matrix
+    positions: Matrix | None  # learned ones, on the CPU; else `rotary` has the layers' devices
+    layers: tuple[Layer, ...]
+    output_norm: Norm | None
+    head: Linear
+    head_device: torch.device
+    rotary: dict[torch.device, Rotary]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which device has which part. `hot` is None where no layer is divided.
+
+    What a layer has on a GPU is on the GPU that it calls home; the last home is the head's."""
+
+    homes: tuple[torch.device, ...]  # one a layer, and the head's; the CPU, where there is no GPU
+    dense_on_gpu: tuple[bool, ...]
+    head_on_gpu: bool
+    hot: tuple[np.ndarray, ...] | None
+    numbers: tuple[int, ...]  # of the homes, among the GPUs of the plan
+
+    @classmethod
+    def of_split(cls, split: Split, gpus: tuple[torch.device, ...]) -> "Placement":
+        home = split.home or (0,) * (len(split.hot) + 1)
+        return cls(
+            homes=tuple(gpus[index] for index in home),
+            dense_on_gpu=split.dense_on_gpu,
+            head_on_gpu=split.head_on_gpu,
+            hot=split.hot,
+            numbers=tuple(home),
+        )
+
+    @classmethod
+    def on_one_device(cls, num_layers: int, device: torch.device) -> "Placement":
+        homes = (device,) * (num_layers + 1)
+        return cls(
+            homes=homes,
+            dense_on_gpu=(True,) * num_layers,
+            head_on_gpu=True,
+            hot=None,
+            numbers=(0,) * len(homes),
+        )
+
+    @classmethod
+    def without_neurons(cls, num_layers: int, device: torch.device) -> "Placement":
+        """All but the neurons of the feed-forward layers on the device."""
+        none = np.zeros(0, np.int32)
+        return replace(cls.on_one_device(num_layers, device), hot=(none,) * num_layers)
+
+    def dense_device(self, layer: int) -> torch.device:
+        return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
+
+    def gpu(self, number: int) -> torch.device:
+        """The device that is this one of the plan's GPUs."""
+        return self.homes[self.numbers.index(number)]
+
+    @property
+    def head_device(self) -> torch.device:
+        return self.homes[-1] if self.head_on_gpu else torch.device("cpu")
+
+
+def load_weights(
+    model: ModelFile,
+    placement: Placement,
+    mode: Mode,
+    context_length: int,
+    observers: Observers,
+    traffic: Traffic,
+    notice: Callable[[str], None],
+    residence: Residence | None,
+    uploaders: Mapping[torch.device, Uploader] | None = None,
+) -> Weights:
+    """`notice` hears what a user should know, e.g. the error of a transposed down projection.
+    Without a `residence`, what lies on the CPU stays in the mapped file. What a device has an
+    uploader for goes into that one's memory."""
+    builder = Builder(
+        model, placement, mode, context_length, observers, traffic, notice, residence,
+        uploaders or {},
+    )  # fmt: skip
+    head_device = placement.head_device
+    embedding_device = head_device if model.is_tied else torch.device("cpu")
+    # Of one that is not the head too, a step reads one row: it stays where it is.
+    entry = model.tensors["token_embd.weight"]
+    embedding = (
+        builder.matrix(entry, embedding_device, "head")
+        if model.is_tied
+        else matrix_of(entry, embedding_device)
+    )
+    positions = model.tensors.get("position_embd.weight")
+    layers = tuple(builder.layer(index) for index in range(model.shape.num_layers))
+    head = (
+        embedding
+        if model.is_tied
+        else builder.matrix(model.tensors["output.weight"], head_device, "head")
+    )
+    return Weights(
+        embedding=embedding,
+        positions=matrix_of(positions, torch.device("cpu")) if positions else None,
+        layers=layers,
+        output_norm=builder.norm("output_norm", head_device, "head"),
+        head=Linear(weight=head),
+        head_device=head_device,
+        rotary={device: builder.rotary(device) for device in {layer.device for layer in layers}}
+        if model.graph.rotary
+        else {},
+    )
+
+
+def load_predictors(model: ModelFile, device: torch.device) -> tuple[Predictor, ...]:
+    """Those of all layers, apart from a model that runs."""
+    placement = Placement.on_one_device(model.shape.num_layers, device)
+    builder = Builder(model, placement, "predicted", 1, Observers(), Traffic(), lambda line: None)
+    return tuple(builder.predictor(index, device) for index in range(model.shape.num_layers))
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Reads the parts of a model by their names in the file."""
+
+    model: ModelFile
+    placement: Placement
+    mode: Mode
+    context_length: int
+    observers: Observers
+    traffic: Traffic
+    notice: Callable[[str], None]
+    residence: Residence | None = None
+    uploaders: Mapping[torch.device, Uploader] = field(default_factory=dict)
+
+    def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
+        """`item` is what its bytes are counted as, where the device's are."""
+        if device in self.uploaders:
+            return self.uploaders[device].matrix(entry, item)
+        if self.residence is None or device.type != "cpu":
+            return matrix_of(entry, device)
+        return self.residence.matrix(entry)
+
+    def layer(self, index: int) -> Layer:
+        device = self.placement.dense_device(index)
+        attn_norm = self.norm(f"blk.{index}.attn_norm", device)
+        assert attn_norm is not None
+        return Layer(
+            device=device,
+            attn_norm=attn_norm,
+            attn_norm_2=self.norm(f"blk.{index}.attn_norm_2", device),
+            attention=self.attention(index, device),
+            ffn_norm=self.norm(f"blk.{index}.ffn_norm", device),
+            is_post_norm=self.model.shape.is_post_norm,
+            ffn=FeedForward(
+                layer=index,
+                num_neurons=self.model.shape.num_neurons,
+                gate=self.gate(index),
+                blocks=self.blocks(index),
+                down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
+                predictor=self.predictor(index, device) if self.mode == "predicted" else None,
+                mode=self.mode,
+                observers=self.observers,
+                traffic=self.traffic,
+            ),
+        )
+
+    def gate(self, index: int) -> Gate:
+        return Gate(activation=self.model.activation, threshold=self.model.threshold_L[index])
+
+    def entry(self, index: int, name: str) -> TensorEntry:
+        return self.model.tensors[f"blk.{index}.{name}"]
+
+    def vector(self, name: str, device: torch.device, item: str = "attention") -> Tensor | None:
+        entry = self.model.tensors.get(name)
+        if entry is None:
+            return None
+        if device in self.uploaders:
+            return self.uploaders[device].vector(vector_of(entry, CPU), item)
+        return vector_of(entry, device)
+
+    def norm(self, name: str, device: torch.device, item: str = "attention") -> Norm | None:
+        weight_D = self.vector(f"{name}.weight", device, item)
+        if weight_D is None:
+            return None
+        bias_D = self.vector(f"{name}.bias", device, item)
+        return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=self.model.shape.norm_epsilon)
+
+    def linear(
+        self, index: int, name: str, device: torch.device, item: str = "attention"
+    ) -> Linear:
+        return Linear(
+            weight=self.matrix(self.entry(index, f"{name}.weight"), device, item),
+            bias_N=self.vector(f"blk.{index}.{name}.bias", device, item),
+        )
+
+    def rotary(self, device: torch.device) -> Rotary:
+        is_adjacent = self.model.graph.rotary == "adjacent"
+        entry = self.model.tensors.get("rope_freqs.weight")
+        factors = None if entry is None else vector_of(entry, device)
+        return Rotary.of(self.model.shape, is_adjacent, factors, device)
+
+    def attention(self, index: int, device: torch.device) -> Attention:
+        shape = self.model.shape
+        size = (self.context_length, shape.num_kv_heads, shape.head_width)
+        dtype = {"f32": torch.float32, "f16": torch.float16}[kv_kind(self.model)]
+        is_fused = self.model.graph.has_fused_qkv
+        names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
+        return Attention(
+            inputs=tuple(self.linear(index, name, device) for name in names),
+            output=self.linear(index, "attn_output", device),
+            query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
+            key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
+            cache=LayerCache(*(self.cache(size, dtype, device) for _ in range(2))),
+            num_heads=shape.num_heads,
+        )
+
+    def cache(
+        self, shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """As head_major."""
+        if device not in self.uploaders:
+            return head_major(shape_CKW, dtype, device)
+        context_length, num_kv, width = shape_CKW
+        shape = (num_kv, context_length, width)
+        return self.uploaders[device].zeros(shape, dtype, "kv_cache").transpose(0, 1)
+
+    def predictor(self, index: int, device: torch.device) -> Predictor:
+        info = self.model.predictor
+        assert info is not None
+        return Predictor(
+            kind=info.kind,
+            down=self.linear(index, "ffn_pred_down", device, "predictor")
+            if info.rank_L[index]
+            else None,
+            up=self.linear(index, "ffn_pred_up", device, "predictor"),
+            threshold=info.threshold_L[index],
+            gate=self.gate(index),
+        )
+
+    def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
+        """The hot neurons with matrices of their own, the cold ones as rows of the file's."""
+        num_neurons = self.model.shape.num_neurons
+        down, gpu = self.down(index), self.placement.homes[index]
+        if self.placement.hot is None:
+            return (self.block(index, down, gpu, np.arange(num_neurons), "all"),)
+        hot = self.placement.hot[index].astype(np.int64)
+        cold = np.setdiff1d(np.arange(num_neurons), hot)
+        blocks = []
+        if len(hot):
+            blocks.append(self.block(index, down, gpu, hot, "own"))
+        if len(cold):
+            shared = "shared" if self.residence is None else "own"
+            blocks.append(self.block(index, down, CPU, cold, shared if len(hot) else "all"))
+        return tuple(blocks)
+
+    def block(
+        self, index: int, down: TensorEntry, device: torch.device, ids: np.ndarray, rows: str
+    ) -> NeuronBlock:
+        """`rows`: "own" copies these neurons' rows, "shared" points at them, "all" takes all."""
+        chosen = ids if rows == "own" else None
+        has_up = self.model.graph.is_gated
+        names = [self.model.gate_name, *(["ffn_up"] if has_up else [])]
+        entries = [*(self.entry(index, f"{name}.weight") for name in names), down]
+        matrices = self.neuron_matrices(entries, device, chosen)
+
+        def linear(number: int) -> Linear:
+            bias = self.neuron_bias(f"blk.{index}.{names[number]}.bias", device, chosen)
+            return Linear(weight=matrices[number], bias_N=bias)
+
+        id_N = self.ids(ids, device, is_all=rows == "all")
+        return NeuronBlock(
+            gate=linear(0),
+            up=linear(1) if has_up else None,
+            down=matrices[-1],
+            id_N=id_N,
+            row_N=id_N if rows == "shared" else None,
+            is_whole=rows == "all",
+        )
+
+    def neuron_bias(
+        self, name: str, device: torch.device, chosen: np.ndarray | None
+    ) -> Tensor | None:
+        bias = self.vector(name, CPU)
+        if bias is None:
+            return None
+        bias = bias if chosen is None else bias[torch.from_numpy(chosen)]
+        if device in self.uploaders:
+            return self.uploaders[device].vector(bias, "neurons")
+        return self.kept(bias, is_weight=True) if device == CPU else bias.to(device)
+
+    def ids(self, ids: np.ndarray, device: torch.device, *, is_all: bool) -> Tensor:
+        """Numbers of neurons as a block has them."""
+        if device not in self.uploaders:
+            id_N = torch.from_numpy(ids)
+            return self.kept(id_N, is_weight=False) if device == CPU else id_N.to(device)
+        uploader = self.uploaders[device]
+        return uploader.range(len(ids)) if is_all else uploader.ids(ids)
+
+    def kept(self, values: Tensor, *, is_weight: bool) -> Tensor:
+        """Beside the weights on the CPU, where GPUs copy from those."""
+        if self.residence is None or not self.uploaders:
+            return values
+        return self.residence.keep(values, is_weight=is_weight)
+
+    def neuron_matrices(
+        self, entries: list[TensorEntry], device: torch.device, chosen: np.ndarray | None
+    ) -> list[Matrix]:
+        """Gate, up (where there is one) and down of some neurons (None: all), side by side where
+        they are read together: in mode "exact" every gate is read and the others rarely, in mode
+        "dense" each to its end, but for neurons that are brought to a GPU, in one copy a piece."""
+        if device in self.uploaders:
+            uploader = self.uploaders[device]
+            return [uploader.matrix(entry, "neurons", chosen) for entry in entries]
+        if self.residence is None or device.type != "cpu":
+            return [matrix_of(entry, device, chosen) for entry in entries]
+        is_whole = self.placement.hot is None
+        apart = {"dense": len(entries) if is_whole else 0, "exact": 1, "predicted": 0}[self.mode]
+        found = [self.residence.matrix(entry, chosen) for entry in entries[:apart]]
+        return found + (
+            self.residence.side_by_side(entries[apart:], chosen) if entries[apart:] else []
+        )
+
+    def down(self, index: int) -> TensorEntry:
+        """The neuron-major down projection; that of a stock file is transposed here."""
+        if self.model.layout == "sparse":
+            return self.entry(index, "ffn_down_t.weight")
+        stock = self.entry(index, "ffn_down.weight")
+        entry, error = transpose(stock, transposed_kind(self.model))
+        if error > 0:
+            self.notice(
+                f"layer {index}: down projection transposed from {stock.kind} to {entry.kind},"
+                f" relative error {error:.1e}"
+            )
+        return entry
+
+
+def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:
+    """A [D, F] matrix as [F, D] of a float type, and its relative error |new - old| / |old|."""
+    old = torch.from_numpy(np.array(dequantize(entry.read(), type_of(entry.kind))))
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
+    new = old.T.to(dtype).contiguous()
+    error = ((new.T.float() - old).norm() / old.norm().clamp(min=1e-30)).item()
+    data = (new.view(torch.uint8) if kind == "bf16" else new).numpy()
+    return TensorEntry(shape=tuple(new.shape), kind=kind, read_rows=lambda a, b: data[a:b]), error

@@ -1,0 +1,153 @@
+"""The neurons of one block for one token or some, in one native call: what a CPU does for a layer that
+is divided, from the normed input to what its neurons add.
+
+A call takes a bit a neuron, as a GPU's predictor leaves them, and may come from any thread, also
+from a node of a CUDA graph (`node`). The reference is feed_forward.py.
+
+Letters: T tokens, D model width, F neurons of the layer, N of the block."""
+
+from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.device.bits import pack_bits
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.native_structs import (
+    ACTIVATIONS,
+    MAX_ROWS,
+    MODES,
+    BlockStruct,
+    Structs,
+)
+from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
+
+
+class NeuronsStruct(Structure):
+    _fields_ = [("block", BlockStruct), ("x", c_void_p), ("named", c_void_p), ("y", c_void_p),
+                ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
+                ("num_tokens", c_int64), ("max_tokens", c_int64),
+                ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
+                ("activation", c_int32), ("mode", c_int32), ("threshold", c_float)]  # fmt: skip
+
+
+class SharedWorkspace:
+    """One for several blocks of which no two run at a time."""
+
+    def __init__(self) -> None:
+        self._structs: list[NeuronsStruct] = []
+        self._kept = Structs()
+
+    def add(self, struct: NeuronsStruct) -> None:
+        self._structs.append(struct)
+
+    def allocate(self) -> None:
+        """Once, when all are known. Raises NotNative where one contradicts itself."""
+        sizes = [library.neurons_bytes(struct) for struct in self._structs]
+        if not sizes:
+            return
+        start = self._kept.workspace(max(sizes) if min(sizes) >= 0 else -1)
+        for struct in self._structs:
+            struct.workspace = start
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeNeurons:
+    """Reads `x_D` and the bits of `named_W`, writes `y_D`: buffers that stay where they are."""
+
+    struct: NeuronsStruct
+    x_D: Tensor
+    named_W: Tensor | None  # int32 [F / 32 rounded up], bit j % 32 of word j / 32 for neuron j
+    y_D: Tensor
+    kept: tuple[Any, ...]  # whatever the struct points at
+
+    @classmethod
+    def of(
+        cls,
+        block: NeuronBlock,
+        gate: Gate,
+        mode: Mode,
+        num_neurons: int,
+        *,
+        x_D: Tensor | None = None,
+        named_W: Tensor | None = None,
+        y_D: Tensor | None = None,
+        room: SharedWorkspace | None = None,
+    ) -> "NativeNeurons":
+        """`num_neurons` is the layer's F; vectors that are not given are made. With a `room` it
+        cannot be run before that is allocated. Raises NotNative for
+        what the kernels do not cover, and ImportError where they are not built."""
+        structs = Structs()
+        width = block.down.width
+        x_D = torch.zeros(width) if x_D is None else x_D
+        y_D = torch.zeros(width) if y_D is None else y_D
+        if mode != "predicted":
+            named_W = None
+        elif named_W is None:
+            named_W = torch.zeros(-(-num_neurons // 32), dtype=torch.int32)
+        struct = NeuronsStruct(
+            block=structs.block(block),
+            x=x_D.data_ptr(),
+            named=None if named_W is None else named_W.data_ptr(),
+            y=y_D.data_ptr(),
+            width=width,
+            num_neurons=num_neurons,
+            num_tokens=1,
+            max_tokens=1,
+            activation=ACTIVATIONS.index(gate.activation),
+            mode=MODES.index(mode),
+            threshold=gate.threshold,
+        )
+        if room is None:
+            struct.workspace = structs.workspace(library.neurons_bytes(struct))
+        else:
+            room.add(struct)
+        kept = (*structs.kept, room)
+        return cls(struct=struct, x_D=x_D, named_W=named_W, y_D=y_D, kept=kept)
+
+    @property
+    def node(self) -> tuple[int, int]:
+        """(address of a C function, of its argument): to be called on the host by a CUDA graph."""
+        return library.neurons_function(), addressof(self.struct)
+
+    def run(self) -> None:
+        library.run_neurons(self.struct)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of weights, by all calls so far."""
+        return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
+
+
+def add_neurons(
+    y_TD: Tensor, block: NeuronBlock, gate: Gate, mode: Mode, x_TD: Tensor, named_TN: Tensor | None
+) -> tuple[int, int, int]:
+    """Adds what a block's neurons give for each token; `named_TN` are those that a predictor names,
+    None in other modes. Returns bytes of gates, ups and downs, each row counted once a call.
+
+    A token gets the same bits with any others. Raises NotNative for what the kernels do not cover."""
+    if not len(x_TD):
+        return 0, 0, 0
+    structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
+    x_TD = x_TD.contiguous()
+    struct = NeuronsStruct(
+        block=structs.block(replace(block, is_whole=True)),  # named by their places in the block
+        width=block.down.width,
+        num_neurons=len(block.id_N),
+        max_tokens=num_tokens,
+        activation=ACTIVATIONS.index(gate.activation),
+        mode=MODES.index(mode),
+        threshold=gate.threshold,
+    )
+    struct.workspace = structs.workspace(library.neurons_bytes(struct))
+    sum_TD = torch.empty_like(x_TD)
+    for start in range(0, len(x_TD), num_tokens):
+        struct.num_tokens = min(num_tokens, len(x_TD) - start)
+        struct.x, struct.y = x_TD[start:].data_ptr(), sum_TD[start:].data_ptr()
+        named = None if named_TN is None else pack_bits(named_TN[start : start + num_tokens])
+        struct.named = None if named is None else named.data_ptr()
+        library.run_neurons(struct)
+    y_TD += sum_TD
+    return struct.gate_bytes, struct.up_bytes, struct.down_bytes

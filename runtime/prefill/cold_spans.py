@@ -1,0 +1,200 @@
+"""The neurons of a block as spans of host memory, and the same neurons in a buffer on a device.
+
+Matrices that lie side by side (runtime.weights.resident) are one span: a piece of neurons is one run of
+memory. What this module does not know: streams.
+
+Letters: N neurons of the block, S bytes of a neuron in a span."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.device.streams import Stream
+from sparkinfer.runtime.model.feed_forward import NeuronBlock
+from sparkinfer.runtime.weights.matrix import Linear, Matrix
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Rows of one or more matrices: `host_NS` uint8, or rows of it at `row_N`."""
+
+    host_NS: Tensor
+    row_N: Tensor | None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.host_NS.shape[1]
+
+    @property
+    def can_be_copied(self) -> bool:
+        """As it lies: rows behind one another, in pinned memory."""
+        return self.row_N is None and self.host_NS.is_contiguous() and self.host_NS.is_pinned()
+
+    def fill(self, target: Tensor, start: int, stop: int) -> None:
+        if self.row_N is None:
+            target.copy_(self.host_NS[start:stop])
+        else:
+            torch.index_select(self.host_NS, 0, self.row_N[start:stop], out=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a tensor's rows are: bytes `start` to `stop` of a span's."""
+
+    span: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdBlock:
+    block: NeuronBlock
+    spans: tuple[Span, ...]
+    places: tuple[_Place, ...]  # in the order of `_tensors`
+
+    @classmethod
+    def of(cls, block: NeuronBlock) -> "ColdBlock":
+        tensors = _tensors(block)
+        num_matrices = len(_matrices(block))
+        spans: list[Span] = []
+        places: dict[int, _Place] = {}
+        for group in _side_by_side(tensors[:num_matrices]):
+            first = tensors[group[0]]
+            begin = first.data_ptr()
+            for number in group:
+                start = tensors[number].data_ptr() - begin
+                size = tensors[number].shape[1] * tensors[number].element_size()
+                places[number] = _Place(span=len(spans), start=start, stop=start + size)
+            width = max(places[number].stop for number in group)
+            spans.append(Span(host_NS=_bytes_of(first, width), row_N=block.row_N))
+        for number in range(num_matrices, len(tensors)):
+            # Ids are of the block; biases of the rows that the matrices have.
+            is_id = number == len(tensors) - 1
+            size = tensors[number].element_size()
+            places[number] = _Place(span=len(spans), start=0, stop=size)
+            rows = None if is_id else block.row_N
+            spans.append(Span(host_NS=_bytes_of(tensors[number][:, None], size), row_N=rows))
+        in_order = tuple(places[number] for number in range(len(tensors)))
+        return cls(block=block, spans=tuple(spans), places=in_order)
+
+    @property
+    def num_neurons(self) -> int:
+        return len(self.block.id_N)
+
+    @property
+    def neuron_bytes(self) -> int:
+        return sum(span.row_bytes for span in self.spans)
+
+    @property
+    def can_be_copied(self) -> bool:
+        return all(span.can_be_copied for span in self.spans)
+
+    def layout_bytes(self, count: int) -> int:
+        """Of a buffer for so many neurons."""
+        return sum(_aligned(count * span.row_bytes) for span in self.spans)
+
+    @property
+    def least_piece_bytes(self) -> int:
+        """Of a piece of one neuron."""
+        return self.neuron_bytes + _ALIGNMENT * len(self.spans)
+
+    def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
+        """Even pieces of the block, none above so many bytes."""
+        most = (piece_bytes - _ALIGNMENT * len(self.spans)) // self.neuron_bytes
+        assert most >= 1, (piece_bytes, self.neuron_bytes)
+        count = -(-self.num_neurons // most)
+        size = -(-self.num_neurons // count)
+        for start in range(0, self.num_neurons, size):
+            yield start, min(start + size, self.num_neurons)
+
+    def copy(self, stream: Stream, buffer: Tensor, start: int, stop: int) -> None:
+        for span, target_NS in zip(self.spans, self._targets(buffer, stop - start), strict=True):
+            stream.copy(target_NS, span.host_NS[start:stop])
+
+    def fill(self, buffer: Tensor, start: int, stop: int) -> None:
+        for span, target_NS in zip(self.spans, self._targets(buffer, stop - start), strict=True):
+            span.fill(target_NS, start, stop)
+
+    def on_device(self, buffer: Tensor, start: int, stop: int) -> NeuronBlock:
+        """The neurons of a piece that `copy` or `fill` has put into the buffer."""
+        block, count = self.block, stop - start
+        targets = self._targets(buffer, count)
+
+        def at(number: int, like: Tensor) -> Tensor:
+            place = self.places[number]
+            return targets[place.span][:, place.start : place.stop].view(like.dtype)
+
+        def linear(number: int, old: Linear, bias: int) -> Linear:
+            weight = replace(old.weight, data=at(number, old.weight.data))
+            if old.bias_N is None:
+                return Linear(weight=weight)
+            return Linear(weight=weight, bias_N=at(bias, old.bias_N).flatten())
+
+        bias = len(_matrices(block))
+        down = replace(block.down, data=at(bias - 1, block.down.data))
+        return NeuronBlock(
+            gate=linear(0, block.gate, bias),
+            up=linear(1, block.up, bias + (block.gate.bias_N is not None)) if block.up else None,
+            down=down,
+            id_N=at(len(self.places) - 1, block.id_N).flatten(),
+            row_N=None,
+        )
+
+    def _targets(self, buffer: Tensor, count: int) -> list[Tensor]:
+        """The places of the spans in a buffer, uint8 [count, S]."""
+        found, start = [], 0
+        for span in self.spans:
+            size = count * span.row_bytes
+            found.append(buffer[start : start + size].view(count, span.row_bytes))
+            start += _aligned(size)
+        return found
+
+
+def _matrices(block: NeuronBlock) -> list[Matrix]:
+    up = [] if block.up is None else [block.up.weight]
+    return [block.gate.weight, *up, block.down]
+
+
+def _tensors(block: NeuronBlock) -> list[Tensor]:
+    """Matrices, the biases that there are, ids."""
+    linears = [block.gate, *([] if block.up is None else [block.up])]
+    biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
+    return [*(matrix.data for matrix in _matrices(block)), *biases, block.id_N]
+
+
+def _side_by_side(tensors: list[Tensor]) -> list[list[int]]:
+    """Numbers of the tensors in groups whose rows lie behind one another, row by row."""
+    numbers = sorted(range(len(tensors)), key=lambda number: tensors[number].data_ptr())
+    groups: list[list[int]] = []
+    for number in numbers:
+        tensor = tensors[number]
+        if groups:
+            first = tensors[groups[-1][0]]
+            is_same = (
+                first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                and first.dtype == tensor.dtype
+                and first.stride(0) == tensor.stride(0)
+            )
+            stride_bytes = first.stride(0) * first.element_size()
+            if is_same and tensor.data_ptr() - first.data_ptr() < stride_bytes:
+                groups[-1].append(number)
+                continue
+        groups.append([number])
+    return groups
+
+
+def _bytes_of(first: Tensor, width_bytes: int) -> Tensor:
+    """uint8 [N, width] over the memory of a tensor and what lies behind its rows."""
+    storage = first.untyped_storage()
+    offset = first.data_ptr() - storage.data_ptr()
+    stride = first.stride(0) * first.element_size()
+    shape = (first.shape[0], width_bytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, shape, (stride, 1))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

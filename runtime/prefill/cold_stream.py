@@ -1,0 +1,166 @@
+"""Cold weights brought to a GPU for a prefill pass: pieces of whole neurons through two buffers.
+
+    copier    copy 0 | copy 1 |        copy 2 |        copy 3 | ...
+    compute          | multiply 0 | multiply 1 | multiply 2 | ...
+
+A piece is copied while the one before it is multiplied, across layers: during the attention of the
+next layer its first pieces are on their way. Buffer k % 2 holds piece k; a piece is multiplied after
+its copy (`ready`), and its buffer is copied to after that product (`free`). What is pinned is copied
+from where it lies; the rest goes through two pinned buffers, of which one is filled on the host
+while the other is copied.
+
+The buffers live from the first piece of a pass to its last: they are temporaries of the pass, taken
+out of the workspace. What this module does not know: tokens, activations.
+
+Letters: N neurons, S bytes of a neuron in a span."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.device.staging import Staging, finish
+from sparkinfer.runtime.device.streams import Stream
+from sparkinfer.runtime.model.feed_forward import NeuronBlock
+from sparkinfer.runtime.prefill.cold_spans import ColdBlock
+
+
+class Compute(Protocol):
+    """The part of a stream that products need."""
+
+    def launch(
+        self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None: ...
+
+    def record(self) -> Any: ...
+
+    def wait(self, event: Any) -> None: ...
+
+
+@dataclass
+class CurrentStream:
+    """Whatever torch's current stream of a CUDA device is: that of the rest of a pass."""
+
+    device: torch.device
+
+    def launch(
+        self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None:
+        run()
+
+    def record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+
+@dataclass
+class _Slot:
+    """A buffer on the device, and the two events that hand it over."""
+
+    buffer: Tensor  # uint8
+    ready: Any = None  # its piece has been copied
+    free: Any = None  # its piece has been multiplied
+    is_filled: bool = False  # a copy was started that nothing has waited for
+
+
+@dataclass(kw_only=True, eq=False)
+class ColdStream:
+    """Of one device: `blocks` are those whose layers call it home, by layer, in their order."""
+
+    device: torch.device
+    blocks: dict[int, ColdBlock]
+    piece_bytes: int
+    least_tokens: int  # of a pass that is worth it
+    compute: Compute
+    copier: Stream
+    staging: Staging | None  # None: all blocks are pinned
+    _pieces: list[tuple[ColdBlock, int, int]] = field(init=False, repr=False)
+    _range: dict[int, range] = field(init=False, repr=False)
+    _slots: list[_Slot] = field(init=False, repr=False, default_factory=list)
+    _next: int = field(init=False, default=0)  # the piece that is multiplied next
+
+    def __post_init__(self) -> None:
+        self._pieces, self._range = [], {}
+        for layer, block in self.blocks.items():
+            first = len(self._pieces)
+            self._pieces += [(block, a, b) for a, b in block.pieces(self.piece_bytes)]
+            self._range[layer] = range(first, len(self._pieces))
+
+    def has(self, layer: int, block: NeuronBlock) -> bool:
+        return layer in self.blocks and self.blocks[layer].block is block
+
+    def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
+        """Calls `add` with the layer's neurons on the device, a piece at a time."""
+        numbers = self._range[layer]
+        if not self._slots or self._next != numbers.start:
+            self._begin(numbers.start)
+        for number in numbers:
+            slot = self._slots[number % 2]
+            block, start, stop = self._pieces[number]
+            self._arrive(slot)
+            part = block.on_device(slot.buffer, start, stop)
+            self.compute.launch(partial(add, part), reads=[slot.buffer, x], writes=[y])
+            slot.free = self.compute.record()
+            self._next = number + 1
+            self._start(number + 2)
+        if self._next == len(self._pieces):
+            self._end()
+
+    def copy_once(self, layer: int) -> None:
+        """The layer's first piece, to its end: for measuring."""
+        number = self._range[layer].start
+        self._open()
+        self._start(number)
+        finish(self._slots[number % 2].ready)
+        self._end()
+
+    def _begin(self, number: int) -> None:
+        """A new pass; one that was left in its middle is over."""
+        self._open()
+        self._start(number)
+        self._start(number + 1)
+
+    def _open(self) -> None:
+        """Takes the buffers."""
+        self._end()
+        self._slots = [_Slot(_buffer(self.piece_bytes, self.device)) for _ in range(2)]
+        for slot in self._slots:
+            slot.free = self.compute.record()  # whatever had this memory before
+
+    def _start(self, number: int) -> None:
+        """The copy of a piece, where there is one more."""
+        if number >= len(self._pieces):
+            return
+        slot = self._slots[number % 2]
+        block, start, stop = self._pieces[number]
+        self.copier.wait(slot.free)
+        slot.is_filled = True
+        if self.staging is None:
+            block.copy(self.copier, slot.buffer, start, stop)
+            slot.ready = self.copier.record()
+            return
+        target = slot.buffer[: block.layout_bytes(stop - start)]
+        slot.ready = self.staging.send(target, lambda host: block.fill(host, start, stop))
+
+    def _end(self) -> None:
+        """Gives the buffers back, to be had by what is launched after their last copies."""
+        for slot in self._slots:
+            self._arrive(slot)
+        self._slots = []
+
+    def _arrive(self, slot: _Slot) -> None:
+        """Lets what is launched next come after the copy into a buffer, if there is one."""
+        if slot.is_filled:
+            self.compute.wait(slot.ready)
+            slot.is_filled = False
+
+
+def _buffer(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -1,0 +1,44 @@
+"""From how many tokens on it is worth to bring cold weights to a GPU: measured, once an engine.
+
+The copy of a piece takes as long for any number of tokens, and the GPU's product hides behind it;
+the CPU's product takes the longer the more tokens there are. Copies are timed as they will be made,
+products on the same neurons with the layer's own code.
+
+What this module does not know: plans, memory. Letters: T tokens, D model width, F neurons."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from sparkinfer.runtime.model.feed_forward import FeedForward, Traffic
+from sparkinfer.runtime.prefill.cold_stream import ColdStream
+
+_ROUNDS = 3
+
+
+@torch.inference_mode()
+def least_tokens_of(stream: ColdStream, ffn: FeedForward, layer: int, most: int) -> int:
+    """The first power of two (from 2 on) for which the CPU takes longer; `most` + 1 where there is
+    none: then the CPU is always faster."""
+    block = stream.blocks[layer]
+    start, stop = next(block.pieces(stream.piece_bytes))
+    copy_s = min(_seconds(lambda: stream.copy_once(layer)) for _ in range(_ROUNDS))
+    part = block.block.part(start, stop)
+    width = block.block.down.width
+    ffn = replace(ffn, traffic=Traffic())  # nothing that is to be counted
+    tokens = 2
+    while tokens <= most:
+        x_TD = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
+        if min(_seconds(partial(ffn.on_cpu, part, x_TD)) for _ in range(_ROUNDS)) > copy_s:
+            return tokens
+        tokens *= 2
+    return most + 1
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

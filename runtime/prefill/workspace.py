@@ -1,0 +1,122 @@
+"""How much memory a forward pass takes beside weights and cache: measured, not estimated.
+
+A prefill chunk at the end of the context passes through two layers and the head, on the CPU, while
+torch reports every block of memory that it takes or gives back. That is where the runtime takes
+most: of the layers only the shape matters, and they run one after the other.
+
+What torch's matrix products take inside their own libraries is not reported.
+What this module does not know: plans. Letters: T tokens, D model width."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.model.loader import Builder, Placement, Weights
+from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.step import native_step
+from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.weights.matrix import Linear, matrix_of
+from sparkinfer.runtime.weights.resident import Residence
+
+# The allocator's own rounding, and room for code that takes a few small tensors more.
+ROUNDED_TO = 64 << 10
+# Other shares of hot neurons than those tried took up to 0.8 % more.
+MARGIN = 1.02
+# Divided layers take more: the results of the hot block are kept while the cold one is computed.
+# The fewer are hot, the more the cold block takes.
+HOT_SHARE = 1 / 16
+
+
+def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
+    """Bytes that a pass over a prefill chunk takes at its peak, natively or for those who watch, rounded
+    up.
+
+    Reads one layer and the head of the file: a second or so for 7 B parameters."""
+    tokens = min(SHORT_CHUNK, context_length)
+    ids_T = torch.arange(tokens) % model.shape.vocab_size
+    most = 0
+    for hot_share in (None, HOT_SHARE):
+        decoder = _two_layers(model, context_length, mode, hot_share)
+
+        @torch.inference_mode()
+        def run(decoder: Decoder = decoder) -> None:
+            hidden_TD = decoder.forward(ids_T, context_length - tokens)
+            decoder.logits(hidden_TD[-LOGITS_CHUNK:])
+
+        run()  # what is kept for good is taken before
+        most = max(most, peak_bytes(run), native_step.workspace_bytes(decoder.weights))
+    return -(-int(MARGIN * most) // ROUNDED_TO) * ROUNDED_TO
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes of torch's CPU tensors that were alive at a time while `run` ran, over those
+    alive before."""
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events)
+                     if e.name() == "[memory]")  # fmt: skip
+    alive = peak = 0
+    for _, _, num_bytes in changes:
+        alive += num_bytes
+        peak = max(peak, alive)
+    return peak
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that torch's profiler writes past Python to the error stream."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _two_layers(
+    model: ModelFile, context_length: int, mode: Mode, hot_share: float | None
+) -> Decoder:
+    """The layer with the largest predictor, twice, between embedding and head; undivided where
+    `hot_share` is None."""
+    cpu, num_layers = torch.device("cpu"), model.shape.num_layers
+    observers = Observers()
+    observers.add(lambda name, layer, tensor: None, None)  # who watches is within the plan, too
+    placement = Placement.on_one_device(num_layers, cpu)
+    if hot_share is not None:
+        step = round(1 / hot_share)
+        ids = np.arange(0, model.shape.num_neurons, step, dtype=np.int32)
+        placement = replace(placement, hot=(ids,) * num_layers)
+    # As in an engine whose weights fit into the memory; rows that are picked out of a file's take
+    # a copy of each tile more.
+    residence = Residence() if library.is_available() else None
+    builder = Builder(
+        model, placement, mode, context_length, observers, Traffic(), lambda line: None, residence
+    )
+    largest = max(range(num_layers), key=lambda index: layer_bytes(model, index).predictor)
+    layer = builder.layer(largest)
+    positions = model.tensors.get("position_embd.weight")
+    weights = Weights(
+        embedding=matrix_of(model.tensors["token_embd.weight"], cpu),
+        positions=matrix_of(positions, cpu) if positions else None,
+        layers=(layer, layer),
+        output_norm=builder.norm("output_norm", cpu),
+        head=Linear(weight=matrix_of(model.tensors[model.head_name], cpu)),
+        head_device=cpu,
+        rotary={cpu: builder.rotary(cpu)} if model.graph.rotary else {},
+    )
+    offset = model.predictor.input_layer_offset if model.predictor else 0
+    native = "only whole passes are measured"
+    return Decoder(weights=weights, input_layer_offset=offset, observers=observers, native=native)

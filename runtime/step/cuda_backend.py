@@ -1,0 +1,76 @@
+"""A hybrid step on CUDA: two streams a GPU, its part of a step captured into one graph."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.device.streams import CudaStream, Stream
+from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
+from sparkinfer.runtime.step.hybrid_device import Take
+from sparkinfer.runtime.step.hybrid_step import Backend
+
+
+def cuda_backend(take: Callable[[torch.device], Take] | None = None, *, has_graph: bool) -> Backend:
+    """`take` gives memory on a device, torch's allocator where it is None. Without a graph every
+    kernel is launched anew for every token: the same numbers, slower, for debugging.
+
+    Raises ImportError where Triton is not installed."""
+    return Backend(
+        kernels=triton_kernels(),
+        streams=lambda device: (CudaStream(device), CudaStream(device)),
+        take=take or _allocated,
+        prepare=_captured if has_graph else _submitted,
+        is_pinned=True,
+    )
+
+
+def _allocated(device: torch.device) -> Take:
+    def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return take
+
+
+def _submitted(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
+    return submit
+
+
+def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
+    """Captures what `submit` gives to the stream, and to others that it makes wait for it and waits
+    for; returns what starts it again on the stream.
+
+    Other threads may allocate meanwhile: what they do is not captured."""
+    assert isinstance(stream, CudaStream)
+    graph = torch.cuda.CUDAGraph()
+    device = stream.stream.device
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        with (
+            without_collection(),
+            torch.cuda.graph(graph, stream=stream.stream, capture_error_mode="thread_local"),
+        ):
+            submit()
+
+    def replay() -> None:
+        with torch.cuda.stream(stream.stream):
+            graph.replay()
+
+    replay()  # the first start uploads it
+    stream.finish()
+    return replay
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Lets Python collect no garbage: an engine or a step that nobody uses any more would be given
+    back in the middle of a capture, and to unpin memory is not allowed there."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,152 @@
+"""One forward pass: token ids in, logits out; or one layer of it alone.
+
+What this module does not know: text, sampling, and where weights came from.
+
+Letters: T tokens, R rows that want logits, D model width, V vocabulary."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
+from sparkinfer.runtime.model.attention import Turn
+from sparkinfer.runtime.model.loader import Layer, Weights
+from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.step.decode_step import DecodeStep
+from sparkinfer.runtime.step.native_step import NativeStep
+from sparkinfer.runtime.weights.matrix import Matrix
+
+Wanted = Literal["none", "last", "all"]  # of a pass's tokens, those whose logits are wanted
+_WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    weights: Weights
+    input_layer_offset: int  # whose FFN input a predictor takes: this layer's (0), the one before
+    observers: Observers
+    native: DecodeStep | str  # a token's step in one call, or why there is none
+    chunk: int = SHORT_CHUNK  # tokens of a pass, where nobody watches
+
+    def step(self, token: int, position: int) -> Tensor:
+        """Logits f32 [V] behind one token, natively unless someone watches or `native` says why
+        not. The two ways differ in the order of sums."""
+        if not isinstance(self.native, str) and not self.observers.active:
+            return self.native.run(token, position)
+        return self.logits(self.forward(torch.tensor([token]), position))[0]
+
+    @property
+    def _native_rows(self) -> NativeStep | None:
+        """What takes several tokens natively, as single steps would be taken, to the bit."""
+        native = self.native
+        return native if isinstance(native, NativeStep) and not self.observers.active else None
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum tokens of a pass."""
+        if self._native_rows is not None:
+            return self._native_rows.max_rows
+        return SHORT_CHUNK if self.observers.active else self.chunk
+
+    def run(self, ids_T: Tensor, start: int, wanted: Wanted) -> Tensor:
+        """Logits f32 [R, V] on the CPU of the wanted ones of tokens at positions from `start`.
+
+        Takes at most `most_tokens`; keys and values go into the cache."""
+        which = _WANTED[wanted]
+        if self._native_rows is None:
+            hidden_TD = self.forward(ids_T, start)
+            return self.logits(hidden_TD[which]) if wanted != "none" else hidden_TD[which]
+        has_logits = [False] * len(ids_T)
+        has_logits[which] = [True] * len(has_logits[which])
+        return self._native_rows.run_rows(ids_T.tolist(), start, has_logits)
+
+    def forward(self, ids_T: Tensor, start: int) -> Tensor:
+        """Hidden states [T, D] before the head, of tokens at positions from `start`.
+
+        Takes at most `most_tokens`; keys and values go into the cache."""
+        assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
+        weights = self.weights
+        x_TD = embed(weights.embedding, weights.positions, ids_T, start)
+        self.observers.show("embedding", None, x_TD)
+        turns = {d: r.turn(start, len(ids_T)) for d, r in weights.rotary.items()}
+        before_TD: Tensor | None = None
+        for index, layer in enumerate(weights.layers):
+            x_TD, ffn_input_TD = run_layer(
+                index,
+                layer,
+                x_TD.to(layer.device),
+                start=start,
+                turn=turns.get(layer.device),
+                predictor_input_TD=before_TD if self.input_layer_offset else None,
+                observers=self.observers,
+            )
+            before_TD = ffn_input_TD
+        return x_TD.to(weights.head_device)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """f32 [T, V] on the CPU."""
+        pieces = []
+        for piece_TD in hidden_TD.split(LOGITS_CHUNK):
+            if self.weights.output_norm:
+                piece_TD = self.weights.output_norm.apply(piece_TD)
+            self.observers.show("output_norm", None, piece_TD)
+            logits_TV = self.weights.head.apply(piece_TD).cpu()
+            self.observers.show("logits", None, logits_TV)
+            pieces.append(logits_TV)
+        return torch.cat(pieces)
+
+
+def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int) -> Tensor:
+    """f32 [T, D], on the device of the embedding: what goes into the first layer."""
+    x_TD = embedding.rows(ids_T.to(embedding.data.device))
+    if positions is None:
+        return x_TD
+    positions_T = torch.arange(start, start + len(ids_T))
+    return x_TD + positions.rows(positions_T).to(x_TD.device)
+
+
+def run_layer(
+    index: int,
+    layer: Layer,
+    x_TD: Tensor,
+    *,
+    start: int,
+    turn: Turn | None,
+    predictor_input_TD: Tensor | None,
+    observers: Observers,
+) -> tuple[Tensor, Tensor]:
+    """(hidden state behind a layer, input of its feed-forward part), both [T, D].
+
+    The only place that knows the three orders of blocks: norm before each, norm after each sum,
+    both blocks at once. Falcon's layers are of the last kind; of two norms the second is then
+    attention's. `x_TD` is on the layer's device; its cache has the tokens before `start`.
+    `predictor_input_TD` of None is the layer's own feed-forward input."""
+
+    def attention(input_TD: Tensor) -> Tensor:
+        observers.show("attn_norm", index, input_TD)
+        out_TD = layer.attention.forward(input_TD, start, turn)
+        observers.show("attn_out", index, out_TD)
+        return out_TD
+
+    def feed_forward(input_TD: Tensor) -> Tensor:
+        observers.show("ffn_norm", index, input_TD)
+        named_by_TD = input_TD if predictor_input_TD is None else predictor_input_TD
+        out_TD = layer.ffn.forward(input_TD, named_by_TD.to(layer.device))
+        observers.show("ffn_out", index, out_TD)
+        return out_TD
+
+    if layer.ffn_norm is None:
+        ffn_input_TD = layer.attn_norm.apply(x_TD)
+        own_TD = layer.attn_norm_2.apply(x_TD) if layer.attn_norm_2 else ffn_input_TD
+        x_TD = x_TD + attention(own_TD) + feed_forward(ffn_input_TD)
+    elif layer.is_post_norm:
+        ffn_input_TD = layer.attn_norm.apply(x_TD + attention(x_TD))
+        x_TD = layer.ffn_norm.apply(ffn_input_TD + feed_forward(ffn_input_TD))
+    else:
+        x_TD = x_TD + attention(layer.attn_norm.apply(x_TD))
+        ffn_input_TD = layer.ffn_norm.apply(x_TD)
+        x_TD = x_TD + feed_forward(ffn_input_TD)
+    observers.show("layer_out", index, x_TD)
+    return x_TD, ffn_input_TD

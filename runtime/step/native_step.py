@@ -1,0 +1,202 @@
+"""A step of the whole model, one token or some, in one native call: built once, from the loaded weights.
+
+What is not covered keeps the ordinary path of decoder.py: `build`
+says why. What this module does not know: the order of a forward pass."""
+
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
+from sparkinfer.runtime.model.loader import Layer, Weights
+from sparkinfer.runtime.model.native_structs import (
+    ACTIVATIONS,
+    MAX_ROWS,
+    MODES,
+    BlockStruct,
+    MatrixStruct,
+    NormStruct,
+    NotNative,
+    Structs,
+)
+
+_PREDICTORS = ("linear", "relu", "gate")
+
+
+class LayerStruct(Structure):
+    _fields_ = [("attn_norm", NormStruct), ("attn_norm_2", NormStruct), ("ffn_norm", NormStruct),
+                ("query_norm", NormStruct), ("key_norm", NormStruct),
+                ("input", MatrixStruct * 3), ("output", MatrixStruct),
+                ("predictor_down", MatrixStruct), ("predictor_up", MatrixStruct),
+                ("down_bias", c_void_p), ("key", c_void_p), ("value", c_void_p),
+                ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
+                ("threshold", c_float), ("predictor_threshold", c_float)]  # fmt: skip
+
+
+class StepStruct(Structure):
+    _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
+                ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)), ("frequency", c_void_p),
+                ("workspace", c_void_p),
+                ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
+                ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
+                ("context_length", c_int64), ("max_rows", c_int64),
+                ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
+                ("predictor_bytes", c_int64),
+                ("epsilon", c_float),
+                ("is_adjacent", c_int32), ("is_post_norm", c_int32), ("cache_kind", c_int32),
+                ("activation", c_int32), ("mode", c_int32), ("predictor_kind", c_int32),
+                ("input_layer_offset", c_int32)]  # fmt: skip
+
+
+class RowStruct(Structure):
+    _fields_ = [("token", c_int64), ("position", c_int64), ("sequence", c_int32),
+                ("has_logits", c_int32)]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeStep:
+    step: StepStruct
+    vocab_size: int
+    traffic: Traffic
+    kept: tuple[Any, ...]  # whatever the structs point at
+
+    @property
+    def max_rows(self) -> int:
+        return self.step.max_rows
+
+    def run(self, token: int, position: int) -> Tensor:
+        """f32 [V]: the logits behind one token; as `run_rows`."""
+        return self.run_rows([token], position, [True])[0]
+
+    def run_rows(self, tokens: Sequence[int], start: int, has_logits: Sequence[bool]) -> Tensor:
+        """f32 [rows that have logits, V]: what follows tokens at positions from `start`; appends them
+        to the cache and counts the traffic. A row's bits do not depend on the other rows.
+
+        Raises IndexError for a token or position that cannot be."""
+        rows = (RowStruct * len(tokens))()
+        for t, (token, wanted) in enumerate(zip(tokens, has_logits, strict=True)):
+            rows[t] = RowStruct(token=token, position=start + t, has_logits=wanted)
+        logits = torch.empty(sum(has_logits), self.vocab_size, dtype=torch.float32)
+        before = self._bytes()
+        library.run_step(self.step, rows, logits)
+        gate, up, down, predictor = (b - a for a, b in zip(before, self._bytes(), strict=True))
+        self.traffic.gate += gate
+        self.traffic.up += up
+        self.traffic.down += down
+        self.traffic.predictor += predictor
+        return logits
+
+    def _bytes(self) -> tuple[int, int, int, int]:
+        step = self.step
+        return step.gate_bytes, step.up_bytes, step.down_bytes, step.predictor_bytes
+
+
+def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep | str:
+    """The step of this model, or in a few words why there is none."""
+    if not library.is_available():
+        return "the C++ kernels are not built"
+    try:
+        return StepBuilder().step(weights, input_layer_offset, traffic)
+    except NotNative as reason:
+        return str(reason)
+
+
+def workspace_bytes(weights: Weights) -> int:
+    """Bytes of workspace that a native step of these layers takes; 0 where there is no such step.
+
+    They do not depend on the number of layers."""
+    if not library.is_available():
+        return 0
+    try:
+        return max(0, library.step_bytes(StepBuilder().without_workspace(weights, 0)))
+    except NotNative:
+        return 0
+
+
+class StepBuilder(Structs):
+    """The layers of a step, and what they have in common."""
+
+    def step(self, weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep:
+        step = self.without_workspace(weights, input_layer_offset)
+        step.workspace = self.workspace(library.step_bytes(step))
+        return NativeStep(
+            step=step, vocab_size=weights.head.weight.num_rows, traffic=traffic,
+            kept=tuple(self.kept),
+        )  # fmt: skip
+
+    def without_workspace(self, weights: Weights, input_layer_offset: int) -> StepStruct:
+        layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
+        step = self.frame(weights, layers, input_layer_offset)
+        step.max_rows = min(MAX_ROWS, step.context_length)
+        step.embedding = self.matrix(weights.embedding)
+        step.head = self.linear(weights.head)
+        step.output_norm = self.norm(weights.output_norm)
+        return step
+
+    def frame(
+        self, weights: Weights, layer_structs: list[LayerStruct], input_layer_offset: int
+    ) -> StepStruct:
+        """A step of these layers without embedding, head and workspace."""
+        layers = (LayerStruct * len(layer_structs))(*layer_structs)
+        first = weights.layers[0]
+        cache, ffn = first.attention.cache.key_CKW, first.ffn
+        rotary = weights.rotary.get(torch.device("cpu"))
+        predictor = ffn.predictor
+        step = StepStruct(
+            positions=MatrixStruct()
+            if weights.positions is None
+            else self.matrix(weights.positions),
+            layer=layers,
+            frequency=None if rotary is None else self.pointer(rotary.frequency_W, torch.float64),
+            num_layers=len(layers),
+            width=weights.embedding.width,
+            num_neurons=ffn.num_neurons,
+            num_heads=first.attention.num_heads,
+            num_kv_heads=cache.shape[1],
+            head_width=cache.shape[2],
+            context_length=cache.shape[0],
+            max_rows=1,
+            epsilon=first.attn_norm.epsilon,
+            is_adjacent=bool(rotary and rotary.is_adjacent),
+            is_post_norm=first.is_post_norm,
+            cache_kind=library.kind_code("f32" if cache.dtype == torch.float32 else "f16"),
+            activation=ACTIVATIONS.index(ffn.gate.activation),
+            mode=MODES.index(ffn.mode),
+            predictor_kind=0 if predictor is None else _PREDICTORS.index(predictor.kind),
+            input_layer_offset=input_layer_offset,
+        )
+        self.kept += [layers, rotary]
+        return step
+
+    def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
+        """One with these of its blocks."""
+        attention, ffn = layer.attention, layer.ffn
+        inputs = [self.linear(linear) for linear in attention.inputs]
+        blocks = (BlockStruct * len(neuron_blocks))(*map(self.block, neuron_blocks))
+        predictor = ffn.predictor
+        down = None if predictor is None else predictor.down
+        cache = attention.cache
+        self.kept.append(blocks)
+        return LayerStruct(
+            attn_norm=self.norm(layer.attn_norm),
+            attn_norm_2=self.norm(layer.attn_norm_2),
+            ffn_norm=self.norm(layer.ffn_norm),
+            query_norm=self.norm(attention.query_norm),
+            key_norm=self.norm(attention.key_norm),
+            input=(MatrixStruct * 3)(*inputs),
+            output=self.linear(attention.output),
+            predictor_down=MatrixStruct() if down is None else self.linear(down),
+            predictor_up=MatrixStruct() if predictor is None else self.linear(predictor.up),
+            down_bias=self.vector(ffn.down_bias_D),
+            key=self.pointer(cache.key_CKW.transpose(0, 1), cache.key_CKW.dtype),
+            value=self.pointer(cache.value_CKW.transpose(0, 1), cache.key_CKW.dtype),
+            block=blocks,
+            num_blocks=len(blocks),
+            threshold=ffn.gate.threshold,
+            predictor_threshold=0.0 if predictor is None else predictor.threshold,
+        )

@@ -1,0 +1,208 @@
+"""A tokenizer from the `tokenizer.ggml.*` keys of a model file that others made.
+
+Two kinds: byte-level BPE ("gpt2") with a known pre-tokenizer, and SentencePiece's BPE ("llama"),
+which joins the adjacent pair whose token has the highest score, the leftmost of equals. What this
+module does not know: tokenizer.json, which our own files carry and which goes before these keys."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import Keys, TokenType
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from sparkinfer.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import Value
+from sparkinfer.runtime.text.score_merges import merges_of_scores
+
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+SPACE = "\u2581"
+SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
+
+
+def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
+    """The tokenizer that llama.cpp makes of these keys, and with the NFC of Qwen2's own.
+
+    Raises SparkinferError, naming `path`, for a kind that is not known here and for broken keys."""
+    vocabulary = _Vocabulary.read(path, keys)
+    model = keys.get(Keys.Tokenizer.MODEL)
+    if model == "gpt2":
+        kind = _byte_level_kind(path, keys.get(Keys.Tokenizer.PRE))
+        tokenizer, adds_begin = _byte_level(vocabulary, kind), kind.adds_begin
+    elif model == "llama":
+        tokenizer, adds_begin = _sentencepiece(vocabulary), True
+    else:
+        raise SparkinferError(
+            f"{path}: its tokenizer is of kind {model!r}; known are 'gpt2' and 'llama'; convert"
+            " a checkpoint that has a tokenizer.json"
+        )
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False) for text in vocabulary.texts(*SPECIAL)]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in vocabulary.texts(TokenType.USER_DEFINED)]
+    )
+    _add_ends(tokenizer, vocabulary, adds_begin)
+    return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Vocabulary:
+    path: Path
+    keys: Mapping[str, Value]
+    tokens: list[str]
+    types: list[int]
+
+    @classmethod
+    def read(cls, path: Path, keys: Mapping[str, Value]) -> "_Vocabulary":
+        tokens = _strings(path, keys, Keys.Tokenizer.LIST)
+        if len(set(tokens)) != len(tokens):
+            raise SparkinferError(
+                f"{path}: {len(tokens) - len(set(tokens))} tokens have the text of another one;"
+                " which is meant cannot be told; get the file again"
+            )
+        read = cls(path=path, keys=keys, tokens=tokens, types=[TokenType.NORMAL] * len(tokens))
+        if Keys.Tokenizer.TOKEN_TYPE not in keys:
+            return read
+        types = [int(number) for number in read.numbers(Keys.Tokenizer.TOKEN_TYPE)]
+        return dataclasses.replace(read, types=types)
+
+    def numbers(self, key: str) -> list[float]:
+        """The values of `key`, one for each token."""
+        values = self.keys.get(key)
+        if not isinstance(values, list) or len(values) != len(self.tokens):
+            raise SparkinferError(
+                f"{self.path}: {key} is not of {len(self.tokens)} numbers, as there are tokens;"
+                " get the file again"
+            )
+        return [float(value) for value in values]
+
+    def texts(self, *kinds: TokenType) -> list[str]:
+        pairs = zip(self.tokens, self.types, strict=True)
+        return [token for token, kind in pairs if kind in kinds]
+
+    def ids(self) -> dict[str, int]:
+        """Of all tokens that a text can have: no padding."""
+        pairs = enumerate(zip(self.tokens, self.types, strict=True))
+        return {token: i for i, (token, kind) in pairs if kind != TokenType.UNUSED}
+
+    def is_set(self, key: str, default: bool) -> bool:
+        value = self.keys.get(key, default)
+        if not isinstance(value, bool):
+            raise SparkinferError(f"{self.path}: {key} is {value!r}, wanted true or false")
+        return value
+
+    def special(self, key: str) -> str:
+        """The text of the token whose number is the value of `key`."""
+        value = self.keys.get(key)
+        if not isinstance(value, np.integer) or not 0 <= value < len(self.tokens):
+            raise SparkinferError(
+                f"{self.path}: {key} is {value!r}, wanted the number of a token, because one is"
+                " to be added to every text; get the file again"
+            )
+        return self.tokens[int(value)]
+
+
+def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
+    for kind in BYTE_LEVEL_KINDS:
+        if name in (kind.name, *kind.other_names):
+            return kind
+    known = ", ".join(kind.name for kind in BYTE_LEVEL_KINDS)
+    raise SparkinferError(
+        f"{path}: how its tokenizer splits text ({Keys.Tokenizer.PRE}) is {name!r}; known are"
+        f" {known}; convert a checkpoint that has a tokenizer.json"
+    )
+
+
+def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
+    ids, merges = vocabulary.ids(), []
+    for merge in _strings(vocabulary.path, vocabulary.keys, Keys.Tokenizer.MERGES):
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise SparkinferError(
+                f"{vocabulary.path}: the merge {merge!r} is not of three tokens; get the file again"
+            )
+        merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind.whole_words_first))
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if kind.splits_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if kind.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(kind.pattern), "isolated"))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.pattern is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
+    if kind.is_published_with_nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    ids, path = vocabulary.ids(), vocabulary.path
+    missing = [token for token in BYTE_TOKENS if token not in ids]
+    if missing:
+        raise SparkinferError(
+            f"{path}: {len(missing)} of the 256 byte tokens are missing, first {missing[0]};"
+            " convert a checkpoint that has a tokenizer.json"
+        )
+    scores = vocabulary.numbers(Keys.Tokenizer.SCORES)
+    normal = zip(vocabulary.tokens, scores, vocabulary.types, strict=True)
+    scored = {token: score for token, score, kind in normal if kind == TokenType.NORMAL}
+    unknown = vocabulary.texts(TokenType.UNKNOWN)
+    tokenizer = Tokenizer(
+        models.BPE(
+            ids,
+            merges_of_scores(path, scored),
+            unk_token=unknown[0] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    adds_space = vocabulary.is_set(Keys.Tokenizer.ADD_PREFIX, True)
+    prepend = [normalizers.Prepend(SPACE)] if adds_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool) -> None:
+    """The tokens that every text begins or ends with."""
+    names = Keys.Tokenizer
+    begin = end = None
+    if vocabulary.is_set(names.ADD_BOS, adds_begin):
+        begin = vocabulary.special(names.BOS_ID)
+    if vocabulary.is_set(names.ADD_EOS, False):
+        end = vocabulary.special(names.EOS_ID)
+    if begin is None and end is None:
+        return
+    special_tokens = [(text, tokenizer.token_to_id(text)) for text in (begin, end) if text]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[text for text in (begin, "$A", end) if text],
+        special_tokens=list(dict(special_tokens).items()),
+    )
+
+
+def _strings(path: Path, keys: Mapping[str, Value], key: str) -> list[str]:
+    values = keys.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        found = "is missing" if values is None else "is not a list of texts"
+        raise SparkinferError(
+            f"{path}: {key} {found}; text needs a tokenizer; convert a checkpoint that has a"
+            " tokenizer.json"
+        )
+    return [str(value) for value in values]

@@ -1,0 +1,120 @@
+"""Matrix products of several tokens on a GPU: tiles of rows for tensor cores, sums in f32.
+
+Tiles are f16, and bf16 for matrices in bf16, whose numbers f16 cannot hold; matrices in f32 are
+multiplied in f32, as their results are compared with other programs'. Tensor cores add products up
+in f32, and f32 is what comes out. f16 ends at 65,504, and hidden values of a feed-forward layer may
+be larger: a token's values are divided by a power of two before they are rounded to f16, which
+changes no bit of what is left, and the result is multiplied by it again.
+
+What this module does not know: matrices, models. Letters: T tokens, D row width, A rows of a tile,
+N all rows."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.kernels.stored import StoredMatrix
+
+if TYPE_CHECKING:
+    from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+
+Tiles = Iterable[tuple[int, Tensor]]
+# A tile is unpacked and multiplied by a few launches: large enough to be worth them, and in
+# proportion to the model, as the workspace is: 8 MiB of f16 where a row has 4,096 values.
+TILE_ROWS = 1024
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def tile_dtype(kind: str) -> torch.dtype:
+    """Of the tiles of a matrix whose rows are of this kind."""
+    return {"f32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float16)
+
+
+@cache
+def kernels() -> "Kernels":
+    """Raises SparkinferError where Triton is missing."""
+    from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
+
+    try:
+        return triton_kernels()
+    except ImportError as error:
+        raise SparkinferError(
+            f"a GPU needs Triton, which is missing ({error}); install it or use --device cpu"
+        ) from error
+
+
+def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None) -> None:
+    """As kernels.Unpack, on the device of the matrix."""
+    with _on_device_of(out_AD):
+        kernels().unpack(matrix, out_AD, index_A)
+
+
+def dot(matrix: StoredMatrix, x_D: Tensor, out_N: Tensor) -> None:
+    """As kernels.Dot, on the device of the matrix."""
+    with _on_device_of(out_N):
+        kernels().dot(matrix, None, x_D, out_N)
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of its arguments."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def product(x_TD: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
+    """f32 [T, N]: every token times every row."""
+    y_TN: Tensor | None = None
+    factor: _Factor | None = None
+    for start, rows_AD in tiles:
+        factor = factor or _Factor(x_TD, rows_AD.dtype)
+        y_TA = factor.times(rows_AD.T)
+        if len(rows_AD) == num_rows:
+            return y_TA
+        y_TN = x_TD.new_empty(len(x_TD), num_rows) if y_TN is None else y_TN
+        y_TN[:, start : start + len(rows_AD)] = y_TA
+    return x_TD.new_empty(len(x_TD), 0) if y_TN is None else y_TN
+
+
+def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
+    """Adds to f32 `sum_TD` every row times its weight, and returns it."""
+    factor: _Factor | None = None
+    for start, rows_AD in tiles:
+        factor = factor or _Factor(weight_TN, rows_AD.dtype)
+        sum_TD += factor.times(rows_AD, slice(start, start + len(rows_AD)))
+    return sum_TD
+
+
+class _Factor:
+    """f32 [T, K] as it is multiplied with tiles of a type."""
+
+    def __init__(self, values_TK: Tensor, dtype: torch.dtype) -> None:
+        self.exponent_T1: Tensor | None = None
+        if dtype == torch.float16:
+            largest_T1 = torch.linalg.vector_norm(values_TK, torch.inf, dim=1, keepdim=True)
+            exponent_T1 = torch.frexp(largest_T1).exponent
+            # Of what is no number the exponent is anything.
+            self.exponent_T1 = torch.where(exponent_T1.abs() < 126, exponent_T1, 0)
+            values_TK = torch.ldexp(values_TK, -self.exponent_T1)
+        self.values_TK = values_TK.to(dtype)
+
+    def times(self, tile: Tensor, columns: slice = slice(None)) -> Tensor:
+        """f32: some columns times as many rows."""
+        left = self.values_TK[:, columns]
+        if tile.dtype == torch.float32:
+            return left @ tile
+        y = _in_f32(left, tile)
+        return y if self.exponent_T1 is None else torch.ldexp(y, self.exponent_T1)
+
+
+def _in_f32(left: Tensor, right: Tensor) -> Tensor:
+    """A product of two 16-bit types whose sums and results are f32: torch has it on CUDA alone."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()

@@ -1,0 +1,182 @@
+"""The three products a decoder needs, of weights in the type they have in the file.
+
+Sums are f32. On the CPU products go through the C++ kernels, which take vectors in blocks of 16-bit
+integers where the weights are in blocks; without them through torch. On a GPU products of several tokens are tensor
+cores' (runtime.weights.gpu_products).
+What this module does not know: which rows matter.
+
+Letters: N rows, D row width, A chosen rows, T tokens."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import tile_rows
+from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.planar import PLANAR_KIND
+from sparkinfer.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
+from sparkinfer.runtime.weights import gpu_products
+
+# Arranged for a GPU: the CPU's kernels do not know it.
+_GPU_KINDS = ("q6_k_planar",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix(StoredMatrix):
+    """With the products a decoder needs, wherever the rows are."""
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return gpu_products.is_gpu(self.data.device)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the C++ kernels take it."""
+        is_on_cpu = self.data.device.type == "cpu" and not self._is_on_gpu
+        return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
+
+    def part(self, start: int, stop: int) -> "Matrix":
+        """Some rows that follow one another; nothing is copied."""
+        return replace(self, data=self.data[start:stop])
+
+    def rows(self, index_A: Tensor) -> Tensor:
+        """f32 [A, D]: the chosen rows, unpacked."""
+        return unpack(self.data[index_A], self.kind)
+
+    def dot(self, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [A]: the chosen rows (None: all) times one vector."""
+        if self.is_native:
+            return library.dot_rows(self.data, self.kind, x_D, index_A)
+        if self._is_on_gpu and index_A is None and self.kind not in PLANAR_KIND:
+            y_N = x_D.new_empty(self.num_rows)
+            gpu_products.dot(self, x_D, y_N)
+            return y_N
+        return self.product(x_D[None], index_A)[0]
+
+    def combine(self, weight_A: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [D]: the sum of the chosen rows (None: all), each times its weight."""
+        if self.is_native:
+            return library.accumulate_rows(self.data, self.kind, weight_A, index_A)
+        return self.combine_many(weight_A[None], index_A)[0]
+
+    def product(self, x_TD: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [T, A]: every token times the chosen rows (None: all)."""
+        count = self.num_rows if index_A is None else len(index_A)
+        if self._is_on_gpu:
+            return gpu_products.product(x_TD, count, self._gpu_tiles(index_A))
+        if self.is_native and len(x_TD):
+            rows = None if index_A is None else index_A.to(torch.int32)
+            return library.dot_rows(self.data, self.kind, x_TD.contiguous(), rows)
+        y_TA = x_TD.new_empty(len(x_TD), count)
+        for start, rows_AD in self._tiles(index_A):
+            torch.mm(x_TD, rows_AD.T, out=y_TA[:, start : start + len(rows_AD)])
+        return y_TA
+
+    def combine_many(self, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """f32 [T, D]: for every token the weighted sum of the chosen rows (None: all)."""
+        sum_TD = weight_TA.new_zeros(len(weight_TA), self.width)
+        return self.add_many(sum_TD, weight_TA, index_A)
+
+    def add_many(self, sum_TD: Tensor, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
+        """Adds that to `sum_TD`, f32, and returns it."""
+        if self._is_on_gpu:
+            tiles = self._gpu_tiles(index_A)
+            return gpu_products.add_many(sum_TD, weight_TA, tiles)
+        for start, rows_AD in self._tiles(index_A):
+            sum_TD.addmm_(weight_TA[:, start : start + len(rows_AD)], rows_AD)
+        return sum_TD
+
+    def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """As `_tiles`, of the type that tensor cores multiply. A float matrix that is taken whole
+        is a tile itself; the rows are copied or unpacked otherwise."""
+        dtype = gpu_products.tile_dtype(self.kind)
+        count = self.num_rows if index_A is None else len(index_A)
+        if not count:
+            return
+        if index_A is None and FLOATS.get(self.kind) == dtype:
+            yield 0, self.data
+            return
+        size = min(count, gpu_products.TILE_ROWS)
+        buffer = torch.empty(size, self.width, dtype=dtype, device=self.data.device)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            out_AD = buffer[: stop - start]
+            if index_A is None:
+                gpu_products.unpack(self.part(start, stop), out_AD, None)
+            else:
+                gpu_products.unpack(self, out_AD, index_A[start:stop])
+            yield start, out_AD
+
+    def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """(first position, rows f32 [A, D]) of pieces small enough for the workspace.
+
+        A piece is overwritten by the next."""
+        count = self.num_rows if index_A is None else len(index_A)
+        if self.kind == "f32" and index_A is None:
+            yield 0, self.data
+            return
+        tile = tile_rows(self.width)
+        buffer = torch.empty(min(tile, count), self.width) if self.is_native else None
+        rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
+        for start in range(0, count, tile):
+            piece = slice(start, min(start + tile, count))
+            if buffer is None:
+                chosen = self.data[piece] if index_A is None else self.data[index_A[piece]]
+                yield start, unpack(chosen, self.kind)
+                continue
+            out_AD = buffer[: piece.stop - start]
+            if rows_A is None:
+                library.unpack_rows(self.data[piece], self.kind, out_AD)
+            else:
+                library.unpack_rows(self.data, self.kind, out_AD, rows_A[piece])
+            yield start, out_AD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """x W^T + b, with or without b."""
+
+    weight: Matrix
+    bias_N: Tensor | None = None
+
+    def apply(self, x_TD: Tensor) -> Tensor:
+        """f32 [T, N]: the single-token product where T is 1."""
+        y_TN = (
+            self.weight.dot(x_TD[0].contiguous())[None]
+            if len(x_TD) == 1
+            else self.weight.product(x_TD)
+        )
+        return y_TN if self.bias_N is None else y_TN + self.bias_N
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes + (0 if self.bias_N is None else self.bias_N.nbytes)
+
+    def part(self, start: int, stop: int) -> "Linear":
+        """Some outputs that follow one another; nothing is copied."""
+        bias = None if self.bias_N is None else self.bias_N[start:stop]
+        return Linear(weight=self.weight.part(start, stop), bias_N=bias)
+
+
+def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None = None) -> Matrix:
+    """A matrix of a model file, or of some of its rows, on a device.
+
+    On the CPU and without `rows` it stays in the mapped file: nothing is copied."""
+    raw = entry.read()
+    raw = raw if rows is None else raw[rows]
+    data = torch.from_numpy(raw)
+    if entry.kind == "bf16":
+        data = data.view(torch.bfloat16)
+    return Matrix(data=data.to(device), kind=entry.kind, width=entry.shape[-1])
+
+
+def vector_of(entry: TensorEntry, device: torch.device) -> Tensor:
+    """A norm's weights or a bias: f32, copied out of the file."""
+    data = torch.from_numpy(entry.read())
+    if entry.kind == "bf16":
+        data = data.view(torch.bfloat16)
+    return data.to(device, torch.float32, copy=True)

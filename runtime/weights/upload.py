@@ -1,0 +1,126 @@
+"""Matrices of a model file into a device's slab, a piece at a time, as the device reads them.
+
+Beside their place in the slab there are two pinned buffers on the host and, for a type that is
+arranged anew (runtime.kernels.planar), two pieces on the device while that is done; mapped pages are given
+back behind each matrix.
+
+What this module does not know: models and plans. Letters: N rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.gguf_file import TensorEntry, prefetch, release
+from sparkinfer.runtime.device.device_memory import DeviceMemory
+from sparkinfer.runtime.device.staging import Staging, copy_stream
+from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
+from sparkinfer.runtime.kernels.stored import FLOATS
+from sparkinfer.runtime.weights.matrix import Matrix
+
+PIECE_BYTES = 8 << 20
+
+
+@dataclass
+class Uploader:
+    """Fills a slab. `on_bytes` hears of every piece."""
+
+    memory: DeviceMemory
+    on_bytes: Callable[[int], None] = lambda num_bytes: None
+    piece_bytes: int = PIECE_BYTES
+    _staging: Staging | None = field(default=None, repr=False)
+    _ranges: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def matrix(self, entry: TensorEntry, item: str, rows: np.ndarray | None = None) -> Matrix:
+        """A matrix of a model file, or some of its rows, of as many bytes as in the file."""
+        raw = entry.read()
+        count = raw.shape[0] if rows is None else len(rows)
+        target = self.memory.take((count, entry.row_bytes), torch.uint8, item)
+        prefetch(entry)
+        self._fill(target, raw, entry.kind, rows)
+        release(entry)
+        kind = PLANAR_KIND.get(entry.kind, entry.kind)
+        dtype = FLOATS.get(kind, torch.uint8)
+        return Matrix(data=target.view(dtype), kind=kind, width=entry.shape[-1])
+
+    def vector(self, values: Tensor, item: str) -> Tensor:
+        """A copy of any small tensor."""
+        target = self.memory.take(tuple(values.shape), values.dtype, item)
+        self.on_bytes(target.nbytes)
+        return target.copy_(values)
+
+    def ids(self, ids: np.ndarray) -> Tensor:
+        """int32, beside the weights: of the workspace."""
+        values = torch.from_numpy(ids.astype(np.int32))
+        return self.memory.take(tuple(values.shape), torch.int32, "workspace").copy_(values)
+
+    def range(self, count: int) -> Tensor:
+        """0, 1, ...: the ids of all neurons of a layer, the same memory for all layers."""
+        if count not in self._ranges:
+            self._ranges[count] = self.ids(np.arange(count))
+        return self._ranges[count]
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
+        return self.memory.take_zeros(shape, dtype, item)
+
+    def finish(self) -> None:
+        """Waits until everything is there, and gives the buffers back."""
+        if self._staging is not None:
+            self._staging.finish()
+        self._staging = None
+
+    def _fill(self, target: Tensor, raw: np.ndarray, kind: str, rows: np.ndarray | None) -> None:
+        source = raw.reshape(raw.shape[0], -1).view(np.uint8)
+        row_bytes = target.shape[1]
+        staging = self._buffers(row_bytes)
+        step = max(1, staging.num_bytes // row_bytes)
+        for start in range(0, len(target), step):
+            stop = min(start + step, len(target))
+            chosen = slice(start, stop) if rows is None else rows[start:stop]
+            self._send(staging, target[start:stop], source, chosen, kind)
+            self.on_bytes((stop - start) * row_bytes)
+
+    def _send(
+        self,
+        staging: Staging,
+        target: Tensor,
+        source: np.ndarray,
+        chosen: slice | np.ndarray,
+        kind: str,
+    ) -> None:
+        def fill(buffer: Tensor) -> None:
+            out = buffer.numpy().reshape(-1, source.shape[1])
+            if isinstance(chosen, slice):
+                np.copyto(out, source[chosen])
+            else:
+                np.take(source, chosen, axis=0, out=out, mode="clip")  # "raise" takes a copy
+
+        if kind not in PLANAR_KIND:
+            staging.send(target.view(-1), fill)
+            return
+        piece = torch.empty_like(target)
+        # What had this memory before may still run; the copy is in another stream.
+        staging.stream.wait(_recorded(target.device))
+        event = staging.send(piece.view(-1), fill)
+        if event is not None:
+            torch.cuda.current_stream(target.device).wait_event(event)
+        target.copy_(planar(piece, kind)[0])
+
+    def _buffers(self, row_bytes: int) -> Staging:
+        if self._staging is None or self._staging.num_bytes < row_bytes:
+            self.finish()
+            device = self.memory.device
+            size = max(self.piece_bytes, row_bytes)
+            self._staging = Staging(size, copy_stream(device), is_pinned=device.type == "cuda")
+        return self._staging
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event | None:
+    """That what plain code has launched so far has run; None on the CPU, where it has."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
