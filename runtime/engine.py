@@ -10,8 +10,8 @@ What this module does not know: how layers are computed or where weights lie."""
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,9 @@ from sparkinfer.runtime.engine_options import (
     mode_of,
     placement_of,
     residence_of,
+    sequences_of,
 )
+from sparkinfer.runtime.generate.generation import Generation, GenerationOptions, Run, Token
 from sparkinfer.runtime.generate.sampler import Sampler
 from sparkinfer.runtime.gpu_setup import (
     Memories,
@@ -49,37 +51,14 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.loader import Layer, Weights, load_weights
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
+from sparkinfer.runtime.step.batch import Wanted, rows_of
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.sequences import Part, Sequences
+from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.split_file import Split
 from sparkinfer.thresholds import replace_thresholds, with_thresholds
-
-
-@dataclass(frozen=True)
-class Token:
-    id: int
-    text: str
-
-
-@dataclass
-class Run:
-    """What a generation took; times in seconds, `ffn_bytes` read by the decode steps."""
-
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_tokens: int = 0
-    decode_s: float = 0.0
-    ffn_bytes: int = 0
-    stopped_by: str = "not started"  # then "end of text", "max tokens" or "context"
-
-    @property
-    def prefill_per_s(self) -> float:
-        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_per_s(self) -> float:
-        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
 class Engine:
@@ -106,9 +85,8 @@ class Engine:
         self.load_s = load_s  # seconds from an open file to weights where they belong
         self.memories = memories  # of the GPUs, and what they report
         self.last_run = Run()
-        self._decoder: Decoder | None = decoder
         self._codec: TextCodec | None = None
-        self._user = 0  # counts the uses of the KV cache, of which there is one
+        self._sequences = Sequences(decoder)
 
     @classmethod
     def load(
@@ -122,6 +100,7 @@ class Engine:
         is_resident: bool | None = None,
         graph: bool = True,
         cpu_ffn: bool = False,
+        num_sequences: int = 1,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
@@ -135,6 +114,8 @@ class Engine:
         they fit into the free memory. graph: whether a step on CUDA is captured into a graph;
         without one it gives the same numbers, slower, and can be debugged. cpu_ffn: instead of a
         plan, all neurons of the feed-forward layers on the CPU and all else on the device.
+        num_sequences: texts that are kept at a time, each of up to context_length tokens; more than
+        one on the CPU alone.
 
         Raises SparkinferError for a wrong file, plan, mode, device or profile."""
         file = ModelFile.load(Path(model))
@@ -148,7 +129,9 @@ class Engine:
         if split is not None:
             plan = Split.load(Path(split))
             plan.check_against(file, Path(split))
-        return cls.of(file, plan, mode, device, context_length, is_resident, graph, cpu_ffn)
+        return cls.of(
+            file, plan, mode, device, context_length, is_resident, graph, cpu_ffn, num_sequences
+        )
 
     @classmethod
     @told_out_of_memory()
@@ -162,6 +145,7 @@ class Engine:
         is_resident: bool | None = None,
         graph: bool = True,
         cpu_ffn: bool = False,
+        num_sequences: int = 1,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
@@ -169,7 +153,10 @@ class Engine:
         gpu = device_of(device)
         context_length = context_of(file, plan, context_length)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
-        bytes_by_role = bytes_by_role_of(file, plan, context_length, gpu, cpu_ffn=cpu_ffn)
+        num_sequences = sequences_of(num_sequences, plan, gpu)
+        bytes_by_role = bytes_by_role_of(
+            file, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences
+        )
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
         notice = partial(_notice, file)
@@ -177,7 +164,7 @@ class Engine:
         with uploading(memories, residence) as uploaders:
             weights = load_weights(
                 file, placement, mode, context_length, observers, traffic, notice, residence,
-                uploaders,
+                uploaders, num_sequences,
             )  # fmt: skip
         if not library.is_available():
             print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
@@ -227,26 +214,37 @@ class Engine:
             for layer, value in zip(self.layers, threshold_L, strict=True)
         )
         weights = replace(self._live.weights, layers=layers)
-        self._decoder = replace(self._live, weights=weights, native=self._step_of(weights))
+        self._sequences.decoder = replace(
+            self._live, weights=weights, native=self._step_of(weights)
+        )
         set_aside(self.memories)
 
     @told_out_of_memory()
-    @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
         """Runs a text through all layers but not through the head: for observers."""
-        self._user += 1
-        for start, chunk in self._chunks(self._ids(token_ids)):
-            self._live.run(chunk, start, "none")
+        self._run_alone(token_ids, "none")
 
     @told_out_of_memory()
-    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """f32 [T, V] on the CPU: what follows each token, the text starting with the first."""
+        return self._run_alone(token_ids, "all")
+
+    def _run_alone(self, token_ids: Sequence[int] | Tensor, wanted: Wanted) -> Tensor:
         ids_T = self._ids(token_ids)
-        self._user += 1
-        return torch.cat(
-            [self._live.run(chunk, start, "all") for start, chunk in self._chunks(ids_T)]
-        )
+        with self._sequences.open(yields=True) as text:
+            return text.extend(ids_T.tolist(), wanted)
+
+    def sequence(self) -> TextSequence:
+        """A place for a text of its own, kept until it is closed: see runtime.step.sequences.
+
+        Raises SparkinferError where all `num_sequences` are in use."""
+        return self._sequences.open()
+
+    @told_out_of_memory()
+    def run(self, parts: Iterable[Part]) -> list[Tensor]:
+        """Computes tokens of several sequences in common steps, which read each weight once: of each
+        part its logits f32 [R, V], the same to the bit as computed alone."""
+        return self._sequences.run(parts)
 
     def generate(
         self,
@@ -261,50 +259,26 @@ class Engine:
         after max_tokens, or when the context is full. Raises SparkinferError for a prompt that
         is empty or does not fit."""
         sampler = Sampler(temperature, seed)
-        if max_tokens < 1:
-            raise SparkinferError(f"max_tokens is {max_tokens}, wanted 1 or more")
+        options = GenerationOptions(max_tokens=max_tokens)
         ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
-        return self._generate(ids_T, max_tokens, sampler)
+        return self._generate(ids_T.tolist(), options, sampler)
 
-    def _generate(self, ids_T: Tensor, max_tokens: int, sampler: Sampler) -> Iterator[Token]:
-        self._user += 1
-        user, run = self._user, Run(prefill_tokens=len(ids_T))
-        stream = self.codec.stream(ids_T.tolist())
-        self.last_run = run
-        began = time.perf_counter()
-        logits_V = self._prefill(ids_T)
-        run.prefill_s = time.perf_counter() - began
-        position, read = len(ids_T), self.traffic.total
-        for count in range(1, max_tokens + 1):
-            token_id = sampler.sample(logits_V)
-            if token_id in self.codec.end_ids:
-                run.stopped_by = "end of text"
-                return
-            yield Token(token_id, stream.text(token_id))
-            if user != self._user:
-                raise SparkinferError("the engine was used for something else while generating")
-            if count == max_tokens or position == self.context_length:
-                run.stopped_by = "max tokens" if count == max_tokens else "context"
-                return
-            began = time.perf_counter()
-            logits_V = self._step(token_id, position)
-            run.decode_s += time.perf_counter() - began
-            run.decode_tokens += 1
-            run.ffn_bytes = self.traffic.total - read
-            position += 1
+    def _generate(
+        self, ids: list[int], options: GenerationOptions, sampler: Sampler
+    ) -> Iterator[Token]:
+        with self._sequences.open(yields=True) as text:
+            generation = Generation(text, ids, self.codec, sampler, options, self.traffic)
+            self.last_run = generation.run
+            yield from generation.tokens()
 
     @told_out_of_memory()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
-        for start, chunk in self._chunks(ids_T):
-            is_last = start + len(chunk) == len(ids_T)
-            logits_RV = self._live.run(chunk, start, "last" if is_last else "none")
-        return logits_RV[0]
-
-    def _chunks(self, ids_T: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(position of the first token, tokens) of each forward pass over a text."""
+        """f32 [V] behind the last of the first sequence's tokens, whoever has it."""
         size = self._live.most_tokens
-        return ((number * size, chunk) for number, chunk in enumerate(ids_T.split(size)))
+        for number, chunk in enumerate(ids_T.split(size)):
+            logits_RV = self._live.run(rows_of(chunk.tolist(), number * size))
+        return logits_RV[0]
 
     @told_out_of_memory()
     @torch.inference_mode()
@@ -317,6 +291,7 @@ class Engine:
         native = self._live.native
         return native if isinstance(native, str) else None
 
+    @told_out_of_memory()
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
         """What decode steps at the positions from `start` take, sampling included: for benchmarks.
@@ -324,12 +299,14 @@ class Engine:
         Which tokens they are does not matter to the time, so no text is needed; what stands in
         the cache before `start` is taken as it is."""
         assert steps >= 1 and start + steps <= self.context_length, (steps, start)
-        self._user += 1
         sampler, token_id = Sampler(0.0, None), 0
-        began = time.perf_counter()
-        for position in range(start, start + steps):
-            token_id = sampler.sample(self._step(token_id, position))
-        return time.perf_counter() - began
+        with self._sequences.open(yields=True) as text:
+            self._live.weights.cache.reserve(text.number, start, start + steps)
+            began = time.perf_counter()
+            for position in range(start, start + steps):
+                rows = rows_of([token_id], position, sequence=text.number)
+                token_id = sampler.sample(self._live.run(rows)[0])
+            return time.perf_counter() - began
 
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
@@ -359,7 +336,7 @@ class Engine:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
         for device in self.memories:  # whatever was left in its middle
             torch.cuda.synchronize(device)
-        self._decoder = None
+        self._sequences.decoder = None
         if self.device.type == "cuda":
             gc.collect()  # a captured step and what it was made from refer to each other
             for memory in self.memories.values():
@@ -379,9 +356,7 @@ class Engine:
 
     @property
     def _live(self) -> Decoder:
-        if self._decoder is None:
-            raise SparkinferError("the engine is closed")
-        return self._decoder
+        return self._sequences.live
 
     def _ids(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         ids_T = torch.as_tensor(token_ids, dtype=torch.int64).cpu()

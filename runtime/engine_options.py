@@ -18,6 +18,7 @@ from sparkinfer.system_memory import free_memory_bytes
 
 # Of the free memory, for weights: the rest is for the cache of files, which is read meanwhile.
 FREE_SHARE = 0.9
+MAX_SEQUENCES = 1024
 
 
 def residence_of(
@@ -79,6 +80,7 @@ def bytes_by_role_of(
     device: torch.device,
     *,
     cpu_ffn: bool = False,
+    num_sequences: int = 1,
 ) -> dict[str, Items]:
     """Itemised bytes of each side. Without a plan there is one side, that of the device, or with
     `cpu_ffn` all but the neurons on one and they on the other."""
@@ -95,6 +97,7 @@ def bytes_by_role_of(
             else workspace_bytes(model, context_length, is_short=False)
         ),
         home=plan.home if plan else (),
+        num_sequences=num_sequences,
     )
     if plan is not None or cpu_ffn:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
@@ -146,4 +149,19 @@ def context_of(model: ModelFile, plan: Split | None, asked: int | None) -> int:
         return min(longest, DEFAULT_CONTEXT)
     if not 1 <= asked <= longest:
         raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
+    return asked
+
+
+def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
+    """How many texts the cache is for."""
+    if not 1 <= asked <= MAX_SEQUENCES:
+        raise SparkinferError(f"{asked} sequences asked for, wanted 1 to {MAX_SEQUENCES}")
+    if asked > 1 and plan is not None:
+        raise SparkinferError(
+            f"{asked} sequences asked for, but a plan budgets the cache of one; leave one of the two out"
+        )
+    if asked > 1 and device.type != "cpu":
+        raise SparkinferError(
+            f"{asked} sequences asked for, which run on the CPU alone so far; say device cpu"
+        )
     return asked

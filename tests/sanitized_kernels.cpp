@@ -116,6 +116,38 @@ bool parts(SparkStep& step, const float* want) {
     return true;
 }
 
+// Two sequences in blocks that lie in any order: one row by row, the other in one step with rows of the
+// first, and a third that takes its stem over; all end in the same logits.
+bool pages(SparkStep step, SparkLayer layer, const float* want) {
+    constexpr int64_t LENGTH = 32;
+    const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
+    const int64_t size = 3 * N * LENGTH * step.num_kv_heads * step.head_width * 2;
+    layer.key = bytes(size), layer.value = bytes(size);
+    step.layer = &layer;
+    std::vector<int32_t> block(3 * N);
+    for (int64_t i = 0; i < 3 * N; ++i) block[i] = static_cast<int32_t>((5 * i + 2) % (3 * N));
+    step.table = {block.data(), 3, N, LENGTH, 3 * N};
+    std::vector<float> logits(2 * V);
+    for (int64_t position = 0; position < C; ++position) {
+        const auto at = [&](int32_t sequence, int32_t source) {
+            return SparkRow{position, position, sequence, source < 0, source, 0};
+        };
+        const SparkRow rows[] = {at(0, -1), at(1, -1), at(2, 1)};
+        if (spark_step(&step, rows, 3, logits.data())) return false;
+    }
+    const SparkRow last[] = {{C - 1, C - 1, 2, 1, -1, 0}, {C - 1, C - 1, 1, 1, -1, 0}};
+    if (std::memcmp(logits.data(), want, V * sizeof(float))) return false;
+    if (std::memcmp(logits.data() + V, want, V * sizeof(float))) return false;
+    if (spark_step(&step, last, 2, logits.data())) return false;
+    const SparkRow wrong[] = {{0, 0, 3, 1, -1, 0}, {0, 0, 0, 1, 0, 0}};
+    if (std::memcmp(logits.data(), want, V * sizeof(float))) return false;
+    for (const SparkRow& row : wrong)
+        if (spark_step(&step, &row, 1, logits.data()) != STATUS_BAD_ARGUMENT) return false;
+    block[0] = static_cast<int32_t>(3 * N);
+    const SparkRow astray = {0, 0, 0, 1, -1, 0};
+    return spark_step(&step, &astray, 1, logits.data()) == STATUS_INDEX_OUT_OF_RANGE;
+}
+
 bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const bool is_wide = block_values(kind) > 32;
     const int64_t D = is_wide ? 256 : 96, W = is_wide ? 64 : 24;
@@ -141,6 +173,8 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.layer = &layer, step.num_layers = 1, step.frequency = frequency;
     step.width = D, step.num_neurons = F, step.num_heads = H, step.num_kv_heads = K;
     step.head_width = W, step.context_length = C, step.max_rows = R;
+    const int32_t one_block[] = {0};
+    step.table = {one_block, 1, 1, C, 1};
     step.epsilon = 1e-5f, step.cache_kind = KIND_F16, step.mode = mode;
     step.activation = is_gated ? ACTIVATION_SILU : ACTIVATION_RELU;
     const int64_t size = spark_step_bytes(&step);
@@ -149,19 +183,20 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
     float *logits = floats(V), *together = floats(R * V);
     for (int64_t position = 0; position < C; ++position) {
-        const SparkRow row = {position, position, 0, 1};
+        const SparkRow row = {position, position, 0, 1, -1, 0};
         if (spark_step(&step, &row, 1, logits)) return false;
     }
     SparkRow rows[R];
-    for (int64_t t = 0; t < R; ++t) rows[t] = {C - R + t, C - R + t, 0, 1};
+    for (int64_t t = 0; t < R; ++t) rows[t] = {C - R + t, C - R + t, 0, 1, -1, 0};
     if (spark_step(&step, rows, R, together)) return false;
     if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
-    const SparkRow no_token = {V, 0, 0, 1}, no_position = {0, C, 0, 1};
+    const SparkRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
     rows[1].position += 1;
     return spark_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
            spark_step(&step, &no_position, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
            spark_step(&step, rows, 3, together) == STATUS_BAD_ARGUMENT &&
-           spark_step(&step, rows, R + 1, together) == STATUS_BAD_ARGUMENT && parts(step, logits);
+           spark_step(&step, rows, R + 1, together) == STATUS_BAD_ARGUMENT && parts(step, logits) &&
+           pages(step, layer, logits);
 }
 
 bool level() {
@@ -194,7 +229,7 @@ void unpacks_nothing(const Rows&, float*, int64_t, int64_t) {}
 void adds_nothing(const Rows&, int64_t, int64_t, const ManySums&) {}
 
 void attends_nothing(const AttendPart& a) {
-    for (int64_t g = 0; g < a.G; ++g) a.top[g] = a.total[g] = 0.0f;
+    for (int64_t g = 0; g < a.num_queries; ++g) a.top[g] = a.total[g] = 0.0f;
 }
 
 // The probe takes what runs and refuses what faults or errs, at any kind of weight.

@@ -11,6 +11,8 @@ from gpu_matrices import KINDS, block_width, make_matrix, vector
 from reference import rel_error
 
 from sparkinfer.gguf_file import type_of
+from sparkinfer.runtime.cache.block_table import BlockTable
+from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
 from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
@@ -162,14 +164,15 @@ def test_attention(is_adjacent):
     rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent)
     norms = [attention.Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
-    want_cache = attention.LayerCache(*got_cache.clone())
+    key_BKPW, value_BKPW = got_cache.clone().transpose(1, 2).contiguous()[:, None]
+    want_cache = LayerCache(key_BKPW=key_BKPW, value_BKPW=value_BKPW, table=BlockTable(1, 6))
     for start, has_norms in ((3, True), (4, False)):
         qkv = vector(8 * width, start)
         query, key, value = qkv.clone().view(1, 8, width).split([num_heads, num_kv, num_kv], dim=1)
         if has_norms:
             query, key = norms[0].apply(query), norms[1].apply(key)
         turn = rotary.turn(start, 1)
-        keys, values = want_cache.append(start, turn.apply(key), value)
+        keys, values = want_cache.append(0, start, turn.apply(key), value)
         want = attention.attend(turn.apply(query), keys, values)[0]
         weights = [norm.weight_D if has_norms else None for norm in norms]
         position, got = torch.tensor([start]), torch.empty(num_heads, width)

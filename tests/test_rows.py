@@ -19,6 +19,7 @@ from test_runtime import make_split, saved
 from sparkinfer import Engine
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.native_structs import MAX_ROWS
+from sparkinfer.runtime.step.batch import Row, rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -99,7 +100,7 @@ def test_passes_of_any_length_and_after_a_prompt(tmp_path, kind, mode):
         native = engine._live.native
         for start, count in ((1, 2), (250, 20), (255, 3), (CONTEXT - 32, 32)):
             engine.hidden(IDS[: start + 1])
-            got = native.run_rows(IDS[start : start + count], start, [True] * count)
+            got = native.run_rows(rows_of(IDS[start : start + count], start, "all"))
             assert torch.equal(got, want[start : start + count])
 
 
@@ -108,7 +109,11 @@ def test_only_wanted_rows_have_logits(tmp_path):
     with Engine.load(model.path, mode="exact") as engine:
         want = engine.logits(IDS[:9])
         wanted = [t in (1, 4, 8) for t in range(9)]
-        got = engine._live.native.run_rows(IDS[:9], 0, wanted)
+        rows = [
+            Row(token=token, position=t, has_logits=has)
+            for t, (token, has) in enumerate(zip(IDS, wanted, strict=False))
+        ]
+        got = engine._live.native.run_rows(rows)
         assert torch.equal(got, want[[1, 4, 8]])
         assert torch.equal(engine._prefill(torch.tensor(IDS[:9])), want[-1])
 
@@ -148,7 +153,7 @@ def test_rows_out_of_the_model_are_refused(tmp_path):
         native = engine._live.native
         for ids, start in (([1, 90], 0), ([-1], 0), ([1, 2], CONTEXT - 1), ([1], -1)):
             with pytest.raises(IndexError, match="outside the model"):
-                native.run_rows(ids, start, [True] * len(ids))
+                native.run_rows(rows_of(ids, start, "all"))
 
 
 def test_the_same_seed_gives_the_same_text_a_hundred_times(tmp_path, restore_library):

@@ -63,7 +63,7 @@ def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1)
         staging=Staging(size, copier, is_pinned=False) if is_staged else None,
     )
     weights = brought(weights, stream, 128, least_tokens=least_tokens)
-    engine._decoder = dataclasses.replace(
+    engine._sequences.decoder = dataclasses.replace(
         engine._live, weights=weights, native="weights are brought"
     )
     return stream

@@ -3,6 +3,7 @@
 Temperature as in llama.cpp's chain: at or below zero the largest logit is taken."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ class Sampler:
         else:
             self.generator.manual_seed(seed)
 
-    def sample(self, logits_V: Tensor) -> int:
+    def sample(
+        self, logits_V: Tensor, history: Sequence[int] = (), mask_V: Tensor | None = None
+    ) -> int:
         """A token id. Raises SparkinferError where the model gave NaN."""
         if torch.isnan(logits_V).any():
             raise SparkinferError("the model gave NaN logits; convert its checkpoint again")
@@ -36,3 +39,7 @@ class Sampler:
             return int(logits_V.argmax())
         probability_V = torch.softmax(logits_V.double() / self.temperature, dim=0)
         return int(torch.multinomial(probability_V, 1, generator=self.generator))
+
+    def logprobs(self, logits_V: Tensor, count: int) -> list[tuple[int, float]]:
+        top = torch.topk(torch.log_softmax(logits_V.double(), 0), count)
+        return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))

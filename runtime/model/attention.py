@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, KV cache and attention, in f32.
+"""Norm, rotary embedding and attention, in f32.
 
 Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width, D model width."""
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparkinfer.architecture import ModelShape
+from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 
@@ -77,28 +78,6 @@ class Turn:
         if self.is_adjacent:
             return torch.stack(turned, dim=-1).flatten(-2)
         return torch.cat(turned, dim=-1)
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """Keys and values of one layer, [C, K, W], allocated once for the whole context."""
-
-    key_CKW: Tensor
-    value_CKW: Tensor
-
-    def append(self, start: int, key_TKW: Tensor, value_TKW: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores T tokens at `start`; returns all keys and values up to them, as they are kept."""
-        end = start + len(key_TKW)
-        self.key_CKW[start:end] = key_TKW
-        self.value_CKW[start:end] = value_TKW
-        return self.key_CKW[:end], self.value_CKW[:end]
-
-
-def head_major(shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [C, K, W] in which the positions of a head lie one behind the other: a step reads them
-    as one run through memory, where from position to position would be a page each."""
-    context_length, num_kv, width = shape_CKW
-    return torch.zeros(num_kv, context_length, width, dtype=dtype, device=device).transpose(0, 1)
 
 
 def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
@@ -172,9 +151,10 @@ class Attention:
     cache: LayerCache
     num_heads: int
 
-    def forward(self, x_TD: Tensor, start: int, turn: Turn | None) -> Tensor:
-        """Attention of T normed tokens at positions from `start`, [T, D]; appends to the cache."""
-        _, num_kv, width = self.cache.key_CKW.shape
+    def forward(self, x_TD: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
+        """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
+        the cache, where they have room."""
+        num_kv, width = self.cache.num_kv_heads, self.cache.head_width
         joined = torch.cat([linear.apply(x_TD) for linear in self.inputs], dim=-1)
         query, key, value = joined.unflatten(-1, (-1, width)).split(
             [self.num_heads, num_kv, num_kv], dim=1
@@ -183,7 +163,7 @@ class Attention:
             query, key = self.query_norm.apply(query), self.key_norm.apply(key)
         if turn:
             query, key = turn.apply(query), turn.apply(key)
-        keys, values = self.cache.append(start, key, value)
+        keys, values = self.cache.append(sequence, start, key, value)
         if gpu_products.is_gpu(keys.device):
             return self.output.apply(attend_by_heads(query, keys, values))
         return self.output.apply(attend(query, keys.float(), values.float()))

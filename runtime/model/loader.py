@@ -7,6 +7,7 @@ own. What this module does not know: the order of a forward pass."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from sparkinfer.budget import kv_kind, transposed_kind
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.model.attention import Attention, LayerCache, Norm, Rotary, head_major
+from sparkinfer.runtime.cache.block_table import BlockTable
+from sparkinfer.runtime.cache.kv_cache import KVCache, LayerCache
+from sparkinfer.runtime.model.attention import Attention, Norm, Rotary
 from sparkinfer.runtime.model.feed_forward import (
     FeedForward,
     Gate,
@@ -58,6 +61,11 @@ class Weights:
     head: Linear
     head_device: torch.device
     rotary: dict[torch.device, Rotary]
+
+    @property
+    def cache(self) -> KVCache:
+        caches = tuple(layer.attention.cache for layer in self.layers)
+        return KVCache(table=caches[0].table, layers=caches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +130,14 @@ def load_weights(
     notice: Callable[[str], None],
     residence: Residence | None,
     uploaders: Mapping[torch.device, Uploader] | None = None,
+    num_sequences: int = 1,
 ) -> Weights:
     """`notice` hears what a user should know, e.g. the error of a transposed down projection.
     Without a `residence`, what lies on the CPU stays in the mapped file. What a device has an
     uploader for goes into that one's memory."""
     builder = Builder(
         model, placement, mode, context_length, observers, traffic, notice, residence,
-        uploaders or {},
+        uploaders or {}, num_sequences,
     )  # fmt: skip
     head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
@@ -179,6 +188,12 @@ class Builder:
     notice: Callable[[str], None]
     residence: Residence | None = None
     uploaders: Mapping[torch.device, Uploader] = field(default_factory=dict)
+    num_sequences: int = 1
+
+    @cached_property
+    def table(self) -> BlockTable:
+        """Of the cache that the layers have."""
+        return BlockTable(self.num_sequences, self.context_length)
 
     def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
         """`item` is what its bytes are counted as, where the device's are."""
@@ -249,7 +264,6 @@ class Builder:
 
     def attention(self, index: int, device: torch.device) -> Attention:
         shape = self.model.shape
-        size = (self.context_length, shape.num_kv_heads, shape.head_width)
         dtype = {"f32": torch.float32, "f16": torch.float16}[kv_kind(self.model)]
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
@@ -258,19 +272,19 @@ class Builder:
             output=self.linear(index, "attn_output", device),
             query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
             key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
-            cache=LayerCache(*(self.cache(size, dtype, device) for _ in range(2))),
+            cache=LayerCache.of(
+                self.table,
+                shape.num_kv_heads,
+                shape.head_width,
+                lambda size: self.cache(size, dtype, device),
+            ),
             num_heads=shape.num_heads,
         )
 
-    def cache(
-        self, shape_CKW: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """As head_major."""
-        if device not in self.uploaders:
-            return head_major(shape_CKW, dtype, device)
-        context_length, num_kv, width = shape_CKW
-        shape = (num_kv, context_length, width)
-        return self.uploaders[device].zeros(shape, dtype, "kv_cache").transpose(0, 1)
+    def cache(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device in self.uploaders:
+            return self.uploaders[device].zeros(shape, dtype, "kv_cache")
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def predictor(self, index: int, device: torch.device) -> Predictor:
         info = self.model.predictor

@@ -4,8 +4,8 @@ What this module does not know: text, sampling, and where weights came from.
 
 Letters: T tokens, R rows that want logits, D model width, V vocabulary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
 from sparkinfer.runtime.model.attention import Turn
 from sparkinfer.runtime.model.loader import Layer, Weights
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.step.batch import Row, runs_of
 from sparkinfer.runtime.step.decode_step import DecodeStep
 from sparkinfer.runtime.step.native_step import NativeStep
 from sparkinfer.runtime.weights.matrix import Matrix
-
-Wanted = Literal["none", "last", "all"]  # of a pass's tokens, those whose logits are wanted
-_WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +28,15 @@ class Decoder:
     native: DecodeStep | str  # a token's step in one call, or why there is none
     chunk: int = SHORT_CHUNK  # tokens of a pass, where nobody watches
 
-    def step(self, token: int, position: int) -> Tensor:
+    def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] behind one token, natively unless someone watches or `native` says why
         not. The two ways differ in the order of sums."""
+        if self._native_rows is not None:
+            row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+            return self._native_rows.run_rows([row])[0]
         if not isinstance(self.native, str) and not self.observers.active:
             return self.native.run(token, position)
-        return self.logits(self.forward(torch.tensor([token]), position))[0]
+        return self.logits(self.forward(torch.tensor([token]), position, sequence))[0]
 
     @property
     def _native_rows(self) -> NativeStep | None:
@@ -50,20 +51,41 @@ class Decoder:
             return self._native_rows.max_rows
         return SHORT_CHUNK if self.observers.active else self.chunk
 
-    def run(self, ids_T: Tensor, start: int, wanted: Wanted) -> Tensor:
-        """Logits f32 [R, V] on the CPU of the wanted ones of tokens at positions from `start`.
+    def run(self, rows: Sequence[Row]) -> Tensor:
+        """Logits f32 [R, V] on the CPU of the rows that have them; keys and values go into the cache.
 
-        Takes at most `most_tokens`; keys and values go into the cache."""
-        which = _WANTED[wanted]
-        if self._native_rows is None:
-            hidden_TD = self.forward(ids_T, start)
-            return self.logits(hidden_TD[which]) if wanted != "none" else hidden_TD[which]
-        has_logits = [False] * len(ids_T)
-        has_logits[which] = [True] * len(has_logits[which])
-        return self._native_rows.run_rows(ids_T.tolist(), start, has_logits)
+        Takes at most `most_tokens` rows that are computed. Each row's place in the cache is its
+        sequence's own (KVCache.reserve)."""
+        if self._native_rows is not None:
+            return self._native_rows.run_rows(rows)
+        if len(rows) == 1 and rows[0].has_logits:
+            return self.step(rows[0].token, rows[0].position, rows[0].sequence)[None].clone()
+        none = torch.empty(0, self.weights.head.weight.num_rows)
+        return torch.cat([none, *(self._run_one(rows, run) for run in runs_of(rows))])
 
-    def forward(self, ids_T: Tensor, start: int) -> Tensor:
-        """Hidden states [T, D] before the head, of tokens at positions from `start`.
+    def _run_one(self, rows: Sequence[Row], run: Sequence[Row]) -> Tensor:
+        """As `run`, of those of one sequence."""
+        for row in run:
+            if row.source is not None:
+                self._copy(rows[row.source], row)
+        computed = [row for row in run if row.source is None]
+        if not computed:
+            return torch.empty(0, self.weights.head.weight.num_rows)
+        ids_T = torch.tensor([row.token for row in computed])
+        hidden_TD = self.forward(ids_T, computed[0].position, computed[0].sequence)
+        wanted_T = torch.tensor([row.has_logits for row in computed])
+        if not wanted_T.any():
+            return torch.empty(0, self.weights.head.weight.num_rows)
+        return self.logits(hidden_TD[wanted_T.to(hidden_TD.device)])
+
+    def _copy(self, source: Row, target: Row) -> None:
+        """Keys and values of a row to the same position of another sequence."""
+        for layer in self.weights.layers:
+            cache, start = layer.attention.cache, source.position
+            cache.write(target.sequence, start, *cache.read(source.sequence, start, start + 1))
+
+    def forward(self, ids_T: Tensor, start: int, sequence: int = 0) -> Tensor:
+        """Hidden states [T, D] before the head, of tokens of a sequence at positions from `start`.
 
         Takes at most `most_tokens`; keys and values go into the cache."""
         assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
@@ -77,6 +99,7 @@ class Decoder:
                 index,
                 layer,
                 x_TD.to(layer.device),
+                sequence=sequence,
                 start=start,
                 turn=turns.get(layer.device),
                 predictor_input_TD=before_TD if self.input_layer_offset else None,
@@ -112,6 +135,7 @@ def run_layer(
     layer: Layer,
     x_TD: Tensor,
     *,
+    sequence: int = 0,
     start: int,
     turn: Turn | None,
     predictor_input_TD: Tensor | None,
@@ -126,7 +150,7 @@ def run_layer(
 
     def attention(input_TD: Tensor) -> Tensor:
         observers.show("attn_norm", index, input_TD)
-        out_TD = layer.attention.forward(input_TD, start, turn)
+        out_TD = layer.attention.forward(input_TD, sequence, start, turn)
         observers.show("attn_out", index, out_TD)
         return out_TD
 

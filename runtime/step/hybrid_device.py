@@ -73,7 +73,9 @@ class DeviceBuffers:
         """`take` gives zeros on the device."""
         width = weights.embedding.width
         first = weights.layers[0]
-        context_length, num_kv, head_width = first.attention.cache.key_CKW.shape
+        cache = first.attention.cache
+        context_length = cache.table.context_length
+        num_kv, head_width = cache.num_kv_heads, cache.head_width
         num_heads, num_neurons = first.attention.num_heads, first.ffn.num_neurons
         scratch = attend_scratch(context_length, num_heads, head_width)
         ranks = [

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
 from sparkinfer.runtime.model.loader import Layer, Weights
@@ -24,6 +25,7 @@ from sparkinfer.runtime.model.native_structs import (
     NotNative,
     Structs,
 )
+from sparkinfer.runtime.step.batch import Row
 
 _PREDICTORS = ("linear", "relu", "gate")
 
@@ -38,9 +40,15 @@ class LayerStruct(Structure):
                 ("threshold", c_float), ("predictor_threshold", c_float)]  # fmt: skip
 
 
+class TableStruct(Structure):
+    _fields_ = [("block", c_void_p), ("num_sequences", c_int64), ("blocks_per_sequence", c_int64),
+                ("block_length", c_int64), ("num_blocks", c_int64)]  # fmt: skip
+
+
 class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
-                ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)), ("frequency", c_void_p),
+                ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
+                ("table", TableStruct), ("frequency", c_void_p),
                 ("workspace", c_void_p),
                 ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
@@ -55,7 +63,7 @@ class StepStruct(Structure):
 
 class RowStruct(Structure):
     _fields_ = [("token", c_int64), ("position", c_int64), ("sequence", c_int32),
-                ("has_logits", c_int32)]  # fmt: skip
+                ("has_logits", c_int32), ("source", c_int32), ("unused", c_int32)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +78,24 @@ class NativeStep:
         return self.step.max_rows
 
     def run(self, token: int, position: int) -> Tensor:
-        """f32 [V]: the logits behind one token; as `run_rows`."""
-        return self.run_rows([token], position, [True])[0]
+        """f32 [V]: the logits behind one token of the first sequence; as `run_rows`."""
+        return self.run_rows([Row(token=token, position=position, has_logits=True)])[0]
 
-    def run_rows(self, tokens: Sequence[int], start: int, has_logits: Sequence[bool]) -> Tensor:
-        """f32 [rows that have logits, V]: what follows tokens at positions from `start`; appends them
-        to the cache and counts the traffic. A row's bits do not depend on the other rows.
+    def run_rows(self, rows: Sequence[Row]) -> Tensor:
+        """f32 [rows that have logits, V]; appends the rows to the cache and counts the traffic. A
+        row's bits do not depend on the other rows.
 
         Raises IndexError for a token or position that cannot be."""
-        rows = (RowStruct * len(tokens))()
-        for t, (token, wanted) in enumerate(zip(tokens, has_logits, strict=True)):
-            rows[t] = RowStruct(token=token, position=start + t, has_logits=wanted)
-        logits = torch.empty(sum(has_logits), self.vocab_size, dtype=torch.float32)
+        structs = (RowStruct * len(rows))()
+        num_logits = 0
+        for struct, row in zip(structs, rows, strict=True):
+            struct.token, struct.position, struct.sequence = row.token, row.position, row.sequence
+            struct.has_logits = row.has_logits
+            struct.source = -1 if row.source is None else row.source
+            num_logits += row.has_logits
+        logits = torch.empty(num_logits, self.vocab_size, dtype=torch.float32)
         before = self._bytes()
-        library.run_step(self.step, rows, logits)
+        library.run_step(self.step, structs, logits)
         gate, up, down, predictor = (b - a for a, b in zip(before, self._bytes(), strict=True))
         self.traffic.gate += gate
         self.traffic.up += up
@@ -132,7 +144,7 @@ class StepBuilder(Structs):
     def without_workspace(self, weights: Weights, input_layer_offset: int) -> StepStruct:
         layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
         step = self.frame(weights, layers, input_layer_offset)
-        step.max_rows = min(MAX_ROWS, step.context_length)
+        step.max_rows = min(MAX_ROWS, step.context_length * step.table.num_sequences)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = self.norm(weights.output_norm)
@@ -144,7 +156,7 @@ class StepBuilder(Structs):
         """A step of these layers without embedding, head and workspace."""
         layers = (LayerStruct * len(layer_structs))(*layer_structs)
         first = weights.layers[0]
-        cache, ffn = first.attention.cache.key_CKW, first.ffn
+        cache, ffn = first.attention.cache, first.ffn
         rotary = weights.rotary.get(torch.device("cpu"))
         predictor = ffn.predictor
         step = StepStruct(
@@ -157,14 +169,15 @@ class StepBuilder(Structs):
             width=weights.embedding.width,
             num_neurons=ffn.num_neurons,
             num_heads=first.attention.num_heads,
-            num_kv_heads=cache.shape[1],
-            head_width=cache.shape[2],
-            context_length=cache.shape[0],
+            table=self.table(cache.table),
+            num_kv_heads=cache.num_kv_heads,
+            head_width=cache.head_width,
+            context_length=cache.table.context_length,
             max_rows=1,
             epsilon=first.attn_norm.epsilon,
             is_adjacent=bool(rotary and rotary.is_adjacent),
             is_post_norm=first.is_post_norm,
-            cache_kind=library.kind_code("f32" if cache.dtype == torch.float32 else "f16"),
+            cache_kind=library.kind_code("f32" if cache.key_BKPW.dtype == torch.float32 else "f16"),
             activation=ACTIVATIONS.index(ffn.gate.activation),
             mode=MODES.index(ffn.mode),
             predictor_kind=0 if predictor is None else _PREDICTORS.index(predictor.kind),
@@ -172,6 +185,15 @@ class StepBuilder(Structs):
         )
         self.kept += [layers, rotary]
         return step
+
+    def table(self, table: BlockTable) -> TableStruct:
+        return TableStruct(
+            block=self.pointer(table.block_SN, torch.int32),
+            num_sequences=table.num_sequences,
+            blocks_per_sequence=table.block_SN.shape[1],
+            block_length=table.block_length,
+            num_blocks=table.num_blocks,
+        )
 
     def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
         """One with these of its blocks."""
@@ -193,8 +215,8 @@ class StepBuilder(Structs):
             predictor_down=MatrixStruct() if down is None else self.linear(down),
             predictor_up=MatrixStruct() if predictor is None else self.linear(predictor.up),
             down_bias=self.vector(ffn.down_bias_D),
-            key=self.pointer(cache.key_CKW.transpose(0, 1), cache.key_CKW.dtype),
-            value=self.pointer(cache.value_CKW.transpose(0, 1), cache.key_CKW.dtype),
+            key=self.pointer(cache.key_BKPW, cache.key_BKPW.dtype),
+            value=self.pointer(cache.value_BKPW, cache.key_BKPW.dtype),
             block=blocks,
             num_blocks=len(blocks),
             threshold=ffn.gate.threshold,

@@ -20,6 +20,7 @@ DEFAULT_CONTEXT = 4096  # tokens of KV cache where nobody asks; less for a model
 # budget of a GPU; and where someone watches, as it is a batch of the training of predictors.
 PREFILL_CHUNK = 512
 SHORT_CHUNK = 128
+BLOCK_LENGTH = 64  # positions of a block of the KV cache, where an engine has several sequences
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 FLOAT_BYTES = 4
 # A dense product unpacks its weights to f32 a tile of rows at a time: of this many bytes, but of
@@ -112,6 +113,13 @@ def kv_bytes_per_layer(model: ModelFile, context_length: int) -> int:
     return values * {"f32": 4, "f16": 2}[kv_kind(model)]
 
 
+def kv_positions(context_length: int, num_sequences: int) -> int:
+    """Of the whole cache: whole blocks where there are several sequences."""
+    if num_sequences == 1:
+        return context_length
+    return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
+
+
 def head_bytes(model: ModelFile) -> int:
     """Output norm and output matrix; with tied weights this is the embedding matrix."""
     norm = [e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm.")]
@@ -152,6 +160,7 @@ def plan_bytes(
     head_on_gpu: bool,
     workspace: int | None = None,
     home: Sequence[int] = (),
+    num_sequences: int = 1,
 ) -> tuple[Items, Items]:
     """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
 
@@ -164,6 +173,7 @@ def plan_bytes(
         head_on_gpu=head_on_gpu,
         workspace=workspace,
         home=home,
+        num_sequences=num_sequences,
     )
     return {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, cpu
 
@@ -177,6 +187,7 @@ def plan_bytes_of_gpus(
     head_on_gpu: bool,
     workspace: int | None = None,
     home: Sequence[int] = (),
+    num_sequences: int = 1,
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (of each GPU, CPU).
 
@@ -185,6 +196,7 @@ def plan_bytes_of_gpus(
     embedding matrix is only ever read one row a token, so an untied one stays on the CPU."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
+    positions = kv_positions(context_length, num_sequences)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
     cpu = dict.fromkeys(ITEMS, 0)
     for layer, (hot, is_on_gpu) in enumerate(zip(num_hot, dense_on_gpu, strict=True)):
@@ -192,7 +204,7 @@ def plan_bytes_of_gpus(
         side = gpu if is_on_gpu else cpu
         side["attention"] += sizes.attention
         side["predictor"] += sizes.predictor
-        side["kv_cache"] += kv_bytes_per_layer(model, context_length)
+        side["kv_cache"] += kv_bytes_per_layer(model, positions)
         gpu["neurons"] += hot * sizes.neuron
         cpu["neurons"] += (model.shape.num_neurons - hot) * sizes.neuron
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)

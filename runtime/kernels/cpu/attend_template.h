@@ -1,5 +1,5 @@
-// Attention of one token over a part of the cache: all queries that share a key-value head at once,
-// so that every key and value is read and unpacked once. Included by rows_template.h.
+// Attention over a part of the cache: all queries that share a key-value head at once, those of several
+// tokens too, so that every key and value is read and unpacked once. Included by rows_template.h.
 //
 // The including file defines store_sums(a, b, c, d, y): y[0..3] = sum(a), sum(b), sum(c), sum(d).
 
@@ -21,22 +21,28 @@ inline void unpack_tile(const uint8_t* first, int64_t stride, int64_t n, int64_t
     for (int64_t i = n * padded; i < TILE * padded; ++i) tile[i] = 0.0f;
 }
 
-// score[c] = scale * query . tile[c] for all c < TILE
+// score[q * room + c] = scale * query[q] . tile[c] for all c < TILE and q < QUERIES
+template <int QUERIES>
 inline void score_tile(const float* tile, const float* query, int64_t padded, float scale,
-                       float* score) {
+                       float* score, int64_t room) {
     for (int64_t c = 0; c < TILE; c += 4) {
         const float* key = tile + c * padded;
-        Floats sum0 = zero(), sum1 = zero(), sum2 = zero(), sum3 = zero();
+        Floats sum[QUERIES][4];
+        for (int q = 0; q < QUERIES; ++q)
+            for (int j = 0; j < 4; ++j) sum[q][j] = zero();
         for (int64_t i = 0; i < padded; i += LANES) {
-            const Floats q = load_floats(query + i);
-            sum0 = multiply_add(q, load_floats(key + i), sum0);
-            sum1 = multiply_add(q, load_floats(key + padded + i), sum1);
-            sum2 = multiply_add(q, load_floats(key + 2 * padded + i), sum2);
-            sum3 = multiply_add(q, load_floats(key + 3 * padded + i), sum3);
+            Floats keys[4];
+            for (int j = 0; j < 4; ++j) keys[j] = load_floats(key + j * padded + i);
+            for (int q = 0; q < QUERIES; ++q) {
+                const Floats x = load_floats(query + q * padded + i);
+                for (int j = 0; j < 4; ++j) sum[q][j] = multiply_add(x, keys[j], sum[q][j]);
+            }
         }
-        store_sums(sum0, sum1, sum2, sum3, score + c);
+        for (int q = 0; q < QUERIES; ++q)
+            store_sums(sum[q][0], sum[q][1], sum[q][2], sum[q][3], score + q * room + c);
     }
-    for (int64_t c = 0; c < TILE; ++c) score[c] *= scale;
+    for (int q = 0; q < QUERIES; ++q)
+        for (int64_t c = 0; c < TILE; ++c) score[q * room + c] *= scale;
 }
 
 // out[g] += sum over c < TILE of weight[g * stride + c] * tile[c], for g < QUERIES, in columns
@@ -75,33 +81,63 @@ inline void mix_tile(const float* tile, const float* weight, int64_t stride, int
     mix_columns<QUERIES, 1>(tile, weight, stride, padded, whole, padded, out);
 }
 
+// For every tile of the rows in `runs`: body(position, tile, rows of it)
+template <class Format, class Body>
+inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const Body& body) {
+    alignas(64) float tile[TILE * MAX_HEAD_WIDTH];
+    for (int64_t start = 0; start < a.n; start += a.run) {
+        const int64_t length = a.n - start < a.run ? a.n - start : a.run;
+        const uint8_t* first = runs[start / a.run];
+        for (int64_t c = 0; c < length; c += TILE) {
+            const int64_t left = length - c;
+            unpack_tile<Format>(first + c * a.stride, a.stride, left < TILE ? left : TILE, left, a.W,
+                                tile);
+            body(start + c, tile);
+        }
+    }
+}
+
+template <int N>
+struct Queries {
+    constexpr operator int() const { return N; }
+};
+
+// Calls body(q, Queries<their number>()) for all queries, some at a time.
+template <class Body>
+inline void each_query(int64_t num_queries, const Body& body) {
+    int64_t q = 0;
+    for (; q + 4 <= num_queries; q += 4) body(q, Queries<4>());
+    if (num_queries - q == 3) body(q, Queries<3>());
+    if (num_queries - q == 2) body(q, Queries<2>());
+    if (num_queries - q == 1) body(q, Queries<1>());
+}
+
+// The scores of one query into their exponentials, zeros behind them.
+inline void weigh(float* score, int64_t n, int64_t room, float& top, float& total) {
+    top = -__builtin_inff(), total = 0.0f;
+    if (n) {
+        top = score[0];
+        for (int64_t c = 1; c < n; ++c) top = score[c] > top ? score[c] : top;
+        // Where every score is minus infinity there is nothing to add, and no difference to take.
+        total = exp_sum(score, n, top == -__builtin_inff() ? 0.0f : top);
+    }
+    for (int64_t c = n; c < room; ++c) score[c] = 0.0f;
+}
+
 template <class Format>
 void attend(const AttendPart& a) {
     const int64_t padded = padded_head(a.W), room = padded_part(a.n);
-    alignas(64) float tile[TILE * MAX_HEAD_WIDTH];
-    for (int64_t c = 0; c < a.n; c += TILE) {
-        const int64_t n = a.n - c < TILE ? a.n - c : TILE;
-        unpack_tile<Format>(a.key + c * a.stride, a.stride, n, a.n - c, a.W, tile);
-        for (int64_t g = 0; g < a.G; ++g)
-            score_tile(tile, a.query + g * padded, padded, a.scale, a.score + g * room + c);
-    }
-    for (int64_t g = 0; g < a.G; ++g) {
-        float* score = a.score + g * room;
-        float top = score[0];
-        for (int64_t c = 1; c < a.n; ++c) top = score[c] > top ? score[c] : top;
-        a.top[g] = top;
-        // Where every score is minus infinity there is nothing to add, and no difference to take.
-        a.total[g] = exp_sum(score, a.n, top == -__builtin_inff() ? 0.0f : top);
-        for (int64_t c = a.n; c < room; ++c) score[c] = 0.0f;
-    }
-    for (int64_t i = 0; i < a.G * padded; ++i) a.out[i] = 0.0f;
-    for (int64_t c = 0; c < a.n; c += TILE) {
-        const int64_t n = a.n - c < TILE ? a.n - c : TILE;
-        unpack_tile<Format>(a.value + c * a.stride, a.stride, n, a.n - c, a.W, tile);
-        int64_t g = 0;
-        for (; g + 4 <= a.G; g += 4)
-            mix_tile<4>(tile, a.score + g * room + c, room, padded, a.out + g * padded);
-        for (; g < a.G; ++g)
-            mix_tile<1>(tile, a.score + g * room + c, room, padded, a.out + g * padded);
-    }
+    each_tile<Format>(a, a.key, [&](int64_t c, const float* tile) {
+        each_query(a.num_queries, [&](int64_t q, auto count) {
+            score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c, room);
+        });
+    });
+    for (int64_t q = 0; q < a.num_queries; ++q)
+        weigh(a.score + q * room, a.count[q], room, a.top[q], a.total[q]);
+    for (int64_t i = 0; i < a.num_queries * padded; ++i) a.out[i] = 0.0f;
+    each_tile<Format>(a, a.value, [&](int64_t c, const float* tile) {
+        each_query(a.num_queries, [&](int64_t q, auto count) {
+            mix_tile<count>(tile, a.score + q * room + c, room, padded, a.out + q * padded);
+        });
+    });
 }

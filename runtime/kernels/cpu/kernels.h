@@ -124,15 +124,17 @@ using OrderSums = void(float* y, int64_t d0, int64_t d1);
 using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
 // Fills packed from f32, of the vectors that are meant. D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
-// Queries of one token that share a key-value head, over n positions of the cache.
+// Queries that share a key-value head, over n positions of the cache or the first of them.
 struct AttendPart {
-    const uint8_t *key, *value;  // n rows of W values each, f32 or f16
-    int64_t stride, n, W, G;     // bytes from row to row; G queries
-    const float* query;          // [G, padded_head(W)], zeros behind W
+    const uint8_t *const *key, *const *value;  // runs of rows of W values each, f32 or f16
+    int64_t run, stride;         // rows of a run, a multiple of 16 if there are several; bytes of a row
+    int64_t n, W, num_queries;
+    const int32_t* count;        // [num_queries] the first rows that a query is over, 0 .. n
+    const float* query;          // [num_queries, padded_head(W)], zeros behind W
     float scale;                 // of the scores
-    float* score;                // [G, padded_part(n)], room
-    float *top, *total;          // [G] the largest score; the sum of exp(score - top)
-    float* out;                  // [G, padded_head(W)] the sum of exp(score - top) * value
+    float* score;                // [num_queries, padded_part(n)], room
+    float *top, *total;          // [num_queries] the largest score; the sum of exp(score - top)
+    float* out;                  // [num_queries, padded_head(W)] the sum of exp(score - top) * value
 };
 using Attend = void(const AttendPart& part);
 constexpr int64_t MAX_HEAD_WIDTH = 512;

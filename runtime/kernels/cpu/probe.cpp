@@ -96,8 +96,10 @@ bool attend_alike(const Kernels& tried, const Kernels& reference) {
         for (int which = 0; which < 2; ++which) {
             alignas(64) float score[G * ROOM];
             float top[G], total[G];
-            both[which]->attend[kind]({weight, weight, 2 * D, ROWS, W, G, query, 0.1f, score, top,
-                                       total, y[which]});
+            const uint8_t* run[] = {weight};
+            const int32_t count[G] = {ROWS, ROWS - 1};
+            both[which]->attend[kind]({run, run, ROWS, 2 * D, ROWS, W, G, count, query, 0.1f, score,
+                                       top, total, y[which]});
             for (int64_t g = 0; g < G; ++g) y[which][G * PADDED + g] = top[g] + total[g];
         }
         if (!are_close(y[0], y[1], G * PADDED + G)) return false;

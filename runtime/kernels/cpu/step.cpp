@@ -4,8 +4,8 @@
 #include "step.h"
 
 #include <algorithm>
-#include <vector>
 
+#include "attention.h"
 #include "neurons.h"
 #include "vector_math.h"
 
@@ -29,18 +29,12 @@ uint32_t forms_of(const SparkStep& step) {
     return forms;
 }
 
-// Positions of the cache that are one piece of work.
-constexpr int64_t PART = 256;
-// What attention's parts may take at a time: rows beyond it wait for the next turn.
-constexpr int64_t PARTS_BYTES = 4 << 20;
-
-int64_t parts_of(int64_t positions) { return (positions + PART - 1) / PART; }
-
 struct Work {
     Work(const SparkStep& step, uint8_t* memory)
-        : arena(memory), neurons(arena, step.width, step.num_neurons, step.max_rows) {
+        : arena(memory), neurons(arena, step.width, step.num_neurons, step.max_rows),
+          attention(step, arena) {
         const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
-        const int64_t R = step.max_rows, W = step.head_width, padded = padded_head(W);
+        const int64_t R = step.max_rows, W = step.head_width;
         num_values = (heads + 2 * step.num_kv_heads) * W;
         x = arena.take<float>(R * D);
         sum = arena.take<float>(R * D);
@@ -53,13 +47,6 @@ struct Work {
         qkv = arena.take<float>(R * num_values);
         attn_out = arena.take<float>(R * D);
         ffn_out = arena.take<float>(R * D);
-        const int64_t parts = parts_of(step.context_length) * heads;
-        const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
-        rows_at_once = std::min(R, std::max<int64_t>(1, fitting));
-        query = arena.take<float>(rows_at_once * heads * padded);
-        top = arena.take<float>(rows_at_once * parts);
-        total = arena.take<float>(rows_at_once * parts);
-        mixed = arena.take<float>(rows_at_once * parts * padded);
         cos = arena.take<float>(R * W);
         sin = arena.take<float>(R * W);
         named = arena.take<float>(step.mode == MODE_PREDICTED ? R * F : 0);
@@ -67,9 +54,9 @@ struct Work {
 
     Arena arena;
     Neurons neurons;
-    int64_t num_values, rows_at_once;
+    Attention attention;
+    int64_t num_values;
     float *x, *sum, *qkv, *attn_out, *ffn_out, *cos, *sin, *named;
-    float *query, *top, *total, *mixed;  // of attention
     Operand attn_input, ffn_input[2], heads_out, inner;
 };
 
@@ -110,22 +97,25 @@ class Step {
     explicit Step(SparkStep& step) : s(step), w(step, step.workspace), D(step.width) {}
 
     void run(const SparkRow* row, int64_t count, float* logits) {
-        T = count, first = row[0].position;
-        rows(4 * D, [&](int64_t t) { embed(row[t].token, first + t, w.x + t * D); });
+        w.attention.place(row, count);
+        T = w.attention.num_rows();
+        rows(4 * D, [&](int64_t t) { embed(row[w.attention.number(t)].token, t); });
         layers(0, s.num_layers);
         int64_t wanted = 0;
         for (int64_t t = 0; t < T; ++t)
-            if (row[t].has_logits) output_norm(w.x + t * D, w.attn_input.row(wanted++));
+            if (row[w.attention.number(t)].has_logits)
+                output_norm(x(t), w.attn_input.row(wanted++));
         if (wanted) head(wanted, logits);
     }
 
     void run(const SparkPart& part) {
-        T = 1, first = part.position ? *part.position : 0;
+        T = 1;
+        w.attention.place_one(part.position ? *part.position : 0);
         Operand& last = w.ffn_input[(part.end + 1) % 2];
         const size_t bytes = D * sizeof(float);
         switch (part.part) {
             case PART_EMBED:
-                embed(*part.token, first, w.x);
+                embed(*part.token, 0);
                 std::memcpy(part.x, w.x, bytes);
                 break;
             case PART_LAYERS:
@@ -169,12 +159,12 @@ class Step {
         });
     }
 
-    void embed(int64_t token, int64_t position, float* x) {
-        unpack_row(s.embedding, token, x);
+    void embed(int64_t token, int64_t t) {
+        unpack_row(s.embedding, token, x(t));
         if (!s.positions.data) return;
-        float* learned = w.sum + (position - first) * D;
-        unpack_row(s.positions, position, learned);
-        add(x, learned, D);
+        float* learned = w.sum + t * D;
+        unpack_row(s.positions, w.attention.position(t), learned);
+        add(x(t), learned, D);
     }
 
     void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
@@ -186,7 +176,7 @@ class Step {
         const int64_t W = s.head_width;
         rows(100 * W, [&](int64_t t) {
             for (int64_t i = 0; i < W / 2; ++i) {
-                const double angle = static_cast<double>(first + t) * s.frequency[i];
+                const double angle = static_cast<double>(w.attention.position(t)) * s.frequency[i];
                 w.cos[t * W + i] = static_cast<float>(std::cos(angle));
                 w.sin[t * W + i] = static_cast<float>(std::sin(angle));
             }
@@ -292,90 +282,11 @@ class Step {
                 if (norm.weight) apply(norm, s.epsilon, head, W, head);
                 if (s.frequency) rotate(head, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
             }
-            append(l.key, values + H * W, first + t);
-            append(l.value, values + (H + K) * W, first + t);
+            w.attention.append(l, t, values + H * W, values + (H + K) * W);
         });
-        for (int64_t t = 0; t < T; t += w.rows_at_once)
-            attend(l, t, std::min(t + w.rows_at_once, T));
+        w.attention.run(l, w.qkv, w.num_values, w.heads_out);
         w.heads_out.changed();
         multiply(&l.output, 1, w.heads_out, T, w.attn_out, D);
-    }
-
-    int64_t cache_bytes() const { return s.cache_kind == KIND_F32 ? 4 : 2; }
-
-    void append(uint8_t* cache, const float* x, int64_t position) {
-        const int64_t W = s.head_width;
-        for (int64_t k = 0; k < s.num_kv_heads; ++k, x += W) {
-            uint8_t* row = cache + (k * s.context_length + position) * W * cache_bytes();
-            if (s.cache_kind == KIND_F32) {
-                std::memcpy(row, x, W * sizeof(float));
-                continue;
-            }
-            uint16_t* half = reinterpret_cast<uint16_t*>(row);
-            for (int64_t i = 0; i < W; ++i) half[i] = to_f16(x[i]);
-        }
-    }
-
-    // All heads of rows t0 .. t1-1 over their cached positions, a part of them at a time, each with
-    // sums of its own. The parts depend on the row's position alone.
-    void attend(const SparkLayer& l, int64_t t0, int64_t t1) {
-        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
-        const int64_t padded = padded_head(W), R = t1 - t0, parts = parts_of(first + t1);
-        for (int64_t i = 0; i < R * H; ++i) {
-            const float* from = w.qkv + (t0 + i / H) * w.num_values + i % H * W;
-            std::copy_n(from, W, w.query + i * padded);
-            std::fill_n(w.query + i * padded + W, padded - W, 0.0f);
-        }
-        // Neighbouring pieces share their keys and values.
-        split(2 * R * (first + t1) * K * W * cache_bytes(), K * parts * R, 1, 4 * std::min<int64_t>(R, 8),
-              [&](int64_t u0, int64_t u1) {
-                  for (int64_t u = u0; u < u1; ++u)
-                      attend_part(l, u / (parts * R), u / R % parts, t0, u % R, parts);
-              });
-        split(R * H * parts * padded * 4, R * H, 1, 4, [&](int64_t i0, int64_t i1) {
-            for (int64_t i = i0; i < i1; ++i) join(t0, i / H, i % H, parts);
-        });
-    }
-
-    // Where the sums of a part of row r are, for head 0.
-    int64_t place(int64_t r, int64_t part, int64_t parts) const {
-        return (r * parts + part) * s.num_heads;
-    }
-
-    void attend_part(const SparkLayer& l, int64_t kv_head, int64_t part, int64_t t0, int64_t r,
-                     int64_t parts) {
-        const int64_t W = s.head_width, G = s.num_heads / s.num_kv_heads, C = first + t0 + r + 1;
-        const int64_t begin = part * PART, stride = W * cache_bytes(), padded = padded_head(W);
-        if (begin >= C) return;
-        const int64_t start = (kv_head * s.context_length + begin) * stride;
-        const int64_t at = place(r, part, parts) + kv_head * G;
-        static thread_local std::vector<float> score;
-        if (score.size() < static_cast<size_t>(G * PART)) score.resize(G * PART);
-        AttendPart a;
-        a.key = l.key + start, a.value = l.value + start, a.stride = stride;
-        a.n = std::min(PART, C - begin), a.W = W, a.G = G;
-        a.query = w.query + (r * s.num_heads + kv_head * G) * padded;
-        a.scale = 1.0f / std::sqrt(static_cast<float>(W));
-        a.score = score.data();
-        a.top = w.top + at, a.total = w.total + at, a.out = w.mixed + at * padded;
-        kernels().attend[s.cache_kind](a);
-    }
-
-    // The parts of one head of a row into its place in heads_out.
-    void join(int64_t t0, int64_t r, int64_t head, int64_t parts) {
-        const int64_t W = s.head_width, padded = padded_head(W);
-        const int64_t own_parts = parts_of(first + t0 + r + 1);
-        auto at = [&](int64_t p) { return place(r, p, parts) + head; };
-        float top = w.top[at(0)], total = 0.0f;
-        for (int64_t p = 1; p < own_parts; ++p) top = std::max(top, w.top[at(p)]);
-        float* out = w.heads_out.row(t0 + r) + head * W;
-        std::fill_n(out, W, 0.0f);
-        for (int64_t p = 0; p < own_parts; ++p) {
-            const float share = std::exp(w.top[at(p)] - top);
-            total += share * w.total[at(p)];
-            for (int64_t i = 0; i < W; ++i) out[i] += share * w.mixed[at(p) * padded + i];
-        }
-        for (int64_t i = 0; i < W; ++i) out[i] /= total;
     }
 
     void feed_forward(const SparkLayer& l, Operand& input, Operand& named_by) {
@@ -424,7 +335,7 @@ class Step {
     SparkStep& s;
     Work w;
     const int64_t D;
-    int64_t T = 1, first = 0;  // rows of this step, and the position of the first
+    int64_t T = 1;  // rows of this step that are computed
 };
 
 bool fits(const SparkLayer& l, const SparkStep& s) {
@@ -447,12 +358,21 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
     return true;
 }
 
+bool fits(const SparkTable& t, int64_t context_length) {
+    if (!t.block || t.num_sequences < 1 || t.num_blocks < 1 || t.block_length < 1) return false;
+    const bool is_whole = t.block_length >= context_length && t.blocks_per_sequence == 1;
+    const bool is_paged = t.block_length >= LEAST_BLOCK && PART % t.block_length == 0;
+    return (is_whole || is_paged) && t.blocks_per_sequence * t.block_length >= context_length;
+}
+
 bool fits(const SparkStep& s) {
     const int64_t sizes[] = {s.width,        s.num_neurons, s.num_heads,
                              s.num_kv_heads, s.head_width,  s.context_length};
     for (int64_t size : sizes)
         if (size < 1 || size > INT32_MAX) return false;
     if (s.max_rows < 1 || s.max_rows > MAX_ROWS) return false;
+    if (!fits(s.table, s.context_length) || s.num_heads / s.num_kv_heads > MAX_SHARED_HEADS)
+        return false;
     if (s.num_heads % s.num_kv_heads || (s.frequency && s.head_width % 2)) return false;
     if (s.head_width > MAX_HEAD_WIDTH) return false;
     if (s.cache_kind != KIND_F32 && s.cache_kind != KIND_F16) return false;
@@ -492,14 +412,47 @@ EXPORT void spark_part(void* data) {
     Step(*part.step).run(part);
 }
 
-EXPORT int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits) {
-    if (count < 1 || count > step->max_rows) return STATUS_BAD_ARGUMENT;
-    for (int64_t t = 0; t < count; ++t) {
-        const SparkRow& r = row[t];
-        if (r.token < 0 || r.token >= step->embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
-        if (r.position < 0 || r.position >= step->context_length) return STATUS_INDEX_OUT_OF_RANGE;
-        if (r.sequence != 0 || r.position != row[0].position + t) return STATUS_BAD_ARGUMENT;
+namespace {
+
+// Whether the rows can be run: each has a place, and those of a sequence follow one another.
+int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
+    if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
+    int64_t num_computed = 0;
+    const SparkRow* last = nullptr;  // that is computed
+    std::array<int32_t, MAX_ROWS> begun;  // the sequences seen
+    int64_t num_begun = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const SparkRow& r = row[i];
+        const SparkTable& t = s.table;
+        if (r.token < 0 || r.token >= s.embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
+        if (r.position < 0 || r.position >= s.context_length) return STATUS_INDEX_OUT_OF_RANGE;
+        if (r.sequence < 0 || r.sequence >= t.num_sequences) return STATUS_BAD_ARGUMENT;
+        const int32_t block =
+            t.block[r.sequence * t.blocks_per_sequence + r.position / t.block_length];
+        if (block < 0 || block >= t.num_blocks) return STATUS_INDEX_OUT_OF_RANGE;
+        if (r.source >= 0) {
+            const bool is_copy = r.source < i && row[r.source].source < 0 && !r.has_logits &&
+                                 row[r.source].position == r.position;
+            if (!is_copy) return STATUS_BAD_ARGUMENT;
+            continue;
+        }
+        if (++num_computed > s.max_rows) return STATUS_BAD_ARGUMENT;
+        if (!last || last->sequence != r.sequence) {
+            for (int64_t b = 0; b < num_begun; ++b)
+                if (begun[b] == r.sequence) return STATUS_BAD_ARGUMENT;
+            begun[num_begun++] = r.sequence;
+        } else if (last->position + 1 != r.position) {
+            return STATUS_BAD_ARGUMENT;
+        }
+        last = &r;
     }
-    Step(*step).run(row, count, logits);
-    return STATUS_OK;
+    return num_computed ? STATUS_OK : STATUS_BAD_ARGUMENT;
+}
+
+}  // namespace
+
+EXPORT int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits) {
+    const int32_t status = check_rows(*step, row, count);
+    if (status == STATUS_OK) Step(*step).run(row, count, logits);
+    return status;
 }

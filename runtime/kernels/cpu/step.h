@@ -10,6 +10,11 @@
 
 // Rows of a step at most: tokens whose products share each weight that is read.
 constexpr int64_t MAX_ROWS = 128;
+// With those whose keys and values alone are copied, see SparkRow.
+constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
+// A block of the cache has the whole context, or so many positions that PART is a multiple of them.
+constexpr int64_t LEAST_BLOCK = 32;
+constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value head
 
 enum Mode : int32_t { MODE_DENSE, MODE_EXACT, MODE_PREDICTED };
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
@@ -33,11 +38,17 @@ struct SparkBlock {
     int64_t num_neurons;
 };
 
+// Which blocks of the cache each sequence has. A block is of `block_length` positions in every layer.
+struct SparkTable {
+    const int32_t* block;  // [num_sequences, blocks_per_sequence]; below 0: it has none there
+    int64_t num_sequences, blocks_per_sequence, block_length, num_blocks;
+};
+
 struct SparkLayer {
     SparkNorm attn_norm, attn_norm_2, ffn_norm, query_norm, key_norm;
     SparkMatrix input[3], output, predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
-    uint8_t *key, *value;    // [K, C, W]
+    uint8_t *key, *value;    // [num_blocks, K, block_length, W]
     const SparkBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;
@@ -47,6 +58,7 @@ struct SparkStep {
     SparkMatrix embedding, positions, head;
     SparkNorm output_norm;
     const SparkLayer* layer;
+    SparkTable table;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
     int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
@@ -57,12 +69,14 @@ struct SparkStep {
     int32_t input_layer_offset;
 };
 
-// A token of a step. Rows of one sequence stand in the order of their positions, one after the other
-// without gaps, and each attends to all positions up to its own.
+// A token of a step. The rows of one sequence stand one after the other, at positions without gaps, and
+// each attends to all positions of its sequence up to its own. A row with a source is not computed:
+// keys and values of the row that it names, which stands before it, become this sequence's too.
 struct SparkRow {
     int64_t token, position;
-    int32_t sequence;  // 0: there is one cache
-    int32_t has_logits;
+    int32_t sequence, has_logits;
+    int32_t source;  // below 0: it is computed
+    int32_t unused;
 };
 
 // A part of a step, for what of a model is not on a GPU. The layers of `step` are then those that
@@ -108,8 +122,8 @@ int64_t spark_step_bytes(const SparkStep* step);
 // Appends keys and values of `count` rows at their positions and writes logits [rows that have them, V].
 // The same bits for any number of threads, and for a row whatever other rows are in the step (where
 // weights are finite).
-// STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be, STATUS_BAD_ARGUMENT for too many
-// rows or rows out of order.
+// STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be, or where the sequence has no block;
+// STATUS_BAD_ARGUMENT for too many rows or rows out of order.
 int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
 // The bytes of workspace that the parts of a step need, or -1; layers may be without blocks where
 // only PART_FRONT and PART_BACK run them.

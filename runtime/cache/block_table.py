@@ -1,0 +1,92 @@
+"""Which blocks of the KV cache belong to which sequence.
+
+A block has room for `block_length` positions in every layer. An engine for one sequence has one block
+for the whole context; one for several has blocks of BLOCK_LENGTH, as many as all sequences together
+may need, and sequences that begin alike share them until one writes (vLLM's paged attention, Kwon et
+al. 2023, arXiv 2309.06180; there, too, copied when written).
+What this module does not know: what is in a block. Letters: S sequences, N blocks of one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import BLOCK_LENGTH
+
+NO_BLOCK = -1
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What is in one block has to go into another before that is written."""
+
+    source: int
+    target: int
+
+
+class BlockTable:
+    def __init__(self, num_sequences: int, context_length: int) -> None:
+        self.context_length = context_length
+        self.block_length = context_length if num_sequences == 1 else BLOCK_LENGTH
+        blocks = -(-context_length // self.block_length)
+        # Read by the kernels, where it is.
+        self.block_SN = torch.full((num_sequences, blocks), NO_BLOCK, dtype=torch.int32)
+        self._num_users = [0] * (num_sequences * blocks)  # sequences that have a block
+        self._free = list(reversed(range(num_sequences * blocks)))
+        if self.is_whole:
+            self.reserve(0, 0, context_length)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.block_SN.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._num_users)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one sequence, all of it in one block, which it keeps."""
+        return self.num_sequences == 1
+
+    def reserve(self, sequence: int, start: int, stop: int) -> list[Copy]:
+        """Gives a sequence blocks of its own for positions start .. stop-1, which are then written.
+
+        Returns what has to be copied before, because a block was shared."""
+        copies = []
+        for number in range(start // self.block_length, -(-stop // self.block_length)):
+            block = int(self.block_SN[sequence, number])
+            if block != NO_BLOCK and self._num_users[block] == 1:
+                continue
+            own = self._free.pop()  # each sequence may have all its blocks: there is always one
+            self._num_users[own] = 1
+            self.block_SN[sequence, number] = own
+            if block != NO_BLOCK:
+                self._num_users[block] -= 1
+                if number * self.block_length < start:
+                    copies.append(Copy(block, own))
+        return copies
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of a sequence become another's, which has none yet."""
+        for number in range(-(-length // self.block_length)):
+            block = int(self.block_SN[source, number])
+            self._num_users[block] += 1
+            self.block_SN[target, number] = block
+
+    def shrink(self, sequence: int, length: int) -> None:
+        """Gives back the blocks behind the first `length` positions."""
+        if self.is_whole:
+            return
+        for number in range(-(-length // self.block_length), self.block_SN.shape[1]):
+            block = int(self.block_SN[sequence, number])
+            if block == NO_BLOCK:
+                break
+            self.block_SN[sequence, number] = NO_BLOCK
+            self._num_users[block] -= 1
+            if not self._num_users[block]:
+                self._free.append(block)
+
+    def blocks(self, sequence: int, length: int) -> Tensor:
+        """int64 [N]: those of the first `length` positions."""
+        return self.block_SN[sequence, : -(-length // self.block_length)].long()

@@ -1,0 +1,207 @@
+// Attention of the rows of a step over the keys and values of their sequences.
+//
+// Keys and values of a layer lie in blocks of positions, [blocks, K, block_length, W]; a table says
+// which blocks a sequence has. Positions are taken in parts of PART from the first on, each with sums
+// of its own, which are then joined: what comes out for a row depends on its position alone, not on
+// the rows beside it, the blocks or the threads.
+#pragma once
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "vector_math.h"
+#include "work.h"
+
+// Positions that are one piece of work.
+constexpr int64_t PART = 256;
+// What the parts of rows may take at a time: rows beyond it wait for the next turn.
+constexpr int64_t PARTS_BYTES = 4 << 20;
+// Queries that share keys once these are unpacked: at most so many, or those of one row.
+constexpr int64_t SHARING_QUERIES = 32;
+
+inline int64_t parts_of(int64_t positions) { return (positions + PART - 1) / PART; }
+
+class Attention {
+  public:
+    Attention(const SparkStep& step, Arena& arena)
+        : s(step), W(s.head_width), H(s.num_heads), K(s.num_kv_heads), G(H / K),
+          padded(padded_head(W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)) {
+        const int64_t parts = parts_of(s.context_length) * H;
+        const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
+        rows_at_once = std::min(s.max_rows, std::max<int64_t>(1, fitting));
+        query = arena.take<float>(rows_at_once * H * padded);
+        top = arena.take<float>(rows_at_once * parts);
+        total = arena.take<float>(rows_at_once * parts);
+        mixed = arena.take<float>(rows_at_once * parts * padded);
+    }
+
+    // Where the rows of this step are: those that are computed, and where else their keys go.
+    void place(const SparkRow* row, int64_t count) {
+        std::array<int64_t, MAX_STEP_ROWS> computed;  // of each row, its number among those
+        T = num_copies = 0;
+        for (int64_t r = 0; r < count; ++r) {
+            if (row[r].source >= 0) {
+                copies[num_copies++] = {computed[row[r].source], row[r].position, row[r].sequence};
+                continue;
+            }
+            computed[r] = T;
+            places[T++] = {r, row[r].position, row[r].sequence};
+        }
+    }
+    void place_one(int64_t position) { places[0] = {0, position, 0}, T = 1, num_copies = 0; }
+
+    int64_t num_rows() const { return T; }
+    int64_t position(int64_t t) const { return places[t].position; }
+    int64_t number(int64_t t) const { return places[t].row; }  // of row t among those of the step
+
+    // Keeps key and value [K, W] of row t, wherever they belong.
+    void append(const SparkLayer& l, int64_t t, const float* key, const float* value) {
+        append(l, places[t], key, value);
+        for (int64_t i = 0; i < num_copies; ++i)
+            if (copies[i].row == t) append(l, copies[i], key, value);
+    }
+
+    // Rows `out` [T, H * W] of what the heads of qkv [T, stride] find.
+    void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out) {
+        for (int64_t t = 0; t < T; t += rows_at_once)
+            run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
+    }
+
+  private:
+    struct Place {
+        int64_t row, position;
+        int32_t sequence;
+    };
+    // Rows of one sequence at positions that follow one another, which share keys and values.
+    struct Chunk {
+        int64_t begin, count, last;  // `last` position
+        int64_t unit;                // the first of its pieces of work
+    };
+
+    int64_t value_bytes() const { return s.cache_kind == KIND_F32 ? 4 : 2; }
+
+    // From the beginning of the cache to a position of the first head, in bytes.
+    int64_t offset(int32_t sequence, int64_t position) const {
+        const SparkTable& table = s.table;
+        const int64_t length = table.block_length;
+        const int64_t block = table.block[sequence * table.blocks_per_sequence + position / length];
+        return (block * K * length + position % length) * W * value_bytes();
+    }
+
+    void append(const SparkLayer& l, const Place& place, const float* key, const float* value) const {
+        const int64_t to = offset(place.sequence, place.position);
+        for (int64_t k = 0; k < K; ++k) {
+            const int64_t at = to + k * s.table.block_length * W * value_bytes();
+            store(l.key + at, key + k * W);
+            store(l.value + at, value + k * W);
+        }
+    }
+
+    void store(uint8_t* to, const float* x) const {
+        if (s.cache_kind == KIND_F32) {
+            std::memcpy(to, x, W * sizeof(float));
+            return;
+        }
+        uint16_t* half = reinterpret_cast<uint16_t*>(to);
+        for (int64_t i = 0; i < W; ++i) half[i] = to_f16(x[i]);
+    }
+
+    void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
+             int64_t t1) {
+        std::array<Chunk, MAX_ROWS> chunk;
+        int64_t num_chunks = 0, units = 0, bytes = 0;
+        parts = 0;
+        for (int64_t t = t0; t < t1; t = chunk[num_chunks - 1].begin + chunk[num_chunks - 1].count) {
+            int64_t n = 1;
+            while (t + n < t1 && n < chunk_rows && places[t + n].sequence == places[t].sequence) ++n;
+            const int64_t last = places[t + n - 1].position;
+            chunk[num_chunks++] = {t, n, last, units};
+            parts = std::max(parts, parts_of(last + 1));
+            units += K * parts_of(last + 1);
+            bytes += 2 * n * (last + 1) * K * W * value_bytes();
+            copy_queries(chunk[num_chunks - 1], qkv, stride, t0);
+        }
+        split(bytes, units, 1, 4 * std::min<int64_t>(num_chunks, 8), [&](int64_t u0, int64_t u1) {
+            int64_t c = 0;
+            for (int64_t u = u0; u < u1; ++u) {
+                while (c + 1 < num_chunks && chunk[c + 1].unit <= u) ++c;
+                const int64_t own = parts_of(chunk[c].last + 1), i = u - chunk[c].unit;
+                attend(l, chunk[c], i / own, i % own, t0);
+            }
+        });
+        split((t1 - t0) * H * parts * padded * 4, (t1 - t0) * H, 1, 4, [&](int64_t i0, int64_t i1) {
+            int64_t c = 0;
+            for (int64_t i = i0; i < i1; ++i) {
+                while (chunk[c].begin + chunk[c].count <= t0 + i / H) ++c;
+                join(chunk[c], t0 + i / H, i % H, t0, out);
+            }
+        });
+    }
+
+    // Of a chunk, [K, rows, G, padded].
+    void copy_queries(const Chunk& c, const float* qkv, int64_t stride, int64_t t0) {
+        float* to = query + (c.begin - t0) * H * padded;
+        for (int64_t k = 0; k < K; ++k)
+            for (int64_t r = 0; r < c.count; ++r)
+                for (int64_t g = 0; g < G; ++g, to += padded) {
+                    std::copy_n(qkv + (c.begin + r) * stride + (k * G + g) * W, W, to);
+                    std::fill_n(to + W, padded - W, 0.0f);
+                }
+    }
+
+    // Where the sums of a part begin, [rows, G] of them.
+    int64_t sums_at(const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) const {
+        return (c.begin - t0) * parts * H + (kv_head * parts + part) * c.count * G;
+    }
+
+    void attend(const SparkLayer& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
+        const int64_t begin = part * PART, at = sums_at(c, kv_head, part, t0);
+        const int64_t length = s.table.block_length, run = std::min(length, PART);
+        static thread_local std::vector<float> score;
+        std::array<const uint8_t*, PART / LEAST_BLOCK> key, value;
+        std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count;
+        const int64_t n = std::min(PART, c.last + 1 - begin), queries = c.count * G;
+        for (int64_t i = 0; i * run < n; ++i) {
+            const int64_t from = offset(places[c.begin].sequence, begin + i * run) +
+                                 kv_head * length * W * value_bytes();
+            key[i] = l.key + from, value[i] = l.value + from;
+        }
+        for (int64_t q = 0; q < queries; ++q)
+            count[q] = static_cast<int32_t>(
+                std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
+        if (score.size() < static_cast<size_t>(queries * PART)) score.resize(queries * PART);
+        AttendPart a;
+        a.key = key.data(), a.value = value.data(), a.run = run, a.stride = W * value_bytes();
+        a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
+        a.query = query + ((c.begin - t0) * H + kv_head * queries) * padded;
+        a.scale = 1.0f / std::sqrt(static_cast<float>(W));
+        a.score = score.data();
+        a.top = top + at, a.total = total + at, a.out = mixed + at * padded;
+        kernels().attend[s.cache_kind](a);
+    }
+
+    // The parts of one head of row t into its place in `heads`.
+    void join(const Chunk& c, int64_t t, int64_t head, int64_t t0, Operand& heads) const {
+        const int64_t own = parts_of(places[t].position + 1);
+        const int64_t within = (t - c.begin) * G + head % G;
+        auto at = [&](int64_t part) { return sums_at(c, head / G, part, t0) + within; };
+        float largest = top[at(0)], sum = 0.0f;
+        for (int64_t p = 1; p < own; ++p) largest = std::max(largest, top[at(p)]);
+        float* out = heads.row(t) + head * W;
+        std::fill_n(out, W, 0.0f);
+        for (int64_t p = 0; p < own; ++p) {
+            const float share = std::exp(top[at(p)] - largest);
+            sum += share * total[at(p)];
+            for (int64_t i = 0; i < W; ++i) out[i] += share * mixed[at(p) * padded + i];
+        }
+        for (int64_t i = 0; i < W; ++i) out[i] /= sum;
+    }
+
+    const SparkStep& s;
+    const int64_t W, H, K, G, padded, chunk_rows;
+    int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // parts that the rows at hand have at most
+    float *query, *top, *total, *mixed;
+    std::array<Place, MAX_ROWS> places;
+    std::array<Place, MAX_STEP_ROWS> copies;
+};

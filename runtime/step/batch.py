@@ -1,0 +1,44 @@
+"""What one step computes: rows, a token each, of one sequence or several."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Wanted = Literal["none", "last", "all"]  # of some tokens, those whose logits are wanted
+_WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Rows of a sequence stand one after the other at positions without gaps. One with a `source`
+    is not computed: keys and values of the row of that number become this sequence's as well, as
+    branches of a tree of drafts have their stem."""
+
+    token: int
+    position: int
+    sequence: int = 0
+    has_logits: bool = False
+    source: int | None = None
+
+
+def rows_of(
+    tokens: Sequence[int], start: int, wanted: Wanted = "last", sequence: int = 0
+) -> list[Row]:
+    """Tokens of a sequence at positions from `start`."""
+    has_logits = [False] * len(tokens)
+    has_logits[_WANTED[wanted]] = [True] * len(has_logits[_WANTED[wanted]])
+    return [
+        Row(token=token, position=start + t, sequence=sequence, has_logits=has)
+        for t, (token, has) in enumerate(zip(tokens, has_logits, strict=True))
+    ]
+
+
+def runs_of(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows as they stand, those of one sequence that follow one another together."""
+    runs: list[list[Row]] = []
+    for row in rows:
+        if runs and runs[-1][-1].sequence == row.sequence:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs

@@ -1,0 +1,185 @@
+"""Sequences: texts whose keys and values an engine keeps, several at a time.
+
+    with engine.sequence() as text:
+        logits_1V = text.extend(ids)          # what follows the last of them
+        branch = text.fork()                  # shares what there is so far
+        text.rollback(10)                     # forgets all but the first ten tokens
+
+What this module does not know: text, sampling. Letters: R rows that have logits, V vocabulary."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.cache.kv_cache import KVCache
+from sparkinfer.runtime.step.batch import Row, Wanted, rows_of
+from sparkinfer.runtime.step.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a batch does to one sequence: computes `tokens` behind those that it has."""
+
+    sequence: "Sequence"
+    tokens: Several[int]
+    wanted: Wanted = "last"
+
+
+class Sequences:
+    """All that an engine has room for. `decoder` is None once the engine is closed."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder: Decoder | None = decoder
+        self._open: dict[int, Sequence] = {}  # by their numbers, the oldest first
+
+    @property
+    def live(self) -> Decoder:
+        if self.decoder is None:
+            raise SparkinferError("the engine is closed")
+        return self.decoder
+
+    @property
+    def cache(self) -> KVCache:
+        return self.live.weights.cache
+
+    @property
+    def room(self) -> int:
+        return self.cache.table.num_sequences
+
+    @property
+    def context_length(self) -> int:
+        return self.cache.table.context_length
+
+    def open(self, *, yields: bool = False, beside: "Sequence | None" = None) -> "Sequence":
+        """An empty one. One that `yields` loses its place to the next where there is no other, but
+        not to one that is opened `beside` it.
+
+        Raises SparkinferError where all are in use."""
+        free = next((n for n in range(self.room) if n not in self._open), None)
+        if free is None:
+            yielding = [s for s in self._open.values() if s.yields and s is not beside]
+            if not yielding:
+                raise SparkinferError(
+                    f"all {self.room} sequences of this engine are in use; close one, or load the"
+                    " engine with more (num_sequences)"
+                )
+            free = yielding[0].number
+            yielding[0].close()
+        sequence = Sequence(self, free, yields=yields)
+        self._open[free] = sequence
+        return sequence
+
+    def release(self, number: int) -> None:
+        del self._open[number]
+        if self.decoder is not None:
+            self.cache.table.shrink(number, 0)
+
+    @torch.inference_mode()
+    def run(self, parts: Iterable[Part]) -> list[Tensor]:
+        """Computes tokens of several sequences together; of each part its logits, f32 [R, V].
+
+        Raises SparkinferError where a sequence has no room for them; nothing has changed then."""
+        parts = list(parts)
+        for part in parts:
+            part.sequence.check_room(len(part.tokens))
+        rows = [row for part in parts for row in self._rows(part)]
+        decoder = self.live
+        pieces = [
+            decoder.run(rows[start : start + decoder.most_tokens])
+            for start in range(0, len(rows), decoder.most_tokens)
+        ]
+        for part in parts:
+            part.sequence.ids.extend(part.tokens)
+        counts = [_num_logits(part) for part in parts]
+        return list(torch.cat(pieces).split(counts)) if pieces else []
+
+    def _rows(self, part: Part) -> list[Row]:
+        sequence, count = part.sequence, len(part.tokens)
+        start = sequence.length
+        self.cache.reserve(sequence.number, start, start + count)
+        return rows_of(part.tokens, start, part.wanted, sequence.number)
+
+
+def _num_logits(part: Part) -> int:
+    return {"none": 0, "last": min(1, len(part.tokens)), "all": len(part.tokens)}[part.wanted]
+
+
+class Sequence:
+    """One of them; made by `Engine.sequence`. Closed at the end of its `with` block."""
+
+    def __init__(self, owner: Sequences, number: int, *, yields: bool) -> None:
+        self._owner: Sequences | None = owner
+        self.number, self.yields = number, yields
+        self.ids: list[int] = []  # the tokens whose keys and values are kept
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the context."""
+        return self._live.context_length - self.length
+
+    def extend(self, tokens: Several[int], wanted: Wanted = "last") -> Tensor:
+        """Computes tokens behind those that are there: f32 [R, V], the logits behind the last of
+        them, behind all, or none.
+
+        Raises SparkinferError where they do not fit into the context."""
+        return self._live.run([Part(sequence=self, tokens=tokens, wanted=wanted)])[0]
+
+    def rollback(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        assert 0 <= length <= self.length, (length, self.length)
+        self._live.cache.table.shrink(self.number, length)
+        del self.ids[length:]
+
+    def fork(self) -> "Sequence":
+        """Another sequence that begins with the tokens of this one, and shares their keys and
+        values until one of the two writes behind them."""
+        other = self._live.open(yields=self.yields, beside=self)
+        self._live.cache.table.share(self.number, other.number, self.length)
+        other.ids = list(self.ids)
+        return other
+
+    def check_room(self, count: int) -> None:
+        if count > self.room:
+            raise SparkinferError(
+                f"{count} more tokens behind {self.length} for a context of"
+                f" {self._live.context_length}; shorten the text or load with a longer context"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        return self._owner is not None
+
+    def close(self) -> None:
+        """Gives its place back. Nothing happens the second time."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.release(self.number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _live(self) -> Sequences:
+        if self._owner is None:
+            raise SparkinferError(
+                "the sequence is closed, or the engine was used for something else meanwhile"
+            )
+        return self._owner

@@ -1,0 +1,241 @@
+"""Several sequences in one engine: whatever is computed beside it, a sequence gets the bits that it gets
+alone; blocks of the cache are shared, copied and given back without one touching another."""
+
+import random
+
+import pytest
+import torch
+from models import make_shape
+from test_rows import model_of
+from test_runtime import saved
+
+from sparkinfer import Engine
+from sparkinfer.budget import BLOCK_LENGTH, kv_positions
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.cache.block_table import NO_BLOCK, BlockTable
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.step.batch import Row, rows_of
+from sparkinfer.runtime.step.sequences import Part
+
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CONTEXT = 300
+ROOM = 8
+
+
+class Alone:
+    """What each text gives by itself: logits behind its last token, computed once a text."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Behind every token."""
+        key = tuple(ids)
+        if key not in self.known:
+            self.known[key] = self.engine.logits(ids)
+        return self.known[key]
+
+
+def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) -> int:
+    """A random life of up to ROOM sequences; the number of rows compared."""
+    texts = [engine.sequence()]
+    compared = 0
+    for _ in range(steps):
+        deed = chance.random()
+        if deed < 0.15 and len(texts) < ROOM:
+            texts.append(
+                chance.choice(texts).fork() if chance.random() < 0.6 else engine.sequence()
+            )
+        elif deed < 0.25 and len(texts) > 1:
+            texts.pop(chance.randrange(len(texts))).close()
+        elif deed < 0.4:
+            text = chance.choice(texts)
+            text.rollback(chance.randint(0, text.length))
+        parts = []
+        for text in chance.sample(texts, chance.randint(1, len(texts))):
+            count = min(text.room, chance.choice((1, 1, 1, 2, 3, 7, 20, 70)))
+            tokens = [chance.randrange(50) for _ in range(count)]
+            if tokens:
+                parts.append(
+                    Part(sequence=text, tokens=tokens, wanted=chance.choice(("last", "all")))
+                )
+        for part, got in zip(parts, engine.run(parts), strict=True):
+            want = alone.logits(part.sequence.ids)[-len(got) :]
+            assert torch.equal(got, want), (part.sequence.ids, len(part.tokens))
+            compared += len(got)
+    for text in texts:
+        text.close()
+    return compared
+
+
+@native
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_random_schedules(tmp_path, kind, mode):
+    model = model_of(tmp_path, kind)
+    with (
+        Engine.load(model.path, mode=mode, context_length=CONTEXT) as single,
+        Engine.load(model.path, mode=mode, context_length=CONTEXT, num_sequences=ROOM) as engine,
+    ):
+        alone = Alone(single)
+        seeds = (random.Random(f"{kind} {mode} {seed}") for seed in range(6))
+        assert sum(schedule(engine, alone, chance, 12) for chance in seeds) > 200
+        table = engine.layers[0].attention.cache.table
+        assert (table.block_SN == NO_BLOCK).all() and len(table._free) == table.num_blocks
+
+
+@pytest.mark.slow
+@native
+def test_a_thousand_random_schedules(tmp_path):
+    for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"):
+        model = model_of(tmp_path, kind)
+        for mode in ("dense", "exact", "predicted"):
+            with (
+                Engine.load(model.path, mode=mode, context_length=CONTEXT) as single,
+                Engine.load(model.path, mode=mode, context_length=CONTEXT, num_sequences=ROOM) as engine,
+            ):  # fmt: skip
+                alone = Alone(single)
+                for seed in range(42):
+                    schedule(engine, alone, random.Random(f"{kind} {mode} slow {seed}"), 12)
+
+
+@native
+def test_the_comparison_finds_a_wrong_block(tmp_path):
+    """A sequence that reads another's block, and a copy that is left out."""
+    model = model_of(tmp_path, "q8_0")
+    with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
+        first, second = engine.sequence(), engine.sequence()
+        for text, token in ((first, 1), (second, 2)):
+            text.extend([token] * 70)
+        want = first.extend([3])
+        first.rollback(70)
+        table = engine.layers[0].attention.cache.table
+        table.block_SN[0, 0] = table.block_SN[1, 0]
+        assert not torch.equal(first.extend([3]), want)
+
+
+@native
+def test_a_tree_of_drafts(tmp_path):
+    """Branches have their stem's keys and values without computing it again."""
+    model = model_of(tmp_path, "q8_0")
+    stem, branches = [5, 6, 7], ([8, 9], [10, 11, 12], [13])
+    with (
+        Engine.load(model.path, mode="exact", context_length=CONTEXT) as single,
+        Engine.load(model.path, mode="exact", context_length=CONTEXT, num_sequences=4) as engine,
+    ):
+        for prompt in ([1] * 63, [1] * 64, [1] * 20):
+            root = engine.sequence()
+            root.extend(prompt)
+            forks = [root.fork() for _ in branches]
+            cache = engine._live.weights.cache
+            rows = rows_of(stem, len(prompt), "all", root.number)
+            cache.reserve(root.number, len(prompt), len(prompt) + len(stem))
+            for fork, branch in zip(forks, branches, strict=True):
+                start = len(prompt) + len(stem)
+                cache.reserve(fork.number, len(prompt), start + len(branch))
+                rows += [
+                    Row(token=token, position=len(prompt) + i, sequence=fork.number, source=i)
+                    for i, token in enumerate(stem)
+                ]
+                rows += rows_of(branch, start, "all", fork.number)
+            for run in (engine._live.run, engine._live.native.run_rows):
+                with torch.inference_mode():
+                    got = run(rows)
+                want = [single.logits(prompt + stem)[-len(stem) :]]
+                want += [single.logits(prompt + stem + b)[-len(b) :] for b in branches]
+                assert torch.equal(got, torch.cat(want))
+            for text in (root, *forks):
+                text.close()
+
+
+def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
+    """The path of observers, which takes one sequence after the other."""
+    model = saved(tmp_path, shape=make_shape(context_length=128))
+    with Engine.load(model.path, num_sequences=3) as engine:
+        texts = [engine.sequence() for _ in range(3)]
+        tokens = [[1, 2, 3], [4, 5], [6] * 70]
+        with engine.observe(lambda *_: None):
+            parts = [
+                Part(sequence=text, tokens=ids, wanted="all")
+                for text, ids in zip(texts, tokens, strict=True)
+            ]
+            got = engine.run(parts)
+            branch = [(texts[0].close(), texts[2].fork())[1].extend([7])]
+        with Engine.load(model.path) as single, single.observe(lambda *_: None):
+            for ids, logits in zip([*tokens, tokens[2] + [7]], got + branch, strict=True):
+                want = single.logits(ids)[-len(logits) :]
+                assert torch.allclose(logits, want, atol=1e-5, rtol=1e-5)
+
+
+def test_bytes_are_as_announced(tmp_path):
+    model = saved(tmp_path, shape=make_shape(context_length=200))
+    for count in (1, 3, 8):
+        with Engine.load(
+            model.path, device="cpu", num_sequences=count, context_length=150
+        ) as engine:
+            caches = [layer.attention.cache for layer in engine.layers]
+            held = sum(c.key_BKPW.nbytes + c.value_BKPW.nbytes for c in caches)
+            assert held == engine.bytes_by_role["cpu"]["kv_cache"]
+    assert kv_positions(150, 1) == 150
+    assert kv_positions(150, 3) == 3 * 3 * BLOCK_LENGTH
+
+
+def test_a_full_sequence_refuses_and_changes_nothing(tmp_path):
+    model = saved(tmp_path, shape=make_shape(context_length=100))
+    with Engine.load(model.path, num_sequences=2) as engine:
+        full, other = engine.sequence(), engine.sequence()
+        want = full.extend([1] * 99)
+        with pytest.raises(SparkinferError, match="2 more tokens behind 99 for a context of 100"):
+            engine.run([Part(sequence=other, tokens=[1]), Part(sequence=full, tokens=[1, 2])])
+        assert (full.length, other.length) == (99, 0)
+        full.rollback(98)
+        assert torch.equal(full.extend([1]), want)
+        with pytest.raises(SparkinferError, match="all 2 sequences of this engine are in use"):
+            engine.sequence()
+        other.close()
+        other.close()
+        with pytest.raises(SparkinferError, match="is closed"):
+            other.extend([1])
+
+
+def test_several_where_there_is_room_for_one(tmp_path):
+    model = saved(tmp_path)
+    with Engine.load(model.path) as engine:
+        text = engine.sequence()
+        with pytest.raises(SparkinferError, match="num_sequences"):
+            text.fork()
+        with pytest.raises(SparkinferError, match="num_sequences"):
+            engine.logits([1, 2])
+        text.close()
+        assert len(engine.logits([1, 2])) == 2
+    for count in (0, -1, 5000):
+        with pytest.raises(SparkinferError, match="sequences asked for, wanted 1 to"):
+            Engine.load(model.path, num_sequences=count)
+
+
+def test_blocks_under_any_use():
+    """Every block has as many users as sequences that name it; nobody writes what others read."""
+    chance = random.Random(3)
+    table = BlockTable(5, 4 * BLOCK_LENGTH)
+    length = dict.fromkeys(range(5), 0)
+    for _ in range(4000):
+        sequence = chance.randrange(5)
+        if chance.random() < 0.4:
+            length[sequence] = chance.randint(0, length[sequence])
+            table.shrink(sequence, length[sequence])
+        elif chance.random() < 0.3 and not length[sequence]:
+            source = chance.choice([s for s in range(5) if s != sequence])
+            table.share(source, sequence, length[source])
+            length[sequence] = length[source]
+        else:
+            stop = min(4 * BLOCK_LENGTH, length[sequence] + chance.choice((1, 5, 64, 100)))
+            start = length[sequence]
+            table.reserve(sequence, start, stop)
+            length[sequence] = stop
+            if stop > start:
+                own = table.blocks(sequence, stop)[start // BLOCK_LENGTH :]
+                assert all(table._num_users[block] == 1 for block in own.tolist())
+        named = [b for b in table.block_SN.flatten().tolist() if b != NO_BLOCK]
+        assert [named.count(b) for b in range(table.num_blocks)] == table._num_users
+        assert sorted(table._free) == [b for b, n in enumerate(table._num_users) if not n]
