@@ -10,7 +10,7 @@ What this module does not know: how layers are computed or where weights lie."""
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,9 @@ from sparkinfer.runtime.engine_options import (
     residence_of,
     sequences_of,
 )
-from sparkinfer.runtime.generate.generation import Generation, GenerationOptions, Run, Token
-from sparkinfer.runtime.generate.sampler import Sampler
+from sparkinfer.runtime.generate.chain import SamplerChain
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.generate.text_engine import TextEngine
 from sparkinfer.runtime.gpu_setup import (
     Memories,
     memories_of,
@@ -51,17 +52,14 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.loader import Layer, Weights, load_weights
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
-from sparkinfer.runtime.step.batch import Wanted, rows_of
+from sparkinfer.runtime.step.batch import rows_of
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.step.sequences import Part, Sequences
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.split_file import Split
 from sparkinfer.thresholds import replace_thresholds, with_thresholds
 
 
-class Engine:
+class Engine(TextEngine):
     """Made by `Engine.load`. Not for several threads at a time."""
 
     def __init__(
@@ -70,7 +68,6 @@ class Engine:
         decoder: Decoder,
         *,
         mode: Mode,
-        context_length: int,
         bytes_by_role: dict[str, Items],
         device: torch.device,
         traffic: Traffic,
@@ -78,15 +75,11 @@ class Engine:
         load_s: float,
         memories: Memories,
     ) -> None:
-        self.model, self.mode, self.context_length = model, mode, context_length
+        super().__init__(model, decoder, mode, traffic)
         self.bytes_by_role, self.device = bytes_by_role, device
-        self.traffic = traffic
         self._step_of = step_of
         self.load_s = load_s  # seconds from an open file to weights where they belong
         self.memories = memories  # of the GPUs, and what they report
-        self.last_run = Run()
-        self._codec: TextCodec | None = None
-        self._sequences = Sequences(decoder)
 
     @classmethod
     def load(
@@ -194,7 +187,6 @@ class Engine:
             file,
             decoder,
             mode=mode,
-            context_length=context_length,
             bytes_by_role=bytes_by_role,
             device=gpu,
             traffic=traffic,
@@ -220,58 +212,6 @@ class Engine:
         set_aside(self.memories)
 
     @told_out_of_memory()
-    def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
-        """Runs a text through all layers but not through the head: for observers."""
-        self._run_alone(token_ids, "none")
-
-    @told_out_of_memory()
-    def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        """f32 [T, V] on the CPU: what follows each token, the text starting with the first."""
-        return self._run_alone(token_ids, "all")
-
-    def _run_alone(self, token_ids: Sequence[int] | Tensor, wanted: Wanted) -> Tensor:
-        ids_T = self._ids(token_ids)
-        with self._sequences.open(yields=True) as text:
-            return text.extend(ids_T.tolist(), wanted)
-
-    def sequence(self) -> TextSequence:
-        """A place for a text of its own, kept until it is closed: see runtime.step.sequences.
-
-        Raises SparkinferError where all `num_sequences` are in use."""
-        return self._sequences.open()
-
-    @told_out_of_memory()
-    def run(self, parts: Iterable[Part]) -> list[Tensor]:
-        """Computes tokens of several sequences in common steps, which read each weight once: of each
-        part its logits f32 [R, V], the same to the bit as computed alone."""
-        return self._sequences.run(parts)
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = 128,
-        temperature: float = 0.8,
-        seed: int | None = None,
-    ) -> Iterator[Token]:
-        """Yields tokens as they are made; `last_run` tells afterwards what they took.
-
-        temperature 0 is greedy; a seed makes a run repeatable. Ends at the model's end token,
-        after max_tokens, or when the context is full. Raises SparkinferError for a prompt that
-        is empty or does not fit."""
-        sampler = Sampler(temperature, seed)
-        options = GenerationOptions(max_tokens=max_tokens)
-        ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
-        return self._generate(ids_T.tolist(), options, sampler)
-
-    def _generate(
-        self, ids: list[int], options: GenerationOptions, sampler: Sampler
-    ) -> Iterator[Token]:
-        with self._sequences.open(yields=True) as text:
-            generation = Generation(text, ids, self.codec, sampler, options, self.traffic)
-            self.last_run = generation.run
-            yield from generation.tokens()
-
-    @told_out_of_memory()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
         """f32 [V] behind the last of the first sequence's tokens, whoever has it."""
@@ -285,12 +225,6 @@ class Engine:
     def _step(self, token_id: int, position: int) -> Tensor:
         return self._live.step(token_id, position)
 
-    @property
-    def not_native(self) -> str | None:
-        """Why a decode step is not one native call, in a few words; None where it is one."""
-        native = self._live.native
-        return native if isinstance(native, str) else None
-
     @told_out_of_memory()
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
@@ -299,13 +233,14 @@ class Engine:
         Which tokens they are does not matter to the time, so no text is needed; what stands in
         the cache before `start` is taken as it is."""
         assert steps >= 1 and start + steps <= self.context_length, (steps, start)
-        sampler, token_id = Sampler(0.0, None), 0
+        chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.shape.vocab_size)
+        token_id = 0
         with self._sequences.open(yields=True) as text:
             self._live.weights.cache.reserve(text.number, start, start + steps)
             began = time.perf_counter()
             for position in range(start, start + steps):
                 rows = rows_of([token_id], position, sequence=text.number)
-                token_id = sampler.sample(self._live.run(rows)[0])
+                token_id = chain.sample(self._live.run(rows)[0], ())
             return time.perf_counter() - began
 
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
@@ -324,13 +259,6 @@ class Engine:
     def layers(self) -> tuple[Layer, ...]:
         """The loaded layers: where each lies, and its matrices."""
         return self._live.weights.layers
-
-    @property
-    def codec(self) -> TextCodec:
-        """The model's tokenizer, read when it is first needed."""
-        if self._codec is None:
-            self._codec = TextCodec.of(self.model)
-        return self._codec
 
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
@@ -353,27 +281,6 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    @property
-    def _live(self) -> Decoder:
-        return self._sequences.live
-
-    def _ids(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        ids_T = torch.as_tensor(token_ids, dtype=torch.int64).cpu()
-        vocab_size = self.model.shape.vocab_size
-        if ids_T.ndim != 1 or not len(ids_T):
-            raise SparkinferError("the prompt has no tokens; give it some text")
-        if len(ids_T) > self.context_length:
-            longest = self.model.shape.context_length
-            is_all = self.context_length >= longest
-            more = "the model's longest" if is_all else f"at most {longest} by -c"
-            raise SparkinferError(
-                f"{len(ids_T)} tokens for a context of {self.context_length} ({more}); shorten the"
-                " text" + ("" if is_all else " or ask for more")
-            )
-        if ids_T.min() < 0 or ids_T.max() >= vocab_size:
-            raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
-        return ids_T
 
 
 def _notice(file: ModelFile, line: str) -> None:

@@ -48,7 +48,7 @@ def objects(tmp_path_factory):
 
 def linked(objects, output):
     subprocess.run(["g++", *SANITIZE, "-pthread", *objects, "-o", output], check=True)
-    return subprocess.run([output], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([output], capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_no_kernel_reads_or_writes_where_it_must_not(objects, tmp_path):

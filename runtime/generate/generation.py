@@ -3,7 +3,7 @@
 What this module does not know: models, how a token is drawn, where drafts come from."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.stops import StopFilter
 from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.batch import Wanted
+from sparkinfer.runtime.step.sequences import Part
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.codec import TextCodec
 
+NOT_STOPPED = "not started"
 ENDLESS = -1  # as max_tokens: until the text or the context ends
 
 
@@ -46,8 +47,9 @@ class Run:
     decode_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    shifts: int = 0  # times the context was full and half of the text went out of it
     ffn_bytes: int = 0
-    stopped_by: str = "not started"  # then "end of text", "stop string", "max tokens" or "context"
+    stopped_by: str = NOT_STOPPED  # then "end of text", "stop string", "max tokens" or "context"
 
     @property
     def prefill_per_s(self) -> float:
@@ -89,13 +91,15 @@ class Draws(Protocol):
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None) -> int: ...
 
-    def logprobs(self, logits_V: Tensor, count: int) -> list[tuple[int, float]]: ...
+    def logprobs(
+        self, logits_V: Tensor, count: int, chosen: int | None
+    ) -> Sequence[tuple[int, float]]: ...
 
 
 class Mask(Protocol):
     """What a text may go on with: runtime.generate.constraints."""
 
-    def mask_V(self) -> Tensor: ...
+    def mask_V(self, vocab_size: int) -> Tensor: ...
 
     def accept(self, token_id: int) -> None: ...
 
@@ -112,7 +116,10 @@ class Drafts(Protocol):
 
 class Generation:
     """One text. `sequence` may have tokens: those that `ids` begins with too are not computed
-    again. Afterwards it has all tokens that were given out, but perhaps not the last."""
+    again. Afterwards it has all tokens that were given out, but perhaps not the last.
+
+    Whoever drives it computes `part()`, hands the logits to `take()` and asks for `draw()`, until it
+    `is_over`; `tokens()` does so for one text, `together()` for several in common steps."""
 
     def __init__(
         self,
@@ -133,6 +140,7 @@ class Generation:
         self._stream = codec.stream(self.ids)
         self._filter = StopFilter(options.stops)
         self._left = options.max_tokens
+        self._read_before = 0  # bytes of feed-forward weights, when the prompt was through
         # The latest step: its logits, what was drafted behind its first token, and how much of that
         # has turned out right; the row after it is the one that the next token is drawn from.
         self._logits_RV: Tensor | None = None
@@ -140,63 +148,72 @@ class Generation:
         self._right = 0
         self._step_s = 0.0
 
+    @property
+    def is_over(self) -> bool:
+        return self.run.stopped_by != NOT_STOPPED
+
     def tokens(self) -> Iterator[Token]:
         """Yields them as they are made. Raises SparkinferError for what the model, the constraint or
         the context does not allow."""
         try:
-            self._prefill()
-            read, token_id = self._traffic.total, None
-            while self.run.stopped_by == "not started":
-                began = time.perf_counter()
-                if token_id is not None:
-                    self._advance(token_id)
-                    self.run.decode_tokens += 1
-                token_id = self._draw()
-                self.run.decode_s += time.perf_counter() - began
-                self.run.ffn_bytes = self._traffic.total - read
-                yield from self._emit(token_id)
+            while not self.is_over:
+                part = self.part()
+                if part is not None:
+                    began = time.perf_counter()
+                    logits_RV = self.sequence.extend(part.tokens, part.wanted)
+                    self.take(logits_RV, time.perf_counter() - began)
+                yield from self.draw()
         finally:  # also where nobody asks for the next one
-            self._settle()
+            self.close()
 
-    def _prefill(self) -> None:
-        began = time.perf_counter()
-        text = self.sequence
-        known = 0
-        while known < min(text.length, len(self.ids) - 1) and text.ids[known] == self.ids[known]:
-            known += 1
-        text.rollback(known)
-        self.run.cached_tokens = known
-        self._logits_RV = text.extend(self.ids[known:])
-        self.run.prefill_s = time.perf_counter() - began
-
-    def _draw(self) -> int:
-        assert self._logits_RV is not None
-        logits_V = self._logits_RV[self._right]
-        mask_V = None if self._mask is None else self._mask.mask_V()
-        token_id = self._draws.sample(logits_V, self.ids, mask_V)
-        if self._mask is not None and token_id not in self._end_ids:
-            self._mask.accept(token_id)
-        return token_id
-
-    def _advance(self, token_id: int) -> None:
-        """Computes what follows a token, unless it was drafted and is there already."""
+    def part(self) -> Part | None:
+        """What has to be computed before the next token is drawn: the prompt, or the last token and
+        what is drafted behind it; None where that token was drafted and is there already."""
+        if self._logits_RV is None:
+            return Part(sequence=self.sequence, tokens=self._new_of_prompt())
+        token_id = self.ids[-1]
         if self._right < len(self._draft) and self._draft[self._right] == token_id:
             self._right += 1
             self.run.accepted += 1
-            return
-        self._settle()
+            return None
+        self.close()
         if not self.sequence.room:
             self._shift()
-        room = min(self.sequence.room - 1, self._left - 1 if self._left > 0 else self.sequence.room)
+        room = self.sequence.room - 1
+        room = min(room, self._left - 1) if self.options.max_tokens != ENDLESS else room
         self._draft = self._drafts.draft(self.ids, room) if self._drafts and room > 0 else ()
-        began = time.perf_counter()
-        wanted: Wanted = "all" if self._draft else "last"
-        self._logits_RV = self.sequence.extend([token_id, *self._draft], wanted)
-        self._step_s = time.perf_counter() - began
-        self.run.decode_steps += 1
-        self.run.drafted += len(self._draft)
+        tokens = [token_id, *self._draft]
+        return Part(sequence=self.sequence, tokens=tokens, wanted="all" if self._draft else "last")
 
-    def _settle(self) -> None:
+    def take(self, logits_RV: Tensor, seconds: float) -> None:
+        """The logits of `part()`, and what they took."""
+        if self._logits_RV is None:
+            self.run.prefill_s = seconds
+            self._read_before = self._traffic.total
+        else:
+            self.run.decode_s += seconds
+            self.run.decode_steps += 1
+            self.run.drafted += len(self._draft)
+            self._step_s = seconds
+        self._logits_RV = logits_RV
+
+    def draw(self) -> list[Token]:
+        """The next token, and what is said with it: nothing, where it ends the text."""
+        assert self._logits_RV is not None
+        began = time.perf_counter()
+        logits_V = self._logits_RV[self._right]
+        mask_V = None if self._mask is None else self._mask.mask_V(len(logits_V))
+        token_id = self._draws.sample(logits_V, self.ids, mask_V)
+        if self._mask is not None and token_id not in self._end_ids:
+            self._mask.accept(token_id)
+        is_first = self._left == self.options.max_tokens
+        tokens = self._emit(token_id)
+        self.run.decode_tokens += not is_first
+        self.run.decode_s += time.perf_counter() - began
+        self.run.ffn_bytes = self._traffic.total - self._read_before
+        return tokens
+
+    def close(self) -> None:
         """Forgets what was drafted and did not come."""
         wrong = len(self._draft) - self._right
         if wrong and self.sequence.is_open:
@@ -205,15 +222,26 @@ class Generation:
             self._drafts.learn(1 + len(self._draft), self._right, self._step_s)
         self._draft, self._right, self._step_s = (), 0, 0.0
 
+    def _new_of_prompt(self) -> list[int]:
+        """The prompt's tokens that the sequence does not have, at least one."""
+        text, known = self.sequence, 0
+        while known < min(text.length, len(self.ids) - 1) and text.ids[known] == self.ids[known]:
+            known += 1
+        text.rollback(known)
+        self.run.cached_tokens = known
+        return self.ids[known:]
+
     def _shift(self) -> None:
         """Goes on with the beginning of the text and the last half of the rest, computed again at
         the positions that they have then."""
-        keep = min(self.options.shift_keep or 0, self.sequence.length)
+        keep = min(self.options.shift_keep or 0, self.sequence.length - 2)
         ids = self.sequence.ids[keep:]
         self.sequence.rollback(keep)
         self.sequence.extend(ids[len(ids) - len(ids) // 2 :], "none")
+        self.run.shifts += 1
 
-    def _emit(self, token_id: int) -> Iterator[Token]:
+    def _emit(self, token_id: int) -> list[Token]:
+        tokens = []
         if token_id in self._end_ids:
             self.run.stopped_by = "end of text"
         else:
@@ -225,11 +253,10 @@ class Generation:
                 self.run.stopped_by = "max tokens"
             elif not self._has_room and self.options.shift_keep is None:
                 self.run.stopped_by = "context"
-            yield self._token(token_id, text)
+            tokens.append(self._token(token_id, text))
             self.ids.append(token_id)
-        held = self._filter.flush() if self.run.stopped_by != "not started" else ""
-        if held:
-            yield Token(None, held)
+        held = self._filter.flush() if self.is_over else ""
+        return [*tokens, Token(None, held)] if held else tokens
 
     @property
     def _has_room(self) -> bool:
@@ -243,6 +270,26 @@ class Generation:
             return Token(token_id, text)
         assert self._logits_RV is not None
         logits_V = self._logits_RV[self._right]
-        own = float(logits_V[token_id].double() - logits_V.double().logsumexp(0))
-        most = tuple(self._draws.logprobs(logits_V, count)) if count else ()
-        return Token(token_id, text, own, most)
+        found = self._draws.logprobs(logits_V, count, token_id)
+        own = next(logprob for i, logprob in found if i == token_id)
+        return Token(token_id, text, own, tuple((i, logprob) for i, logprob in found[:count]))
+
+
+def together(
+    generations: Sequence[Generation], run: Callable[[Sequence[Part]], Sequence[Tensor]]
+) -> Iterator[tuple[int, Token]]:
+    """Yields (number of the text, token) of several texts, which `run` computes in common steps."""
+    try:
+        while living := [n for n, g in enumerate(generations) if not g.is_over]:
+            parts = {n: part for n in living if (part := generations[n].part()) is not None}
+            began = time.perf_counter()
+            found = run(list(parts.values())) if parts else ()
+            seconds = time.perf_counter() - began
+            for n, logits_RV in zip(parts, found, strict=True):
+                generations[n].take(logits_RV, seconds)
+            for n in living:
+                for token in generations[n].draw():
+                    yield n, token
+    finally:
+        for generation in generations:
+            generation.close()

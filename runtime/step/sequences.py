@@ -148,6 +148,30 @@ class Sequence:
         other.ids = list(self.ids)
         return other
 
+    def read_state(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies of keys and values [T, K, W] of each layer."""
+        cache = self._live.cache
+        return [layer.read(self.number, 0, self.length) for layer in cache.layers]
+
+    def write_state(self, ids: Several[int], state: Several[tuple[Tensor, Tensor]]) -> None:
+        """Makes `ids` the tokens of this sequence, which has none, and `state` their keys and values.
+
+        Raises SparkinferError where they are not those of this model, or do not fit."""
+        assert not self.length, "only an empty sequence can take a state over"
+        cache = self._live.cache
+        self.check_room(len(ids))
+        shape = (len(ids), cache.layers[0].num_kv_heads, cache.layers[0].head_width)
+        dtype = cache.layers[0].key_BKPW.dtype
+        tensors = [tensor for pair in state for tensor in pair]
+        if len(state) != len(cache.layers) or any(
+            tensor.shape != shape or tensor.dtype != dtype for tensor in tensors
+        ):
+            raise SparkinferError("keys and values are not of this model's shape and type")
+        cache.reserve(self.number, 0, len(ids))
+        for layer, (key_TKW, value_TKW) in zip(cache.layers, state, strict=True):
+            layer.write(self.number, 0, key_TKW, value_TKW)
+        self.ids = list(ids)
+
     def check_room(self, count: int) -> None:
         if count > self.room:
             raise SparkinferError(

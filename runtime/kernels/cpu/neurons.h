@@ -277,11 +277,12 @@ class Neurons {
                   for (int64_t g = g0; g < g1; ++g)
                       run_group(block, gate, named, gate_x, up_x, T, g);
               });
-        const int64_t columns = columns_at_a_time(D);
-        split(T * block.num_neurons * row_bytes(block.down), D, columns, 16,
-              [&](int64_t d0, int64_t d1) {
-                  for (int64_t d = d0; d < d1; d += columns)
-                      add_columns(block, T, groups, d, std::min(d + columns, d1), out);
+        const int64_t pieces = column_pieces(D);
+        split(T * block.num_neurons * row_bytes(block.down), pieces, 1, 16,
+              [&](int64_t i0, int64_t i1) {
+                  for (int64_t i = i0; i < i1; ++i)
+                      add_columns(block, T, groups, column_of(i, pieces), column_of(i + 1, pieces),
+                                  out);
               });
         for (int64_t g = 0; g < groups; ++g) {
             read.gate += num_named_[g] * row_bytes(block.gate);
@@ -290,8 +291,19 @@ class Neurons {
         }
     }
 
-    // Of a sum at a time: whole blocks of every kind, and pieces enough for a few threads.
-    static int64_t columns_at_a_time(int64_t D) { return D <= 1024 ? 256 : 512; }
+    // Pieces of a sum's columns: at most as long as their scales are read together, and one for each
+    // thread. The fewer, the fewer times a group's factors are made.
+    static int64_t column_pieces(int64_t D) {
+        const int64_t most = std::max<int64_t>(1, D / COLUMNS_GRAIN);
+        return std::min(most, std::max<int64_t>(num_threads(), (D + 511) / 512));
+    }
+
+    // Where piece i begins: at whole blocks of every kind.
+    int64_t column_of(int64_t i, int64_t pieces) const {
+        return i == pieces ? D : D * i / pieces / COLUMNS_GRAIN * COLUMNS_GRAIN;
+    }
+
+    static constexpr int64_t COLUMNS_GRAIN = 256;
 
     int64_t hidden_stride() const { return num_groups_ * SUM_ROWS; }
 

@@ -107,11 +107,11 @@ struct Q4_0Planar : Planar<16>, Nibbles {};
 
 constexpr float LARGEST_FACTOR = 32704.0f;
 
-// Factors of k rows from their scales, `scale` [k, CHUNK], zeros where a row has no more blocks.
+// Factors of m blocks of k rows from their scales, `scale` [k, CHUNK], zeros where a row has no more blocks.
 template <class Format>
-inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, const float* c) {
+inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, int64_t m, const float* c) {
     constexpr int32_t MINUS_ZEROS = -0x10000 * Format::ZERO + (0x10000 - Format::ZERO);
-    for (int64_t i = 0; i < CHUNK; i += LANES) {
+    for (int64_t i = 0; i < m; i += LANES) {
         // Bits of floats without their sign are in the order of the floats, and NaN comes last.
         Ints largest = {};
         for (int64_t r = 0; r < k; ++r) {
@@ -255,7 +255,7 @@ inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, in
         ahead.ask_below(wanted);
         read_scales<Format>(rows, k, n, b0, m, scale);
         ahead.ask_below(wanted);
-        fill<Format>(factors, scale, k, c);
+        fill<Format>(factors, scale, k, m, c);
         find_quants<Format>(rows, k, n, b0, m, copy, quants);
         int64_t d = 0, at = 0;
         for (; d + UNIT <= m * BLOCK; d += UNIT, at += 4 * LANES) {
@@ -326,7 +326,7 @@ inline void add_group_to_many(const uint8_t* const* rows, int64_t k, int64_t n, 
         for (int64_t t0 = 0; t0 < s.count; t0 += FILLED) {
             const int64_t t1 = t0 + FILLED < s.count ? t0 + FILLED : s.count;
             for (int64_t t = t0; t < t1; ++t)
-                fill<Format>(factors[t - t0], scale, k, s.c + t * s.c_stride);
+                fill<Format>(factors[t - t0], scale, k, m, s.c + t * s.c_stride);
             for (int64_t u = 0; u < units; ++u) {
                 const Ints* words = split + u * ((k + 1) / 2) * 2 * PARTS;
                 for (int64_t t = t0; t < t1; t += 2) {

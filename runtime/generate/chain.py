@@ -1,0 +1,197 @@
+"""From logits to a token: the samplers in their order, and the draw.
+
+llama.cpp's chain (common/sampling.cpp): mask, logit bias, then the samplers in the order of the
+options and a draw from what they leave; with Mirostat the temperature and Mirostat instead. State
+changes with an accepted token alone, so that `distribution` may be asked as often as wanted: the
+coin that decides whether XTC is applied is tossed before the token that it decides about;
+Mirostat's mu, and adaptive-p's mean, move after it. What this module does not know: the model, the tokenizer, and what a
+mask is for (a grammar)."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate import mirostat, samplers
+from sparkinfer.runtime.generate.adaptive import DrawnMean, adaptive_p
+from sparkinfer.runtime.generate.candidates import (
+    Candidates,
+    Mask,
+    all_ids,
+    allowed_ids,
+    as_array,
+    largest,
+    nan_error,
+    nothing_error,
+    possible,
+)
+from sparkinfer.runtime.generate.dry import Breakers, dry
+from sparkinfer.runtime.generate.penalties import penalties
+from sparkinfer.runtime.generate.plan import active_samplers, is_greedy
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+
+
+class TokenLogprob(NamedTuple):
+    token_id: int
+    logprob: float  # natural logarithm; -inf for what cannot come
+
+
+class SamplerChain:
+    """Draws are a function of options, seed, and the logits, histories and masks seen so far.
+
+    `dry_breakers` is what dry.dry_breakers makes of the options' breakers; without it a repetition
+    is broken by nothing. `history` is all tokens before the one wanted, the prompt's included."""
+
+    def __init__(
+        self, options: SamplingOptions, vocab_size: int, dry_breakers: Breakers | None = None
+    ) -> None:
+        for token_id, _ in options.logit_bias:
+            if token_id >= vocab_size:
+                raise SparkinferError(
+                    f"logit_bias has token {token_id}, the model's go up to {vocab_size - 1}"
+                )
+        self.options, self.vocab_size = options, vocab_size
+        self.steps = active_samplers(options, vocab_size)
+        if "dry" in self.steps and options.dry_sequence_breakers and dry_breakers is None:
+            raise SparkinferError(
+                "DRY is on and its sequence breakers have no tokens: pass dry_breakers (of"
+                " dry.dry_breakers), or leave dry_sequence_breakers empty"
+            )
+        self._breakers = dry_breakers or {}
+        self._ids_V = all_ids(vocab_size)
+        self._is_argmax = (
+            is_greedy(options) and self.steps == ("temperature",) and not options.logit_bias
+        )
+        # Python's generator takes abs(seed), by which -1 and 1 would be the same.
+        self._random = random.Random(None if options.seed is None else options.seed % (1 << 64))
+        self._coin = self._random.random()
+        self._mu = mirostat.start_of(options.mirostat_ent)
+        self._drawn = DrawnMean.start(options.adaptive_target, options.adaptive_decay)
+
+    def sample(self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None) -> int:
+        """The id of a token, drawn and accepted. Raises SparkinferError as `distribution` does."""
+        if self._is_argmax:
+            return self._argmax(logits_V, mask)
+        candidates = self.distribution(logits_V, history, mask)
+        sums_A = np.cumsum(candidates.probability_A)
+        index = int(np.searchsorted(sums_A, self._random.random() * sums_A[-1], side="right"))
+        token_id = int(candidates.ids_A[index])
+        self.accept(token_id, candidates)
+        return token_id
+
+    def distribution(
+        self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None
+    ) -> Candidates:
+        """What the next token is drawn from: ids and probabilities, after all samplers.
+
+        Changes no state. Raises SparkinferError for NaN, and where no token can be drawn: all
+        logits are -inf, or all of those that the mask (see candidates.Mask) lets through."""
+        if self._is_argmax:
+            return Candidates(np.array([self._argmax(logits_V, mask)]), np.zeros(1), True)
+        candidates = self._candidates(logits_V, mask)
+        for name in self.steps:
+            candidates = self._step(name, candidates, history)
+        return candidates
+
+    def accept(self, token_id: int, candidates: Candidates) -> None:
+        """Moves on by a token that was drawn from `candidates`, the distribution of this moment.
+
+        `sample` does so itself; this is for who draws from the distribution by other means."""
+        if "xtc" in self.steps:
+            self._coin = self._random.random()
+        if self.options.mirostat:
+            self._mu = mirostat.moved(
+                self._mu,
+                candidates.probability_of(token_id),
+                target=self.options.mirostat_ent,
+                rate=self.options.mirostat_lr,
+            )
+        if candidates.origin is not None:
+            self._drawn = self._drawn.after(candidates.origin.probability_of(token_id))
+
+    def logprobs(
+        self, logits_V: Tensor, count: int, chosen: int | None = None
+    ) -> list[TokenLogprob]:
+        """The `count` likeliest tokens of the model itself, before mask, bias and samplers, likeliest
+        first; then `chosen`, where it is not among them. Raises as `distribution` does."""
+        candidates = possible(self._ids_V, self._array(logits_V))
+        logits_A, ids_A = candidates.logits_A, candidates.ids_A
+        highest = logits_A.max()
+        log_sum = float(highest) + float(np.log(np.exp(logits_A - highest).sum(dtype=np.float64)))
+        index = largest(logits_A, count) if count > 0 else np.zeros(0, np.int64)
+        if chosen is not None and chosen not in ids_A[index]:
+            index = np.append(index, np.flatnonzero(ids_A == chosen))
+        found = [TokenLogprob(int(ids_A[i]), float(logits_A[i]) - log_sum) for i in index]
+        if chosen is not None and chosen not in ids_A:
+            found.append(TokenLogprob(chosen, -np.inf))
+        return found
+
+    def _step(self, name: str, c: Candidates, history: Sequence[int]) -> Candidates:
+        o = self.options
+        match name:
+            case "penalties":
+                return penalties(c, history, last_n=o.repeat_last_n, repeat=o.repeat_penalty,
+                                 frequency=o.frequency_penalty, presence=o.presence_penalty)  # fmt: skip
+            case "dry":
+                return dry(c, history, multiplier=o.dry_multiplier, base=o.dry_base,
+                           allowed_length=o.dry_allowed_length, last_n=o.dry_penalty_last_n,
+                           breakers=self._breakers)  # fmt: skip
+            case "top_n_sigma":
+                return samplers.top_n_sigma(c, o.top_n_sigma)
+            case "top_k":
+                return samplers.top_k(c, o.top_k)
+            case "typ_p":
+                return samplers.typical_p(c, o.typ_p, o.min_keep)
+            case "top_p":
+                return samplers.top_p(c, o.top_p, o.min_keep)
+            case "min_p":
+                return samplers.min_p(c, o.min_p, o.min_keep)
+            case "xtc":
+                is_applied = self._coin < o.xtc_probability
+                return samplers.xtc(c, o.xtc_threshold, o.min_keep) if is_applied else c
+            case "temperature":
+                spread = 0.0 if o.mirostat else o.dynatemp_range
+                return samplers.dynamic_temperature(c, o.temperature, spread, o.dynatemp_exponent)
+            case "adaptive_p":
+                return adaptive_p(c, o.adaptive_target, self._drawn)
+            case "mirostat_1":
+                return mirostat.mirostat_1(c, self._mu, self.vocab_size)
+            case "mirostat_2":
+                return mirostat.mirostat_2(c, self._mu)
+        raise AssertionError(name)
+
+    def _array(self, logits_V: Tensor) -> np.ndarray:
+        assert logits_V.shape == (self.vocab_size,), (logits_V.shape, self.vocab_size)
+        return as_array(logits_V)
+
+    def _candidates(self, logits_V: Tensor, mask: Mask | None) -> Candidates:
+        """Mask and logit bias. A token that the mask keeps out stays out whatever its bias."""
+        array_V, ids_A = self._array(logits_V), self._ids_V
+        if mask is None and not self.options.logit_bias:
+            return possible(ids_A, array_V)
+        if np.isnan(array_V.max()):
+            raise nan_error()
+        if mask is not None:
+            ids_A = allowed_ids(mask, self.vocab_size)
+            array_V = array_V[ids_A]
+        if not len(ids_A):
+            raise nothing_error()
+        return samplers.logit_bias(Candidates(ids_A, array_V, False), self.options.logit_bias)
+
+    def _argmax(self, logits_V: Tensor, mask: Mask | None) -> int:
+        """One pass without a mask: numpy's argmax takes a NaN for the largest."""
+        array_V = self._array(logits_V)
+        found = int(array_V.argmax())
+        if np.isnan(array_V[found]):
+            raise nan_error()
+        if mask is not None:
+            ids_A = allowed_ids(mask, self.vocab_size)
+            if not len(ids_A):
+                raise nothing_error()
+            found = int(ids_A[array_V[ids_A].argmax()])
+        if array_V[found] == -np.inf:
+            raise nothing_error()
+        return found

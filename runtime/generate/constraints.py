@@ -1,0 +1,251 @@
+"""Constraints: which tokens may come next, so that a text follows a JSON schema or a grammar.
+
+llguidance, an optional package, does the parsing. This module gives it the tokens, refuses what
+it would ignore, and turns its answers into masks over logits.
+
+What this module does not know: the model, and how a token is chosen among the allowed ones.
+
+Letters: V rows of logits, which may be more than the tokenizer has tokens."""
+
+import json
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate import gbnf, gbnf_parser
+from sparkinfer.runtime.generate.json_schema import check_schema, parse_schema
+from sparkinfer.runtime.text.codec import TextCodec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
+
+# llama.cpp's: between the parts of a document a space, or a new line with its indent. A model that
+# is unsure would put in whitespace without end.
+_WHITESPACE = r" |\n[ \t]{0,20}"
+# Without \uXXXX, by which a key could be written so that it passes for another one.
+_ESCAPES = 'nrbtf\\"'
+# A mask of a grammar in single characters takes more than llguidance's own limit, 50,000 items.
+_MAX_STEP = 1_000_000
+# Else llguidance writes out what has to follow, however long, and allows only the tokens that the
+# tokenizer would write that with. At the end, so that its messages have the right line numbers.
+_NOT_FORCED = '%llguidance {"no_forcing": true}'
+_tokenizers: WeakKeyDictionary[TextCodec, "LLTokenizer"] = WeakKeyDictionary()
+
+
+class Constraint:
+    """Where a text stands in its grammar. One a text: `fork` gives another, at the same place.
+
+    The end tokens are allowed where the grammar may end, and nowhere else."""
+
+    def __init__(self, matcher: "LLMatcher", codec: TextCodec, num_tokens: int, what: Kind) -> None:
+        self._matcher, self._codec, self._what = matcher, codec, what
+        self._num_tokens = num_tokens
+        self._end_ids = [end for end in codec.end_ids if end < num_tokens]
+        self._has_ended = False
+        self._allowed: np.ndarray | None = None  # of the tokens that come next, once it is known
+
+    def mask_V(self, vocab_size: int) -> Tensor:
+        """bool [V], True where a token is allowed: never for rows that have no token.
+
+        Raises SparkinferError where nothing is allowed: the grammar cannot go on from here."""
+        mask = np.zeros(vocab_size, dtype=bool)
+        allowed = self._allowed_now()[:vocab_size]
+        mask[: len(allowed)] = allowed
+        if not mask.any():
+            raise SparkinferError(f"the {self._what} allows no token from here on; change it")
+        return torch.from_numpy(mask)
+
+    def apply(self, logits_V: Tensor) -> Tensor:
+        """A copy of the logits with -inf where a token is not allowed; raises as `mask_V`."""
+        allowed_V = self.mask_V(len(logits_V)).to(logits_V.device)
+        return logits_V.masked_fill(~allowed_V, -torch.inf)
+
+    def accept(self, token_id: int) -> None:
+        """Goes on by a token. Raises SparkinferError for one that is not allowed, and stays."""
+        is_token = 0 <= token_id < self._num_tokens
+        if not is_token or not self._allowed_now()[token_id]:
+            text = self._codec.tokenizer.id_to_token(token_id) if is_token else None
+            raise SparkinferError(f"the {self._what} does not allow token {token_id} ({text!r})")
+        if token_id in self._codec.end_ids:
+            self._has_ended, self._allowed = True, None
+            return
+        is_taken = self._matcher.consume_token(token_id)
+        if not is_taken:
+            raise SparkinferError(f"{self._what}: {_one_line(self._matcher.get_error())}")
+        self._allowed = None
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the text so far is a whole one."""
+        return self._has_ended or bool(self._matcher.is_accepting())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but an end token may follow."""
+        if self._has_ended or self._matcher.is_stopped():
+            return self.can_end
+        allowed = self._allowed_now()
+        return self.can_end and not np.delete(allowed, self._end_ids).any()
+
+    def fork(self) -> "Constraint":
+        """Another constraint at the same place; 15 us."""
+        other = Constraint(self._matcher.deep_copy(), self._codec, self._num_tokens, self._what)
+        other._has_ended, other._allowed = self._has_ended, self._allowed
+        return other
+
+    def _allowed_now(self) -> np.ndarray:
+        """bool, one a token of the tokenizer."""
+        if self._allowed is None:
+            allowed = self._from_matcher()
+            allowed[self._end_ids] = self.can_end
+            self._allowed = allowed
+        return self._allowed
+
+    def _from_matcher(self) -> np.ndarray:
+        if self._has_ended or self._matcher.is_stopped():
+            return np.zeros(self._num_tokens, dtype=bool)
+        words = np.empty((self._num_tokens + 31) // 32, dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            if self._matcher.get_error().startswith("NoExtension"):
+                return np.zeros(self._num_tokens, dtype=bool)
+            raise SparkinferError(f"{self._what}: {_one_line(self._matcher.get_error())}")
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._num_tokens)
+        return bits.view(bool)
+
+
+def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) -> Constraint:
+    """Texts that are JSON and valid under a schema (Draft 2020-12); a str is parsed as JSON.
+
+    Named properties come in the schema's order. Raises SparkinferError for a schema that is
+    malformed, that no document satisfies, or with a keyword that would not be enforced."""
+    found = check_schema(parse_schema(schema) if isinstance(schema, str) else schema)
+    options = {
+        "lenient": False,
+        "coerce_one_of": False,
+        "whitespace_pattern": _WHITESPACE,
+        "json_allowed_escapes": _ESCAPES,
+    }
+    try:
+        text = json.dumps(found | {"x-guidance": options}, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SparkinferError(f"JSON schema: {_one_line(str(error))}") from error
+    return _constraint("JSON schema", f"start: %json {text}\n", codec)
+
+
+def regex_constraint(regex: str, codec: TextCodec) -> Constraint:
+    """Texts that match a regex from end to end, in the syntax of Rust's regex without look-around.
+
+    Raises SparkinferError for one that is not understood or too large."""
+    _check_text(regex, "regex")
+    return _constraint("regex", _lark_of_regex(regex), codec)
+
+
+def lark_constraint(grammar: str, codec: TextCodec) -> Constraint:
+    """Texts of llguidance's dialect of Lark, from its rule `start`.
+
+    Terminals are lexed: the longest one wins. Raises SparkinferError with the place that is not
+    understood."""
+    _check_text(grammar, "Lark grammar")
+    if "%json" in grammar:  # the schema in it would not be checked for keywords that are ignored
+        raise SparkinferError("Lark grammar: %json is not supported; give --json-schema instead")
+    return _constraint("Lark grammar", grammar, codec)
+
+
+def gbnf_constraint(grammar: str, codec: TextCodec) -> Constraint:
+    """Texts of a grammar as llama.cpp has them, from its rule `root`.
+
+    Raises SparkinferError with the line that is not understood."""
+    _check_text(grammar, "GBNF grammar")
+    try:
+        rules = gbnf_parser.parse(grammar)
+        regex = gbnf.as_regex(rules)
+        lark = gbnf.as_lark(rules) if regex is None else _lark_of_regex(regex)
+    except RecursionError as error:
+        raise SparkinferError("GBNF grammar: a thousand rules or so call one another") from error
+    return _constraint("GBNF grammar", lark, codec)
+
+
+def _lark_of_regex(regex: str) -> str:
+    found = json.loads(_matcher_class().grammar_from_regex(regex))
+    return str(found["grammars"][0]["lark_grammar"])
+
+
+def _constraint(what: Kind, lark: str, codec: TextCodec) -> Constraint:
+    matcher_class = _matcher_class()
+    from llguidance import LLParserLimits
+
+    limits = LLParserLimits(
+        step_lexer_fuel=_MAX_STEP, step_max_items=_MAX_STEP, verbose_errors=False
+    )
+    tokenizer = _tokenizer(codec)
+    if "%llguidance" not in lark:
+        lark = f"{lark}\n{_NOT_FORCED}\n"
+    matcher = matcher_class(tokenizer, lark, log_level=0, limits=limits)
+    told = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+    if told:
+        raise SparkinferError(f"{what}: {_one_line(told[0])}")
+    constraint = Constraint(matcher, codec, tokenizer.vocab_size, what)
+    constraint.mask_V(tokenizer.vocab_size)  # raises where no text at all is allowed
+    return constraint
+
+
+def _tokenizer(codec: TextCodec) -> "LLTokenizer":
+    """llguidance's view of the tokens: 0.3 s for 49,152, so made once a codec."""
+    from llguidance import LLTokenizer
+
+    if codec not in _tokenizers:
+        num_tokens = codec.tokenizer.get_vocab_size()
+        if max(codec.tokenizer.get_vocab().values(), default=-1) + 1 != num_tokens:
+            raise SparkinferError(
+                "the model's tokenizer cannot be constrained: there are gaps between its token ids"
+            )
+        end_ids = sorted(end for end in codec.end_ids if end < num_tokens)
+        if not end_ids:
+            raise SparkinferError(
+                "the model names no end token, without which no grammar can end; convert its"
+                " checkpoint again with its generation_config.json"
+            )
+        try:
+            _tokenizers[codec] = LLTokenizer(codec.tokenizer.to_str(), eos_token=end_ids)
+        except ValueError as error:
+            raise SparkinferError(
+                f"the model's tokenizer cannot be constrained: {_one_line(str(error))}"
+            ) from error
+    return _tokenizers[codec]
+
+
+def _matcher_class() -> "type[LLMatcher]":
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise SparkinferError(
+            "grammars and JSON schemas need the package llguidance:"
+            " pip install 'sparkinfer[grammar]'"
+        ) from error
+    return LLMatcher
+
+
+def _check_text(text: str, what: Kind) -> None:
+    if not text.strip(" \t\r\n") and (what != "regex" or not text):
+        raise SparkinferError(f"the {what} is empty")
+    if "\0" in text:
+        raise SparkinferError(f"the {what} holds a zero byte at character {text.index(chr(0))}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SparkinferError(f"the {what} is not UTF-8 at character {error.start}") from error
+
+
+def _one_line(message: str) -> str:
+    """llguidance's message without its picture of the place (lines of `3 | ...` and carets)."""
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [line for line in lines if line.strip("^") and not line.split(" ")[0].isdigit()]
+    text = " ".join(kept)
+    return text.partition("failed to compile JSON schema: ")[2][:300] or text[:300]

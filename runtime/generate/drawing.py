@@ -1,0 +1,28 @@
+"""A chain of samplers for a model, from what a user asks for."""
+
+from dataclasses import replace
+
+from sparkinfer.runtime.generate.chain import SamplerChain
+from sparkinfer.runtime.generate.dry import dry_breakers
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.text.codec import TextCodec
+
+
+def sampling_of(
+    sampling: SamplingOptions | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> SamplingOptions:
+    """llama.cpp's defaults, or `sampling`; with a temperature and a seed where these are given."""
+    found = sampling or SamplingOptions()
+    if temperature is not None:
+        found = replace(found, temperature=temperature)
+    return found if seed is None else replace(found, seed=seed)
+
+
+def chain_of(sampling: SamplingOptions, codec: TextCodec, vocab_size: int) -> SamplerChain:
+    """Raises SparkinferError for a bias of a token that the model does not have."""
+    breakers = None
+    if sampling.dry_multiplier and sampling.dry_sequence_breakers:
+        breakers = dry_breakers(codec, sampling.dry_sequence_breakers)
+    return SamplerChain(sampling, vocab_size, breakers)

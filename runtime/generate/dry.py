@@ -1,0 +1,124 @@
+"""DRY ("don't repeat yourself"): a penalty for tokens that would continue a repetition.
+
+By p-e-w (text-generation-webui, pull request 5677); the breakers as in KoboldCpp (pi6am, pull
+request 982) and llama_sampler_init_dry. What this module does not know: the other penalties."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from sparkinfer.runtime.generate.candidates import Candidates
+from sparkinfer.runtime.generate.penalties import last_tokens
+from sparkinfer.runtime.text.codec import TextCodec
+
+# A sequence that ends a repetition, by its first token: the tokens that follow it, () for none.
+Breakers = Mapping[int, Sequence[tuple[int, ...]]]
+
+_MAX_BREAKER_LENGTH = 40  # characters; llama.cpp has as many bytes
+_MAX_TAIL = 20
+_FLOAT_MAX_LOG = 88.7228391  # base ** length stays below float32's largest number
+_FLOAT_MAX = 3.4028234e38
+
+
+def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
+    """The token sequences in which a breaker may be hidden, for any text round it.
+
+    A token that contains the breaker is one by itself. One that ends with the breaker's beginning
+    is one where the tokens of the rest follow. Beside these, which are llama.cpp's, the tokens of
+    the breaker itself: a character whose bytes are several tokens has no token that looks like it.
+    Reads every token of the vocabulary: once a model, not once a chain."""
+    tokenizer = codec.tokenizer
+    wanted = [breaker[:_MAX_BREAKER_LENGTH] for breaker in breakers if breaker]
+    if not wanted:
+        return {}
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    words = tokenizer.decode_batch([[i] for i in range(size)], skip_special_tokens=False)
+    found: dict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
+
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    for breaker in wanted:
+        tails = {n: tokens(breaker[n:])[:_MAX_TAIL] for n in range(1, len(breaker))}
+        whole = tokens(breaker)
+        if whole:
+            found[whole[0]][whole[1 : 1 + _MAX_TAIL]] = None
+        for token_id, word in enumerate(words):
+            if breaker in word:
+                found[token_id][()] = None
+                continue
+            for n, tail in tails.items():
+                if word.endswith(breaker[:n]):
+                    found[token_id][tail] = None
+    return {token_id: tuple(tails) for token_id, tails in found.items()}
+
+
+def dry(
+    candidates: Candidates,
+    history: Sequence[int],
+    *,
+    multiplier: float,
+    base: float,
+    allowed_length: int,
+    last_n: int,
+    breakers: Breakers,
+) -> Candidates:
+    """logit_i -= multiplier * base ** (length - allowed_length), where i would continue a sequence
+    of `length` >= allowed_length tokens at the end of the last n that stands in them once more.
+
+    No sequence reaches over a breaker, and no token is penalised that is a breaker by itself."""
+    tokens_N = last_tokens(history, last_n)
+    max_exponent = int(_FLOAT_MAX_LOG / np.log(base)) if base > 1.000001 else 0
+    lengths = repeats(tokens_N, allowed_length, max_exponent, breakers)
+    lengths = {i: n for i, n in lengths.items() if () not in breakers.get(i, ())}
+    positions, there = candidates.positions_of(np.fromiter(lengths, np.int64, len(lengths)))
+    length = np.fromiter(lengths.values(), np.float64, len(lengths))[there]
+    penalty = np.minimum(multiplier * base ** (length - allowed_length), _FLOAT_MAX)
+    return candidates.with_logits_at(positions, candidates.logits_A[positions] - penalty)
+
+
+def repeats(
+    tokens_N: np.ndarray, allowed_length: int, max_exponent: int, breakers: Breakers
+) -> dict[int, int]:
+    """Of each token that would continue a repetition of `allowed_length` tokens or more: how long
+    the longest such repetition is, up to the length from which on the penalty is the same.
+
+    llama.cpp finds all lengths by the Z-algorithm. Here the ends of possible repetitions are
+    compared with the end of the text, one token back at a time, while any is left."""
+    num_tokens = len(tokens_N)
+    limit = tokens_since_breaker(tokens_N, breakers)
+    if num_tokens <= allowed_length or limit < allowed_length:
+        return {}
+    if max_exponent:
+        limit = min(limit, allowed_length + max_exponent)
+    length_N = np.zeros(num_tokens - 1, np.int64)  # at each token, of the repetition ending there
+    ends = np.arange(num_tokens - 1)
+    for back in range(limit):
+        ends = ends[ends >= back]
+        ends = ends[tokens_N[ends - back] == tokens_N[num_tokens - 1 - back]]
+        if not len(ends):
+            break
+        length_N[ends] = back + 1
+    found: dict[int, int] = {}
+    for end in np.flatnonzero(length_N >= allowed_length).tolist():
+        following = int(tokens_N[end + 1])
+        found[following] = max(found.get(following, 0), int(length_N[end]))
+    return found
+
+
+def tokens_since_breaker(tokens_N: np.ndarray, breakers: Breakers) -> int:
+    """How many tokens stand behind the last breaker; all where there is none.
+
+    As llama.cpp: from the end backwards, the first token that begins breakers decides, by the
+    longest of them."""
+    tokens = tokens_N.tolist()
+    for start in range(len(tokens) - 1, -1, -1):
+        tails = breakers.get(tokens[start])
+        if not tails:
+            continue
+        behind = tokens[start + 1 :]
+        matching = [len(tail) for tail in tails if behind[: len(tail)] == list(tail)]
+        if matching:
+            return len(behind) - max(matching)
+    return len(tokens)

@@ -1,0 +1,286 @@
+"""GBNF, the grammars of llama.cpp, from text to rules.
+
+The syntax is that of llama.cpp's grammars/README.md without its tokens (`<think>`). What this
+module does not know: what is done with the rules."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from sparkinfer.errors import SparkinferError
+
+Ranges = tuple[tuple[int, int], ...]  # of characters, ordered and apart
+ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
+MAX_DEPTH = 200  # of nested groups
+_NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Character:
+    ranges: Ranges
+
+    @property
+    def regex(self) -> str:
+        parts = (f"{_escaped(a)}-{_escaped(b)}" if a < b else _escaped(a) for a, b in self.ranges)
+        return f"[{''.join(parts)}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    name: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    nodes: tuple["Node", ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    nodes: tuple["Node", ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    node: "Node"
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lexeme:
+    """A part that was made one terminal; no grammar is read with one."""
+
+    regex: str
+    starts: Ranges
+
+
+Node = Character | Reference | Sequence | Choice | Repeat | Lexeme
+
+
+def parse(text: str) -> dict[str, Node]:
+    """The rules by name. Raises SparkinferError with the line that is not understood."""
+    rules = _Parser(text).rules()
+    if "root" not in rules:
+        raise SparkinferError("the grammar has no rule 'root', with which every GBNF text begins")
+    for node in rules.values():
+        for reference in references(node):
+            if reference.name not in rules:
+                raise SparkinferError(
+                    f"line {reference.line} of the grammar: no rule is called {reference.name!r}"
+                )
+    if "root" not in _ending(rules):
+        raise SparkinferError(
+            "the grammar can never end: rule 'root' calls itself without a way out"
+        )
+    return rules
+
+
+def without(ranges: Ranges, taken: Iterable[tuple[int, int]]) -> Ranges:
+    """The characters of `ranges` that are in none of `taken`."""
+    left = list(ranges)
+    for low, high in taken:
+        parts = [((a, min(b, low - 1)), (max(a, high + 1), b)) for a, b in left]
+        left = [part for pair in parts for part in pair if part[0] <= part[1]]
+    return tuple(left)
+
+
+def references(node: Node) -> Iterator[Reference]:
+    match node:
+        case Reference():
+            yield node
+        case Sequence() | Choice():
+            for part in node.nodes:
+                yield from references(part)
+        case Repeat():
+            yield from references(node.node)
+
+
+def _ending(rules: dict[str, Node]) -> set[str]:
+    """The rules from which a whole text can be reached."""
+    found: set[str] = set()
+    while more := {name for name in rules.keys() - found if _ends(rules[name], found)}:
+        found |= more
+    return found
+
+
+def _ends(node: Node, known: set[str]) -> bool:
+    match node:
+        case Character() | Lexeme():
+            return True
+        case Reference():
+            return node.name in known
+        case Sequence():
+            return all(_ends(part, known) for part in node.nodes)
+        case Choice():
+            return any(_ends(part, known) for part in node.nodes)
+        case Repeat():
+            return node.least == 0 or _ends(node.node, known)
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text.replace("\r\n", "\n").replace("\r", "\n")
+        self._at = 0
+
+    def rules(self) -> dict[str, Node]:
+        rules: dict[str, Node] = {}
+        self._skip(across_lines=True)
+        while self._at < len(self._text):
+            name = self._name("the name of a rule")
+            self._skip()
+            if not self._take("::="):
+                raise self._error(f"wanted ::= after {name!r}")
+            if name in rules:
+                raise self._error(f"a second rule {name!r}")
+            self._skip(across_lines=True)
+            rules[name] = self._choice(depth=0)
+            if self._peek() not in ("", "\n"):
+                raise self._error(f"{self._peek()!r} is not understood here")
+            self._skip(across_lines=True)
+        return rules
+
+    def _choice(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise self._error(f"over {MAX_DEPTH} groups in one another")
+        nodes = [self._sequence(depth)]
+        while self._take("|"):
+            self._skip(across_lines=True)
+            nodes.append(self._sequence(depth))
+        return nodes[0] if len(nodes) == 1 else Choice(nodes=tuple(nodes))
+
+    def _sequence(self, depth: int) -> Node:
+        nodes: list[Node] = []
+        self._skip(across_lines=depth > 0)
+        while (found := self._symbol(depth)) is not None:
+            self._skip(across_lines=depth > 0)
+            while (times := self._repetition()) is not None:
+                found = Repeat(node=found, least=times[0], most=times[1])
+                self._skip(across_lines=depth > 0)
+            nodes.append(found)
+        return Sequence(nodes=tuple(nodes))
+
+    def _symbol(self, depth: int) -> Node | None:
+        """One literal, class, group or reference; None where the sequence is over."""
+        sign = self._peek()
+        if sign in ("<", "!"):
+            raise self._error("tokens (<...>) are not supported, only their text in quotes")
+        if self._take('"'):
+            return self._literal()
+        if self._take("["):
+            return self._class()
+        if self._take("."):
+            return Character(ranges=ANY)
+        if self._take("("):
+            node = self._choice(depth + 1)
+            if not self._take(")"):
+                raise self._error("wanted ')'")
+            return node
+        if sign and sign in _NAME:
+            line = self._line()
+            return Reference(name=self._name("a rule"), line=line)
+        return None
+
+    def _literal(self) -> Node:
+        characters = []
+        while not self._take('"'):
+            code = ord(self._character('"'))
+            characters.append(Character(ranges=((code, code),)))
+        return Sequence(nodes=tuple(characters))
+
+    def _class(self) -> Node:
+        is_negated, ranges = self._take("^"), []
+        while not self._take("]"):
+            first = last = self._character("]")
+            if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
+                self._at += 1
+                last = self._character("]")
+            if last < first:
+                raise self._error(f"the range {first!r} to {last!r} runs backwards")
+            ranges.append((ord(first), ord(last)))
+        found = without(ANY, ranges)
+        if not is_negated:
+            found = without(ANY, found)
+        if not found:
+            raise self._error("a class of no characters")
+        return Character(ranges=found)
+
+    def _character(self, end: str) -> str:
+        sign = self._peek()
+        if not sign:
+            raise self._error(f"the text ends before {end!r}")
+        self._at += 1
+        if sign != "\\":
+            return sign
+        kind = self._peek()
+        self._at += 1
+        if kind in _ESCAPES:
+            return _ESCAPES[kind]
+        digits = self._text[self._at : self._at + _HEX_DIGITS.get(kind, 0)]
+        try:
+            found = chr(int(digits, 16)) if len(digits) == _HEX_DIGITS.get(kind) else ""
+            found.encode()
+        except (ValueError, OverflowError):  # no digits, too large, half a surrogate pair
+            found = ""
+        if not found:
+            raise self._error(f"a backslash and {kind + digits!r} is no character")
+        self._at += len(digits)
+        return found
+
+    def _repetition(self) -> tuple[int, int | None] | None:
+        for sign, times in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._take(sign):
+                return times
+        if not self._take("{"):
+            return None
+        inside, closing, _ = self._text[self._at :].partition("}")
+        least, comma, most = (part.strip() for part in inside.partition(","))
+        if not closing or not _is_count(least) or not (_is_count(most) or not most):
+            raise self._error("wanted {2}, {2,} or {2,5}")
+        if most and int(most) < int(least):
+            raise self._error(f"{{{inside}}} ends before it begins")
+        self._at += len(inside) + 1
+        return int(least), int(most) if most else None if comma else int(least)
+
+    def _name(self, what: str) -> str:
+        start = self._at
+        while (sign := self._peek()) and sign in _NAME:
+            self._at += 1
+        if start == self._at:
+            raise self._error(f"wanted {what}")
+        return self._text[start : self._at]
+
+    def _skip(self, across_lines: bool = False) -> None:
+        """Spaces and comments, and line ends where the rule goes on after them."""
+        while sign := self._peek():
+            if sign == "#":
+                line_end = self._text.find("\n", self._at)
+                self._at = len(self._text) if line_end < 0 else line_end
+            elif sign in " \t" or (across_lines and sign == "\n"):
+                self._at += 1
+            else:
+                return
+
+    def _take(self, signs: str) -> bool:
+        is_there = self._text.startswith(signs, self._at)
+        self._at += len(signs) if is_there else 0
+        return is_there
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _line(self) -> int:
+        return self._text.count("\n", 0, self._at) + 1
+
+    def _error(self, message: str) -> SparkinferError:
+        return SparkinferError(f"line {self._line()} of the grammar: {message}")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def _escaped(code: int) -> str:
+    return f"\\u{{{code:x}}}"

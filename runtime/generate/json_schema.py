@@ -1,0 +1,186 @@
+"""Which JSON schemas (Draft 2020-12) a constraint enforces in full; all others are refused.
+
+llguidance raises for some keywords that it does not know and ignores others ("nullable", a
+misspelt one, formats beside numbers), so what may stand in a schema is listed here. What this
+module does not know: how a schema becomes a grammar."""
+
+import json
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+from sparkinfer.errors import SparkinferError
+
+_ANNOTATIONS = {
+    "$schema", "$comment", "title", "description", "default", "examples", "deprecated",
+    "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema",
+}  # fmt: skip
+_SCHEMA = {"items", "additionalProperties"}
+_SCHEMAS = {"anyOf", "allOf", "oneOf", "prefixItems"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_VALUES = _BOUNDS | {
+    "type", "enum", "const", "minLength", "maxLength", "pattern", "format", "minItems",
+    "maxItems", "required", "minProperties", "maxProperties", "$ref", "$id", "$anchor",
+}  # fmt: skip
+_KNOWN = _ANNOTATIONS | _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES
+_FORMATS = {
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+}  # fmt: skip
+_MAX_WHOLE = 1 << 53  # llguidance keeps numbers as float64
+
+
+def parse_schema(text: str) -> object:
+    """The schema in a text. Raises SparkinferError for what is not JSON."""
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_not_a_number)
+    except (ValueError, RecursionError) as error:
+        raise SparkinferError(f"the JSON schema is not JSON: {str(error)[:200]}") from error
+
+
+def check_schema(schema: object) -> dict[str, object]:
+    """The schema, of which every keyword is enforced. Raises SparkinferError that names the first
+    keyword that is not, and its place as a JSON pointer."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        kind = "false, which allows no document" if schema is False else type(schema).__name__
+        raise SparkinferError(f"the JSON schema is {kind}; wanted an object")
+    schemas = dict(_schemas(schema))
+    anchors = {f"#{found['$anchor']}" for found in schemas.values() if "$anchor" in found}
+    for place, part in schemas.items():
+        _check_keywords(place, part)
+        _check_numbers(place, part)
+        target = part.get("$ref", "#")
+        if not isinstance(target, str) or unquote(target) not in {*schemas, *anchors}:
+            raise _refused(place, "$ref", f"{target!r} is no schema inside this one")
+    if "#" not in _ending(schemas):
+        raise SparkinferError(
+            "the JSON schema can never end: what it requires refers to itself without a way out"
+        )
+    return schema
+
+
+def _schemas(root: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    """(JSON pointer, schema) of all of them but true and false."""
+    waiting: list[tuple[str, object]] = [("#", root)]
+    while waiting:
+        place, schema = waiting.pop()
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, dict):
+            raise SparkinferError(
+                f"JSON schema, {place}: is a {type(schema).__name__}; wanted an object or a boolean"
+            )
+        yield place, schema
+        for keyword, value in schema.items():
+            below = f"{place}/{_token(keyword)}"
+            if keyword in _SCHEMA:
+                waiting.append((below, value))
+            elif keyword in _SCHEMAS:
+                if not isinstance(value, list) or not value:
+                    raise _refused(place, keyword, "wanted a list of schemas")
+                waiting += [(f"{below}/{number}", found) for number, found in enumerate(value)]
+            elif keyword in _NAMED_SCHEMAS:
+                if not isinstance(value, dict):
+                    raise _refused(place, keyword, "wanted an object of schemas")
+                waiting += [(f"{below}/{_token(name)}", found) for name, found in value.items()]
+
+
+def _check_keywords(place: str, schema: dict[str, object]) -> None:
+    for keyword in schema:
+        if keyword not in _KNOWN:
+            raise _refused(place, keyword, "this keyword is not supported; leave it out")
+    if "$id" in schema and place != "#":
+        raise _refused(place, "$id", "only the whole schema may have one")
+    if schema.get("format", "date") not in _FORMATS:
+        raise _refused(
+            place, "format", f"{schema['format']!r} is none of {', '.join(sorted(_FORMATS))}"
+        )
+    for keyword in _BOUNDS & schema.keys():
+        if isinstance(schema[keyword], bool) or not isinstance(schema[keyword], int | float):
+            raise _refused(place, keyword, f"is {schema[keyword]!r}, wanted a number")
+    required, least = schema.get("required", []), schema.get("minProperties", 0)
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _refused(place, "required", "wanted a list of names")
+    # A grammar does not know whether a free key came before: {"a": 1, "a": 2} has one property.
+    if isinstance(least, int | float) and least > len(set(required)) + 1:
+        raise _refused(
+            place, "minProperties", "at most one more than there are names in 'required'"
+        )
+
+
+def _check_numbers(place: str, schema: dict[str, object]) -> None:
+    """Refuses numbers that the grammar would have changed."""
+    for keyword in _BOUNDS | {"const", "enum"}:
+        waiting = [schema.get(keyword)]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                waiting += value.values()
+            elif isinstance(value, list):
+                waiting += value
+            elif isinstance(value, int | float) and not abs(value) <= _MAX_WHOLE:
+                raise _refused(place, keyword, f"numbers beyond 2^53 are not kept, found {value}")
+
+
+def _ending(schemas: dict[str, dict[str, object]]) -> set[str]:
+    """The schemas, by place, that may have documents of finite length, as far as $ref decides."""
+    found: set[str] = set()
+
+    def ends(place: str) -> bool:
+        return place not in schemas or place in found  # true, false or an anchor
+
+    while more := {
+        place
+        for place, schema in schemas.items()
+        if place not in found and all(ends(part) if isinstance(part, str) else any(map(ends, part))
+                                      for part in _needs(place, schema))
+    }:  # fmt: skip
+        found |= more
+    return found
+
+
+def _needs(place: str, schema: dict[str, object]) -> Iterator[str | list[str]]:
+    """Places of schemas that every document of this one has parts of; of a list, one of them."""
+    if "const" in schema or "enum" in schema:
+        return
+    if isinstance(target := schema.get("$ref"), str):
+        yield unquote(target)
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        if isinstance(parts := schema.get(keyword), list):
+            places = [f"{place}/{keyword}/{number}" for number in range(len(parts))]
+            yield from places if keyword == "allOf" else [places]
+    properties, required = schema.get("properties"), schema.get("required")
+    if schema.get("type") == "object" and isinstance(required, list):
+        named = properties if isinstance(properties, dict) else {}
+        rest = f"{place}/additionalProperties"
+        for name in required:
+            yield f"{place}/properties/{_token(name)}" if name in named else rest
+    least = schema.get("minItems", 0)
+    if schema.get("type") == "array" and isinstance(least, int):
+        prefix = schema.get("prefixItems")
+        num_prefix = len(prefix) if isinstance(prefix, list) else 0
+        yield from (f"{place}/prefixItems/{number}" for number in range(min(least, num_prefix)))
+        if least > num_prefix:
+            yield f"{place}/items"
+
+
+def _refused(place: str, keyword: str, why: str) -> SparkinferError:
+    return SparkinferError(f"JSON schema, {place}: {keyword!r}: {why}")
+
+
+def _token(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the name {twice!r} twice")
+    return found
+
+
+def _not_a_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")

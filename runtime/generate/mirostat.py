@@ -1,0 +1,57 @@
+"""Mirostat: the number of candidates is steered so that surprise stays near a target.
+
+Basu et al. 2020 (arXiv:2007.14966), as llama_sampler_init_mirostat and _mirostat_v2 have it. The
+state is one number, mu, the largest surprise in bits that is let through; it starts at twice the
+target and belongs to the chain. What this module does not know: how a token is drawn."""
+
+import math
+
+import numpy as np
+
+from sparkinfer.runtime.generate.candidates import Candidates
+
+_NUM_ESTIMATED = 100  # llama.cpp's m: tokens that the exponent is estimated from
+
+
+def start_of(target: float) -> float:
+    """mu before the first token: twice the target."""
+    return 2 * target
+
+
+def moved(mu: float, probability: float, *, target: float, rate: float) -> float:
+    """mu after a token of this probability among its candidates: mu - rate * (surprise - target)."""
+    return mu - rate * (-math.log2(probability) - target)
+
+
+def mirostat_1(candidates: Candidates, mu: float, vocab_size: int) -> Candidates:
+    """The k likeliest, k such that a Zipf distribution of the estimated exponent s would have
+    surprise mu: k = (e * 2 ** mu / (1 - V ** -e)) ** (1 / s), e = s - 1."""
+    first = candidates.largest(_NUM_ESTIMATED)
+    if len(first) < 2:
+        return candidates
+    k = zipf_count(first.logits_A.astype(np.float64), mu, vocab_size)
+    return candidates if k >= len(candidates) else candidates.largest(max(int(k), 1))
+
+
+def zipf_count(sorted_logits_M: np.ndarray, mu: float, vocab_size: int) -> float:
+    """k of the formula above; s is the least squares slope of ln p over ln rank, token by token.
+
+    As exp(ln k), since 1 / s may be large: infinite or 0 where s is 0 (all logits are equal)."""
+    rank = np.arange(1, len(sorted_logits_M))
+    slope = np.log((rank + 1) / rank)
+    drop = -np.diff(sorted_logits_M)
+    s = float(slope @ drop / (slope @ slope))
+    e = s - 1
+    log_size = math.log(vocab_size)
+    share = 1 / log_size if e == 0 else e / -math.expm1(-e * log_size)
+    log_product = mu * math.log(2) + math.log(share)
+    if s == 0:
+        return math.inf if log_product > 0 else 0.0
+    log_k = log_product / s
+    return math.exp(log_k) if log_k < 700 else math.inf
+
+
+def mirostat_2(candidates: Candidates, mu: float) -> Candidates:
+    """The tokens whose surprise -log2 p_i is at most mu, and the likeliest in any case."""
+    kept = np.flatnonzero(candidates.probability_A >= 2.0 ** min(-mu, 1000.0))
+    return candidates.only(kept) if len(kept) else candidates.largest(1)

@@ -1,0 +1,52 @@
+"""Which samplers a chain runs: those that do something with these options, in their order.
+
+What this module does not know: logits."""
+
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+
+# They keep the largest logit, and of equal ones that with the lowest id.
+_KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
+
+
+def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...]:
+    """Names of the samplers, or of Mirostat and the temperature before it, as llama.cpp has it.
+
+    After a temperature that leaves one token there is nothing to do, and before it nothing of
+    what would keep that token anyway."""
+    if options.mirostat:
+        names = ["temperature", f"mirostat_{options.mirostat}"]
+    else:
+        names = [name for name in options.samplers if name != "adaptive_p"]
+        names += ["adaptive_p"] * ("adaptive_p" in options.samplers)
+    names = [name for name in names if not is_off(name, options, vocab_size)]
+    if is_greedy(options) and "temperature" in names:
+        names = names[: names.index("temperature")]
+        while names and names[-1] in _KEEP_LARGEST:
+            names.pop()
+        names.append("temperature")
+    return tuple(names)
+
+
+def is_greedy(options: SamplingOptions) -> bool:
+    """The temperature, where it is among the samplers, leaves the largest logit alone."""
+    return options.temperature <= 0 and (options.dynatemp_range == 0 or options.mirostat != 0)
+
+
+def is_off(name: str, options: SamplingOptions, vocab_size: int) -> bool:
+    """The options make this sampler give back what it is given."""
+    o = options
+    return {
+        "penalties": o.repeat_last_n == 0
+        or (o.repeat_penalty, o.presence_penalty, o.frequency_penalty) == (1, 0, 0),
+        "dry": o.dry_multiplier == 0 or o.dry_penalty_last_n == 0,
+        "top_n_sigma": o.top_n_sigma <= 0,
+        "top_k": not 0 < o.top_k < vocab_size,
+        "typ_p": o.typ_p == 1,
+        "top_p": o.top_p == 1,
+        "min_p": o.min_p == 0,
+        "xtc": o.xtc_probability == 0 or o.xtc_threshold > 0.5,
+        "temperature": o.temperature == 1 and (o.dynatemp_range == 0 or o.mirostat != 0),
+        "adaptive_p": o.adaptive_target < 0,
+        "mirostat_1": False,
+        "mirostat_2": False,
+    }[name]

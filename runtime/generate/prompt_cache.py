@@ -1,0 +1,86 @@
+"""The state of a text in a file: its tokens, and the keys and values of every layer.
+
+A text that begins like it need not compute that beginning again. What the state is depends on the
+model, on how it is run and on the arithmetic of the processor; a file that was made otherwise is
+refused, as its numbers would be others than those computed here.
+What this module does not know: how a text goes on."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.step.sequences import Sequence
+from sparkinfer.safetensors_file import load_arrays, save_arrays
+
+FORMAT, VERSION = "sparkinfer.prompt", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptKey:
+    """What a state depends on. `arithmetic`: the instruction level, or "torch"."""
+
+    model_id: str
+    mode: str
+    arithmetic: str
+    thresholds: tuple[float, ...] = ()
+
+
+def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
+    """Writes the state of a sequence, whole or not at all."""
+    if not sequence.length:
+        raise SparkinferError(f"{path}: not written: the text has no tokens yet")
+    arrays = {"ids": np.asarray(sequence.ids, dtype=np.int64)}
+    for number, (key_TKW, value_TKW) in enumerate(sequence.read_state()):
+        arrays[f"key.{number}"] = key_TKW.cpu().numpy()
+        arrays[f"value.{number}"] = value_TKW.cpu().numpy()
+    metadata = {**asdict(key), "sha256": _digest(arrays)}
+    save_arrays(path, FORMAT, VERSION, metadata, arrays)
+
+
+def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
+    """Gives an empty sequence the state in a file; returns its number of tokens.
+
+    Raises SparkinferError for a damaged file, one of another model, mode or arithmetic, and one
+    that does not fit into the context."""
+    names = {*asdict(key), "sha256"}
+    metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
+    _check_key(path, metadata, key)
+    if metadata["sha256"] != _digest(arrays):
+        raise SparkinferError(
+            f"{path}: damaged, its content is not what was written; make it again"
+        )
+    ids = arrays.pop("ids").tolist()
+    count = len(arrays) // 2
+    state = [
+        (torch.from_numpy(arrays[f"key.{n}"]), torch.from_numpy(arrays[f"value.{n}"]))
+        for n in range(count)
+    ]
+    try:
+        sequence.write_state(ids, state)
+    except SparkinferError as error:
+        raise SparkinferError(f"{path}: {error}") from error
+    return len(ids)
+
+
+def _check_key(path: Path, found: Mapping[str, object], key: PromptKey) -> None:
+    for name, wanted in asdict(key).items():
+        value = found[name]
+        if name == "thresholds":
+            wanted, value = list(wanted), value if isinstance(value, list) else [value]
+        if value != wanted:
+            shown = f"{str(value)[:12]!r}, this is {str(wanted)[:12]!r}"
+            raise SparkinferError(f"{path}: made with another {name}: {shown}; make it again")
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype} {array.shape};".encode())
+        digest.update(array.data)
+    return digest.hexdigest()

@@ -1,0 +1,158 @@
+"""The samplers that narrow down the candidates, and those that change how sharp their logits are.
+
+Each is a function of candidates (and its settings) alone: it gives back others, and changes nothing.
+Formulas are those of llama.cpp's src/llama-sampler.cpp, computed in float64 where it has float32.
+`min_keep` candidates survive a sampler at least, where there are as many. What this module does
+not know: penalties for tokens that came before, their order, and how a token is drawn."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparkinfer.runtime.generate.candidates import Candidates, largest_until, possible
+
+# From here on no quotient of a float32 overflows a float64. Below, two different ones, which are at
+# least 1e-45 apart, are so many times the temperature apart that only the largest can come.
+_TINY_TEMPERATURE = 1e-200
+
+
+def logit_bias(candidates: Candidates, bias: Sequence[tuple[int, float]]) -> Candidates:
+    """logit_i += sum of the biases of i; -inf bans a token, and +inf makes it win.
+
+    What is banned stays so: -inf and +inf are -inf. Unlike all others it may be given infinite
+    logits. llama_sampler_init_logit_bias, and OpenAI's logit_bias."""
+    if not bias:
+        return possible(candidates.ids_A, candidates.logits_A)
+    positions, there = candidates.positions_of(np.array([token_id for token_id, _ in bias]))
+    values = np.array([value for _, value in bias], np.float64)[there]
+    logits_A = candidates.logits_A.copy()
+    is_finite, wins = np.isfinite(values), positions[values == np.inf]
+    with np.errstate(over="ignore"):
+        finite = values[is_finite].astype(logits_A.dtype)
+        np.add.at(logits_A, positions[is_finite], finite)
+    logits_A[wins[logits_A[wins] > -np.inf]] = np.inf
+    logits_A[positions[values == -np.inf]] = -np.inf
+    return possible(candidates.ids_A, logits_A)
+
+
+def top_k(candidates: Candidates, k: int) -> Candidates:
+    """The k largest logits; all where k <= 0. Fan et al. 2018 (arXiv:1805.04833)."""
+    return candidates.largest(k) if k > 0 else candidates
+
+
+def top_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
+    """The fewest likeliest tokens whose probabilities reach p together.
+
+    Nucleus sampling, Holtzman et al. 2019 (arXiv:1904.09751)."""
+    if p >= 1:
+        return candidates
+    probability_A = candidates.probability_A
+
+    def count_of(index: np.ndarray | slice) -> int | None:
+        return _count_reaching(probability_A[index], p, "left", min_keep)
+
+    if candidates.is_sorted:
+        return candidates.only(slice(count_of(slice(None))))
+    return candidates.only(largest_until(candidates.logits_A, count_of), is_sorted=True)
+
+
+def min_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
+    """Tokens with p_i >= p * max p, that is logit_i >= max logit + ln p.
+
+    Nguyen et al. 2024 (arXiv:2407.01082); llama.cpp pull request 3841."""
+    if p <= 0:
+        return candidates
+    logits_A = candidates.logits_A
+    # As float64: of float32 logits, comparing with a float would round the bound first.
+    least = np.float64(logits_A[0] if candidates.is_sorted else logits_A.max()) + math.log(p)
+    if candidates.is_sorted:
+        return candidates.only(slice(max(np.count_nonzero(logits_A >= least), min_keep)))
+    kept = np.flatnonzero(logits_A >= least)
+    return candidates.only(kept) if len(kept) >= min_keep else candidates.largest(min_keep)
+
+
+def typical_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
+    """The tokens whose surprise is nearest to the entropy, the fewest whose probabilities exceed p:
+    ordered by abs(-ln p_i - H), H = -sum p_i ln p_i.
+
+    Locally typical sampling, Meister et al. 2022 (arXiv:2202.00666)."""
+    if p >= 1:
+        return candidates
+    probability_A = candidates.probability_A
+    with np.errstate(divide="ignore"):
+        surprise_A = -np.log(probability_A)
+    # 0 ln 0 is 0 (probabilities that underflow); llama.cpp has NaN there.
+    entropy = float(probability_A @ np.where(probability_A > 0, surprise_A, 0.0))
+
+    def count_of(index: np.ndarray) -> int | None:
+        return _count_reaching(probability_A[index], p, "right", min_keep)
+
+    kept = largest_until(-np.abs(surprise_A - entropy), count_of)
+    return candidates.only(np.sort(kept))
+
+
+def _count_reaching(probability: np.ndarray, p: float, side: str, min_keep: int) -> int | None:
+    """How many come up to p (side left) or over it (right), at least `min_keep`; None: too few."""
+    sums = np.cumsum(probability)
+    count = max(int(np.searchsorted(sums, p, side=side)) + 1, min_keep)  # type: ignore[call-overload]
+    return count if count <= len(sums) else None
+
+
+def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
+    """Tokens with logit_i >= max - n * standard deviation of the logits; all where n <= 0.
+
+    Tang et al. 2024 (arXiv:2411.07641). llama.cpp leaves the others in with logits of -inf, which a
+    later dynamic temperature counts as possible outcomes; here they are gone."""
+    if n <= 0 or len(candidates) < 2:
+        return candidates
+    logits_A = candidates.logits_A.astype(np.float64)
+    return candidates.only(np.flatnonzero(logits_A >= logits_A.max() - n * logits_A.std()))
+
+
+def xtc(candidates: Candidates, threshold: float, min_keep: int = 0) -> Candidates:
+    """Without the likeliest tokens: of those with p_i >= threshold only the least likely stays.
+
+    Whether it is applied at all is a coin of the chain's. "Exclude top choices" by p-e-w
+    (text-generation-webui, pull request 6335); llama_sampler_init_xtc."""
+    likely = np.flatnonzero(candidates.probability_A >= threshold)
+    num_out = len(likely) - 1
+    if threshold > 0.5 or num_out < 1 or len(candidates) - num_out < min_keep:
+        return candidates
+    # Of equals the one behind: with the highest id, which is where a sorted set has it.
+    by_logit = np.argsort(-candidates.logits_A[likely], kind="stable")
+    is_kept = np.ones(len(candidates), bool)
+    is_kept[likely[by_logit[:-1]]] = False
+    return candidates.only(np.flatnonzero(is_kept))
+
+
+def temperature(candidates: Candidates, t: float) -> Candidates:
+    """logit_i / t; at or below zero only the largest logit (of equals the lowest id)."""
+    if t <= 0:
+        return candidates.largest(1)
+    if t == 1:
+        return candidates
+    logits_A = candidates.logits_A.astype(np.float64)
+    if t < _TINY_TEMPERATURE:
+        winners = np.flatnonzero(logits_A == logits_A.max())
+        return Candidates(candidates.ids_A[winners], np.zeros(len(winners)), candidates.is_sorted)
+    return Candidates(candidates.ids_A, logits_A / t, candidates.is_sorted)
+
+
+def dynamic_temperature(
+    candidates: Candidates, t: float, spread: float, exponent: float
+) -> Candidates:
+    """A temperature between max(0, t - spread) and t + spread, low where the model is sure:
+
+    low + (high - low) * (H / ln A) ** exponent, H the entropy of the A candidates. Zhu et al. 2023
+    (arXiv:2309.02772) and kalomaze; llama_sampler_init_temp_ext."""
+    if spread <= 0:
+        return temperature(candidates, t)
+    if len(candidates) < 2:
+        return candidates
+    probability_A = candidates.probability_A
+    positive = probability_A[probability_A > 0]
+    entropy = max(0.0, -float(positive @ np.log(positive)))
+    share = entropy / math.log(len(candidates))
+    low, high = max(0.0, t - spread), t + spread
+    return temperature(candidates, low + (high - low) * share**exponent)

@@ -1,0 +1,188 @@
+"""How a token is drawn: llama.cpp's settings, with its names and defaults, checked.
+
+Imports neither torch nor numpy, so that the command line can read its defaults here. What this
+module does not know: what the samplers do (samplers.py, penalties.py, dry.py, mirostat.py)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkinfer.errors import SparkinferError
+
+# Names in llama.cpp's order, and its letters for them.
+LETTERS = {
+    "penalties": "e",
+    "dry": "d",
+    "top_n_sigma": "s",
+    "top_k": "k",
+    "typ_p": "y",
+    "top_p": "p",
+    "min_p": "m",
+    "xtc": "x",
+    "temperature": "t",
+    "adaptive_p": "a",
+}
+DEFAULT_SAMPLERS = tuple(LETTERS)[:-1]
+_NAMES = {letter: name for name, letter in LETTERS.items()}
+_ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
+# Numbers of 64 bits, signed and unsigned.
+_SEEDS = range(-(1 << 63), 1 << 64)
+_INFINITY = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """llama.cpp's common_params_sampling. Every sampler has a value at which it does nothing."""
+
+    temperature: float = 0.80  # at or below 0 greedy
+    dynatemp_range: float = 0.0  # 0: off
+    dynatemp_exponent: float = 1.0
+    top_k: int = 40  # 0 or below: off
+    top_p: float = 0.95  # 1: off
+    min_p: float = 0.05  # 0: off
+    typ_p: float = 1.0  # 1: off
+    top_n_sigma: float = -1.0  # 0 or below: off
+    xtc_probability: float = 0.0  # 0: off
+    xtc_threshold: float = 0.10  # over 0.5: off
+    repeat_last_n: int = 64  # 0: off, -1: the whole text
+    repeat_penalty: float = 1.0  # 1: off
+    presence_penalty: float = 0.0  # 0: off
+    frequency_penalty: float = 0.0  # 0: off
+    dry_multiplier: float = 0.0  # 0: off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64  # 0: off, -1: the whole text
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    adaptive_target: float = (
+        -1.0
+    )  # a probability; below 0: off. Wants adaptive_p among the samplers,
+    adaptive_decay: float = 0.90  # and wherever it is named there it comes last
+    mirostat: int = 0  # 1 and 2 take the place of all samplers but logit bias and temperature
+    mirostat_lr: float = 0.10  # eta
+    mirostat_ent: float = 5.0  # tau, in bits
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias); -inf bans, +inf forces
+    samplers: tuple[str, ...] = DEFAULT_SAMPLERS  # in this order; what is not named is off
+    min_keep: int = 0  # candidates that top_p, min_p, typ_p and xtc leave at least
+    seed: int | None = None  # None: another one each time
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            _check_number(name, getattr(self, name), low, high)
+        if self.repeat_penalty == 0:
+            raise SparkinferError("repeat_penalty is 0, wanted more than 0; 1 turns it off")
+        for name, lowest in _LOWEST.items():
+            value = getattr(self, name)
+            if not _is_whole(value) or value < lowest:
+                raise SparkinferError(f"{name} is {value!r}, wanted a whole number from {lowest}")
+        if self.mirostat not in (0, 1, 2):
+            raise SparkinferError(f"mirostat is {self.mirostat!r}, wanted 0 (off), 1 or 2")
+        if self.seed is not None and (
+            not _is_whole(self.seed) or not _SEEDS.start <= self.seed < _SEEDS.stop
+        ):
+            raise SparkinferError(f"seed is {self.seed!r}, wanted a number of 64 bits, say 0")
+        _check_samplers(self.samplers)
+        for breaker in self.dry_sequence_breakers:
+            if not isinstance(breaker, str) or not breaker:
+                raise SparkinferError(
+                    f"dry_sequence_breakers has {breaker!r}, wanted text; () for no breakers"
+                )
+        for token_id, bias in self.logit_bias:
+            _check_bias(token_id, bias)
+
+
+# Bounds of the numbers, both inside. Beyond 1e6 a penalty outweighs any logit.
+_RANGES = {
+    "temperature": (-_INFINITY, _INFINITY),
+    "dynatemp_range": (0.0, _INFINITY),
+    "dynatemp_exponent": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typ_p": (0.0, 1.0),
+    "top_n_sigma": (-_INFINITY, _INFINITY),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "repeat_penalty": (0.0, 1e6),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+    "dry_multiplier": (0.0, 1e6),
+    "dry_base": (1.0, 1e6),
+    "adaptive_target": (-_INFINITY, 1.0),
+    "adaptive_decay": (0.0, 0.99),
+    "mirostat_lr": (0.0, 1e6),
+    "mirostat_ent": (0.0, 1e6),
+}
+_LOWEST = {
+    "top_k": -(1 << 63),
+    "repeat_last_n": -1,
+    "dry_allowed_length": 0,
+    "dry_penalty_last_n": -1,
+    "min_keep": 0,
+}
+
+
+def samplers_of_names(text: str) -> tuple[str, ...]:
+    """The order "top_k;temperature", also as top-k, topk, temp, typ, nucleus, in any case.
+
+    Raises SparkinferError for a name that is not known."""
+    plain = {name.replace("_", ""): name for name in LETTERS} | _ALIASES
+    names = [name.strip() for name in text.split(";")] if text.strip() else []
+    for name in names:
+        if name.lower().replace("_", "").replace("-", "") not in plain:
+            raise _unknown(name)
+    return tuple(plain[name.lower().replace("_", "").replace("-", "")] for name in names)
+
+
+def samplers_of_letters(text: str) -> tuple[str, ...]:
+    """The order "kt", by llama.cpp's letters. Raises SparkinferError for one that is not known."""
+    for letter in text:
+        if letter not in _NAMES:
+            known = ", ".join(f"{letter} {name}" for letter, name in _NAMES.items())
+            raise SparkinferError(f"no sampler has the letter {letter!r}; known: {known}")
+    return tuple(_NAMES[letter] for letter in text)
+
+
+def bias_of(text: str) -> tuple[int, float]:
+    """(token id, bias) of llama.cpp's TOKEN(+/-)BIAS: 15043+1, 15043-inf.
+
+    Raises SparkinferError where the text is nothing like it."""
+    cut = next((i for i, c in enumerate(text) if c in "+-" and i), 0)
+    try:
+        token_id, bias = int(text[:cut]), float(text[cut:])
+    except ValueError:
+        raise SparkinferError(
+            f"logit bias {text!r}; wanted TOKEN+BIAS or TOKEN-BIAS, say 15043+1 or 15043-inf"
+        ) from None
+    _check_bias(token_id, bias)
+    return token_id, bias
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and math.isfinite(value) and low <= value <= high:
+        return
+    bounds = "" if low == -_INFINITY else f" from {low:g}"
+    bounds += "" if high == _INFINITY else f" up to {high:g}" if not bounds else f" to {high:g}"
+    raise SparkinferError(f"{name} is {value!r}, wanted a number{bounds}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_samplers(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in LETTERS:
+            raise _unknown(name)
+        if names.count(name) > 1:
+            raise SparkinferError(f"samplers has {name!r} twice; name it once")
+
+
+def _unknown(name: str) -> SparkinferError:
+    return SparkinferError(f"no sampler is called {name!r}; known: {', '.join(LETTERS)}")
+
+
+def _check_bias(token_id: int, bias: float) -> None:
+    if not _is_whole(token_id) or token_id < 0:
+        raise SparkinferError(f"logit_bias has token {token_id!r}, wanted a token id from 0")
+    if not isinstance(bias, int | float) or math.isnan(bias):
+        raise SparkinferError(f"logit_bias of token {token_id} is {bias!r}, wanted a number")

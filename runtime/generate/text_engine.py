@@ -1,0 +1,197 @@
+"""What an engine does with texts: their logits, tokens that go on with them, places that keep them.
+
+What this module does not know: how a model is loaded, and where its weights are."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.device.device_memory import told_out_of_memory
+from sparkinfer.runtime.generate.drawing import chain_of, sampling_of
+from sparkinfer.runtime.generate.generation import (
+    Drafts,
+    Generation,
+    GenerationOptions,
+    Mask,
+    Run,
+    Token,
+    together,
+)
+from sparkinfer.runtime.generate.prompt_cache import PromptKey
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.step.batch import Wanted
+from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.sequences import Part, Sequences
+from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from sparkinfer.runtime.text.codec import TextCodec
+
+
+class TextEngine:
+    """Engine's base class. Not for several threads at a time."""
+
+    def __init__(self, model: ModelFile, decoder: Decoder, mode: Mode, traffic: Traffic) -> None:
+        self.model, self.mode, self.traffic = model, mode, traffic
+        self.context_length = decoder.weights.cache.table.context_length
+        self.last_run = Run()
+        self.last_runs: list[Run] = []
+        self._sequences = Sequences(decoder)
+        self._codec: TextCodec | None = None
+
+    @property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer, read when it is first needed."""
+        if self._codec is None:
+            self._codec = TextCodec.of(self.model)
+        return self._codec
+
+    @told_out_of_memory()
+    def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
+        """Runs a text through all layers but not through the head: for observers."""
+        self._run_alone(token_ids, "none")
+
+    @told_out_of_memory()
+    def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        """f32 [T, V] on the CPU: what follows each token, the text starting with the first."""
+        return self._run_alone(token_ids, "all")
+
+    def _run_alone(self, token_ids: Sequence[int] | Tensor, wanted: Wanted) -> Tensor:
+        ids_T = self._ids(token_ids)
+        with self._sequences.open(yields=True) as text:
+            return text.extend(ids_T.tolist(), wanted)
+
+    def sequence(self) -> TextSequence:
+        """A place for a text of its own, kept until it is closed: see runtime.step.sequences.
+
+        Raises SparkinferError where all `num_sequences` are in use."""
+        return self._sequences.open()
+
+    @told_out_of_memory()
+    def run(self, parts: Iterable[Part]) -> list[Tensor]:
+        """Computes tokens of several sequences in common steps, which read each weight once: of each
+        part its logits f32 [R, V], the same to the bit as computed alone."""
+        return self._sequences.run(parts)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        temperature: float | None = None,
+        seed: int | None = None,
+        *,
+        sampling: SamplingOptions | None = None,
+        options: GenerationOptions | None = None,
+        constraint: Mask | None = None,
+        drafts: Drafts | None = None,
+        sequence: TextSequence | None = None,
+    ) -> Iterator[Token]:
+        """Yields tokens as they are made; `last_run` tells afterwards what they took.
+
+        `sampling` says how tokens are drawn, llama.cpp's defaults unless told; temperature (0 is
+        greedy) and seed (makes a run repeatable) go before its own. `options` say when the text
+        ends, in place of max_tokens. `constraint`: what it has to obey, see
+        runtime.generate.constraints. `drafts` guesses tokens, which changes no text but its speed.
+        `sequence`: where the text is kept, and goes on if the prompt begins with it; without one it
+        is forgotten. Raises SparkinferError for a prompt that is empty or does not fit."""
+        generation_of = self._generation_of(
+            prompt, sampling_of(sampling, temperature, seed),
+            options or GenerationOptions(max_tokens=max_tokens), constraint, drafts,
+        )  # fmt: skip
+        return self._generate(generation_of, sequence)
+
+    def _generation_of(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingOptions,
+        options: GenerationOptions,
+        constraint: Mask | None,
+        drafts: Drafts | None,
+    ) -> Callable[[TextSequence], Generation]:
+        """Refuses what is wrong before there is a place for the text."""
+        if drafts is not None and self.not_native:
+            raise SparkinferError(
+                f"drafts need rows that equal single steps to the bit, and here {self.not_native}"
+            )
+        ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
+        chain = chain_of(sampling, self.codec, self.model.shape.vocab_size)
+        return lambda text: Generation(
+            text, ids_T.tolist(), self.codec, chain, options, self.traffic, constraint, drafts
+        )
+
+    def _generate(
+        self, generation_of: Callable[[TextSequence], Generation], sequence: TextSequence | None
+    ) -> Iterator[Token]:
+        text = self._sequences.open(yields=True) if sequence is None else sequence
+        try:
+            generation = generation_of(text)
+            self.last_run = generation.run
+            with told_out_of_memory():
+                yield from generation.tokens()
+        finally:
+            if sequence is None:
+                text.close()
+
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingOptions | None = None,
+        options: GenerationOptions | None = None,
+        constraints: Sequence[Mask] = (),
+    ) -> Iterator[tuple[int, Token]]:
+        """Yields (number of the prompt, token): texts that go on together, in common steps, each with
+        the tokens that it has alone. As `generate`; `last_runs` has one for each prompt.
+
+        Raises SparkinferError for more prompts than the engine has sequences."""
+        makers = [
+            self._generation_of(
+                prompt, sampling or SamplingOptions(), options or GenerationOptions(),
+                constraints[n] if constraints else None, None,
+            )
+            for n, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        with ExitStack() as stack:
+            texts = [stack.enter_context(self._sequences.open()) for _ in makers]
+            found = [make(text) for make, text in zip(makers, texts, strict=True)]
+            self.last_runs = [generation.run for generation in found]
+            yield from together(found, self.run)
+
+    def prompt_key(self) -> PromptKey:
+        """What the state of a text depends on: runtime.generate.prompt_cache."""
+        return PromptKey(
+            model_id=self.model.model_id,
+            mode=self.mode,
+            arithmetic="torch" if self.not_native else library.level(),
+            thresholds=tuple(self.model.threshold_L),
+        )
+
+    @property
+    def not_native(self) -> str | None:
+        """Why a decode step is not one native call, in a few words; None where it is one."""
+        native = self._live.native
+        return native if isinstance(native, str) else None
+
+    @property
+    def _live(self) -> Decoder:
+        return self._sequences.live
+
+    def _ids(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        ids_T = torch.as_tensor(token_ids, dtype=torch.int64).cpu()
+        vocab_size = self.model.shape.vocab_size
+        if ids_T.ndim != 1 or not len(ids_T):
+            raise SparkinferError("the prompt has no tokens; give it some text")
+        if len(ids_T) > self.context_length:
+            longest = self.model.shape.context_length
+            is_all = self.context_length >= longest
+            more = "the model's longest" if is_all else f"at most {longest} by -c"
+            raise SparkinferError(
+                f"{len(ids_T)} tokens for a context of {self.context_length} ({more}); shorten the"
+                " text" + ("" if is_all else " or ask for more")
+            )
+        if ids_T.min() < 0 or ids_T.max() >= vocab_size:
+            raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
+        return ids_T

@@ -1,0 +1,195 @@
+"""The options of a command that draws tokens, with llama.cpp's spellings.
+
+A few are in the command's own help; all of them, with what they do, are behind --help-sampling.
+What this module does not know: what the samplers do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.sampling_options import (
+    DEFAULT_SAMPLERS,
+    LETTERS,
+    SamplingOptions,
+    bias_of,
+    samplers_of_letters,
+    samplers_of_names,
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_DEFAULTS = SamplingOptions()
+_DEFAULT_LETTERS = "".join(LETTERS[name] for name in DEFAULT_SAMPLERS)
+_RANDOM_SEEDS = (-1,)  # llama.cpp's word for another seed each time
+
+
+class LogitBias(click.ParamType):
+    """llama.cpp's TOKEN(+/-)BIAS, e.g. 15043+1 or 15043-inf."""
+
+    name = "logit bias"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, float]:
+        try:
+            return value if isinstance(value, tuple) else bias_of(value)
+        except SparkinferError as error:
+            self.fail(str(error), param, ctx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """Of the field of SamplingOptions that it is named for, or of one of its other forms."""
+
+    spellings: tuple[str, ...]
+    field: str
+    help: str
+    type: Any = float
+    metavar: str = "N"
+    is_common: bool = False
+    is_repeated: bool = False
+
+    @property
+    def default(self) -> object:
+        return getattr(_DEFAULTS, self.field, None)
+
+    @property
+    def help_line(self) -> str:
+        is_plain = isinstance(self.default, int | float)
+        return f"{self.help}  [default: {self.default}]" if is_plain else self.help
+
+
+def _option(spellings: str, field: str, help: str, **more: Any) -> _Option:
+    return _Option(spellings=tuple(spellings.split()), field=field, help=help, **more)
+
+
+_GROUPS = {
+    "Temperature": (
+        _option("--temp --temperature", "temperature", "0 is greedy.", is_common=True),
+        _option("--dynatemp-range", "dynatemp_range",
+                "Temperature moves by up to N with the entropy; 0: fixed."),
+        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy there."),
+    ),
+    "Which tokens are candidates": (
+        _option("--top-k", "top_k", "The N likeliest; 0: off.", type=int, is_common=True),
+        _option("--top-p", "top_p", "The likeliest that have N together; 1: off.", is_common=True),
+        _option("--min-p", "min_p", "Those with N times the best one's probability; 0: off.",
+                is_common=True),
+        _option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
+        _option("--top-nsigma --top-n-sigma", "top_n_sigma",
+                "Logits within N standard deviations of the best; 0 or below: off."),
+        _option("--xtc-probability", "xtc_probability",
+                "How often the likeliest are left out; 0: off."),
+        _option("--xtc-threshold", "xtc_threshold",
+                "The probability that makes a token one of these; over 0.5: off."),
+        _option("-l --logit-bias", "logit_bias",
+                "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
+                type=LogitBias(), metavar="TOKEN(+/-)BIAS", is_repeated=True),
+    ),
+    "Repetition": (
+        _option("--repeat-penalty", "repeat_penalty", "For tokens that came lately; 1: off.",
+                is_common=True),
+        _option("--repeat-last-n", "repeat_last_n",
+                "Tokens that count as lately; 0: off, -1: all.", type=int),
+        _option("--presence-penalty", "presence_penalty",
+                "Taken off the logit of each of these; 0: off."),
+        _option("--frequency-penalty", "frequency_penalty",
+                "The same for each time that it came; 0: off."),
+        _option("--dry-multiplier", "dry_multiplier",
+                "DRY: penalty for going on with a repetition; 0: off."),
+        _option("--dry-base", "dry_base", "By which it grows with every token."),
+        _option("--dry-allowed-length", "dry_allowed_length",
+                "From how many repeated tokens on.", type=int),
+        _option("--dry-penalty-last-n", "dry_penalty_last_n",
+                "Tokens that are looked through; 0: off, -1: all.", type=int),
+        _option("--dry-sequence-breaker", "dry_sequence_breakers",
+                "Ends a repetition, in place of newline : \" *; may be repeated; none: nothing does.",
+                type=str, metavar="TEXT", is_repeated=True),
+    ),
+    "Mirostat, in place of these samplers but temperature and logit bias": (
+        _option("--mirostat", "mirostat", "1 or 2 for its versions; 0: off.", type=int),
+        _option("--mirostat-lr", "mirostat_lr", "Learning rate (eta)."),
+        _option("--mirostat-ent", "mirostat_ent", "Target entropy in bits (tau)."),
+    ),
+    "Adaptive-p, last of all where --samplers names it": (
+        _option("--adaptive-target", "adaptive_target",
+                "Prefers tokens near this probability; below 0: off."),
+        _option("--adaptive-decay", "adaptive_decay",
+                "How much what was drawn before still counts, token by token."),
+    ),
+    "Order and seed": (
+        _option("--samplers", "samplers",
+                f"Which, in which order; {';'.join(DEFAULT_SAMPLERS)} unless told.",
+                type=str, metavar='"A;B;C"'),
+        _option("--sampling-seq --sampler-seq", "sampling_seq",
+                f"The same by letters; {_DEFAULT_LETTERS} unless told.",
+                type=str, metavar="LETTERS"),
+        _option("-s --seed", "seed", "Makes a run repeatable; -1: another one each time.",
+                type=int, is_common=True),
+    ),
+}  # fmt: skip
+_OPTIONS = [option for group in _GROUPS.values() for option in group]
+
+
+def sampling_options(command: Command) -> Command:
+    """Adds all sampling options to a click command. Their values come in as keyword arguments, which
+    `take_sampling_options` turns into SamplingOptions."""
+    command = click.option(
+        "--help-sampling", is_flag=True, is_eager=True, expose_value=False, callback=_show_help,
+        help="Show all options of sampling: penalties, DRY, XTC, Mirostat, their order.",
+    )(command)  # fmt: skip
+    for option in reversed(_OPTIONS):
+        is_number = isinstance(option.default, int | float)
+        command = click.option(
+            *option.spellings,
+            option.field,
+            type=option.type,
+            metavar=None if is_number or option.field == "seed" else option.metavar,
+            default=option.default if is_number else None,
+            show_default=is_number,
+            multiple=option.is_repeated,
+            hidden=not option.is_common,
+            help=option.help,
+        )(command)
+    return command
+
+
+def take_sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
+    """SamplingOptions of a command's keyword arguments, out of which theirs are taken.
+
+    Raises SparkinferError for a value that cannot be, click's UsageError for two orders."""
+    given = {option.field: arguments.pop(option.field) for option in _OPTIONS}
+    names, letters = given.pop("samplers"), given.pop("sampling_seq")
+    if names is not None and letters is not None:
+        raise click.UsageError("--samplers and --sampling-seq both say the order: leave one out.")
+    if names is not None:
+        given["samplers"] = samplers_of_names(names)
+    if letters is not None:
+        given["samplers"] = samplers_of_letters(letters)
+    breakers = given.pop("dry_sequence_breakers")
+    if breakers:
+        # llama.cpp: "none" clears what was given before it.
+        last = max((i for i, breaker in enumerate(breakers) if breaker == "none"), default=-1)
+        given["dry_sequence_breakers"] = tuple(breakers[last + 1 :])
+    if given["seed"] in _RANDOM_SEEDS:
+        given["seed"] = None
+    return SamplingOptions(**given)
+
+
+def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    formatter = ctx.make_formatter()
+    formatter.write_text("Sampling: the samplers run in their order, then one token is drawn.")
+    for title, options in _GROUPS.items():
+        with formatter.section(title):
+            formatter.write_dl(
+                [
+                    (f"{', '.join(option.spellings)} {option.metavar}", option.help_line)
+                    for option in options
+                ]
+            )
+    click.echo(formatter.getvalue(), nl=False)
+    ctx.exit()

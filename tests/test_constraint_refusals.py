@@ -1,0 +1,234 @@
+"""What is refused of schemas, grammars and regexes, and the options by which they are given."""
+
+import sys
+
+import click
+import pytest
+import regex as regexes
+from click.testing import CliRunner
+from constrained_texts import tiny_codec, written
+
+from sparkinfer.commands.constraint_options import (
+    NAMES,
+    ConstraintOptions,
+    constraint_of,
+    constraint_options,
+)
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.constraints import (
+    gbnf_constraint,
+    json_schema_constraint,
+    lark_constraint,
+    regex_constraint,
+)
+from sparkinfer.runtime.text.codec import TextCodec
+
+GBNF_REFUSALS = {
+    'foo ::= "a"': "no rule 'root'",
+    "root ::= foo": "line 1 .* no rule is called 'foo'",
+    'root ::= "a"\nroot ::= "b"': "line 2 .* a second rule 'root'",
+    'root ::= "a': "line 1 .* the text ends before '\"'",
+    "root ::= [a": "line 1 .* the text ends before ']'",
+    "root ::= []": "a class of no characters",
+    "root ::= [z-a]": "the range 'z' to 'a' runs backwards",
+    'root ::= ("a"': "line 1 .* wanted '\\)'",
+    'root ::= "a")': "line 1 .* '\\)' is not understood here",
+    "root ::= <think>": r"tokens \(<...>\) are not supported",
+    'root ::= "a"{3,2}': "ends before it begins",
+    'root ::= "a"{x}': "wanted .2., .2,. or .2,5.",
+    'root = "a"': "wanted ::= after 'root'",
+    'root ::= "\\q"': "a backslash and 'q' is no character",
+    'root ::= "\\ud800"': "a backslash and 'ud800' is no character",
+    'root ::= "\\x4"': "a backslash and 'x4.?' is no character",
+    'root ::= "a" root': "can never end",
+    "root ::= a\na ::= b\nb ::= a": "can never end",
+    "root ::= " + "(" * 300: "groups in one another",
+    "": "is empty",
+    " \n": "is empty",
+    "root ::= \0": "a zero byte at character 9",
+    "root ::= \ud800": "not UTF-8 at character 9",
+    "root ::= r0\n"
+    + "\n".join(f'r{i} ::= r{i + 1} | "x"' for i in range(3000))
+    + '\nr3000 ::= "x"': "a thousand rules or so",
+    "* ::= 1": "wanted the name of a rule",
+}
+LARK_REFUSALS = {
+    'root: "a"': "no start",
+    "start: a": 'unknown name: "a"',
+    "start: /(/": "invalid regex",
+    "start: /a(?=b)/": "look-around",
+    'start: %json {"not": {}}': "%json is not supported",
+    "": "is empty",
+}
+REGEX_REFUSALS = {
+    "(": "unclosed group",
+    "a(?=b)": "look-around",
+    r"(a)\1": "backreferences",
+    r"a\b": "lookarounds not supported",
+    "": "is empty",
+    "a\0": "zero byte",
+}
+IGNORED = [
+    "not", "if", "then", "else", "uniqueItems", "dependentSchemas", "dependentRequired",
+    "dependencies", "contains", "minContains", "maxContains", "propertyNames", "nullable",
+    "unevaluatedProperties", "unevaluatedItems", "additionalItems", "$dynamicRef", "$recursiveRef",
+    "$dynamicAnchor", "$vocabulary", "x-guidance", "minlength", "id",
+]  # fmt: skip
+STRING = {"type": "string"}
+SCHEMA_REFUSALS = [
+    ({"$ref": "http://example.org/a"}, "#: '\\$ref': 'http://example.org/a' is no schema inside"),
+    ({"$ref": "other.json#/a"}, "'other.json#/a' is no schema inside"),
+    ({"$ref": "#/$defs/no"}, "is no schema inside"),
+    ({"$ref": "#/examples/0", "examples": [{"foo": 1}]}, "is no schema inside"),
+    ({"$ref": "#"}, "can never end"),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "can never end"),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "can never end"),
+    ({"properties": {"a": {"$id": "http://a.b"}}}, "#/properties/a: '\\$id': only the whole"),
+    ({"type": "string", "format": "regex"}, "'format': 'regex' is none of date, "),
+    ({"type": "integer", "format": "int32"}, "'format': 'int32' is none of"),
+    ({"type": "foo"}, "Invalid type: foo"),
+    ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "'exclusiveMinimum': is True"),
+    ({"type": "string", "minLength": -1}, "minLength"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength .3. is greater"),
+    ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum .3. is greater"),
+    ({"enum": []}, "Unsatisfiable"),
+    ({"enum": "a"}, "enum must be an array"),
+    ({"const": 1 << 60}, "'const': numbers beyond 2.53 are not kept"),
+    ({"const": float("inf")}, "'const': numbers beyond"),
+    ({"pattern": "("}, "unclosed group"),
+    ({"pattern": "(?=a)"}, "look-around"),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+    ({"anyOf": []}, "'anyOf': wanted a list of schemas"),
+    ({"items": [STRING]}, "#/items: is a list; wanted an object or a boolean"),
+    ({"properties": []}, "'properties': wanted an object of schemas"),
+    ({"required": "a"}, "'required': wanted a list of names"),
+    ({"type": "object", "minProperties": 2}, "'minProperties': at most one more"),
+    ({"additionalProperties": 3}, "#/additionalProperties: is a int"),
+    ({"$schema": "http://example.org/schema"}, "http://example.org/schema"),
+    ({"title": "\ud800"}, "JSON schema: "),
+    (False, "is false, which allows no document"),
+    ([], "is list; wanted an object"),
+    ("{", "is not JSON"),
+    ("", "is not JSON"),
+    ('{"const": NaN}', "NaN is no number"),
+    ('{"type": "string", "type": "null"}', "has the name 'type' twice"),
+    ("[" * 100_000, "is not JSON"),
+]
+
+
+def refused(make, text, message):
+    with pytest.raises(SparkinferError, match=message) as raised:
+        make(text, tiny_codec())
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(("grammar", "message"), GBNF_REFUSALS.items())
+def test_gbnf_that_is_not_understood_is_refused(grammar, message):
+    refused(gbnf_constraint, grammar, message)
+
+
+@pytest.mark.parametrize(("grammar", "message"), LARK_REFUSALS.items())
+def test_lark_that_is_not_understood_is_refused(grammar, message):
+    refused(lark_constraint, grammar, message)
+
+
+@pytest.mark.parametrize(("regex", "message"), REGEX_REFUSALS.items())
+def test_regexes_that_are_not_understood_are_refused(regex, message):
+    refused(regex_constraint, regex, message)
+
+
+@pytest.mark.parametrize(("schema", "message"), SCHEMA_REFUSALS)
+def test_schemas_that_cannot_be_enforced_are_refused(schema, message):
+    refused(json_schema_constraint, schema, message)
+
+
+@pytest.mark.parametrize("keyword", IGNORED)
+def test_a_keyword_that_would_be_ignored_is_refused_with_its_place(keyword):
+    schema = {"type": "object", "properties": {"a/b": {"type": "array", keyword: {}}}}
+    refused(json_schema_constraint, schema, f"#/properties/a~1b: '{regexes.escape(keyword)}': ")
+
+
+def test_a_stuck_grammar_is_one_line():
+    refused(lark_constraint, "start: s\ns: s\n", "allows no token from here on")
+
+
+def test_a_model_without_an_end_token_is_refused():
+    codec = TextCodec(tiny_codec().tokenizer, 0, frozenset({5000}))
+    with pytest.raises(SparkinferError, match="names no end token"):
+        regex_constraint("a", codec)
+
+
+def test_a_missing_package_is_told_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for make in (json_schema_constraint, regex_constraint, lark_constraint, gbnf_constraint):
+        text = "{}" if make is json_schema_constraint else 'root ::= "a"'
+        refused(make, text, r"pip install 'sparkinfer\[grammar\]'")
+
+
+@click.command()
+@constraint_options
+def command(**options):
+    constraint = constraint_of(ConstraintOptions(**options), tiny_codec())
+    if constraint is None:
+        click.echo("none")
+    else:
+        click.echo(written(constraint))
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize(
+    ("option", "text", "pattern"),
+    [
+        ("--json-schema", '{"enum": ["é"]}', '"é"\n'),
+        ("--grammar", 'root ::= "x"{3}', "xxx\n"),
+        ("--grammar", 'start: "y" A\nA: /z{2}/', "yzz\n"),
+    ],
+)
+def test_options_of_texts_and_files(tmp_path, option, text, pattern, as_file):
+    path = tmp_path / "text"
+    path.write_text(text)
+    result = run(f"{option}-file", path) if as_file else run(option, text)
+    assert (result.exit_code, result.output) == (0, pattern)
+
+
+def test_short_options_and_none_and_the_lark_suffix(tmp_path):
+    assert run().output == "none\n"
+    assert run("-j", '{"const": 5}').output == "5\n" and run("--regex", "ab{2}").output == "abb\n"
+    path = tmp_path / "a.lark"
+    path.write_text('// a rule named root is a Lark one here\nroot: "x"\nstart: root\n')
+    assert run("--grammar-file", path).output == "x\n"
+    path = tmp_path / "a.json"
+    path.write_text('{"const": null}')
+    assert run("-jf", path).output == "null\n"
+
+
+def test_two_constraints_are_a_usage_error():
+    for first in range(len(NAMES)):
+        for second in range(first):
+            names = [f"--{NAMES[number].replace('_', '-')}" for number in (second, first)]
+            result = run(*(part for name in names for part in (name, "a")))
+            assert result.exit_code == 2, result.output
+            assert f"{names[0]} and {names[1]} exclude each other; give one" in result.output
+
+
+@pytest.mark.parametrize("option", ["--json-schema-file", "--grammar-file"])
+def test_files_that_cannot_be_read_are_one_line(tmp_path, option):
+    contents = {
+        "missing": (None, "no such file; wanted a "),
+        "empty": (b" \n", "is empty; wanted a "),
+        "latin1": ('{"const": "é"}'.encode("latin-1"), "cannot be read as text"),
+        "large": (b"{" + b" " * (4 << 20), "has over 4194304 characters; wanted a "),
+        "wrong": (b'{"not": {}}', "wrong: "),
+    }
+    for name, (content, message) in contents.items():
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        error = run(option, path).exception
+        assert isinstance(error, SparkinferError) and message in str(error), (name, error)
+        assert str(path) in str(error) and "\n" not in str(error)
+    assert "is a folder" in str(run(option, tmp_path).exception)

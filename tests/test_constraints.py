@@ -1,0 +1,290 @@
+"""Constrained texts: documents against jsonschema, masks against other matchers."""
+
+import datetime
+import ipaddress
+import json
+import random
+import uuid
+
+import jsonschema
+import pytest
+import regex as regexes
+import torch
+from constrained_texts import (
+    ARITHMETIC_GBNF,
+    CHESS_GBNF,
+    JSON_GBNF,
+    SMOLLM2,
+    check,
+    schema_number,
+    takes,
+    tiny_codec,
+    token_bytes,
+    write,
+    written,
+)
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.constraints import (
+    gbnf_constraint,
+    json_schema_constraint,
+    regex_constraint,
+)
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.text.ggml_tokenizer import BYTE_TOKENS
+
+
+def documents_of(seeds):
+    """(documents, refusals with their messages); every document is checked."""
+    num_documents, refusals = 0, []
+    for seed in seeds:
+        schema = schema_number(seed)
+        try:
+            constraint = json_schema_constraint(schema, tiny_codec())
+        except SparkinferError as error:
+            refusals.append(str(error))
+            continue
+        check(schema, written(constraint, seed))
+        num_documents += 1
+    return num_documents, refusals
+
+
+def test_documents_of_random_schemas_are_valid():
+    num_documents, refusals = documents_of(range(30))
+    assert num_documents >= 22 and all("\n" not in message for message in refusals), refusals
+
+
+@pytest.mark.slow
+def test_documents_of_many_random_schemas_are_valid():
+    num_documents, refusals = documents_of(range(1000, 2000))
+    print(f"{num_documents} documents, {len(refusals)} refusals: {sorted(refusals)}")
+    assert num_documents >= 900
+
+
+def test_the_check_of_documents_rejects_wrong_ones():
+    schema = {"type": "object", "properties": {"a": {"maximum": 9}}, "required": ["a"]}
+    check(schema, '{"a": 9.0}')
+    for wrong in ("{}", '{"a": 9.00000000000000000001}', '{"a": 9', "[]"):
+        with pytest.raises((ValueError, jsonschema.ValidationError)):
+            check(schema, wrong)
+
+
+REGEXES = [
+    "import (os|sys)",
+    "(cat|car)s?",
+    "[a-c]{2,4}x*",
+    r"-?[0-9]+(\.[0-9]+)?",
+    "(ab|a)(bc|c)",
+    'q"[^"]*"',
+    "(?:é)+|è",
+]
+
+
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_masks_of_a_regex_are_those_of_partial_matching(pattern):
+    """Each token of the vocabulary, at every place of a text, against the package regex."""
+    constraint, tokens = regex_constraint(pattern, tiny_codec()), token_bytes()
+    oracle = regexes.compile(pattern.encode())  # its classes are of ASCII, or of whole letters
+    rng, text = random.Random(0), b""
+    for _ in range(12):
+        want = {
+            i for i, found in tokens.items() if oracle.fullmatch(text + found, partial=True)
+            and is_start_of_utf8(text + found)
+        }  # fmt: skip
+        is_whole = oracle.fullmatch(text) is not None
+        mask = constraint.mask_V(4100)
+        assert set(mask.nonzero().flatten().tolist()) == want | ({0} if is_whole else set()), text
+        assert constraint.can_end == is_whole and constraint.is_finished == (not want)
+        if not want:
+            break
+        token_id = rng.choice(sorted(want))
+        constraint.accept(token_id)
+        text += tokens[token_id]
+
+
+def is_start_of_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True
+
+
+def test_tokens_over_the_border_are_not_allowed():
+    codec = tiny_codec()
+    constraint = regex_constraint("d", codec)
+    vocab = codec.tokenizer.get_vocab()
+    assert {"d", "de", "def"} <= vocab.keys()
+    allowed = constraint.mask_V(4096).nonzero().flatten().tolist()
+    assert allowed == [vocab["d"]]
+    with pytest.raises(SparkinferError, match=f"^the regex does not allow token {vocab['de']} "):
+        constraint.accept(vocab["de"])
+    constraint.accept(vocab["d"])  # a refused token leaves it where it was
+    assert constraint.is_finished and constraint.mask_V(4096).nonzero().tolist() == [[0]]
+
+
+def test_end_tokens_are_allowed_where_the_grammar_may_end_and_padding_never_is():
+    tokenizer = tiny_codec().tokenizer
+    codec = TextCodec(tokenizer, 0, frozenset({0, 7, 5000}))  # 5000 is beyond the tokenizer
+    constraint = regex_constraint("ab*", codec)
+    a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
+    assert not constraint.mask_V(4224)[[0, 7]].any() and not constraint.can_end
+    constraint.accept(a)
+    mask = constraint.mask_V(4224)
+    assert mask[[0, 7, b]].all() and not mask[4096:].any() and not constraint.is_finished
+    here = constraint.fork()
+    constraint.accept(7)
+    assert constraint.is_finished and constraint.can_end
+    here.accept(b)  # the fork goes on
+    assert here.can_end and not here.is_finished
+    for wrong in (-1, 4096, 5000, 10**6, tokenizer.token_to_id("c")):
+        with pytest.raises(SparkinferError, match=f"does not allow token {wrong} "):
+            here.accept(wrong)
+
+
+def test_logits_are_masked_with_minus_infinity():
+    constraint = regex_constraint("a", tiny_codec())
+    logits_V = torch.arange(4128.0)
+    masked_V = constraint.apply(logits_V)
+    a = tiny_codec().tokenizer.token_to_id("a")
+    assert masked_V[a] == a and masked_V.isfinite().sum() == 1
+    assert torch.equal(logits_V, torch.arange(4128.0))  # a copy
+    with pytest.raises(SparkinferError, match="^the regex allows no token from here on"):
+        constraint.apply(logits_V[:a])  # a model without a row for the only token
+
+
+def test_a_tokenizer_is_read_once_a_codec(monkeypatch):
+    import llguidance
+
+    made = []
+    real = llguidance.LLTokenizer
+    monkeypatch.setattr(llguidance, "LLTokenizer", lambda *a, **k: made.append(1) or real(*a, **k))
+    codec = TextCodec(tiny_codec().tokenizer, 0, frozenset({0, 4095}))  # not seen before
+    for regex in ("a", "b"):
+        regex_constraint(regex, codec)
+    assert len(made) == 1
+
+
+FORMATS = {
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "uuid": uuid.UUID,
+    # Any year has a 29th of February to the grammar.
+    "date": lambda text: datetime.date.fromisoformat(text.replace("-02-29", "-02-28")),
+    "time": r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([zZ]|[+-]([01]\d|2[0-3]):[0-5]\d)",
+    "date-time": r"\d{4}-[01]\d-[0-3]\d[tT][0-2]\d:[0-5]\d:[0-6]\d(\.\d+)?([zZ]|[+-]\d\d:\d\d)",
+    "duration": r"P(?=.)(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(?=.)(\d+H)?(\d+M)?(\d+S)?)?)",
+    "email": r"[^@ ]+@[^@ ]+|\".*\"@[^@ ]+",
+    "hostname": r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?",
+    "uri": r"[a-zA-Z][a-zA-Z0-9+.-]*:[!-~]*",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_enforced(name):
+    is_one = FORMATS[name]
+    constraint = json_schema_constraint({"type": "string", "format": name}, tiny_codec())
+    for seed in range(12):
+        text = json.loads(written(constraint, seed))
+        if isinstance(is_one, str):
+            assert regexes.fullmatch(is_one, text), text
+        else:
+            is_one(text if name != "date" or text[:4] != "0000" else f"0001{text[4:]}")
+
+
+def test_keys_that_are_not_named_cannot_pass_for_named_ones():
+    """Neither by an escape, which JSON readers undo, nor by a second key."""
+    schema = {"type": "object", "properties": {"a": {"type": "null"}, "\n": {"type": "null"}}}
+    constraint = json_schema_constraint(schema, tiny_codec())
+    for right in ('{"a":null}', '{"b":1}', '{"a":null,"\\n":null,"b":1}', "{}", '{ "a": null }'):
+        assert takes(constraint, right), right
+    for wrong in ('{"a":1}', r'{"\u0061":1}', r'{"\u000a":1}', r'{"\n":1}', '{"a":null,"a":1}',
+                  '{"a":null}}', ' {"a":null}', '{"a"  :null}'):  # fmt: skip
+        assert not takes(constraint, wrong), wrong
+
+
+def test_tokenizers_that_llguidance_would_misread_are_refused():
+    for vocab, message in (
+        ({"a": 0, "b": 1, "<end>": 2}, "decoder"),  # nothing says what bytes its tokens are
+        ({"a": 0, "b": 40, "<end>": 2}, "there are gaps between its token ids"),
+    ):
+        codec = TextCodec(Tokenizer(models.BPE(vocab, [])), None, frozenset({2}))
+        with pytest.raises(SparkinferError, match=f"tokenizer cannot be constrained: .*{message}"):
+            regex_constraint("a", codec)
+
+
+def test_a_sentencepiece_tokenizer_writes_its_spaces_and_bytes():
+    """Tokens of a model with byte fallback are what the codec's own stream makes of them."""
+    keys = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, "▁", "a", "▁a", "b", "ab", "▁b"]
+    tokenizer = Tokenizer(
+        models.BPE({key: i for i, key in enumerate(keys)}, [("▁", "a"), ("a", "b"), ("▁", "b")],
+                   unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )  # fmt: skip
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    codec = TextCodec(tokenizer, 1, frozenset({2}))
+    for seed in range(10):
+        constraint = regex_constraint("( ?(a|b|é|\\n|😀)){1,6}", codec)
+        generator, ids = torch.Generator().manual_seed(seed), [keys.index("b")]
+        stream, text = codec.stream(ids), ""
+        while not constraint.is_finished:
+            probability_V = torch.softmax(
+                constraint.apply(torch.randn(len(keys) + 5, generator=generator)), dim=0
+            )
+            token_id = int(torch.multinomial(probability_V, 1, generator=generator))
+            constraint.accept(token_id)
+            text += "" if token_id == 2 else stream.text(token_id)
+        assert regexes.fullmatch("( ?(a|b|é|\n|😀)){1,6}", text), repr(text)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    if not SMOLLM2.exists():
+        pytest.skip(f"{SMOLLM2} is not there: run make smollm2 first")
+    with Engine.load(SMOLLM2, context_length=2048) as engine:
+        yield engine
+
+
+def ask(engine, constraint, prompt, seed, most=900):
+    prompt_ids = engine.codec.encode(
+        f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+    def logits_of(ids, generator):
+        if not ids:
+            return engine._prefill(torch.tensor(prompt_ids))
+        return engine._step(ids[-1], len(prompt_ids) + len(ids) - 1)
+
+    ids, has_ended = write(constraint, engine.codec, logits_of, seed, patience=60, most=most)
+    assert has_ended
+    return engine.codec.tokenizer.decode(ids)
+
+
+@pytest.mark.slow
+def test_a_real_model_writes_valid_documents(engine):
+    num_documents = 0
+    for seed in range(40):
+        schema = schema_number(seed)
+        try:
+            constraint = json_schema_constraint(schema, engine.codec)
+        except SparkinferError:
+            continue
+        check(schema, ask(engine, constraint, "Write an example of JSON.", seed))
+        num_documents += 1
+    assert num_documents >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grammar", [JSON_GBNF, ARITHMETIC_GBNF, CHESS_GBNF])
+def test_a_real_model_follows_gbnf(engine, grammar):
+    constraint = gbnf_constraint(grammar, engine.codec)
+    text = ask(engine, constraint, "Write an example.", 0)
+    assert takes(gbnf_constraint(grammar, tiny_codec()), text)
