@@ -151,7 +151,7 @@ $(LLAMACPP)/ready: $(LLAMACPP_PINS) tests/llamacpp/build.sh tests/llamacpp/mend.
 	@tests/llamacpp/build.sh $(PYTHON) $(LLAMACPP)
 	@touch $@
 
-test-llamacpp: build $(LLAMACPP)/ready  ## our files in llama.cpp, its files in our runtime
+test-llamacpp: build smollm2 $(LLAMACPP)/ready  ## our files in llama.cpp, its files in our runtime
 	$(BIN)/python -m pytest -q -rP tests/llamacpp
 
 BENCH_DIR ?= build/bench

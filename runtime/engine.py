@@ -98,9 +98,10 @@ class Engine(TextEngine):
         """Loads a model file, optionally by a plan.
 
         mode: "dense", "exact" or "predicted"; None takes "predicted" where the file has
-        predictors and "exact" otherwise. device: "cpu" or "cuda[:n]" for what is not on the CPU
-        by plan; None takes CUDA where there is one. context_length: tokens the KV cache holds;
-        None takes the plan's, or the model's up to 4,096. thresholds: a profile whose thresholds
+        predictors, "exact" where a neuron may stay silent, else "dense". device: "cpu" or
+        "cuda[:n]" for what is not on the CPU by plan; None takes CUDA where there is one.
+        context_length: tokens of a text that the cache holds; None takes the plan's, or the
+        model's up to 4,096. thresholds: a profile whose thresholds
         a SiLU or GELU model runs with instead of its own; mode "dense" does without any.
         is_resident: whether weights on the CPU are copied into memory arranged for decoding, or
         stay in the mapped file, which loads at once and decodes slower; None copies them where

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from sparkinfer.architecture import SMOOTH
 from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes, workspace_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
@@ -46,7 +47,7 @@ def residence_of(
 
 def mode_of(model: ModelFile, mode: Mode | None) -> Mode:
     if mode is None:
-        return "predicted" if model.predictor else "exact"
+        return "predicted" if model.predictor else "exact" if can_silence(model) else "dense"
     if mode not in ("dense", "exact", "predicted"):
         raise SparkinferError(f"mode {mode!r}; known: dense, exact, predicted")
     if mode == "predicted" and model.predictor is None:
@@ -55,6 +56,12 @@ def mode_of(model: ModelFile, mode: Mode | None) -> Mode:
             " --train-predictors and add them with sparkinfer convert --predictors"
         )
     return mode
+
+
+def can_silence(model: ModelFile) -> bool:
+    """Whether there is a neuron that need not be computed to its end: where all add something,
+    finding out which fire is work for nothing."""
+    return model.activation not in SMOOTH or any(model.threshold_L)
 
 
 def placement_of(

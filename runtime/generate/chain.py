@@ -30,7 +30,7 @@ from sparkinfer.runtime.generate.candidates import (
 )
 from sparkinfer.runtime.generate.dry import Breakers, dry
 from sparkinfer.runtime.generate.penalties import penalties
-from sparkinfer.runtime.generate.plan import active_samplers, is_greedy
+from sparkinfer.runtime.generate.active import active_samplers, is_greedy
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
 

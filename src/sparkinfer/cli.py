@@ -6,13 +6,12 @@ read stdout: the text of `generate`, or one JSON object with --json."""
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from sparkinfer.commands.generate import generate
 from sparkinfer.commands.profile_command import profile
 from sparkinfer.commands.shared import (
     FILE,
@@ -188,70 +187,7 @@ def solve(
     finish(report, as_json, lines)
 
 
-@cli.command()
-@click.argument("model", type=FILE)
-@click.option("-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan.")
-@click.option("-cffn", "--cpu-ffn", is_flag=True,
-              help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
-@click.option("-p", "--prompt", required=True)
-@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True)
-@click.option("--temp", "--temperature", "temperature", default=0.8, show_default=True,
-              help="0 is greedy.")  # fmt: skip
-@click.option("-s", "--seed", type=int, help="Makes a run repeatable.")
-@click.option("-c", "--context", "--ctx-size", "context_length", type=int)
-@thresholds_option
-@mode_option
-@threads_option
-@device_option
-@json_option
-def generate(
-    model: Path,
-    split: Path | None,
-    prompt: str,
-    max_tokens: int,
-    temperature: float,
-    seed: int | None,
-    threads: int | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Continue a text."""
-    from sparkinfer.runtime.engine import Engine
-    from sparkinfer.runtime.kernels.threads import use_threads
-
-    num_threads = use_threads(threads)
-    with Engine.load(model, split, **options) as engine:
-        show: Callable[[str], None] = (
-            (lambda text: None) if as_json else (lambda text: click.echo(text, nl=False))
-        )
-        tokens = engine.generate(prompt, max_tokens, temperature, seed)  # refuses what is wrong
-        show(prompt)
-        ids, text = [], ""
-        for token in tokens:
-            show(token.text)
-            ids.append(token.id)
-            text += token.text
-        show("\n")
-        run, roles, not_native = engine.last_run, engine.bytes_by_role, engine.not_native
-        memory = [asdict(report) for report in engine.memory_report()]
-    where = ", ".join(
-        f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
-    )
-    where += "".join(
-        f"; {found['device']} reserved at most {format_bytes(found['peak_reserved'])}"
-        for found in memory
-    )
-    slow = f", steps in Python because {not_native}" if not_native else ""
-    line = (
-        f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s;"
-        f" prefill {run.prefill_tokens} tokens,"
-        f" {run.prefill_per_s:.1f}/s; decode {run.decode_tokens} tokens,"
-        f" {run.decode_per_s:.1f}/s, {num_threads} threads{slow}; {where}; stopped by {run.stopped_by}]"
-    )
-    report = {"text": text, "token_ids": ids, "mode": engine.mode, "load_s": engine.load_s, **asdict(run),
-              "prefill_per_s": run.prefill_per_s, "decode_per_s": run.decode_per_s,
-              "num_threads": num_threads, "not_native": not_native, "bytes": roles, "memory": memory}  # fmt: skip
-    finish(report, as_json, [line])
+cli.add_command(generate)
 
 
 @cli.command("eval")

@@ -36,7 +36,8 @@ from sparkinfer.powerinfer_file import adopt
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
-TEMPLATE_KEY = "tokenizer.chat_template"
+TEMPLATE_KEY = "tokenizer.chat_template"  # and with .NAME those that are named
+TEMPLATES_KEY = "tokenizer.chat_templates"  # their names
 END_KEY = "tokenizer.end_token_ids"
 SPLIT_ARCHITECTURE = "sparkinfer-split"  # of a split file, which is a GGUF too
 Shapes = dict[str, tuple[int, ...]]

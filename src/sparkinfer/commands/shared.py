@@ -11,6 +11,9 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import parse_bytes
 
 FILE = click.Path(path_type=Path)
+split_option = click.option(
+    "-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan."
+)
 force_option = click.option("--force", is_flag=True, help="Overwrite what exists.")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 device_option = click.option("--device", help="cpu or cuda[:n]; CUDA where there is one.")
@@ -23,7 +26,8 @@ thresholds_option = click.option(
 mode_option = click.option(
     "--mode",
     type=click.Choice(["dense", "exact", "predicted"]),
-    help="How feed-forward layers run; predicted where the file has predictors, else exact.",
+    help="How feed-forward layers run; predicted where the file has predictors, exact where neurons"
+    " may stay silent, else dense.",
 )
 
 

@@ -1,0 +1,316 @@
+"""How a text goes on and ends: stop strings, the end of the context, several texts together, the state
+of a prompt in a file; and the command that does it."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models import make_shape
+from test_runtime import saved
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.generation import ENDLESS, GenerationOptions
+from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.generate.stops import StopFilter
+from sparkinfer.runtime.kernels.cpu import library
+
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+DRAWN = SamplingOptions(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+
+
+def text_of(tokens) -> str:
+    return "".join(token.text for token in tokens)
+
+
+# ---- stop strings --------------------------------------------------------------------------------
+
+
+def test_stops_wherever_tokens_begin_and_end():
+    """Against a search in the whole text, over random cuts."""
+    chance = random.Random(1)
+    for _ in range(2000):
+        text = "".join(chance.choice("ab") for _ in range(chance.randint(0, 30)))
+        stops = ["".join(chance.choice("ab") for _ in range(chance.randint(2, 6)))
+                 for _ in range(chance.randint(1, 3))]  # fmt: skip
+        found = [at for stop in stops if (at := text.find(stop)) >= 0]
+        pieces, rest = [], text
+        while rest:
+            cut = chance.randint(1, 4)
+            pieces, rest = [*pieces, rest[:cut]], rest[cut:]
+        given, is_stopped, filter_ = "", False, StopFilter(stops)
+        for piece in pieces:
+            more, is_stopped = filter_.push(piece)
+            given += more
+            if is_stopped:
+                break
+        assert is_stopped == bool(found), (text, stops)
+        if not is_stopped:
+            assert given + filter_.flush() == text
+        else:  # the first stop string to be whole; another may begin before it
+            ends = min(text.find(stop) + len(stop) for stop in stops if stop in text)
+            assert given == text[: len(given)] and len(given) <= ends
+            assert len(given) in [text.find(stop) for stop in stops]
+
+
+def test_nothing_is_held_back_without_need():
+    filter_ = StopFilter(["</s>"])
+    assert filter_.push("a<") == ("a", False)
+    assert filter_.push("b") == ("<b", False)
+    assert filter_.push("</") == ("", False)
+    assert filter_.flush() == "</"
+    assert StopFilter([]).push("x</s") == ("x</s", False)
+
+
+def test_a_stop_string_ends_the_text_and_is_not_in_it(codec_model):
+    with Engine.load(codec_model) as engine:
+        whole = text_of(engine.generate("ab cd", 30, sampling=DRAWN))
+        for at, length in ((4, 1), (7, 3), (9, 6)):
+            stop = whole[at : at + length]
+            options = GenerationOptions(max_tokens=30, stops=(stop, "never said"))
+            got = text_of(engine.generate("ab cd", sampling=DRAWN, options=options))
+            assert got == whole[: whole.index(stop)]
+            assert engine.last_run.stopped_by == "stop string"
+        held = GenerationOptions(max_tokens=30, stops=(whole[-2:] + "\0",))
+        assert text_of(engine.generate("ab cd", sampling=DRAWN, options=held)) == whole
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def test_the_end_token_is_a_token_like_others_where_asked(codec_model):
+    with Engine.load(codec_model) as engine:
+        end = engine.codec.encode("q")[0]
+        engine._codec = replace(engine.codec, end_ids=frozenset([end]))
+        sampling = SamplingOptions(temperature=0, logit_bias=((end, 1e6),))
+        assert list(engine.generate("ab", 5, sampling=sampling)) == []
+        assert engine.last_run.stopped_by == "end of text"
+        options = GenerationOptions(max_tokens=5, ignores_end=True)
+        ids = [t.id for t in engine.generate("ab", sampling=sampling, options=options)]
+        assert ids == [end] * 5
+
+
+def test_without_a_limit_the_context_ends_it_or_is_shifted(codec_model):
+    with Engine.load(codec_model, context_length=24) as engine:
+        endless = GenerationOptions(max_tokens=ENDLESS, ignores_end=True)
+        prompt = list(range(3, 13))
+        assert len(list(engine.generate(prompt, sampling=DRAWN, options=endless))) == 24 - 10 + 1
+        assert engine.last_run.stopped_by == "context"
+        shifted = GenerationOptions(max_tokens=40, ignores_end=True, shift_keep=3)
+        ids = [t.id for t in engine.generate(prompt, temperature=0.0, options=shifted)]
+        assert len(ids) == 40 and engine.last_run.shifts == 3
+        # The first token behind the first shift, by a text that was never longer.
+        text = prompt + ids[:14]
+        kept = text[:3] + text[3:][-(21 // 2) :]
+        assert ids[15] == int(engine.logits([*kept, ids[14]])[-1].argmax())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_tokens": 0}, "max_tokens is 0, wanted 1 or more, or -1"),
+        ({"max_tokens": -2}, "max_tokens is -2"),
+        ({"stops": ("a", "")}, "an empty stop string"),
+        ({"num_logprobs": -1}, "logprobs of -1 tokens"),
+        ({"shift_keep": -1}, "-1 tokens to keep"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(SparkinferError, match=message):
+        GenerationOptions(**options)
+
+
+def test_logprobs_are_those_of_the_logits(codec_model):
+    with Engine.load(codec_model) as engine:
+        options = GenerationOptions(max_tokens=6, num_logprobs=3)
+        tokens = list(engine.generate("ab cd", sampling=DRAWN, options=options))
+        ids = engine.codec.encode("ab cd")
+        for token in tokens:
+            want_V = engine.logits(ids)[-1].double().log_softmax(0)
+            assert token.logprob == pytest.approx(float(want_V[token.id]), abs=1e-5)
+            top = torch.topk(want_V, 3)
+            assert [p for _, p in token.logprobs] == pytest.approx(top.values.tolist(), abs=1e-5)
+            ids.append(token.id)
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+def test_what_a_sequence_has_is_not_computed_again(codec_model):
+    with Engine.load(codec_model) as engine:
+        first = engine.codec.encode("ab cd ef")
+        with engine.sequence() as text:
+            answer = [t.id for t in engine.generate(first, 6, 0.0, sequence=text)]
+            more = [*first, *answer, *engine.codec.encode("gh")]
+            got = [t.id for t in engine.generate(more, 6, 0.0, sequence=text)]
+            assert engine.last_run.cached_tokens == len(first) + len(answer) - 1
+            other = [first[0], *first]
+            again = [t.id for t in engine.generate(other, 6, 0.0, sequence=text)]
+            assert engine.last_run.cached_tokens == 1
+        assert got == [t.id for t in engine.generate(more, 6, 0.0)]
+        assert again == [t.id for t in engine.generate(other, 6, 0.0)]
+
+
+@native
+def test_texts_together_are_what_they_are_alone(codec_model):
+    prompts = ["ab cd", "ef", "gh ij kl mn", "ab"]
+    options = GenerationOptions(max_tokens=20, stops=("zz",))
+    with Engine.load(codec_model, num_sequences=4) as engine:
+        alone = [text_of(engine.generate(p, sampling=DRAWN, options=options)) for p in prompts]
+        texts = [""] * 4
+        for number, token in engine.generate_many(prompts, DRAWN, options):
+            texts[number] += token.text
+        assert texts == alone and len(set(texts)) > 1
+        assert [run.stopped_by for run in engine.last_runs] == ["max tokens"] * 4
+        with pytest.raises(SparkinferError, match="all 4 sequences"):
+            list(engine.generate_many(["ab"] * 5))
+        assert text_of(engine.generate("ab cd", sampling=DRAWN, options=options)) == alone[0]
+
+
+# ---- the state of a prompt in a file ----------------------------------------------------------------
+
+
+def test_a_prompts_state_is_kept_and_taken_back_to_the_bit(tmp_path):
+    shape = make_shape(context_length=200)
+    model = saved(tmp_path, shape=shape)
+    ids = [t % 50 for t in range(90)]
+    for room in (1, 3):
+        with Engine.load(model.path, num_sequences=room) as engine:
+            path = tmp_path / f"{room}.prompt"
+            with engine.sequence() as text:
+                text.extend(ids)
+                save_prompt(text, path, engine.prompt_key())
+                want = text.extend([7])
+            with engine.sequence() as text:
+                assert restore_prompt(text, path, engine.prompt_key()) == 90
+                assert text.ids == ids
+                assert torch.equal(text.extend([7]), want)
+    with Engine.load(model.path) as engine, engine.sequence() as text:  # from the other's blocks
+        restore_prompt(text, tmp_path / "3.prompt", engine.prompt_key())
+        assert torch.equal(text.extend([7]), want)
+
+
+def test_a_state_of_something_else_is_refused(tmp_path):
+    model = saved(tmp_path, shape=make_shape(context_length=64))
+    path = tmp_path / "p"
+    with Engine.load(model.path, mode="exact") as engine, engine.sequence() as text:
+        with pytest.raises(SparkinferError, match="no tokens yet"):
+            save_prompt(text, path, engine.prompt_key())
+        text.extend([1, 2, 3])
+        save_prompt(text, path, engine.prompt_key())
+    whole = path.read_bytes()
+    (tmp_path / "other").mkdir()
+    other = saved(tmp_path / "other", shape=make_shape(context_length=64), seed=9)
+    for which, mode, message in (
+        (other.path, "exact", "another model_id"),
+        (model.path, "dense", "another mode: 'exact', this is 'dense'"),
+    ):
+        with Engine.load(which, mode=mode) as engine, engine.sequence() as text:
+            with pytest.raises(SparkinferError, match=message):
+                restore_prompt(text, path, engine.prompt_key())
+            assert text.length == 0
+    with Engine.load(model.path, mode="exact", context_length=2) as engine:
+        with engine.sequence() as text, pytest.raises(SparkinferError, match="context of 2"):
+            restore_prompt(text, path, engine.prompt_key())
+    chance = np.random.default_rng(0)
+    with Engine.load(model.path, mode="exact") as engine:
+        for at in chance.integers(0, len(whole), 60).tolist():
+            broken = bytearray(whole)
+            broken[at] ^= 1 << int(chance.integers(8))
+            path.write_bytes(bytes(broken))
+            with engine.sequence() as text:
+                with pytest.raises(SparkinferError):
+                    restore_prompt(text, path, engine.prompt_key())
+                assert text.length == 0
+        for length in (0, 5, 100, len(whole) - 1):
+            path.write_bytes(whole[:length])
+            with engine.sequence() as text, pytest.raises(SparkinferError, match="not a whole"):
+                restore_prompt(text, path, engine.prompt_key())
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def run(*args, stdin: str | bytes = "", code: int = 0) -> subprocess.CompletedProcess:
+    stdin = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(
+        [sys.executable, "-m", "sparkinfer", "generate", *map(str, args)],
+        input=stdin, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+    return done
+
+
+def test_the_ways_to_give_a_prompt(tmp_path, codec_model):
+    common = (codec_model, "-n", 4, "--temp", 0)
+    want = run(*common, "-p", "ab cd").stdout
+    (tmp_path / "prompt").write_text("ab cd")
+    for args, stdin in ((("-f", tmp_path / "prompt"), ""), (("-p", "-"), "ab cd"),
+                        (("-f", "-"), "ab cd")):  # fmt: skip
+        assert run(*common, *args, stdin=stdin).stdout == want
+    bare = run(*common, "-p", "ab cd", "--no-display-prompt").stdout
+    assert want == b"ab cd" + bare
+
+
+def test_several_prompts_and_events(tmp_path, codec_model):
+    (tmp_path / "p.jsonl").write_text('"ab cd"\n{"prompt": "ef"}\n')
+    (tmp_path / "p.txt").write_text("ab cd\n\nef\n")
+    common = (codec_model, "-n", 4, "--temp", 0)
+    alone = [json.loads(run(*common, "--json", "-p", p).stdout) for p in ("ab cd", "ef")]
+    for name in ("p.jsonl", "p.txt"):
+        report = json.loads(run(*common, "--prompts", tmp_path / name, "--json").stdout)
+        assert [t["token_ids"] for t in report["texts"]] == [t["token_ids"] for t in alone]
+    lines = run(*common, "--json-lines", "--logprobs", 2, "-p", "ab cd").stdout.splitlines()
+    *events, end = map(json.loads, lines)
+    assert [e["id"] for e in events] == alone[0]["token_ids"] == end["token_ids"]
+    assert all(e["type"] == "token" and len(e["top_logprobs"]) == 2 for e in events)
+    assert end["type"] == "end" and end["stopped_by"] == "max tokens"
+
+
+def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
+    path = tmp_path / "state"
+    common = (codec_model, "-n", 4, "--temp", 0, "--json", "--prompt-cache", path)
+    first, second = (json.loads(run(*common, "-p", "ab cd ef").stdout) for _ in range(2))
+    assert first["token_ids"] == second["token_ids"]
+    assert (first["cached_tokens"], second["cached_tokens"]) == (0, second["prefill_tokens"] - 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    refused = run(*common, "-p", "ab cd ef", code=1).stderr.decode()
+    assert "or say --force to compute it again" in refused and refused.count("\n") == 1
+    assert "computing it again" in run(*common, "-p", "ab cd ef", "--force").stderr.decode()
+    third = json.loads(run(*common, "-p", "ab cd ef").stdout)
+    assert third["cached_tokens"] == third["prefill_tokens"] - 1
+
+
+@pytest.mark.parametrize(
+    "args, message, code",
+    [
+        ((), "there is no prompt: give one of -p TEXT", 2),
+        (("-p", "a", "-f", "b"), "-p and -f exclude each other", 2),
+        (("-f", "missing"), "missing", 1),
+        (("-p", "ab", "--stop", ""), "an empty stop string", 1),
+        (("-p", "ab", "-n", "-3"), "max_tokens is -3", 1),
+        (("-p", "ab", "--logprobs", "-1"), "logprobs of -1", 1),
+        (("-p", "ab", "--temp", "nan"), "temperature", 1),
+    ],
+)
+def test_wrong_requests_end_in_a_line(codec_model, args, message, code):
+    assert message in run(codec_model, *args, code=code).stderr.decode()
+
+
+def test_input_that_is_no_text(tmp_path, codec_model):
+    assert (
+        "stdin: not UTF-8 at byte 1"
+        in run(codec_model, "-p", "-", stdin=b"a\xff", code=1).stderr.decode()
+    )
+    for content, message in (("", "has no prompts"), ("{}\n", 'an object with a "prompt"'),
+                             ("{\n", "line 1: not JSON")):  # fmt: skip
+        (tmp_path / "p.jsonl").write_text(content)
+        done = run(codec_model, "--prompts", tmp_path / "p.jsonl", code=1)
+        assert message in done.stderr.decode()
