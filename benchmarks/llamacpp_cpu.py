@@ -1,11 +1,13 @@
 """llama.cpp's decode and prefill speed; run by the Python of a venv that has llama-cpp-python.
 
-Started with a model file and a context length; each line on stdin is a JSON object, each line on
+Started with a model file, a context length and a number of sequences; each line on stdin is a JSON object, each line on
 stdout a list of seconds:
     {"do": "decode", "threads": n, "flash": bool, "ids": [...]}
         one a token, behind a prompt of PROMPT tokens
     {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
         one a repeat, with `ids` in one batch
+    {"do": "batch", "threads": n, "flash": bool, "ids": [...], "sequences": b}
+        one a token: each of `ids` in so many sequences at once, behind prompts of PROMPT tokens
 The logits of the last token are included; `flash` says whether flash attention is on."""
 
 import ctypes
@@ -23,10 +25,12 @@ def silent(level: int, text: bytes, user_data: int) -> None:
     pass
 
 
-def main(path: str, context_length: int) -> None:
+def main(path: str, context_length: int, num_sequences: int) -> None:
     llama.llama_log_set(silent, ctypes.c_void_p(0))
     model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
-    contexts = {flash: context_of(model, context_length, flash) for flash in (False, True)}
+    contexts = {
+        flash: context_of(model, context_length, num_sequences, flash) for flash in (False, True)
+    }
     print(json.dumps(llama.llama_print_system_info().decode()), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -35,14 +39,17 @@ def main(path: str, context_length: int) -> None:
         if asked["do"] == "decode":
             from_empty(context, [7] * PROMPT)
             seconds = [forward(context, [token]) for token in ids]
+        elif asked["do"] == "batch":
+            seconds = batch(context, ids, asked["sequences"])
         else:
             seconds = [from_empty(context, ids) for _ in range(asked["repeats"])]
         print(json.dumps(seconds), flush=True)
 
 
-def context_of(model, context_length: int, flash: bool):  # type: ignore[no-untyped-def]
+def context_of(model, context_length: int, num_sequences: int, flash: bool):  # type: ignore[no-untyped-def]
     params = llama.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = context_length
+    params.n_batch = params.n_ubatch = context_length
+    params.n_ctx, params.n_seq_max = context_length * num_sequences, num_sequences
     params.flash_attn_type = int(flash)  # LLAMA_FLASH_ATTN_TYPE_DISABLED, _ENABLED
     return llama.llama_init_from_model(model, params)
 
@@ -61,5 +68,23 @@ def forward(context, ids: list[int]) -> float:  # type: ignore[no-untyped-def]
     return time.perf_counter() - began
 
 
+def batch(context, ids: list[int], num_sequences: int) -> list[float]:  # type: ignore[no-untyped-def]
+    llama.llama_memory_clear(llama.llama_get_memory(context), False)
+    rows = llama.llama_batch_init(num_sequences, 0, 1)
+    seconds = []
+    for position, token in enumerate([7] * PROMPT + ids):
+        rows.n_tokens = num_sequences
+        for n in range(num_sequences):
+            rows.token[n], rows.pos[n], rows.logits[n] = token, position, True
+            rows.n_seq_id[n], rows.seq_id[n][0] = 1, n
+        began = time.perf_counter()
+        status = llama.llama_decode(context, rows)
+        assert status == 0, status
+        llama.llama_get_logits_ith(context, -1)[0]
+        seconds.append(time.perf_counter() - began)
+    llama.llama_batch_free(rows)
+    return seconds[PROMPT:]
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -18,10 +18,12 @@ PAUSE_S = 0.03
 class Rival:
     """llama.cpp with one model; `about` is what it says of the instructions that it uses."""
 
-    def __init__(self, python: str, model: Path, context_length: int) -> None:
+    def __init__(
+        self, python: str, model: Path, context_length: int, num_sequences: int = 1
+    ) -> None:
         program = Path(__file__).with_name("llamacpp_cpu.py")
         self.process = subprocess.Popen(
-            [python, program, str(model), str(context_length)],
+            [python, program, str(model), str(context_length), str(num_sequences)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.about = str(self._line())
@@ -33,6 +35,10 @@ class Rival:
     def prefill_s(self, threads: int, flash: bool, ids: list[int], repeats: int = 1) -> float:
         """Seconds from the prompt `ids`, in one batch, to the last logits; median of repeats."""
         return statistics.median(self._ask("prefill", threads, flash, ids, repeats=repeats))
+
+    def batch_s(self, threads: int, flash: bool, ids: list[int], num_sequences: int) -> float:
+        """Mean seconds of a step with one token of each of so many sequences."""
+        return statistics.mean(self._ask("batch", threads, flash, ids, sequences=num_sequences))
 
     def close(self) -> None:
         self.process.terminate()

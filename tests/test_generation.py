@@ -14,6 +14,8 @@ from models import make_shape
 from test_runtime import saved
 
 from sparkinfer import Engine
+from sparkinfer.commands.generate import generate
+from sparkinfer.commands.llamacpp_flags import EXPLANATIONS
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.generation import ENDLESS, GenerationOptions
 from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
@@ -314,3 +316,11 @@ def test_input_that_is_no_text(tmp_path, codec_model):
         (tmp_path / "p.jsonl").write_text(content)
         done = run(codec_model, "--prompts", tmp_path / "p.jsonl", code=1)
         assert message in done.stderr.decode()
+
+
+def test_options_of_llamacpp_are_explained():
+    for args, message in ((("-ngl", "99"), "is said by a plan"), (("-cnv",), "sparkinfer chat"),
+                          (("--batch-size=9",), "leave it out")):  # fmt: skip
+        done = run("m.gguf", "-p", "a", *args, code=2)
+        assert message in done.stderr.decode() and done.stderr.count(b"\n") == 1
+    assert set(EXPLANATIONS).isdisjoint(o for p in generate.params for o in p.opts)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from sparkinfer.commands.generate import generate
+from sparkinfer.commands.llamacpp_flags import explanation_of
 from sparkinfer.commands.profile_command import profile
 from sparkinfer.commands.shared import (
     FILE,
@@ -33,8 +34,12 @@ from sparkinfer.written import Written
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command: 0, 1 with a one-line error, 2 for usage, 130 when interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if explained := explanation_of(arguments):
+        say(f"sparkinfer {arguments[0]}: {explained}")
+        return 2
     try:
-        cli.main(argv, prog_name="sparkinfer", standalone_mode=False)
+        cli.main(arguments, prog_name="sparkinfer", standalone_mode=False)
     except SparkinferError as error:
         say(f"sparkinfer: {error}")
         return 1

@@ -1,0 +1,124 @@
+"""Several sequences in one step, a token of each, against llama.cpp's batches, alternating in one run.
+
+    python benchmarks/batch.py MODEL STOCK --rival path/to/venv/bin/python [--modes dense,predicted]
+
+MODEL is ours, STOCK the same for llama.cpp (`make smollm2` or `decode.py` make both). A round takes
+1, 2, 4, 8 and 16 sequences behind prompts of 16 tokens each, on both sides with the same random
+token ids; a figure is the median of the rounds. llama.cpp is measured with and without its flash
+attention, and the faster counts. What rows cost beside one row is also what drafts cost."""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from machine import machine, processor, slug
+from rival import Rival
+
+from sparkinfer import Engine
+from sparkinfer.files import partial_file
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.step.sequences import Part
+
+CONTEXT = 256
+PROMPT = 16
+STEPS = 16
+COUNTS = (1, 2, 4, 8, 16)
+
+
+def main() -> None:
+    arguments = _arguments()
+    library.set_threads(arguments.threads)
+    modes = arguments.modes.split(",")
+    result: dict[str, object] = {
+        "benchmark": "batch", "model": arguments.model.stem,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(),
+        "level": library.level(), "threads": arguments.threads,
+        "load_before": os.getloadavg(), "rounds": arguments.rounds,
+    }  # fmt: skip
+    samples = _measure(arguments, modes)
+    sides = {side: _figures(by_count) for side, by_count in samples.items()}
+    result |= {"tokens_per_s": sides, "samples_s": samples, "load_after": os.getloadavg()}
+    _print(sides, modes)
+    name = f"batch-{arguments.name}-{slug(processor())}.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {output}")
+
+
+def _measure(arguments: argparse.Namespace, modes: list[str]) -> dict[str, dict[int, list[float]]]:
+    """Seconds of a step, by side, number of sequences and round."""
+    rival = Rival(arguments.rival, arguments.stock, CONTEXT, max(COUNTS))
+    engines = {
+        mode: Engine.load(
+            arguments.model, mode=mode, device="cpu", context_length=CONTEXT,
+            num_sequences=max(COUNTS),
+        )
+        for mode in modes
+    }  # fmt: skip
+    samples: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    generator = random.Random(0)
+    for number in range(arguments.rounds + 1):
+        for count in COUNTS:
+            ids = [generator.randrange(3, 30_000) for _ in range(STEPS)]
+            found = {mode: _ours(engine, ids, count) for mode, engine in engines.items()}
+            for flash, side in ((False, "llama.cpp"), (True, "llama.cpp, flash")):
+                found[side] = rival.batch_s(arguments.threads, flash, ids, count)
+            for side, seconds in found.items():
+                if number:  # the first warms up
+                    samples[side][count].append(seconds)
+    rival.close()
+    return samples
+
+
+def _ours(engine: Engine, ids: list[int], count: int) -> float:
+    """Mean seconds of a step."""
+    texts = [engine.sequence() for _ in range(count)]
+    engine.run([Part(sequence=text, tokens=[7] * PROMPT) for text in texts])
+    began = time.perf_counter()
+    for token in ids:
+        engine.run([Part(sequence=text, tokens=[token]) for text in texts])
+    seconds = (time.perf_counter() - began) / len(ids)
+    for text in texts:
+        text.close()
+    return seconds
+
+
+def _figures(by_count: dict[int, list[float]]) -> dict[int, float]:
+    return {count: count / statistics.median(seconds) for count, seconds in by_count.items()}
+
+
+def _print(sides: dict[str, dict[int, float]], modes: list[str]) -> None:
+    print("tokens/s of all sequences; in brackets times one sequence, times llama.cpp's faster way")
+    for mode in modes:
+        cells = []
+        for count in COUNTS:
+            ours = sides[mode][count]
+            theirs = max(f[count] for side, f in sides.items() if side.startswith("llama"))
+            cells.append(
+                f"{count}: {ours:.1f} ({ours / sides[mode][1]:.2f}x, {ours / theirs:.2f}x)"
+            )
+        print(f"{mode:9} {'  '.join(cells)}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("stock", type=Path)
+    parser.add_argument("--rival", required=True, help="a Python that has llama-cpp-python")
+    parser.add_argument("--modes", default="dense")
+    parser.add_argument("--name", default="smollm2-q8_0", help="of the model, in the file's name")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
