@@ -10,12 +10,13 @@ import numpy as np
 from gguf import Keys, SpecialVocab
 
 from sparkinfer.architecture import Layout
+from sparkinfer.convert.chat_templates import template_keys
 from sparkinfer.convert.llama_differences import differences
 from sparkinfer.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value
 from sparkinfer.json_file import parse_object, read_object, read_text
-from sparkinfer.model_file import END_KEY, TEMPLATE_KEY, TOKENIZER_KEY
+from sparkinfer.model_file import END_KEY, TOKENIZER_KEY
 
 ID_KEYS = {
     "bos": Keys.Tokenizer.BOS_ID,
@@ -23,6 +24,7 @@ ID_KEYS = {
     "unk": Keys.Tokenizer.UNK_ID,
     "pad": Keys.Tokenizer.PAD_ID,
     "eot": Keys.Tokenizer.EOT_ID,
+    "eom": Keys.Tokenizer.EOM_ID,
 }
 OLDER_FILES = ("vocab.json", "tokenizer.model")
 ADD_KEYS = {"bos": Keys.Tokenizer.ADD_BOS, "eos": Keys.Tokenizer.ADD_EOS}
@@ -56,11 +58,12 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
     if layout == "stock" and Keys.Tokenizer.MODEL not in keys:
         raise SparkinferError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
     with_merges = keys.get(Keys.Tokenizer.MODEL) == "gpt2"
-    special, more = _special_keys(folder, vocab_size, with_merges, text is not None)
-    ends = _end_ids(folder, vocab_size)
+    special = _special_keys(folder, vocab_size, with_merges, text is not None)
+    templates, more = template_keys(folder)
+    ends, left_out = _end_ids(folder, vocab_size)
     if ends:
         special[END_KEY] = ends
-    return TokenizerKeys(keys=keys | special, notes=(*notes, *more))
+    return TokenizerKeys(keys=keys | special | templates, notes=(*notes, *more, *left_out))
 
 
 def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
@@ -104,21 +107,35 @@ def _check_older(folder: Path) -> None:
             )
 
 
-def _end_ids(folder: Path, vocab_size: int) -> list[int]:
-    """All tokens that end a text; llama.cpp's keys have room for one or two."""
-    ids: set[int] = set()
+def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
+    """All tokens that end a text, of which llama.cpp's keys have room for a few, and notes.
+
+    Raises SparkinferError for what is no number of a token."""
+    ids, notes = set[int](), list[str]()
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         found = read_object(path, name).get("eos_token_id") if path.exists() else None
-        many = found if isinstance(found, list) else [found]
-        ids |= {i for i in many if type(i) is int and 0 <= i < vocab_size}
-    return sorted(ids)
+        many = found if isinstance(found, list) else [] if found is None else [found]
+        wrong = [i for i in many if type(i) is not int or i < 0]
+        if wrong:
+            raise SparkinferError(
+                f"{path}: eos_token_id has {str(wrong[0])[:40]!r}, wanted the numbers of tokens;"
+                " mend it there"
+            )
+        numbers = {i for i in many if type(i) is int}
+        above = sorted(i for i in numbers if i >= vocab_size)
+        if above:
+            notes.append(
+                f"{path}: eos_token_id {above[0]} is not in the model, which has no such end"
+            )
+        ids |= numbers.difference(above)
+    return sorted(ids), notes
 
 
 def _special_keys(
     folder: Path, vocab_size: int, with_merges: bool, has_tokenizer: bool
-) -> tuple[dict[str, Value], list[str]]:
-    """Merges, numbers of the special tokens, what is added to a text, and the chat template."""
+) -> dict[str, Value]:
+    """Merges, numbers of the special tokens, and what is added to a text."""
     special = _special_vocab(folder, vocab_size, with_merges)
     keys: dict[str, Value] = {}
     if special.merges:
@@ -129,14 +146,11 @@ def _special_keys(
     for name, key in ADD_KEYS.items():
         if has_tokenizer or name in special.add_special_token:
             keys[key] = special.add_special_token.get(name, False)
-    template, notes = _template(special.chat_template)
-    if template is not None:
-        keys[TEMPLATE_KEY] = template
-    return keys, notes
+    return keys
 
 
 def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialVocab:
-    """gguf's reading of tokenizer.json, tokenizer_config.json, config.json and the template."""
+    """gguf's reading of tokenizer.json, tokenizer_config.json and config.json."""
     if (folder / "tokenizer_config.json").exists():
         read_object(folder / "tokenizer_config.json", "tokenizer_config.json")
     names = ("bos", "eos", "unk", "pad")
@@ -148,13 +162,3 @@ def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialV
             f"{folder}: the special tokens cannot be read ({error}); get tokenizer.json and"
             " tokenizer_config.json again"
         ) from error
-
-
-def _template(found: object) -> tuple[str | None, list[str]]:
-    """The chat template; of several, the one named default."""
-    if not isinstance(found, list):
-        return (found if isinstance(found, str) else None), []
-    named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-    template = named.pop("default", None)
-    notes = [f"chat templates left out: {', '.join(map(str, named))}"] if named else []
-    return (template if isinstance(template, str) else None), notes

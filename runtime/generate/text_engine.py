@@ -11,6 +11,7 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.device.device_memory import told_out_of_memory
+from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
 from sparkinfer.runtime.generate.drawing import chain_of, sampling_of
 from sparkinfer.runtime.generate.generation import (
     Drafts,
@@ -29,6 +30,7 @@ from sparkinfer.runtime.step.batch import Wanted
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.sequences import Part, Sequences
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from sparkinfer.runtime.text.chat_template import chat_template_of
 from sparkinfer.runtime.text.codec import TextCodec
 
 
@@ -159,6 +161,27 @@ class TextEngine:
             found = [make(text) for make, text in zip(makers, texts, strict=True)]
             self.last_runs = [generation.run for generation in found]
             yield from together(found, self.run)
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        template: str | None = None,
+        sampling: SamplingOptions | None = None,
+        options: ChatOptions | None = None,
+        new_constraint: Callable[[], Mask] | None = None,
+        drafts: Drafts | None = None,
+    ) -> Conversation:
+        """A conversation, in a sequence of its own: see runtime.generate.chat.
+
+        `template` is the model's own, the name of one, or a file; `new_constraint` makes what each
+        answer has to obey. Raises SparkinferError where there is no template, or no sequence left."""
+        found = chat_template_of(self.model, self.codec, template)
+        chain = chain_of(sampling or SamplingOptions(), self.codec, self.model.shape.vocab_size)
+        return Conversation(
+            self.sequence(), self.codec, found, self.traffic, chain,
+            system=system, options=options, new_mask=new_constraint, drafts=drafts,
+        )  # fmt: skip
 
     def prompt_key(self) -> PromptKey:
         """What the state of a text depends on: runtime.generate.prompt_cache."""

@@ -13,6 +13,14 @@ from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 
 REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character
+END_KINDS = ("eos", "eot", "eom")  # of a text, a turn, a message
+# Special tokens that end a text or a turn in every model that has them (llama.cpp, llama-vocab.cpp):
+# GGUF files of others often name one of several.
+END_TEXTS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+    "< EOT >", "_<EOT>", "<EOT>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<end_of_utterance>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,27 +35,28 @@ class TextCodec:
 
         Raises SparkinferError where the file has neither, or keys that are not understood."""
         content = model.text(TOKENIZER_KEY)
-        ends = {_token_id(model, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")}
-        more = model.extra_keys.get(END_KEY)
-        ends |= {int(i) for i in more} if isinstance(more, list) else set()
-        return cls(
+        tokenizer = (
             ggml_tokenizer(model.path, model.extra_keys)
             if content is None
-            else Tokenizer.from_str(content),
-            _token_id(model, "tokenizer.ggml.bos_token_id"),
-            frozenset(end for end in ends if end is not None),
+            else Tokenizer.from_str(content)
         )
+        return cls(tokenizer, _token_id(model, "bos"), _end_ids(model, tokenizer))
 
     def encode(self, text: str) -> list[int]:
         """Token ids as the checkpoint's own tokenizer gives them; for no text, the begin token.
 
         Raises SparkinferError for what is not Unicode (bytes of another encoding)."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise SparkinferError(f"the text is not UTF-8 at character {error.start}") from error
+        _check_unicode(text)
         ids = list(self.tokenizer.encode(text).ids)
         return ids or ([] if self.begin_id is None else [self.begin_id])
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what a chat template wrote: special tokens in it are special tokens, and
+        nothing is added to it, no begin token either.
+
+        Raises SparkinferError for what is not Unicode."""
+        _check_unicode(text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """Token ids of many texts, tokenised in parallel."""
@@ -81,6 +90,39 @@ class TextStream:
         return text[len(known) :]
 
 
-def _token_id(model: ModelFile, key: str) -> int | None:
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SparkinferError(f"the text is not UTF-8 at character {error.start}") from error
+
+
+def _end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
+    """All tokens that end a text: those that the file names, and where it is another's than ours,
+    which carry the checkpoint's list, those that are known by their text."""
+    named = {_token_id(model, kind) for kind in END_KINDS}
+    ends = {token_id for token_id in named if token_id is not None}
+    listed = model.extra_keys.get(END_KEY)
+    if listed is not None:
+        numbers = listed if isinstance(listed, list) else [listed]
+        return frozenset(ends | {_checked(model, END_KEY, number) for number in numbers})
+    if model.text(TOKENIZER_KEY) is None:
+        special = tokenizer.get_added_tokens_decoder().items()
+        ends |= {i for i, token in special if token.special and token.content in END_TEXTS}
+    return frozenset(ends)
+
+
+def _token_id(model: ModelFile, kind: str) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
     value = model.extra_keys.get(key)
-    return int(value) if isinstance(value, int | np.integer) else None
+    return None if value is None else _checked(model, key, value)
+
+
+def _checked(model: ModelFile, key: str, value: object) -> int:
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number or not 0 <= int(value) < model.shape.vocab_size:  # type: ignore[call-overload]
+        raise SparkinferError(
+            f"{model.path}: {key} is {str(value)[:40]!r}, wanted a token of the model, 0 to"
+            f" {model.shape.vocab_size - 1}; get the file again, or convert its checkpoint"
+        )
+    return int(value)  # type: ignore[call-overload]

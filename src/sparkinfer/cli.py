@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands.chat import chat
 from sparkinfer.commands.generate import generate
 from sparkinfer.commands.llamacpp_flags import explanation_of
 from sparkinfer.commands.profile_command import profile
@@ -193,6 +194,7 @@ def solve(
 
 
 cli.add_command(generate)
+cli.add_command(chat)
 
 
 @cli.command("eval")

@@ -3,10 +3,9 @@
 What this module does not know: how tokens are made."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from sparkinfer.commands.constraint_options import (
     constraint_of,
     constraint_options,
 )
+from sparkinfer.commands.prompts import prompts_of
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
@@ -31,16 +31,17 @@ from sparkinfer.commands.shared import (
     threads_option,
     thresholds_option,
 )
+from sparkinfer.commands.speculation_options import (
+    speculating,
+    speculation_options,
+    take_speculation_options,
+)
+from sparkinfer.commands.written_texts import Writing, event_of, logprobs_of, report_of
 from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_text
-from sparkinfer.sizes import format_bytes
 
 if TYPE_CHECKING:
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.generate.generation import GenerationOptions, Token
-
-STDIN = "-"
-MOST_PROMPTS = 256  # that go on together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +54,9 @@ class Wanted:
     output: str  # "text", "json" or "lines"
     prompt_cache: Path | None
     force: bool
-
-
-@dataclass
-class Writing:
-    """What was written, for the report."""
-
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[dict] = field(default_factory=list)
+    is_chat: bool  # the prompt is a message, and the answer is wanted
+    system: str | None
+    template: str | None
 
 
 @click.command()
@@ -75,6 +70,12 @@ class Writing:
 @click.option("--prompts", "prompts_file", type=FILE,
               help="Several prompts, one a line (.jsonl: strings, or objects with \"prompt\"), which"
               " are continued together.")  # fmt: skip
+@click.option("--chat", "is_chat", is_flag=True,
+              help="The prompt is a message: print the answer (sparkinfer chat is for several).")  # fmt: skip
+@click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
+              help="With --chat: what the model is told before.")  # fmt: skip
+@click.option("--chat-template", "template", metavar="NAME|FILE",
+              help="With --chat: instead of the model's own.")  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
               help="-1: until the text or the context ends.")  # fmt: skip
 @click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
@@ -99,6 +100,7 @@ class Writing:
 @force_option
 @sampling_options
 @constraint_options
+@speculation_options
 @thresholds_option
 @mode_option
 @threads_option
@@ -107,34 +109,53 @@ class Writing:
 def generate(
     model: Path, split: Path | None, threads: int | None, as_json: bool, json_lines: bool,
     prompt: str | None, prompt_file: Path | None, prompts_file: Path | None, is_shown: bool,
-    prompt_cache: Path | None, force: bool, **options: Any,
+    prompt_cache: Path | None, force: bool, is_chat: bool, system: str | None,
+    template: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Continue a text."""
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.kernels.threads import use_threads
 
     sampling = take_sampling_options(options)
+    speculation, draft_model = take_speculation_options(options)
     constraints = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
     endings = _endings(options)
-    prompts = _prompts(prompt, prompt_file, prompts_file)
+    prompts = prompts_of(prompt, prompt_file, prompts_file)
     wanted = Wanted(
         prompts=prompts, is_many=prompts_file is not None, is_shown=is_shown,
         output="lines" if json_lines else "json" if as_json else "text",
         prompt_cache=prompt_cache, force=force,
+        is_chat=is_chat, system=system, template=template,
     )  # fmt: skip
-    if wanted.is_many and prompt_cache:
-        raise click.UsageError("--prompt-cache keeps one text: leave --prompts out.")
+    _check(wanted)
     num_threads = use_threads(threads)
     with Engine.load(model, split, num_sequences=max(1, len(prompts)), **options) as engine:
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
-        write = _write_many if wanted.is_many else _write_one
-        is_interrupted, writings = write(engine, wanted, sampling, endings, make)
-        report, lines = _report(engine, wanted, writings, num_threads)
+        if wanted.is_many:
+            is_interrupted, writings = _write_many(engine, wanted, sampling, endings, make)
+            said = None
+        else:
+            with speculating(engine, speculation, draft_model) as drafts:
+                is_interrupted, writings = _write_one(
+                    engine, wanted, sampling, endings, make, drafts
+                )
+                said = drafts.line() if drafts and drafts.totals.drafted else None
+        report, lines = report_of(engine, writings, num_threads, is_many=wanted.is_many)
+        lines += [f"[{said}]"] if said else []
     if wanted.output == "lines":
         click.echo(json.dumps({"type": "end", **report}, default=str))
     finish(report, wanted.output == "json", lines if wanted.output == "text" else [])
     if is_interrupted:
         raise click.exceptions.Exit(130)
+
+
+def _check(wanted: Wanted) -> None:
+    if wanted.is_many and (wanted.prompt_cache or wanted.is_chat):
+        raise click.UsageError("--prompt-cache and --chat are for one text: leave --prompts out.")
+    if wanted.is_chat and wanted.prompt_cache:
+        raise click.UsageError("--chat keeps nothing: leave --prompt-cache out.")
+    if not wanted.is_chat and (wanted.system is not None or wanted.template is not None):
+        raise click.UsageError("--system and --chat-template are for --chat.")
 
 
 def _endings(options: dict[str, Any]) -> "GenerationOptions":
@@ -147,73 +168,63 @@ def _endings(options: dict[str, Any]) -> "GenerationOptions":
     return GenerationOptions(**given, shift_keep=keep if shifts else None)
 
 
-def _prompts(prompt: str | None, file: Path | None, many: Path | None) -> list[str]:
-    given = [name for name, value in (("-p", prompt), ("-f", file), ("--prompts", many))
-             if value is not None]  # fmt: skip
-    if len(given) != 1:
-        what = f"{' and '.join(given)} exclude each other" if given else "there is no prompt"
-        raise click.UsageError(
-            f"{what}: give one of -p TEXT, -f FILE (- for stdin), --prompts FILE."
-        )
-    if many is not None:
-        return _lines_of(many)
-    if prompt == STDIN or str(file) == STDIN:
-        return [_stdin()]
-    return [prompt if prompt is not None else read_text(file, "prompt")]  # type: ignore[arg-type]
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SparkinferError(f"stdin: not UTF-8 at byte {error.start}") from error
-
-
-def _lines_of(path: Path) -> list[str]:
-    lines = [line for line in read_text(path, "file of prompts").splitlines() if line.strip()]
-    if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
-    if not lines:
-        raise SparkinferError(f"{path}: has no prompts; write one a line")
-    if len(lines) > MOST_PROMPTS:
-        raise SparkinferError(
-            f"{path}: has {len(lines)} prompts, wanted at most {MOST_PROMPTS}; split the file"
-        )
-    return lines
-
-
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SparkinferError(f"{where}: not JSON ({str(error)[:100]})") from error
-    value = value.get("prompt") if isinstance(value, dict) else value
-    if not isinstance(value, str):
-        raise SparkinferError(f'{where}: wanted a string, or an object with a "prompt"')
-    return value
-
-
 def _write_one(
-    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any]
-) -> tuple[bool, list[Writing]]:
+    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
+    drafts: Any,
+) -> tuple[bool, list[Writing]]:  # fmt: skip
     writing = Writing()
     with ExitStack() as stack:
-        sequence = None
-        ids = engine.codec.encode(wanted.prompts[0])
-        if wanted.prompt_cache:
-            sequence = stack.enter_context(engine.sequence())
-            _restore(engine, sequence, wanted)
-        tokens = engine.generate(
-            ids, sampling=sampling, options=endings, constraint=make(), sequence=sequence
-        )
-        if wanted.output == "text" and wanted.is_shown:
+        if wanted.is_chat:
+            tokens = _answer(engine, wanted, sampling, endings, make, drafts, stack)
+        else:
+            tokens = _continuation(engine, wanted, sampling, endings, make, drafts, stack)
+        if wanted.output == "text" and wanted.is_shown and not wanted.is_chat:
             click.echo(wanted.prompts[0], nl=False)
         is_interrupted = _take(((0, token) for token in tokens), [writing], wanted)
         if wanted.output == "text":
             click.echo()
-        if sequence is not None and not is_interrupted:
-            _save(engine, sequence, len(ids), wanted)
     return is_interrupted, [writing]
+
+
+def _continuation(
+    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
+    drafts: Any, stack: ExitStack,
+) -> "Iterator[Token]":  # fmt: skip
+    """Of the prompt; keeps its state where that is asked for. Refuses before the first token."""
+    ids = engine.codec.encode(wanted.prompts[0])
+    sequence = None
+    if wanted.prompt_cache:
+        sequence = stack.enter_context(engine.sequence())
+        _restore(engine, sequence, wanted)
+    tokens = engine.generate(
+        ids, sampling=sampling, options=endings, constraint=make(), drafts=drafts, sequence=sequence
+    )
+
+    def all_tokens() -> "Iterator[Token]":
+        yield from tokens
+        if sequence is not None:
+            _save(engine, sequence, len(ids), wanted)
+
+    return all_tokens()
+
+
+def _answer(
+    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
+    drafts: Any, stack: ExitStack,
+) -> "Iterator[Token]":  # fmt: skip
+    """The answer to the prompt as a message."""
+    from sparkinfer.runtime.generate.chat import ChatOptions
+
+    is_free = make() is None  # refuses what is wrong
+    chat = engine.chat(
+        wanted.system, template=wanted.template, sampling=sampling,
+        options=ChatOptions(generation=endings),
+        new_constraint=None if is_free else make, drafts=drafts,
+    )  # fmt: skip
+    stack.enter_context(chat)
+    for token in chat.say(wanted.prompts[0]):
+        engine.last_run = chat.run
+        yield token
 
 
 def _write_many(
@@ -240,24 +251,14 @@ def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted
             if token.id is not None:
                 writing.ids.append(token.id)
                 if token.logprob is not None:
-                    writing.logprobs.append(_logprobs(token))
+                    writing.logprobs.append(logprobs_of(token))
             if wanted.output == "text" and not wanted.is_many:
                 click.echo(token.text, nl=False)
             elif wanted.output == "lines":
-                click.echo(json.dumps(_event(number, token)))
+                click.echo(json.dumps(event_of(number, token)))
     except KeyboardInterrupt:
         return True
     return False
-
-
-def _event(number: int, token: "Token") -> dict:
-    more = {} if token.logprob is None else _logprobs(token)
-    return {"type": "token", "prompt": number, "id": token.id, "text": token.text, **more}
-
-
-def _logprobs(token: "Token") -> dict:
-    most = [{"id": i, "logprob": logprob} for i, logprob in token.logprobs]
-    return {"logprob": token.logprob, "top_logprobs": most}
 
 
 def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
@@ -285,47 +286,3 @@ def _save(engine: "Engine", sequence: Any, num_prompt: int, wanted: Wanted) -> N
         return
     sequence.rollback(num_prompt)
     save_prompt(sequence, wanted.prompt_cache, engine.prompt_key())
-
-
-def _report(
-    engine: "Engine", wanted: Wanted, writings: list[Writing], num_threads: int
-) -> tuple[dict, list[str]]:
-    roles, not_native = engine.bytes_by_role, engine.not_native
-    memory = [asdict(report) for report in engine.memory_report()]
-    runs = engine.last_runs if wanted.is_many else [engine.last_run]
-    texts = [
-        {"text": w.text, "token_ids": w.ids, **asdict(run), "prefill_per_s": run.prefill_per_s,
-         "decode_per_s": run.decode_per_s, **({"logprobs": w.logprobs} if w.logprobs else {})}
-        for w, run in zip(writings, runs, strict=True)
-    ]  # fmt: skip
-    common = {"mode": engine.mode, "load_s": engine.load_s, "num_threads": num_threads,
-              "not_native": not_native, "bytes": roles, "memory": memory}  # fmt: skip
-    report = {**common, "texts": texts} if wanted.is_many else {**texts[0], **common}
-    where = ", ".join(
-        f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
-    )
-    where += "".join(
-        f"; {found['device']} reserved at most {format_bytes(found['peak_reserved'])}"
-        for found in memory
-    )
-    slow = f", steps in Python because {not_native}" if not_native else ""
-    line = (
-        f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s; {_speed(runs)},"
-        f" {num_threads} threads{slow}; {where}; stopped by"
-        f" {', '.join(dict.fromkeys(run.stopped_by for run in runs))}]"
-    )
-    return report, [line]
-
-
-def _speed(runs: list[Any]) -> str:
-    if len(runs) > 1:
-        tokens, seconds = sum(r.decode_tokens for r in runs), max(r.decode_s for r in runs)
-        rate = tokens / seconds if seconds else 0.0
-        return f"{len(runs)} texts together; decode {tokens} tokens, {rate:.1f}/s"
-    run = runs[0]
-    kept = f" ({run.cached_tokens} kept)" if run.cached_tokens else ""
-    drafts = f", {run.accepted} of {run.drafted} drafted right" if run.drafted else ""
-    return (
-        f"prefill {run.prefill_tokens} tokens{kept}, {run.prefill_per_s:.1f}/s; decode"
-        f" {run.decode_tokens} tokens, {run.decode_per_s:.1f}/s{drafts}"
-    )

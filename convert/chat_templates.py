@@ -1,0 +1,63 @@
+"""A checkpoint's chat templates to the `tokenizer.chat_template*` keys of GGUF.
+
+They are looked for as transformers does: chat_template.jinja and the files beside it go before
+tokenizer_config.json, and that before chat_template.json of processors. What this module does not
+know: what a template says."""
+
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import Value
+from sparkinfer.json_file import read_object, read_text
+from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY
+
+DEFAULT = "default"
+OTHERS = "additional_chat_templates"
+
+
+def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
+    """The default one under GGUF's key, others under their names, which another key lists; notes.
+
+    Raises SparkinferError for templates that are no texts."""
+    found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
+    found = found or _of_json(folder / "chat_template.json")
+    keys: dict[str, Value] = {}
+    if DEFAULT in found:
+        keys[TEMPLATE_KEY] = found.pop(DEFAULT)
+    named = {_key_name(name): text for name, text in found.items()}
+    if not named:
+        return keys, []
+    keys |= {f"{TEMPLATE_KEY}.{name}": text for name, text in named.items()}
+    keys[TEMPLATES_KEY] = sorted(named)
+    return keys, [f"chat templates beside the default one: {', '.join(sorted(named))}"]
+
+
+def _key_name(name: str) -> str:
+    """As gguf's writer has it: what is neither a letter of ASCII nor a digit becomes _."""
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+
+
+def _of_files(folder: Path) -> dict[str, str]:
+    paths = {DEFAULT: folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted((folder / OTHERS).glob("*.jinja"))}
+    return {n: read_text(path, "chat template") for n, path in paths.items() if path.exists()}
+
+
+def _of_json(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    found = read_object(path, path.name).get("chat_template")
+    if isinstance(found, list):
+        pairs = [(item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+                 for item in found]  # fmt: skip
+    else:
+        pairs = [] if found is None else [(DEFAULT, found)]
+    named: dict[str, str] = {}
+    for name, text in pairs:
+        if not isinstance(name, str) or not name or not isinstance(text, str):
+            raise SparkinferError(
+                f"{path}: chat_template is neither a text nor a list of names with templates; get"
+                " it again"
+            )
+        named[name] = text
+    return named

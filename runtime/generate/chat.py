@@ -1,0 +1,309 @@
+"""A conversation with a model: messages, and the sequence in which it lives.
+
+    with engine.chat(system="Be brief.") as chat:
+        for token in chat.say("Hello"):
+            print(token.text, end="")
+
+Each turn renders all messages anew and computes what the sequence does not have: of a growing
+conversation only what is new. What this module does not know: templates' syntax, terminals."""
+
+import json
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_file
+from sparkinfer.json_file import read_object
+from sparkinfer.runtime.device.device_memory import told_out_of_memory
+from sparkinfer.runtime.generate.generation import (
+    ENDLESS,
+    Drafts,
+    Draws,
+    Generation,
+    GenerationOptions,
+    Mask,
+    Run,
+    Token,
+)
+from sparkinfer.runtime.generate.reasoning import close_reasoning, opens_reasoning
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from sparkinfer.runtime.text.chat_template import ChatTemplate, Message
+from sparkinfer.runtime.text.codec import TextCodec
+
+FORMAT, VERSION = "sparkinfer-chat", 1
+# A longer prompt is computed in pieces, between which whoever asks for tokens may stop.
+PIECE = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """`variables` are what the template may ask for beside the messages: enable_thinking, ...
+    `drops_oldest`: where the conversation outgrows the context, its oldest turns are not rendered
+    any more, so that a quarter of the context is free; without it that is refused."""
+
+    generation: GenerationOptions = field(
+        default_factory=lambda: GenerationOptions(max_tokens=ENDLESS)
+    )
+    tools: tuple[Mapping[str, object], ...] | None = None
+    variables: Mapping[str, object] = field(default_factory=dict)
+    drops_oldest: bool = False
+
+
+class Conversation:
+    """`draws` is asked for every token; `new_mask` makes the constraint of each answer. `messages`
+    has all but the system message, which is `system`; both may be changed between turns.
+
+    `run` is the latest answer's. Closes the sequence and the template at the end of its block."""
+
+    def __init__(
+        self,
+        sequence: TextSequence,
+        codec: TextCodec,
+        template: ChatTemplate,
+        traffic: Traffic,
+        draws: Draws,
+        *,
+        system: str | None = None,
+        options: ChatOptions | None = None,
+        new_mask: Callable[[], Mask] | None = None,
+        drafts: Drafts | None = None,
+    ) -> None:
+        self.system, self.messages = system, list[dict[str, object]]()
+        self.options = options or ChatOptions()
+        self.run = Run()
+        self.is_reasoning_open = False  # whether the latest answer began inside its reasoning
+        self.num_dropped = 0  # messages at the beginning that are not rendered any more
+        self._sequence, self._template, self._traffic = sequence, template, traffic
+        self._draws, self._new_mask, self._drafts = draws, new_mask, drafts
+        self._codec, self._generation = _with_turn_end(
+            codec, self.options.generation, template.turn_end
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values are kept."""
+        return self._sequence.length
+
+    @property
+    def context_length(self) -> int:
+        return self._sequence.length + self._sequence.room
+
+    def say(self, text: str) -> Generator[Token, None, None]:
+        """Yields the answer to a message. Whoever stops asking keeps what was said so far; where
+        nothing was, the message is taken back too.
+
+        Raises SparkinferError where the template does not take the messages, or the context has no
+        room for them; the conversation is then as it was."""
+        count = len(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            yield from self.answer()
+        finally:
+            if len(self.messages) == count + 1:
+                del self.messages[count:]
+
+    def answer(self) -> Generator[Token, None, None]:
+        """Yields what follows the messages, and adds it to them; as `say`."""
+        ids = self._prompt()
+        generation = Generation(
+            self._sequence,
+            ids,
+            self._codec,
+            self._draws,
+            self._generation,
+            self._traffic,
+            None if self._new_mask is None else self._new_mask(),
+            self._drafts,
+        )
+        self.run = generation.run
+        said: list[str] = []
+        try:
+            yield from self._computed(generation, said)
+        finally:
+            if self._sequence.is_open:  # also after an interruption in the middle of a step
+                self._sequence.rollback(self._sequence.length)
+            text = "".join(said)
+            if text:
+                text = close_reasoning(text, is_open=self.is_reasoning_open)
+            if text or generation.is_over:
+                self.messages.append({"role": "assistant", "content": text})
+
+    def regenerate(self) -> Generator[Token, None, None]:
+        """Yields another answer in place of the last one, which stays where nothing is said.
+
+        Raises SparkinferError where there is none."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise SparkinferError("there is no answer yet that could be made again")
+        old = self.messages.pop()
+        count = len(self.messages)
+        try:
+            yield from self.answer()
+        finally:
+            if len(self.messages) == count:
+                self.messages.append(old)
+
+    def undo(self) -> str:
+        """Takes back the user's last message and what came after it; returns its text.
+
+        Raises SparkinferError where there is none."""
+        asked = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            raise SparkinferError("there is no message that could be taken back")
+        text = str(self.messages[asked[-1]].get("content", ""))
+        del self.messages[asked[-1] :]
+        self.num_dropped = min(self.num_dropped, len(self.messages))
+        return text
+
+    def reset(self) -> None:
+        """Forgets all messages but the system message."""
+        self.messages.clear()
+        self.num_dropped = 0
+
+    def save(self, path: Path) -> None:
+        """Writes the messages as JSON, whole or not at all. Raises SparkinferError for a file that
+        is there and no saved conversation."""
+        if path.exists():
+            try:
+                _read(path)
+            except SparkinferError:
+                raise SparkinferError(
+                    f"{path}: exists and is no saved conversation; give another name"
+                ) from None
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "system": self.system,
+            "messages": self.messages,
+        }
+        try:
+            text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+            with partial_file(path) as partial:
+                partial.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+
+    def load(self, path: Path) -> None:
+        """Goes on with what `save` wrote. Raises SparkinferError for anything else, and leaves the
+        conversation as it was."""
+        self.system, self.messages = _read(path)
+        self.num_dropped = 0
+
+    def close(self) -> None:
+        self._sequence.close()
+        self._template.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prompt(self) -> list[int]:
+        """Tokens of all messages and the head of an answer, without the oldest turns where these
+        are dropped. Raises SparkinferError where they leave no room for an answer."""
+        rendered = self._render(self.num_dropped)
+        ids = self._codec.encode_rendered(rendered)
+        context = self.context_length
+        if self.options.drops_oldest and len(ids) > context - context // 4:
+            for first in self._turns()[1:]:
+                self.num_dropped = first
+                rendered = self._render(first)
+                ids = self._codec.encode_rendered(rendered)
+                if len(ids) <= context - context // 4:
+                    break
+        if not ids:
+            raise SparkinferError("the chat template makes no text of these messages")
+        if len(ids) >= context:
+            raise SparkinferError(
+                f"the conversation has {len(ids)} tokens for a context of {context}: begin another"
+                " (/reset), take messages back (/undo), or load with a longer context (-c)"
+            )
+        self.is_reasoning_open = opens_reasoning(rendered)
+        return ids
+
+    def _turns(self) -> list[int]:
+        """Where the turns that are still rendered begin: numbers of the user's messages."""
+        numbered = enumerate(self.messages[self.num_dropped :], start=self.num_dropped)
+        return [number for number, message in numbered if message["role"] == "user"]
+
+    def _render(self, first: int) -> str:
+        system: list[Message] = []
+        if self.system is not None:
+            system = [{"role": "system", "content": self.system}]
+        return self._template.render(
+            [*system, *self.messages[first:]],
+            tools=self.options.tools,
+            variables=self.options.variables,
+        )
+
+    def _computed(self, generation: Generation, said: list[str]) -> Generator[Token, None, None]:
+        """The answer's tokens, whose texts go into `said`."""
+        sequence, ids = self._sequence, generation.ids
+        known = _num_common(sequence.ids, ids[:-1])
+        sequence.rollback(known)
+        seconds = 0.0
+        with told_out_of_memory():
+            for start in range(known, len(ids) - PIECE, PIECE):
+                began = time.perf_counter()
+                sequence.extend(ids[start : start + PIECE], "none")
+                seconds += time.perf_counter() - began
+                yield Token(None, "")
+            with closing(cast("Generator[Token, None, None]", generation.tokens())) as tokens:
+                for token in tokens:
+                    if not said:
+                        self.run.cached_tokens = known
+                        self.run.prefill_s += seconds
+                    said.append(token.text)
+                    yield token
+
+
+def _with_turn_end(
+    codec: TextCodec, options: GenerationOptions, turn_end: str | None
+) -> tuple[TextCodec, GenerationOptions]:
+    """With what a template ends an answer by: as an end token where it is one, else as a string."""
+    if turn_end is None:
+        return codec, options
+    token_id = codec.tokenizer.token_to_id(turn_end)
+    if token_id is None:
+        return codec, replace(options, stops=(*options.stops, turn_end))
+    return replace(codec, end_ids=codec.end_ids | {token_id}), options
+
+
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    for count, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return count
+    return min(len(a), len(b))
+
+
+def _read(path: Path) -> tuple[str | None, list[dict[str, object]]]:
+    content = read_object(path, "saved conversation")
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        found = f"{content.get('format')!r} {content.get('version')!r}"[:80]
+        raise SparkinferError(
+            f"{path}: is {found}, wanted {FORMAT!r} {VERSION}, as /save writes it"
+        )
+    unknown = sorted(content.keys() - {"format", "version", "system", "messages"})
+    system, messages = content.get("system"), content.get("messages")
+    is_known = isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | list)
+        for message in messages
+    )
+    if unknown or not is_known or not (system is None or isinstance(system, str)):
+        what = f"has the unknown key {unknown[0]!r}" if unknown else "has messages that are none"
+        raise SparkinferError(f"{path}: {what}; wanted a conversation as /save writes it")
+    assert isinstance(messages, list)
+    return system, messages

@@ -1,0 +1,112 @@
+"""What the controller of drafts goes by: seconds of a step, guesses that were right, and what trying may
+cost.
+
+What this module does not know: what is decided from it (speculation.py)."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+NUM_TRUSTS = 5
+_PRIOR_RIGHT = (0.2, 0.3, 0.45, 0.75, 0.85)  # of a guess, by trust, before any was seen
+_PRIOR_WEIGHT = 4.0  # guesses that this counts for
+_FORGET = 0.98  # weight of what was seen, at the next guess of the kind
+_PRIOR_SLOPE = 0.5  # cost of a further row in single steps, before any was measured
+_NUM_KEPT = 9  # measurements of a number of rows whose median is taken
+_SHARE = 0.005  # of the time without drafts, that trying may cost
+_START, _MOST_SAVED = 1.25, 20.0  # of the account, in single steps
+
+
+class StepCosts:
+    """Seconds of a step by its number of rows: medians, and between those measured on a line."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+        self._median: dict[int, float] = {}
+
+    def learn(self, rows: int, seconds: float) -> None:
+        kept = self._seconds.setdefault(rows, deque(maxlen=_NUM_KEPT))
+        kept.append(seconds)
+        self._median[rows] = statistics.median(kept)
+
+    @property
+    def single_s(self) -> float | None:
+        return self._median.get(1)
+
+    def is_measured(self, rows: int) -> bool:
+        return rows in self._median
+
+    def curve(self, most: int) -> list[float]:
+        """Of 0, 1, ... `most` rows, once a single one is measured. Beyond those measured the line
+        goes on that leads there from a single one."""
+        single = self._median[1]
+        knots = sorted(self._median.items())
+        found = [0.0, single]
+        for (left, left_s), (right, right_s) in pairwise(knots):
+            slope = (right_s - left_s) / (right - left)
+            found.extend(left_s + slope * n for n in range(1, right - left + 1))
+        last, last_s = knots[-1]
+        slope = (last_s - single) / (last - 1) if last > 1 else _PRIOR_SLOPE * single
+        found.extend(last_s + max(0.0, slope) * n for n in range(1, most - last + 1))
+        return found[: most + 1]
+
+    def seconds(self, rows: int) -> float:
+        known = self._median.get(rows)
+        return self.curve(rows)[rows] if known is None else known
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step of several rows was measured."""
+        return len(self._median) > 1
+
+    def table(self) -> dict[int, float]:
+        return dict(sorted(self._median.items()))
+
+
+class Acceptance:
+    """How often a guess was right, by its trust and its place in the draft, lately.
+
+    A place that was seldom reached is taken to be like the one before."""
+
+    def __init__(self, most: int) -> None:
+        self._right = [[0.0] * most for _ in range(NUM_TRUSTS)]
+        self._seen = [[0.0] * most for _ in range(NUM_TRUSTS)]
+
+    def learn(self, trust: int, place: int, is_right: bool) -> None:
+        self._right[trust][place] = self._right[trust][place] * _FORGET + is_right
+        self._seen[trust][place] = self._seen[trust][place] * _FORGET + 1
+
+    def expected(self, trust: int, length: int) -> list[float]:
+        """Tokens that a step with a draft of 0, 1, ... `length` tokens brings."""
+        found, reached, probability = [1.0], 1.0, _PRIOR_RIGHT[trust]
+        for place in range(length):
+            seen = self._seen[trust][place] + _PRIOR_WEIGHT
+            probability = (self._right[trust][place] + _PRIOR_WEIGHT * probability) / seen
+            reached *= probability
+            found.append(found[-1] + reached)
+        return found
+
+
+@dataclass
+class Account:
+    """What trying may still cost, in seconds."""
+
+    least: int = 0  # tokens of a draft: the first one must be within its means
+    saved_s: float | None = None  # None until a single step is measured
+    owed_s: float = field(default=0.0)  # spent before that
+
+    def settle(self, single_s: float, tokens: int, gain_s: float) -> None:
+        if self.saved_s is None:
+            self.saved_s = (_START + self.least) * single_s - self.owed_s
+        more = self.saved_s + _SHARE * tokens * single_s + gain_s
+        self.saved_s = min(more, _MOST_SAVED * single_s)
+
+    def spend(self, seconds: float) -> None:
+        if self.saved_s is None:
+            self.owed_s += seconds
+        else:
+            self.saved_s -= seconds
+
+    def can_pay(self, seconds: float) -> bool:
+        return self.saved_s is not None and self.saved_s >= seconds

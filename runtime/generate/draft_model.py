@@ -1,0 +1,100 @@
+"""Guesses of a second, smaller model with the same vocabulary.
+
+It keeps a sequence of its own in step with the text: what the two have in common stays, the rest is
+forgotten, what is missing is computed. Its guesses are its most probable tokens, up to where it is not
+sure (llama.cpp's --draft-p-min).
+What this module does not know: the model that the guesses are for, whether they pay."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.speculation import Guess
+from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+
+
+class DraftModel:
+    """`sequence` is one of the draft model's engine; whoever opened that closes it."""
+
+    name = "draft"
+    is_free = False
+
+    def __init__(self, sequence: TextSequence, min_probability: float) -> None:
+        """Takes a few steps, to know what a token takes."""
+        self._sequence, self._min_probability = sequence, min_probability
+        self.token_s = _step_s(sequence)
+        self._logits_V: Tensor | None = None  # behind the last of the sequence's tokens
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Nothing where the text is longer than the draft model's context."""
+        sequence = self._sequence
+        if self._logits_V is not None and sequence.ids == ids:
+            return
+        common = min(num_common(sequence.ids, ids), len(ids) - 1)
+        sequence.rollback(common)
+        missing = ids[common:]
+        fits = len(missing) <= sequence.room
+        self._logits_V = sequence.extend(missing)[0] if fits else None
+
+    def propose(self, ids: Sequence[int], most: int) -> Guess:
+        self.prepare(ids)
+        sequence, logits_V, tokens = self._sequence, self._logits_V, list[int]()
+        while logits_V is not None and len(tokens) < most:
+            token, probability = most_probable(logits_V)
+            if probability < self._min_probability:
+                break
+            tokens.append(token)
+            if len(tokens) == most or not sequence.room:
+                break
+            logits_V = self._logits_V = sequence.extend([token])[0]
+        return Guess(tokens)
+
+
+def _step_s(sequence: TextSequence) -> float:
+    """Seconds of a step, the shortest of a few. Leaves the sequence empty."""
+    sequence.rollback(0)
+    found = []
+    for _ in range(min(4, sequence.room)):
+        began = time.perf_counter()
+        sequence.extend([0])
+        found.append(time.perf_counter() - began)
+    sequence.rollback(0)
+    return min(found)
+
+
+def most_probable(logits_V: Tensor) -> tuple[int, float]:
+    """(token, its probability). NaN has none."""
+    token = int(logits_V.argmax())
+    return token, float(torch.softmax(logits_V, 0)[token])
+
+
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens at the beginning that are the same."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if first[i] != second[i])
+
+
+def check_vocabulary(
+    target: Tokenizer, target_size: int, draft: Tokenizer, draft_size: int
+) -> None:
+    """Raises SparkinferError unless a draft model's tokens are the model's, number by number.
+
+    The sizes are those of the models' logits."""
+    if target_size != draft_size:
+        raise SparkinferError(
+            f"the draft model has {draft_size} tokens, the model {target_size};"
+            " take one with the same vocabulary, usually a smaller one of the same family"
+        )
+    of_target, of_draft = target.get_vocab(), draft.get_vocab()
+    if of_target != of_draft:
+        token, number = min(of_target.items() ^ of_draft.items(), key=lambda item: item[1])
+        raise SparkinferError(
+            f"the draft model's tokens are not the model's, the first at {number} ({token!r});"
+            " take one with the same vocabulary, usually a smaller one of the same family"
+        )

@@ -1,0 +1,144 @@
+"""Guesses from the text itself: what followed the last time that it went like this.
+
+Two ways. `NgramDrafter` looks the end of the text up in the text before it and takes the longest match
+(prompt lookup decoding, Saxena 2023; llama.cpp's ngram-simple), at once for any length, through an
+index of n-grams. `NgramPool` keeps what followed each n-gram in a table of fixed size, in which texts
+meet that have gone by (llama.cpp's ngram-mod, common/ngram-mod.cpp): it guesses what other texts said.
+What this module does not know: models, whether a guess pays."""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from sparkinfer.runtime.generate.speculation import Guess
+
+_SIZES = (12, 6, 3, 2)  # of the n-grams in the index, looked up from the longest
+_LONGEST_MATCH = 32  # tokens that are compared; more of them say no more
+_NUM_LATEST = 4  # occurrences of an n-gram that are compared, beside those near the last guess
+_MOST_TOKENS = (
+    1 << 15
+)  # in the index, about 1 KB each; of longer texts it has the last half or more
+_TRUST = (3, 5, 9, 17)  # matches from so many tokens on are one step more credible
+
+
+class NgramDrafter:
+    """The longest match of the text's end in the text. Of matches of the same length it takes the one
+    nearest to where the last guess came from, else the latest: a text that is copied with changes
+    goes on in its place behind a change."""
+
+    name = "ngram"
+    is_free = True
+    token_s = 0.0
+
+    def __init__(self) -> None:
+        self._ids: Sequence[int] = ()  # the text of the index, and how much of it is there
+        self._num_known = self._first = 0  # and where it begins
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram: where it ended, ascending
+        self._lag: int | None = None  # tokens between the end of the text and its source
+
+    def propose(self, ids: Sequence[int], most: int) -> Guess:
+        """At most `most` tokens. A source that reaches the end of the text is repeated."""
+        self.prepare(ids)
+        for size in _SIZES:
+            ends = self._ends.get(tuple(ids[-size:]), ()) if len(ids) >= size else ()
+            if ends:
+                length, start = self._longest(ids, ends, size)
+                self._lag = lag = len(ids) - start
+                tokens = list(ids[start : start + most])
+                while len(tokens) < most:
+                    tokens.append(tokens[-lag])
+                return Guess(tokens, trust=sum(length >= step for step in _TRUST))
+        return Guess(())
+
+    def _longest(self, ids: Sequence[int], ends: Sequence[int], size: int) -> tuple[int, int]:
+        """(tokens that match, where their continuation begins)."""
+        near = len(ids) - (self._lag or 0)
+        at = bisect_left(ends, near)
+        found = set(ends[-_NUM_LATEST:]) | set(ends[max(0, at - 1) : at + 1])
+        rated = [(_match(ids, end, size), -abs(end - near), end) for end in found]
+        length, _, end = max(rated)
+        return length, end
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Enters the n-grams that something follows."""
+        known = self._num_known
+        is_same = ids is self._ids or ids[:known] == self._ids[:known]
+        if not is_same or len(ids) < known:
+            self._ends, self._lag, self._first, known = {}, None, 0, 0
+        if len(ids) - self._first > _MOST_TOKENS:
+            self._ends, self._first = {}, len(ids) - _MOST_TOKENS // 2
+            known = self._first
+        self._ids = ids
+        for end in range(known, len(ids)):
+            for size in _SIZES:
+                if end >= size:
+                    gram = tuple(ids[end - size : end])
+                    ends = self._ends.get(gram)
+                    if ends is None:
+                        self._ends[gram] = [end]
+                    else:
+                        ends.append(end)
+        self._num_known = len(ids)
+
+
+def _match(ids: Sequence[int], end: int, length: int) -> int:
+    """Tokens before `end` that equal those at the end of the text, of which `length` are known to."""
+    longest = min(end, _LONGEST_MATCH)
+    while length < longest and ids[end - 1 - length] == ids[-1 - length]:
+        length += 1
+    return length
+
+
+_EMPTY = -1
+_FACTOR = 6364136223846793005  # Knuth's MMIX generator, as llama.cpp hashes
+_WORD = (1 << 64) - 1
+
+
+class NgramPool:
+    """What followed an n-gram the last time, in `num_entries` numbers of 4 bytes. An n-gram is found
+    by its hash alone, so that two may share an entry: a guess is then wrong, and nothing else."""
+
+    name = "ngram-mod"
+    is_free = True
+    token_s = 0.0
+
+    def __init__(self, size: int = 8, num_entries: int = 1 << 20) -> None:
+        assert size >= 1 and num_entries >= 1, (size, num_entries)
+        self._size = size
+        self._entries = array("i", [_EMPTY]) * num_entries
+        self._highest = pow(_FACTOR, size, _WORD + 1)
+        # Hash of the text's last n-gram. Tokens 0 stand before its beginning.
+        self._start = sum(pow(_FACTOR, age, _WORD + 1) for age in range(size)) & _WORD
+        self._hash = self._start
+        self._ids: Sequence[int] = ()
+        self._num_known = 0
+
+    def propose(self, ids: Sequence[int], most: int) -> Guess:
+        self.prepare(ids)
+        if len(ids) < self._size:
+            return Guess(())
+        window, state = list(ids[-self._size :]), self._hash
+        while len(window) < self._size + most:
+            token = self._entries[state % len(self._entries)]
+            if token == _EMPTY:
+                break
+            window.append(token)
+            state = self._next(state, window[-1 - self._size], token)
+        return Guess(window[self._size :], trust=2)
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        known = self._num_known
+        is_same = ids is self._ids or ids[:known] == self._ids[:known]
+        if not is_same or len(ids) < known:
+            known, self._hash = 0, self._start
+        self._ids = ids
+        for end in range(known, len(ids)):
+            if end >= self._size:
+                self._entries[self._hash % len(self._entries)] = ids[end]
+            leaving = ids[end - self._size] if end >= self._size else 0
+            self._hash = self._next(self._hash, leaving, ids[end])
+        self._num_known = len(ids)
+
+    def _next(self, state: int, leaving: int, token: int) -> int:
+        """The hash one token further: sum of (token + 1) * FACTOR ** age, without what left."""
+        return (state * _FACTOR + token + 1 - self._highest * (leaving + 1)) & _WORD

@@ -1,0 +1,59 @@
+"""Which part of an answer is reasoning: from <think> at its beginning to </think>.
+
+What this module does not know: what is done with either part."""
+
+from typing import Literal
+
+Place = Literal["before", "inside", "after"]
+BEGIN, END = "<think>", "</think>"
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a chat template has begun the reasoning itself, so that the answer goes on with it."""
+    return prompt.rstrip().endswith(BEGIN)
+
+
+def close_reasoning(answer: str, *, is_open: bool) -> str:
+    """An answer that stopped while it reasoned, with the end that templates look for."""
+    has_begun = is_open or answer.lstrip().startswith(BEGIN)
+    return f"{answer}\n{END}\n\n" if has_begun and END not in answer else answer
+
+
+class ReasoningSplitter:
+    """Takes an answer piece by piece, and gives it as (text, whether it is reasoning). Both tags
+    count as reasoning; a tag that comes later is text like other text."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        self._place: Place = "inside" if is_open else "before"
+        self._held = ""
+
+    def push(self, text: str) -> list[tuple[str, bool]]:
+        """What is certain by now; the rest comes with later pieces, or by `flush`."""
+        self._held += text
+        if self._place == "before":
+            begun = self._held.lstrip()
+            if len(begun) < len(BEGIN) and BEGIN.startswith(begun):
+                return []
+            self._place = "inside" if begun.startswith(BEGIN) else "after"
+        parts = [(self._reasoning(), True)] if self._place == "inside" else []
+        if self._place == "after":
+            parts.append((self._take(len(self._held)), False))
+        return [part for part in parts if part[0]]
+
+    def flush(self) -> list[tuple[str, bool]]:
+        """What was held back, where nothing more comes."""
+        text = self._take(len(self._held))
+        return [(text, self._place == "inside")] if text else []
+
+    def _reasoning(self) -> str:
+        """What is reasoning for certain: not what may be the beginning of the tag."""
+        at = self._held.find(END)
+        if at >= 0:
+            self._place = "after"
+            return self._take(at + len(END))
+        overlaps = (n for n in range(len(END) - 1, 0, -1) if self._held.endswith(END[:n]))
+        return self._take(len(self._held) - next(overlaps, 0))
+
+    def _take(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text

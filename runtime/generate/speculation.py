@@ -1,0 +1,341 @@
+"""How far ahead it pays to guess: a controller between a drafter and the steps that check its guesses.
+
+A step of r rows takes c(r) seconds and gives one token more than were guessed right. With a(i) the
+probability that the i-th guess is right where those before it were, a draft of n tokens brings
+
+    E(n) = 1 + a(1) + a(1) a(2) + ... + a(1) ... a(n)   tokens in   c(n + 1)   seconds,
+
+and the n that maximises E(n) - rate * c(n + 1) makes the rate in the long run the largest, where `rate`
+is the one that is reached (Dinkelbach 1967, for ratios; n = 0 is a step without a draft). c is the
+median of the latest steps of so many rows; a is counted by what the drafter says of its guess
+(`trust`), and where a guess costs nothing, for guesses too that were not taken. All losses against
+steps of one row, and all time that guessing takes but for reading the prompt, are paid out of an
+account that gets _SHARE of the time, so that a text for which guesses do not pay takes at most that
+share longer. It is from there, too, that now and then a trial is paid for.
+
+The costs are the machine's, and the choices with them; the text is not, because a step gives each row
+the bits that it has alone, whatever the others are. Where it does not, `check_rows` refuses.
+What this module does not know: where guesses come from, models, text."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.draft_costs import Acceptance, Account, StepCosts
+from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.native_step import NativeStep
+
+SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
+MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times one of a single row on the CPUs measured
+
+_FORGET_RATE = 0.95  # of the steps that the rate is taken over
+_TRIAL_EVERY, _TRIAL = 64, 3  # tokens between drafts against the odds, and their length
+_VARY_EVERY = 16  # drafts after which one has another length, so that its cost is known
+_SINGLE_EVERY = 128  # drafts after which there is a step without, for the same reason
+_MARGIN = 0.05  # tokens that a draft must promise to bring more; less is chance
+_COSTLY_TRUST = 3  # of the guesses of a drafter that is not free
+_OFF_AFTER = 8  # guesses in a row that were not worth it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """`type`: where guesses come from. A draft has at most `most` and at least `least` tokens; a
+    draft model stops where its next token is less probable than `min_probability`. `is_optional`:
+    left out, instead of refused, where it could change the text."""
+
+    type: SpecType = "none"
+    is_optional: bool = False
+    most: int = MOST_DRAFTED
+    least: int = 0
+    min_probability: float = 0.75
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise SparkinferError(f"drafts of at most {self.most} tokens, wanted 1 or more")
+        if not 0 <= self.least <= self.most:
+            raise SparkinferError(
+                f"drafts of at least {self.least} tokens, wanted 0 to {self.most} (--draft-max)"
+            )
+        if not 0 <= self.min_probability <= 1:
+            raise SparkinferError(
+                f"a draft's least probability is {self.min_probability}, wanted 0 to 1"
+            )
+
+
+def has_equal_rows(decoder: Decoder) -> bool:
+    """Whether rows of a step have the bits of single steps."""
+    return isinstance(decoder.native, NativeStep)
+
+
+def check_rows(decoder: Decoder) -> None:
+    """Raises SparkinferError where rows of a step are not those of single steps to the bit."""
+    if has_equal_rows(decoder):
+        return
+    native = decoder.native
+    reason = native if isinstance(native, str) else "a part of the model is on a GPU"
+    raise SparkinferError(
+        f"speculation could change the text here: only a step that is native and on the CPU"
+        f" gives several tokens the bits of single ones ({reason}); leave --speculate out"
+    )
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Tokens that may follow. `trust`: how credible the drafter finds them, 0 to NUM_TRUSTS - 1."""
+
+    tokens: Sequence[int]
+    trust: int = 2
+
+
+class Drafter(Protocol):
+    name: str
+    is_free: bool  # a guess takes next to no time, whatever its length
+    token_s: float  # else what a token of it takes, about
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Reads a text, which mostly grows from call to call."""
+
+    def propose(self, ids: Sequence[int], most: int) -> Guess:
+        """At most `most` tokens that may follow `ids`, which was prepared."""
+
+
+@dataclass
+class _Pending:
+    """A guess whose tokens are still to come; `checked` of them have, and were right."""
+
+    start: int
+    guess: Guess
+    checked: int = 0
+
+
+@dataclass
+class Totals:
+    """What was done so far; times in seconds. `baseline_s`: what the same tokens would have taken
+    one by one, by the median of the steps of a single row."""
+
+    tokens: int = 0
+    steps: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    step_s: float = 0.0
+    draft_s: float = 0.0
+    baseline_s: float = 0.0
+    num_off: int = 0
+    num_on: int = 0
+
+    @property
+    def gain(self) -> float:
+        """Of the speed; 1 where nothing was measured."""
+        took = self.step_s + self.draft_s
+        return self.baseline_s / took if took and self.baseline_s else 1.0
+
+
+class Speculation:
+    """The drafts of a Generation, or of many one after the other. See the module."""
+
+    def __init__(self, drafter: Drafter, options: SpeculationOptions) -> None:
+        self.options, self._drafter = options, drafter
+        self.totals, self.costs = Totals(), StepCosts()
+        self._acceptance = Acceptance(options.most)
+        self._account = Account(options.least)
+        self._ids: Sequence[int] = ()  # the text of the last call
+        self._length = 0  # that it had then
+        self._pending: list[_Pending] = []
+        # Lately: tokens, and the seconds that they took by the medians.
+        self._lately = (0.0, 0.0)
+        self._draft_s = 0.0  # before the step that is to come
+        self._is_read, self._read_s = False, 0.0  # the drafter knows the text; what that took
+        self._since_trial = self._since_single = self._since_varied = 0
+        self._num_declined = 0
+        self._is_on = True
+        # For a drafter that is not free: of a token that it guesses, and that it reads; how much of
+        # the text it has read, and what is to be read before the next guess.
+        self._token_s = self._read_token_s = drafter.token_s
+        self._num_read, self._gap_s = 0, 0.0
+
+    def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
+        """At most `room` tokens that may follow `ids`; none where a guess does not pay."""
+        began, self._read_s = time.perf_counter(), 0.0
+        self._check(ids)
+        tokens = self._draft(ids, min(room, self.options.most))
+        self._draft_s = time.perf_counter() - began
+        self._account.spend(self._draft_s - self._read_s)
+        self.totals.draft_s += self._draft_s
+        return tokens
+
+    def learn(self, rows: int, accepted: int, seconds: float) -> None:
+        """Hears what a step of so many rows took and how many drafted tokens were right."""
+        self.costs.learn(rows, seconds)
+        totals, tokens = self.totals, 1 + accepted
+        totals.steps += 1
+        totals.tokens += tokens
+        totals.step_s += seconds
+        single_s = self.costs.single_s
+        if rows > 1:
+            totals.drafts += 1
+            totals.drafted += rows - 1
+            totals.accepted += accepted
+        self._since_single = self._since_single + 1 if rows > 1 else 0
+        self._since_trial += tokens
+        if single_s is None:
+            return
+        # Of steps before the first single one nothing is known: they count from here on.
+        totals.baseline_s += tokens * single_s if rows > 1 else seconds
+        gain_s = tokens * single_s - seconds if rows > 1 else 0.0
+        self._account.settle(single_s, tokens, gain_s)
+        lately = self.costs.seconds(rows) + self._draft_s - self._read_s
+        self._lately = (
+            _FORGET_RATE * self._lately[0] + tokens,
+            _FORGET_RATE * self._lately[1] + lately,
+        )
+
+    def line(self) -> str:
+        """What was done, for people."""
+        totals = self.totals
+        share = f" ({totals.accepted / totals.drafted:.0%})" if totals.drafted else ""
+        return (
+            f"speculation ({self._drafter.name}): {totals.drafted} tokens drafted,"
+            f" {totals.accepted} accepted{share}, {totals.gain:.2f}x the speed estimated;"
+            f" switched off {totals.num_off}x, on again {totals.num_on}x"
+        )
+
+    def _check(self, ids: Sequence[int]) -> None:
+        """Compares earlier guesses with what came."""
+        if ids is not self._ids or len(ids) < self._length:
+            self._pending.clear()
+            self._is_read = False
+        self._ids, self._length = ids, len(ids)
+        still = []
+        for pending in self._pending:
+            if self._follow(pending, ids):
+                still.append(pending)
+        self._pending = still
+
+    def _follow(self, pending: _Pending, ids: Sequence[int]) -> bool:
+        """Whether there is still something to come."""
+        tokens, trust = pending.guess.tokens, pending.guess.trust
+        while pending.checked < len(tokens) and pending.start + pending.checked < len(ids):
+            is_right = tokens[pending.checked] == ids[pending.start + pending.checked]
+            self._acceptance.learn(trust, pending.checked, is_right)
+            if not is_right:
+                return False
+            pending.checked += 1
+        return pending.checked < len(tokens)
+
+    def _draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        if self.costs.single_s is None or self._since_single >= _SINGLE_EVERY or most < 1:
+            return ()
+        if self._drafter.is_free:
+            return self._free_guess(ids, most)
+        gap = len(ids) - self._num_read if self._is_read else 0  # a new text is read for nothing
+        self._gap_s = gap * self._read_token_s
+        length = self._length_for(_COSTLY_TRUST, most)
+        return self._costly_guess(ids, length) if length else ()
+
+    def _free_guess(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        """Looked at in full, so that what is not computed teaches something as well."""
+        if not self._account.can_pay(0.0):
+            return ()
+        self._prepare(ids)
+        guess = self._drafter.propose(ids, most)
+        tokens = guess.tokens[:most]
+        if not tokens:
+            return ()
+        self._pending.append(_Pending(len(ids), Guess(tokens, guess.trust)))
+        return tokens[: self._length_for(guess.trust, len(tokens))]
+
+    def _costly_guess(self, ids: Sequence[int], length: int) -> Sequence[int]:
+        self._prepare(ids)
+        began = time.perf_counter()
+        tokens = self._drafter.propose(ids, length).tokens[:length]
+        token_s = (time.perf_counter() - began) / max(1, len(tokens))
+        self._token_s += 0.1 * (token_s - self._token_s)
+        if not tokens:
+            self._acceptance.learn(_COSTLY_TRUST, 0, False)  # asked in vain
+        if len(tokens) < max(1, self.options.least):
+            return ()
+        self._pending.append(_Pending(len(ids), Guess(tokens, _COSTLY_TRUST)))
+        return tokens
+
+    def _prepare(self, ids: Sequence[int]) -> None:
+        """A new text is read for nothing, as the model's own reading of it is not counted."""
+        began = time.perf_counter()
+        self._drafter.prepare(ids)
+        took = time.perf_counter() - began
+        if not self._is_read:
+            self._is_read, self._read_s = True, took
+        elif len(ids) > self._num_read:
+            token_s = took / (len(ids) - self._num_read)
+            self._read_token_s += 0.1 * (token_s - self._read_token_s)
+        self._num_read = len(ids)
+
+    def _length_for(self, trust: int, most: int) -> int:
+        """How much of a guess of `most` tokens is computed with the next step."""
+        length = self.best_length(trust, most)
+        if length:
+            length = self._varied(length, most)
+        elif self._is_trial_due(trust, most):
+            length = max(min(_TRIAL, most), self.options.least)
+        self._switch(length > 0)
+        return length
+
+    def best_length(self, trust: int, most: int) -> int:
+        """The length of the best draft that the account can pay for; 0 is none."""
+        expected = self._acceptance.expected(trust, most)
+        cost_s = self._draft_costs(most)
+        single_s = cost_s[0]
+        tokens, seconds = self._lately
+        rate = max(1 / single_s, tokens / seconds if seconds else 0.0)
+        best, best_value = 0, 1.0 + _MARGIN - rate * single_s
+        for length in range(max(1, self.options.least), most + 1):
+            value = expected[length] - rate * cost_s[length]
+            if value > best_value and self._can_pay(length, cost_s):
+                best, best_value = length, value
+        return best
+
+    def _draft_costs(self, most: int) -> list[float]:
+        """Seconds of a draft of 0, 1, ... `most` tokens and its step."""
+        single_s, *curve = self.costs.curve(most + 1)[1:]
+        before_s = self._gap_s
+        return [single_s] + [
+            before_s + length * self._token_s + step_s for length, step_s in enumerate(curve, 1)
+        ]
+
+    def _can_pay(self, length: int, cost_s: Sequence[float]) -> bool:
+        """Whether the account bears a draft of which nothing is right. Where no cost is known, rows
+        may cost as much as so many steps."""
+        loss_s = cost_s[length] - cost_s[0]
+        unknown_s = 0.0 if self.costs.is_known else length * cost_s[0]
+        return self._account.can_pay(max(loss_s, unknown_s))
+
+    def _varied(self, length: int, most: int) -> int:
+        """Now and then another length nearby whose cost is not known."""
+        self._since_varied += 1
+        if self._since_varied < _VARY_EVERY:
+            return length
+        self._since_varied = 0
+        lengths = range(max(1, self.options.least, length // 2), min(most, length + 2) + 1)
+        unknown = [n for n in lengths if not self.costs.is_measured(n + 1)]
+        return min(unknown, key=lambda n: abs(n - length), default=length)
+
+    def _is_trial_due(self, trust: int, most: int) -> bool:
+        """Whether to draft against the odds: costs and drafters may have changed."""
+        length = max(min(_TRIAL, most), self.options.least)
+        is_likely = (
+            self._acceptance.expected(trust, 1)[1] > 1.5 if self._drafter.is_free else self._is_read
+        )
+        is_due = self._since_trial >= _TRIAL_EVERY and length <= most and is_likely
+        if is_due and self._can_pay(length, self._draft_costs(length)):
+            self._since_trial = 0
+            return True
+        return False
+
+    def _switch(self, is_worth_it: bool) -> None:
+        self._num_declined = 0 if is_worth_it else self._num_declined + 1
+        if is_worth_it and not self._is_on:
+            self._is_on, self.totals.num_on = True, self.totals.num_on + 1
+        elif self._num_declined >= _OFF_AFTER and self._is_on:
+            self._is_on, self.totals.num_off = False, self.totals.num_off + 1

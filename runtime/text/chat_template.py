@@ -1,0 +1,198 @@
+"""Messages of a conversation to the text that a model was trained to continue.
+
+    template = chat_template_of(engine.model, engine.codec)
+    text = template.render([{"role": "user", "content": "Hello"}])
+    ids = engine.codec.encode_rendered(text)
+
+The template is the model file's, one of its named ones, a built-in one or a file's. Texts are
+those of transformers' apply_chat_template. What this module does not know: how a template is run
+(template_process), what comes of the text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from gguf import Keys
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_text
+from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
+from sparkinfer.runtime.text.built_in_templates import BUILT_IN
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.text.template_process import TemplateProcess
+
+Message = Mapping[str, object]  # "role", "content", and what else a template may read
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+# Names of tokens in templates, and where a model file has their numbers.
+_SPECIAL = {
+    "bos_token": Keys.Tokenizer.BOS_ID,
+    "eos_token": Keys.Tokenizer.EOS_ID,
+    "unk_token": Keys.Tokenizer.UNK_ID,
+    "pad_token": Keys.Tokenizer.PAD_ID,
+}
+# transformers: what reasoning may be called in a message; templates read the first, or the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """`name` is for refusals. `tool_text` is for messages with tools, where the file has one apart.
+    `turn_end` ends an answer beside the model's own end tokens."""
+
+    name: str
+    text: str
+    tool_text: str | None = None
+    special: Mapping[str, str] = field(default_factory=dict)  # bos_token and the like
+    turn_end: str | None = None
+    process: TemplateProcess = field(default_factory=TemplateProcess, compare=False, repr=False)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The text of the messages and, as is asked for, of the head of an answer.
+
+        With `continue_final_message` it ends where the last message does, for the model to go on.
+        `variables` are what a template may ask for beside: enable_thinking, documents, ...
+
+        Raises SparkinferError for messages that are none, and as TemplateProcess.render."""
+        if continue_final_message and add_generation_prompt:
+            raise SparkinferError(
+                "continue_final_message goes on with the last message, add_generation_prompt begins"
+                " another; ask for one of them"
+            )
+        known = [_normal(message) for message in messages]
+        if not known:
+            raise SparkinferError("no messages; a conversation has at least one")
+        if continue_final_message:
+            known[-1] = _marked(known[-1])
+        text = self.tool_text if tools is not None and self.tool_text is not None else self.text
+        rendered = self.process.render(
+            self.name,
+            text,
+            {
+                **self.special,
+                **(variables or {}),
+                "messages": known,
+                "tools": None if tools is None else list(tools),
+                "documents": (variables or {}).get("documents"),
+                "add_generation_prompt": add_generation_prompt,
+            },
+        )
+        return self._cut(rendered) if continue_final_message else rendered
+
+    def close(self) -> None:
+        """Ends the process that renders; another rendering starts another."""
+        self.process.close()
+
+    def _cut(self, rendered: str) -> str:
+        """What is before the mark; a template that trims messages has trimmed the mark's space."""
+        at = rendered.rfind(_MARK.strip())
+        if at < 0:
+            raise SparkinferError(
+                f"{self.name} leaves out the end of the last message, which cannot be continued"
+            )
+        is_exact = rendered[at : at + len(_MARK)] == _MARK
+        return rendered[:at] if is_exact else rendered[:at].rstrip()
+
+
+def chat_template_of(model: ModelFile, codec: TextCodec, wanted: str | None = None) -> ChatTemplate:
+    """The template of a model file, or the one that `wanted` names: built in, one of the file's
+    named ones, or a file of Jinja.
+
+    Raises SparkinferError where there is none."""
+    special = _special_texts(model, codec)
+    found = _named_templates(model)
+    if wanted is None:
+        if DEFAULT not in found:
+            named = f"; its own are named {', '.join(sorted(found))}" if found else ""
+            raise SparkinferError(
+                f"{model.path}: has no chat template; give --chat-template NAME|FILE, with one of"
+                f" {', '.join(BUILT_IN)} or a file of Jinja{named}"
+            )
+        name = f"{model.path}: its chat template"
+        return ChatTemplate(
+            name=name, text=found[DEFAULT], tool_text=found.get(TOOL_USE), special=special
+        )
+    if wanted in found:
+        name = f"{model.path}: its chat template {wanted!r}"
+        return ChatTemplate(name=name, text=found[wanted], special=special)
+    if wanted in BUILT_IN:
+        known = BUILT_IN[wanted]
+        return ChatTemplate(
+            name=f"the chat template {wanted!r}",
+            text=known.text,
+            special={"bos_token": "", "eos_token": ""} | special,
+            turn_end=known.turn_end,
+        )
+    path = Path(wanted)
+    if not _is_file(path):
+        names = ", ".join([*BUILT_IN, *sorted(found)])
+        raise SparkinferError(
+            f"{wanted[:200]}: neither a file nor the name of a chat template; known: {names}"
+        )
+    text = read_text(path, "chat template (Jinja)")
+    return ChatTemplate(name=f"{path}: this chat template", text=text, special=special)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name that a file can have
+        return False
+
+
+def _named_templates(model: ModelFile) -> dict[str, str]:
+    """Those of the file, by name; the one without a name is the default."""
+    texts = {DEFAULT: TEMPLATE_KEY}
+    names = model.extra_keys.get(TEMPLATES_KEY)
+    if isinstance(names, list):
+        texts |= {str(name): f"{TEMPLATE_KEY}.{name}" for name in names}
+    found = {name: model.text(key) for name, key in texts.items()}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _special_texts(model: ModelFile, codec: TextCodec) -> dict[str, str]:
+    numbers = {name: model.extra_keys.get(key) for name, key in _SPECIAL.items()}
+    texts = {
+        name: codec.tokenizer.id_to_token(int(number))
+        for name, number in numbers.items()
+        if isinstance(number, np.integer) and 0 <= number < 1 << 31
+    }
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _normal(message: Message) -> dict[str, object]:
+    """A message as transformers gives it to a template: nothing that is None, and reasoning under
+    the names that templates know."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise SparkinferError(
+            f"{str(message)[:80]!r} is no message; wanted an object with role and content"
+        )
+    known = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((known[name] for name in _REASONING if name in known), None)
+    if reasoning is None:
+        return known
+    return {"thinking": reasoning, **known, "reasoning_content": reasoning}
+
+
+def _marked(message: dict[str, object]) -> dict[str, object]:
+    """With a mark at the end of its text, the last of several."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return message | {"content": content + _MARK}
+    blocks = list(content) if isinstance(content, Sequence) else []
+    for number in reversed(range(len(blocks))):
+        block = blocks[number]
+        if isinstance(block, Mapping) and isinstance(block.get("text"), str):
+            blocks[number] = {**block, "text": f"{block['text']}{_MARK}"}
+            return message | {"content": blocks}
+    raise SparkinferError("the last message has no text that could be continued")

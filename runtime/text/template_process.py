@@ -1,0 +1,152 @@
+"""The renderer's process as its user sees it: one call, that returns a text or raises.
+
+What this module does not know: Jinja (template_worker does), messages."""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from signal import SIGKILL, SIGPROF
+from threading import Lock
+
+from sparkinfer.errors import SparkinferError
+
+# The worker counts CPU time; this is for a machine that gives it none, or one that is stuck.
+WALL_S = 10.0
+_START = (
+    "import sys; sys.path[:0] = sys.argv[2:]; sys.path.append(sys.argv[1]);"
+    " from template_worker import main; main()"
+)
+_PACKAGES = ("jinja2", "markupsafe")
+_ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
+_REASONS = {
+    "syntax": "is not a Jinja template that can be read",
+    "template": "does not take these messages",
+    "other": "fails with these messages",
+    "size": "writes more than a text can be",
+}
+
+
+class TemplateProcess:
+    """Started at the first rendering and kept: 0.1 s, then 1 ms each. May be shared by threads."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = Lock()
+
+    def render(self, name: str, template: str, variables: Mapping[str, object]) -> str:
+        """The text. Raises SparkinferError, naming `name`, for what is not a template, raises by
+        itself, writes too much, or takes more CPU time or memory than the worker allows."""
+        try:
+            request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SparkinferError(
+                f"a message is not JSON ({str(error)[:200]}); wanted texts, numbers, lists, objects"
+            ) from error
+        with self._lock:
+            answer = self._exchange(name, request)
+        if "text" in answer:
+            return answer["text"]
+        raise SparkinferError(
+            f"{name} {_REASONS[answer['kind']]}: {answer['error']}; see --chat-template for another"
+        )
+
+    def close(self) -> None:
+        """Ends the process. Another rendering starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+    def _exchange(self, name: str, request: bytes) -> dict[str, str]:
+        process = self._running()
+        try:
+            line = _ask(process, request)
+        except BaseException:  # an answer that nobody has read must not pass for the next one
+            self.close()
+            raise
+        if line:
+            return json.loads(line)
+        self.close()
+        raise SparkinferError(
+            f"{name} {_reason(process.returncode)}; see --chat-template for another"
+        )
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = _start()
+            weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """Alone with the packages that it needs, and away from the terminal's Ctrl-C."""
+    places = [_folder_of(package) for package in _PACKAGES]
+    here = str(Path(_file_of("sparkinfer.runtime.text.template_worker")).parent)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _START, here, *dict.fromkeys(places)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={key: os.environ[key] for key in _ENVIRONMENT if key in os.environ},
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def _file_of(module: str) -> str:
+    found = find_spec(module)
+    assert found is not None and found.origin is not None, module
+    return found.origin
+
+
+def _folder_of(package: str) -> str:
+    """The folder that a package is imported from."""
+    return str(Path(_file_of(package)).parent.parent)
+
+
+def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    """The line that answers; nothing where the process has ended, or has been ended for time."""
+    assert process.stdin is not None and process.stdout is not None
+    deadline = time.monotonic() + WALL_S
+    try:
+        rest = memoryview(request)
+        while rest:
+            rest = rest[os.write(process.stdin.fileno(), rest) :]
+    except BrokenPipeError:
+        return b""
+    pieces: list[bytes] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not (pieces and pieces[-1].endswith(b"\n")):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                process.kill()
+                return b""
+            piece = os.read(process.stdout.fileno(), 1 << 16)
+            if not piece:
+                return b""
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It ends with its input; one that does not within a second is killed."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    try:
+        process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
+def _reason(code: int | None) -> str:
+    if code in (-SIGPROF, -SIGKILL):
+        return "takes too long: it was stopped after half a second of CPU time"
+    return f"ended the process that renders it (exit code {code})"

@@ -1,0 +1,162 @@
+"""The process that renders chat templates: requests on its stdin, answers on its stdout.
+
+A template is a program of whoever made the model file. jinja2's sandbox keeps it from Python's
+internals, and the operating system from the rest: this process has a limit of CPU time for each
+rendering and of memory, may open no file and start no process, and is alone with the messages.
+A line of input is {"template": text, "variables": {...}}, one of output {"text": ...} or
+{"kind": "syntax" | "template" | "other" | "size", "error": ...}.
+
+Environment, filters and globals are those of transformers' apply_chat_template
+(utils/chat_template_utils.py), whose outputs are to be equalled. What this module does not know:
+sparkinfer; it is run by template_process, and imports jinja2 and the standard library alone."""
+
+import encodings.unicode_escape  # noqa: F401  as the others: later no file may be opened
+import json
+import resource
+import signal
+import sys
+import textwrap  # noqa: F401
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+
+import jinja2.constants  # noqa: F401
+import jinja2.debug  # noqa: F401
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+CPU_S = 0.5
+MEMORY_BYTES = 1 << 30
+MOST_CHARACTERS = 16 << 20
+# What a template that is wrong, or wrong for these messages, can raise.
+ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, OSError,
+    RuntimeError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+
+
+class _Generation(Extension):
+    """{% generation %}, which marks what a model is trained on: its content, as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """Has no attributes of Python's own."""
+
+    def __init__(*args: object, **names: object) -> None:  # so that `self` may be a name
+        made = dict(*args[1:], **names)
+        for name in made:
+            _check_attribute(name)
+        Namespace.__init__(args[0], made)  # type: ignore[arg-type]
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _check_attribute(name)
+        Namespace.__setitem__(self, name, value)
+
+
+class _Dict:
+    """`dict` for templates, without the attributes of the type."""
+
+    def __call__(self, *args: object, **names: object) -> dict:
+        return dict(*args, **names)
+
+    def fromkeys(self, *args: object) -> dict:
+        return dict.fromkeys(*args)  # type: ignore[call-overload]
+
+
+def main() -> None:
+    """Answers requests until its input ends."""
+    _confine()
+    for line in sys.stdin.buffer:
+        print(json.dumps(_answer(json.loads(line))), flush=True)
+
+
+def _confine() -> None:
+    datetime.now().strftime("%c")  # reads the time zone
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    limits = {
+        resource.RLIMIT_AS: MEMORY_BYTES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: 3,  # stdin, stdout and stderr are open
+        resource.RLIMIT_NPROC: 0,
+    }
+    for kind, most in limits.items():
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def _answer(request: dict) -> dict[str, str]:
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    try:
+        text = _compiled(request["template"]).render(**request["variables"])
+    except TemplateSyntaxError as error:
+        return {"kind": "syntax", "error": _one_line(f"{error.message} (line {error.lineno})")}
+    except TemplateError as error:
+        return {"kind": "template", "error": _one_line(str(error))}
+    except MemoryError:
+        return {"kind": "other", "error": f"they need more than {MEMORY_BYTES >> 20} MiB"}
+    except ERRORS as error:
+        return {"kind": "other", "error": _one_line(f"{type(error).__name__}: {error}")}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if len(text) > MOST_CHARACTERS:
+        return {"kind": "size", "error": f"{len(text)} characters"}
+    return {"text": text}
+
+
+@lru_cache(maxsize=4)
+def _compiled(text: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment.from_string(text)
+
+
+def _to_json(
+    x: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without the escapes for HTML of jinja2's own."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the attribute {name[:40]!r}")
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message[:2000].split())[:300]

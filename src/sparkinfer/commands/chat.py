@@ -1,0 +1,295 @@
+"""`sparkinfer chat`: a conversation at a terminal, or with a script at the other end of a pipe.
+
+Answers go to stdout, all else to stderr. What this module does not know: how lines are edited
+(terminal), how a conversation is kept (runtime.generate.chat)."""
+
+import json
+import sys
+from collections.abc import Callable, Generator
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparkinfer.commands.constraint_options import (
+    NAMES,
+    ConstraintOptions,
+    constraint_of,
+    constraint_options,
+)
+from sparkinfer.commands.sampling import sampling_options, take_sampling_options
+from sparkinfer.commands.shared import (
+    FILE,
+    device_option,
+    mode_option,
+    say,
+    threads_option,
+    thresholds_option,
+)
+from sparkinfer.commands.terminal import (
+    Lines,
+    PipedLines,
+    Screen,
+    Stop,
+    TypedLines,
+    note,
+    stopping,
+)
+from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_text
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+
+if TYPE_CHECKING:
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
+    from sparkinfer.runtime.generate.generation import Token
+
+HELP = """\
+/help            this
+/system [TEXT]   show the system message, or set another
+/reset           forget the conversation, keep the system message
+/regen           another answer to the last message
+/undo            take the last message and its answer back
+/save FILE       write the conversation (JSON)
+/load FILE       go on with a saved one
+/stats           how much of the context is used, and what the last answer took
+/quit            leave; so does Ctrl-D
+Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stops an answer.
+A message that begins with / is written with //."""
+
+
+@click.command()
+@click.argument("model", type=FILE)
+@click.option("-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan.")
+@click.option("-cffn", "--cpu-ffn", is_flag=True,
+              help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+@click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
+              help="What the model is told before the conversation.")  # fmt: skip
+@click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
+              help="The same, from a file.")  # fmt: skip
+@click.option("--chat-template", "template", metavar="NAME|FILE",
+              help="Instead of the model's: chatml, llama2, llama3, mistral, gemma, zephyr, one of"
+              " the model's named ones, or a file of Jinja.")  # fmt: skip
+@click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
+              help='What the template may ask for, e.g. {"enable_thinking": false}.')  # fmt: skip
+@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
+              help="Tokens of an answer; -1: as many as the context has room for.")  # fmt: skip
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int)
+@click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,
+              help="Where the context is full, go on without the oldest turns.")  # fmt: skip
+@sampling_options
+@constraint_options
+@thresholds_option
+@mode_option
+@threads_option
+@device_option
+def chat(
+    model: Path, split: Path | None, system: str | None, system_file: Path | None,
+    template: str | None, variables: str, max_tokens: int, drops_oldest: bool,
+    threads: int | None, **options: Any,
+) -> None:  # fmt: skip
+    """Talk with a model.
+
+    Where stdin is not a terminal each of its lines is a message. /help tells the commands."""
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.generate.chat import ChatOptions
+    from sparkinfer.runtime.generate.generation import GenerationOptions
+    from sparkinfer.runtime.kernels.threads import use_threads
+
+    sampling = take_sampling_options(options)
+    constraint = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
+    chat_options = ChatOptions(
+        generation=GenerationOptions(max_tokens=max_tokens),
+        variables=_variables(variables),
+        drops_oldest=drops_oldest,
+    )
+    system = _system(system, system_file)
+    use_threads(threads)
+    with Engine.load(model, split, **options) as engine:
+        constraint_of(constraint, engine.codec)  # refuses what is wrong before the first message
+        new_mask = None
+        if constraint != ConstraintOptions():
+            new_mask = partial(constraint_of, constraint, engine.codec)
+        with _conversation(engine, template, sampling, chat_options, new_mask) as conversation:
+            conversation.system = system
+            is_typed = sys.stdin.isatty()
+            if is_typed:
+                note(f"[{model.name} on {engine.device}; a context of {engine.context_length}"
+                     " tokens; /help for help, Ctrl-D to leave]")  # fmt: skip
+            talk = Talk(conversation, TypedLines() if is_typed else PipedLines(), is_typed)
+            talk.run()
+    if talk.num_errors and not is_typed:
+        raise SparkinferError(f"{talk.num_errors} of the lines could not be taken; see above")
+
+
+class Talk:
+    """One conversation: takes lines, until there are no more or one says /quit."""
+
+    def __init__(self, chat: "Conversation", lines: Lines, is_typed: bool) -> None:
+        self.chat, self.lines, self.is_typed = chat, lines, is_typed
+        self.num_errors = 0
+        self._screen = Screen()
+        self._is_over = False
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": lambda rest: say(HELP),
+            "system": self._system,
+            "reset": lambda rest: self._reset(),
+            "regen": lambda rest: self._show(self.chat.regenerate()),
+            "undo": lambda rest: note(f"[taken back: {self.chat.undo()[:60]!r}]"),
+            "save": lambda rest: self._save(_path_of("save", rest)),
+            "load": lambda rest: self._load(_path_of("load", rest)),
+            "stats": lambda rest: self._stats(),
+            "quit": lambda rest: self._quit(),
+            "exit": lambda rest: self._quit(),
+        }
+
+    def run(self) -> None:
+        while not self._is_over:
+            try:
+                line = self.lines.read()
+                if line is None:
+                    return
+                self.take(line)
+            except SparkinferError as error:
+                self.num_errors += 1
+                say(f"sparkinfer: {error}")
+            except KeyboardInterrupt:
+                if not self.is_typed:
+                    raise
+                note("[stopped]")
+
+    def take(self, line: str) -> None:
+        """A message or a command. Raises SparkinferError for what cannot be done."""
+        if not line.strip():
+            return
+        name, rest = [*line.strip()[1:].split(maxsplit=1), "", ""][:2]
+        if not line.startswith("/"):
+            self._show(self.chat.say(line))
+        elif line.startswith("//"):
+            self._show(self.chat.say(line[1:]))
+        elif name in self._commands:
+            self._commands[name](rest)
+        else:
+            raise SparkinferError(
+                f"/{name[:40]}: no such command; /help lists them, and // begins a message with /"
+            )
+
+    def _show(self, tokens: "Generator[Token, None, None]") -> None:
+        from sparkinfer.runtime.generate.reasoning import ReasoningSplitter
+
+        splitter: ReasoningSplitter | None = None
+        count = 0
+        try:
+            with stopping() if self.is_typed else nullcontext(Stop()) as stop, closing(tokens):
+                for token in tokens:
+                    splitter = splitter or ReasoningSplitter(is_open=self.chat.is_reasoning_open)
+                    for text, is_reasoning in splitter.push(token.text):
+                        self._screen.write(text, is_dim=is_reasoning)
+                    count += token.id is not None
+                    if stop.is_asked:
+                        break
+            for text, is_reasoning in splitter.flush() if splitter else ():
+                self._screen.write(text, is_dim=is_reasoning)
+        finally:
+            self._screen.end()
+        note(self._line(count))
+
+    def _line(self, count: int) -> str:
+        from sparkinfer.runtime.generate.generation import NOT_STOPPED
+
+        run, chat = self.chat.run, self.chat
+        new = run.prefill_tokens - run.cached_tokens
+        parts = [
+            f"{count} tokens, {run.decode_per_s:.1f}/s",
+            f"prompt {run.prefill_tokens}: {run.cached_tokens} kept, {new} computed in"
+            f" {run.prefill_s:.2f} s",
+            f"context {chat.num_tokens} of {chat.context_length}",
+        ]
+        if chat.num_dropped:
+            parts.append(f"the oldest {chat.num_dropped} messages are left out")
+        if run.stopped_by == "context":
+            parts.append("the context is full: /reset, /undo, or start with a longer one (-c)")
+        elif run.stopped_by == NOT_STOPPED:
+            parts.append("stopped by Ctrl-C" + ("" if count else " before anything was said"))
+        elif run.stopped_by != "end of text":
+            parts.append(f"stopped by {run.stopped_by}")
+        return f"[{'; '.join(parts)}]"
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.chat.system = text
+        system = self.chat.system
+        say("no system message of yours" if system is None else f"system message: {system}")
+
+    def _reset(self) -> None:
+        self.chat.reset()
+        note("[forgotten]")
+
+    def _save(self, path: Path) -> None:
+        self.chat.save(path)
+        note(f"[{len(self.chat.messages)} messages written to {path}]")
+
+    def _load(self, path: Path) -> None:
+        self.chat.load(path)
+        note(f"[{len(self.chat.messages)} messages read from {path}]")
+
+    def _stats(self) -> None:
+        chat = self.chat
+        say(f"{len(chat.messages)} messages, {chat.num_tokens} of {chat.context_length} tokens")
+        if chat.run.prefill_tokens:
+            say(f"last answer: {chat.run.decode_tokens + 1} tokens, {chat.run.decode_per_s:.1f}/s;"
+                f" prompt {chat.run.prefill_tokens} tokens, {chat.run.cached_tokens} kept, the rest"
+                f" in {chat.run.prefill_s:.2f} s")  # fmt: skip
+
+    def _quit(self) -> None:
+        self._is_over = True
+
+
+def _conversation(
+    engine: "Engine",
+    template: str | None,
+    sampling: SamplingOptions,
+    options: "ChatOptions",
+    new_mask: Callable[[], Any] | None,
+) -> "Conversation":
+    from sparkinfer.runtime.generate.chat import Conversation
+    from sparkinfer.runtime.generate.drawing import chain_of
+    from sparkinfer.runtime.text.chat_template import chat_template_of
+
+    found = chat_template_of(engine.model, engine.codec, template)
+    chain = chain_of(sampling, engine.codec, engine.model.shape.vocab_size)
+    return Conversation(
+        engine.sequence(), engine.codec, found, engine.traffic, chain, options=options,
+        new_mask=new_mask,
+    )  # fmt: skip
+
+
+def _system(text: str | None, path: Path | None) -> str | None:
+    if text is not None and path is not None:
+        raise click.UsageError("--system and --system-file are two system messages; give one.")
+    return text if path is None else read_text(path, "system message").rstrip("\n")
+
+
+def _variables(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SparkinferError(f"--chat-template-kwargs: not JSON ({str(error)[:100]})") from error
+    if not isinstance(value, dict):
+        raise SparkinferError('--chat-template-kwargs: wanted an object, say {"name": true}')
+    return value
+
+
+def _path_of(command: str, text: str) -> Path:
+    if not text:
+        raise SparkinferError(f"/{command} takes the name of a file, say /{command} talk.json")
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a zero, or no such user
+        raise SparkinferError(
+            f"/{command} {text[:60]!r}: no name of a file ({error})"[:200]
+        ) from error
+    return path

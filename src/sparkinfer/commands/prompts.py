@@ -1,0 +1,59 @@
+"""The prompts of `generate`: from the command line, files and stdin."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_text
+
+STDIN = "-"
+MOST_PROMPTS = 256  # that go on together
+
+
+def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list[str]:
+    given = [name for name, value in (("-p", prompt), ("-f", file), ("--prompts", many))
+             if value is not None]  # fmt: skip
+    if len(given) != 1:
+        what = f"{' and '.join(given)} exclude each other" if given else "there is no prompt"
+        raise click.UsageError(
+            f"{what}: give one of -p TEXT, -f FILE (- for stdin), --prompts FILE."
+        )
+    if many is not None:
+        return _lines_of(many)
+    if prompt == STDIN or str(file) == STDIN:
+        return [_stdin()]
+    return [prompt if prompt is not None else read_text(file, "prompt")]  # type: ignore[arg-type]
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SparkinferError(f"stdin: not UTF-8 at byte {error.start}") from error
+
+
+def _lines_of(path: Path) -> list[str]:
+    lines = [line for line in read_text(path, "file of prompts").splitlines() if line.strip()]
+    if path.suffix == ".jsonl":
+        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
+    if not lines:
+        raise SparkinferError(f"{path}: has no prompts; write one a line")
+    if len(lines) > MOST_PROMPTS:
+        raise SparkinferError(
+            f"{path}: has {len(lines)} prompts, wanted at most {MOST_PROMPTS}; split the file"
+        )
+    return lines
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SparkinferError(f"{where}: not JSON ({str(error)[:100]})") from error
+    value = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(value, str):
+        raise SparkinferError(f'{where}: wanted a string, or an object with a "prompt"')
+    return value

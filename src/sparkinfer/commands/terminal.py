@@ -1,0 +1,193 @@
+"""The two sides of a conversation: a terminal with line editing and history, or a pipe.
+
+A pipe's lines are a message each. A terminal's Enter sends, Alt-Enter or a backslash before it
+makes a new line, and what is pasted is one message. What this module does not know: models."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+from sparkinfer.errors import SparkinferError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
+
+PROMPT = "> "
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# What a terminal would obey in place of showing it: all controls but new line and tab.
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Lines(Protocol):
+    """Where messages come from."""
+
+    def read(self) -> str | None:
+        """The next one; None where there are no more. Raises SparkinferError for one that is not
+        text; more may follow."""
+
+
+class PipedLines:
+    """Of stdin; a backslash at the end of a line joins the next one to it."""
+
+    def read(self) -> str | None:
+        parts: list[str] = []
+        while line := sys.stdin.buffer.readline():
+            text = _decoded(line).rstrip("\r\n")
+            parts.append(text.removesuffix("\\"))
+            if not text.endswith("\\"):
+                break
+        return "\n".join(parts) if parts else None
+
+
+class TypedLines:
+    """Of a terminal, with what was typed at earlier starts behind the arrow keys."""
+
+    def __init__(self) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.output import create_output
+
+        self._session = PromptSession[str](
+            PROMPT,
+            history=_history(),
+            key_bindings=_bindings(),
+            multiline=True,
+            prompt_continuation=lambda width, number, is_wrapped: " " * width,
+            output=create_output(always_prefer_tty=True),
+        )
+
+    def read(self) -> str | None:
+        # A Ctrl-C that comes as the line is set up is one for the answer before, which is over.
+        before = signal.signal(signal.SIGINT, lambda number, frame: None)
+        try:
+            return self._session.prompt()
+        except EOFError:  # Ctrl-D, or Ctrl-C where nothing is typed
+            return None
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class Screen:
+    """Where answers go: stdout, dimmed where that is a terminal and the part asks for it."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._has_style = self._is_terminal and "NO_COLOR" not in os.environ
+        self._is_dim = False
+        self._is_at_start = True
+
+    def write(self, text: str, *, is_dim: bool = False) -> None:
+        if not text:
+            return
+        self._is_at_start = text.endswith("\n")
+        text = text.translate(_CONTROLS) if self._is_terminal else text
+        if self._has_style and is_dim != self._is_dim:
+            text = (_DIM if is_dim else _PLAIN) + text
+            self._is_dim = is_dim
+        _put(text)
+
+    def end(self) -> None:
+        """Ends the line, unless nothing is on it."""
+        text = _PLAIN if self._is_dim else ""
+        text += "" if self._is_at_start else "\n"
+        self._is_dim, self._is_at_start = False, True
+        _put(text)
+
+
+class Stop:
+    """Whether Ctrl-C was pressed. The second time it is a KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """Within its block Ctrl-C sets a flag, and leaves a step of the model whole."""
+    stop = Stop()
+    before = signal.signal(signal.SIGINT, stop.ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def note(line: str) -> None:
+    """A line on stderr that is not part of the conversation; dim on a terminal."""
+    is_dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    click.echo(f"{_DIM}{line}{_PLAIN}" if is_dim else line, err=True)
+
+
+def state_folder() -> Path:
+    """The user's, by the XDG base directory specification."""
+    named = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    return base / "sparkinfer"
+
+
+def _put(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SparkinferError(f"a line of stdin is not UTF-8 at byte {error.start}") from error
+
+
+def _history() -> "History":
+    """In a file for the user alone; in memory where that cannot be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = state_folder() / "chat_history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        note(f"{path}: no history is kept ({error})")
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+def _bindings() -> "KeyBindings":
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\" and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    @bindings.add("escape", "c-j")  # as it comes when typed before the line is there
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @bindings.add("c-c")
+    @bindings.add("<sigint>")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=EOFError)
+
+    return bindings

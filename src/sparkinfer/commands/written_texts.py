@@ -1,0 +1,74 @@
+"""What `generate` says of the texts that it wrote: events a token, one report, one line for people."""
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from sparkinfer.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.generate.generation import Run, Token
+
+
+@dataclass
+class Writing:
+    """What was written, for the report."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict] = field(default_factory=list)
+
+
+def event_of(number: int, token: "Token") -> dict:
+    more = {} if token.logprob is None else logprobs_of(token)
+    return {"type": "token", "prompt": number, "id": token.id, "text": token.text, **more}
+
+
+def logprobs_of(token: "Token") -> dict:
+    most = [{"id": i, "logprob": logprob} for i, logprob in token.logprobs]
+    return {"logprob": token.logprob, "top_logprobs": most}
+
+
+def report_of(
+    engine: "Engine", writings: list[Writing], num_threads: int, *, is_many: bool
+) -> tuple[dict, list[str]]:
+    """The report, and the lines that stand for it."""
+    roles, not_native = engine.bytes_by_role, engine.not_native
+    memory = [asdict(report) for report in engine.memory_report()]
+    runs = engine.last_runs if is_many else [engine.last_run]
+    texts = [
+        {"text": w.text, "token_ids": w.ids, **asdict(run), "prefill_per_s": run.prefill_per_s,
+         "decode_per_s": run.decode_per_s, **({"logprobs": w.logprobs} if w.logprobs else {})}
+        for w, run in zip(writings, runs, strict=True)
+    ]  # fmt: skip
+    common = {"mode": engine.mode, "load_s": engine.load_s, "num_threads": num_threads,
+              "not_native": not_native, "bytes": roles, "memory": memory}  # fmt: skip
+    report = {**common, "texts": texts} if is_many else {**texts[0], **common}
+    where = ", ".join(
+        f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
+    )
+    where += "".join(
+        f"; {found['device']} reserved at most {format_bytes(found['peak_reserved'])}"
+        for found in memory
+    )
+    slow = f", steps in Python because {not_native}" if not_native else ""
+    line = (
+        f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s; {_speed(runs)},"
+        f" {num_threads} threads{slow}; {where}; stopped by"
+        f" {', '.join(dict.fromkeys(run.stopped_by for run in runs))}]"
+    )
+    return report, [line]
+
+
+def _speed(runs: "list[Run]") -> str:
+    if len(runs) > 1:
+        tokens, seconds = sum(r.decode_tokens for r in runs), max(r.decode_s for r in runs)
+        rate = tokens / seconds if seconds else 0.0
+        return f"{len(runs)} texts together; decode {tokens} tokens, {rate:.1f}/s"
+    run = runs[0]
+    kept = f" ({run.cached_tokens} kept)" if run.cached_tokens else ""
+    drafts = f", {run.accepted} of {run.drafted} drafted right" if run.drafted else ""
+    return (
+        f"prefill {run.prefill_tokens} tokens{kept}, {run.prefill_per_s:.1f}/s; decode"
+        f" {run.decode_tokens} tokens, {run.decode_per_s:.1f}/s{drafts}"
+    )
