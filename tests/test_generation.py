@@ -175,6 +175,35 @@ def test_texts_together_are_what_they_are_alone(codec_model):
         assert text_of(engine.generate("ab cd", sampling=DRAWN, options=options)) == alone[0]
 
 
+class Drafting:
+    """Guesses the same token again and again."""
+
+    def draft(self, ids, room):
+        return [ids[-1]] * min(room, 5)
+
+    def learn(self, rows, accepted, seconds):
+        pass
+
+
+@native
+def test_a_step_that_fails_behind_a_draft_takes_nothing_with_it(codec_model, monkeypatch):
+    with Engine.load(codec_model) as engine, engine.sequence() as text:
+        tokens = engine.generate("ab cd", 20, 0.0, sequence=text, drafts=Drafting())
+        said = [next(tokens).id for _ in range(3)]
+        kept = list(text.ids)
+
+        def fails(*_):
+            raise RuntimeError("the machine is on fire")
+
+        monkeypatch.setattr(type(text), "extend", fails)
+        with pytest.raises(RuntimeError, match="on fire"):
+            list(tokens)
+        monkeypatch.undo()
+        prompt = engine.codec.encode("ab cd")
+        assert text.ids == (prompt + said)[: text.length] and text.length <= len(kept)
+        assert text.length >= len(prompt)
+
+
 # ---- the state of a prompt in a file ----------------------------------------------------------------
 
 

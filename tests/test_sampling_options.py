@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
 from sparkinfer.runtime.generate.active import active_samplers
+from sparkinfer.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
 from sparkinfer.runtime.generate.sampling_options import (
     DEFAULT_SAMPLERS,
     LETTERS,

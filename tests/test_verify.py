@@ -88,7 +88,7 @@ def test_a_graph_that_is_wrong_by_a_little_is_refused(tmp_path, monkeypatch, wro
 
 # Nothing of these is a part of what is computed, and transformers refuses them in its own ways.
 ODD = [
-    {"model_type": ["llama"]}, {"model_type": "unheard of"}, {"eos_token_id": [0, "x", -1]},
+    {"model_type": ["llama"]}, {"model_type": "unheard of"},
     {"use_cache": "maybe"}, {"pad_token_id": 99999}, {"max_position_embeddings": 64.0},
     {"hidden_act": "relu", "attention_dropout": "x"}, {"torch_dtype": 7}, {"dtype": "no type"},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": "x"}},

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate import mirostat, samplers
+from sparkinfer.runtime.generate.active import active_samplers, is_greedy
 from sparkinfer.runtime.generate.adaptive import DrawnMean, adaptive_p
 from sparkinfer.runtime.generate.candidates import (
     Candidates,
@@ -30,7 +31,6 @@ from sparkinfer.runtime.generate.candidates import (
 )
 from sparkinfer.runtime.generate.dry import Breakers, dry
 from sparkinfer.runtime.generate.penalties import penalties
-from sparkinfer.runtime.generate.active import active_samplers, is_greedy
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
 

@@ -147,6 +147,7 @@ class Generation:
         self._draft: Sequence[int] = ()
         self._right = 0
         self._step_s = 0.0
+        self._kept = 0  # tokens of the sequence before it
 
     @property
     def is_over(self) -> bool:
@@ -181,7 +182,11 @@ class Generation:
             self._shift()
         room = self.sequence.room - 1
         room = min(room, self._left - 1) if self.options.max_tokens != ENDLESS else room
-        self._draft = self._drafts.draft(self.ids, room) if self._drafts and room > 0 else ()
+        if self._drafts and room > 0:
+            began = time.perf_counter()
+            self._draft = self._drafts.draft(self.ids, room)
+            self.run.decode_s += time.perf_counter() - began
+        self._kept = self.sequence.length
         tokens = [token_id, *self._draft]
         return Part(sequence=self.sequence, tokens=tokens, wanted="all" if self._draft else "last")
 
@@ -215,9 +220,9 @@ class Generation:
 
     def close(self) -> None:
         """Forgets what was drafted and did not come."""
-        wrong = len(self._draft) - self._right
-        if wrong and self.sequence.is_open:
-            self.sequence.rollback(self.sequence.length - wrong)
+        if self._draft and self.sequence.is_open:  # a step that failed has added nothing
+            kept = self._kept + 1 + self._right
+            self.sequence.rollback(min(kept, self.sequence.length))
         if self._drafts and self._step_s:
             self._drafts.learn(1 + len(self._draft), self._right, self._step_s)
         self._draft, self._right, self._step_s = (), 0, 0.0

@@ -20,15 +20,13 @@ What this module does not know: where guesses come from, models, text."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.draft_costs import Acceptance, Account, StepCosts
+from sparkinfer.runtime.generate.draft_options import SpeculationOptions
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.native_step import NativeStep
-
-SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
-MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times one of a single row on the CPUs measured
 
 _FORGET_RATE = 0.95  # of the steps that the rate is taken over
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between drafts against the odds, and their length
@@ -37,31 +35,6 @@ _SINGLE_EVERY = 128  # drafts after which there is a step without, for the same 
 _MARGIN = 0.05  # tokens that a draft must promise to bring more; less is chance
 _COSTLY_TRUST = 3  # of the guesses of a drafter that is not free
 _OFF_AFTER = 8  # guesses in a row that were not worth it
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculationOptions:
-    """`type`: where guesses come from. A draft has at most `most` and at least `least` tokens; a
-    draft model stops where its next token is less probable than `min_probability`. `is_optional`:
-    left out, instead of refused, where it could change the text."""
-
-    type: SpecType = "none"
-    is_optional: bool = False
-    most: int = MOST_DRAFTED
-    least: int = 0
-    min_probability: float = 0.75
-
-    def __post_init__(self) -> None:
-        if self.most < 1:
-            raise SparkinferError(f"drafts of at most {self.most} tokens, wanted 1 or more")
-        if not 0 <= self.least <= self.most:
-            raise SparkinferError(
-                f"drafts of at least {self.least} tokens, wanted 0 to {self.most} (--draft-max)"
-            )
-        if not 0 <= self.min_probability <= 1:
-            raise SparkinferError(
-                f"a draft's least probability is {self.min_probability}, wanted 0 to 1"
-            )
 
 
 def has_equal_rows(decoder: Decoder) -> bool:

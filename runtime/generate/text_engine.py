@@ -24,6 +24,7 @@ from sparkinfer.runtime.generate.generation import (
 )
 from sparkinfer.runtime.generate.prompt_cache import PromptKey
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.generate.speculation import check_rows
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.step.batch import Wanted
@@ -115,10 +116,8 @@ class TextEngine:
         drafts: Drafts | None,
     ) -> Callable[[TextSequence], Generation]:
         """Refuses what is wrong before there is a place for the text."""
-        if drafts is not None and self.not_native:
-            raise SparkinferError(
-                f"drafts need rows that equal single steps to the bit, and here {self.not_native}"
-            )
+        if drafts is not None:
+            check_rows(self._live)
         ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
         chain = chain_of(sampling, self.codec, self.model.shape.vocab_size)
         return lambda text: Generation(
@@ -177,6 +176,8 @@ class TextEngine:
         `template` is the model's own, the name of one, or a file; `new_constraint` makes what each
         answer has to obey. Raises SparkinferError where there is no template, or no sequence left."""
         found = chat_template_of(self.model, self.codec, template)
+        if drafts is not None:
+            check_rows(self._live)
         chain = chain_of(sampling or SamplingOptions(), self.codec, self.model.shape.vocab_size)
         return Conversation(
             self.sequence(), self.codec, found, self.traffic, chain,

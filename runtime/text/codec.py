@@ -14,7 +14,7 @@ from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 
 REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character
 END_KINDS = ("eos", "eot", "eom")  # of a text, a turn, a message
-# Special tokens that end a text or a turn in every model that has them (llama.cpp, llama-vocab.cpp):
+# Special tokens that end a text or a turn wherever they exist (llama.cpp, llama-vocab.cpp):
 # GGUF files of others often name one of several.
 END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",

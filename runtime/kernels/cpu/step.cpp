@@ -196,7 +196,6 @@ class Step {
         for (int64_t i = begin; i < end; ++i) {
             front(i);
             feed_forward(s.layer[i], w.ffn_input[i % 2], named_by(i, is_first && i == begin));
-            expect(i + 1 < s.num_layers ? s.layer[i + 1].input[0] : s.head);
             back(i);
         }
     }
@@ -266,17 +265,6 @@ class Step {
 
     float* x(int64_t t) const { return w.x + t * D; }
 
-    // Of what is read next, while this thread does what only one can.
-    static void expect(const SparkMatrix& m) {
-        if (m.data) ::expect(m.data, num_bytes(m));
-    }
-
-    const SparkMatrix& first_of_feed_forward(const SparkLayer& l) const {
-        if (s.mode == MODE_PREDICTED)
-            return l.predictor_down.data ? l.predictor_down : l.predictor_up;
-        return l.num_blocks ? l.block[0].gate : l.predictor_up;
-    }
-
     void pack_named(const SparkLayer& l, uint32_t* named) {
         std::fill_n(named, (s.num_neurons + 31) / 32, 0u);
         for (int64_t j = 0; j < s.num_neurons; ++j)
@@ -286,7 +274,6 @@ class Step {
     void attention(const SparkLayer& l, Operand& input) {
         const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
         multiply(l.input, l.input[1].data ? 3 : 1, input, T, w.qkv, w.num_values);
-        expect(l.output);
         rows(4 * w.num_values, [&](int64_t t) {
             float* values = w.qkv + t * w.num_values;
             for (int64_t h = 0; h < H + K; ++h) {
@@ -300,7 +287,6 @@ class Step {
         w.attention.run(l, w.qkv, w.num_values, w.heads_out);
         w.heads_out.changed();
         multiply(&l.output, 1, w.heads_out, T, w.attn_out, D);
-        expect(first_of_feed_forward(l));
     }
 
     void feed_forward(const SparkLayer& l, Operand& input, Operand& named_by) {

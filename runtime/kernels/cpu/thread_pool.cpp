@@ -20,8 +20,6 @@
 namespace {
 
 constexpr auto SPIN_TIME = std::chrono::microseconds(50);
-// Of the next job, at most: part of a second cache.
-constexpr int64_t EXPECTED_BYTES = 128 * 1024;
 
 inline void pause() {
 #ifdef __x86_64__
@@ -50,8 +48,7 @@ class Pool {
   public:
     explicit Pool(int threads) {
         try {
-            while (num_threads() < threads)
-                workers_.emplace_back([this, number = num_threads()] { work(number); });
+            while (num_threads() < threads) workers_.emplace_back([this] { work(); });
         } catch (const std::system_error&) {  // fewer threads, the same results
         }
     }
@@ -63,11 +60,6 @@ class Pool {
     }
 
     int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
-
-    void expect(const uint8_t* data, int64_t bytes) {
-        expected_bytes_ = bytes;
-        expected_ = data;
-    }
 
     void run(int64_t n, int64_t grain, int64_t least, RangeBody* body, const void* context) {
         // No worker reads these: the last job is closed and nobody is inside it.
@@ -105,22 +97,9 @@ class Pool {
         }
     }
 
-    void work(int number) {
-        const uint8_t* asked = nullptr;  // what was expected when this thread last looked
-        int64_t at = 0, end = 0;
+    void work() {
         for (uint64_t seen = 0;;) {
-            auto news = [&] {
-                if (round_ != seen) return true;
-                const uint8_t* data = expected_;
-                if (data != asked) {
-                    // As take_pieces() cuts: each of the first takes half of an even share.
-                    asked = data, at = expected_bytes_ * number / (2 * num_threads()) / 64 * 64;
-                    end = std::min<int64_t>(expected_bytes_, at + EXPECTED_BYTES);
-                }
-                for (int line = 0; asked && line < 8 && at < end; ++line, at += 64)
-                    __builtin_prefetch(asked + at, 0, 2);
-                return false;
-            };
+            auto news = [&] { return round_ != seen; };
             if (!spin_until(news)) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 ++num_asleep_;
@@ -143,8 +122,7 @@ class Pool {
     RangeBody* body_ = nullptr;
     const void* context_ = nullptr;
     int64_t n_ = 0, grain_ = 1, least_ = 1;
-    std::atomic<const uint8_t*> expected_{nullptr};
-    std::atomic<int64_t> expected_bytes_{0}, next_{0};
+    std::atomic<int64_t> next_{0};
     std::atomic<uint64_t> round_{0};
     std::atomic<int> num_inside_{0}, num_asleep_{0};
     std::atomic<bool> is_open_{false}, caller_sleeps_{false}, stop_{false};
@@ -180,11 +158,6 @@ void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody
     const int64_t least = (grains + pieces - 1) / pieces * grain;
     if (pool.num_threads() == 1 || n <= least) return body(context, 0, n);
     pool.run(n, grain, least, body, context);
-}
-
-void expect(const void* data, int64_t bytes) {
-    std::lock_guard<std::mutex> lock(caller_mutex);
-    if (pool) pool->expect(static_cast<const uint8_t*>(data), bytes);
 }
 
 int num_threads() {

@@ -18,10 +18,6 @@ void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, const Bod
     parallel_for(n, grain, pieces_per_thread, call, &body);
 }
 
-// The job that comes next will read these bytes from their beginning on: threads that have nothing else
-// to do ask the memory for the part that they will probably take.
-void expect(const void* data, int64_t bytes);
-
 // How many threads work on a job, the caller's included.
 int num_threads();
 

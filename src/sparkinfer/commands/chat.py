@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -25,8 +25,14 @@ from sparkinfer.commands.shared import (
     device_option,
     mode_option,
     say,
+    split_option,
     threads_option,
     thresholds_option,
+)
+from sparkinfer.commands.speculation_options import (
+    speculating,
+    speculation_options,
+    take_speculation_options,
 )
 from sparkinfer.commands.terminal import (
     Lines,
@@ -39,12 +45,10 @@ from sparkinfer.commands.terminal import (
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.json_file import read_text
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from sparkinfer.runtime.engine import Engine
-    from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
-    from sparkinfer.runtime.generate.generation import Token
+    from sparkinfer.runtime.generate.chat import Conversation
+    from sparkinfer.runtime.generate.generation import Mask, Token
 
 HELP = """\
 /help            this
@@ -62,7 +66,7 @@ A message that begins with / is written with //."""
 
 @click.command()
 @click.argument("model", type=FILE)
-@click.option("-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan.")
+@split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
               help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
@@ -81,6 +85,7 @@ A message that begins with / is written with //."""
               help="Where the context is full, go on without the oldest turns.")  # fmt: skip
 @sampling_options
 @constraint_options
+@speculation_options
 @thresholds_option
 @mode_option
 @threads_option
@@ -99,6 +104,7 @@ def chat(
     from sparkinfer.runtime.kernels.threads import use_threads
 
     sampling = take_sampling_options(options)
+    speculation, draft_model = take_speculation_options(options)
     constraint = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
     chat_options = ChatOptions(
         generation=GenerationOptions(max_tokens=max_tokens),
@@ -111,9 +117,14 @@ def chat(
         constraint_of(constraint, engine.codec)  # refuses what is wrong before the first message
         new_mask = None
         if constraint != ConstraintOptions():
-            new_mask = partial(constraint_of, constraint, engine.codec)
-        with _conversation(engine, template, sampling, chat_options, new_mask) as conversation:
-            conversation.system = system
+            new_mask = cast("Callable[[], Mask]", partial(constraint_of, constraint, engine.codec))
+        with (
+            speculating(engine, speculation, draft_model) as drafts,
+            engine.chat(
+                system, template=template, sampling=sampling, options=chat_options,
+                new_constraint=new_mask, drafts=drafts,
+            ) as conversation,
+        ):  # fmt: skip
             is_typed = sys.stdin.isatty()
             if is_typed:
                 note(f"[{model.name} on {engine.device}; a context of {engine.context_length}"
@@ -245,25 +256,6 @@ class Talk:
 
     def _quit(self) -> None:
         self._is_over = True
-
-
-def _conversation(
-    engine: "Engine",
-    template: str | None,
-    sampling: SamplingOptions,
-    options: "ChatOptions",
-    new_mask: Callable[[], Any] | None,
-) -> "Conversation":
-    from sparkinfer.runtime.generate.chat import Conversation
-    from sparkinfer.runtime.generate.drawing import chain_of
-    from sparkinfer.runtime.text.chat_template import chat_template_of
-
-    found = chat_template_of(engine.model, engine.codec, template)
-    chain = chain_of(sampling, engine.codec, engine.model.shape.vocab_size)
-    return Conversation(
-        engine.sequence(), engine.codec, found, engine.traffic, chain, options=options,
-        new_mask=new_mask,
-    )  # fmt: skip
 
 
 def _system(text: str | None, path: Path | None) -> str | None:

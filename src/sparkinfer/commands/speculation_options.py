@@ -5,28 +5,21 @@ What this module does not know: how guesses are made, and whether they pay."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.generate.draft_model import DraftModel, check_vocabulary
-from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
-from sparkinfer.runtime.generate.speculation import (
-    SpecType,
-    Speculation,
-    SpeculationOptions,
-    check_rows,
-    has_equal_rows,
-)
-from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.generate.draft_options import SpecType, SpeculationOptions
+
+if TYPE_CHECKING:
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.generate.speculation import Speculation
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SpeculationOptions()
 # Measured on two cores of a Zen 4 (benchmarks/speculation.py): code that is written again 3 times as
-# fast, prose 1.0 to 1.5 times, the slowest round of prose 0.985.
+# fast, prose 0.99 to 1.5 times (medians of five rounds).
 _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
     click.option(
@@ -89,13 +82,17 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
 
 @contextmanager
 def speculating(
-    engine: Engine, options: SpeculationOptions, model_draft: Path | None = None
-) -> Iterator[Speculation | None]:
+    engine: "Engine", options: SpeculationOptions, model_draft: Path | None = None
+) -> "Iterator[Speculation | None]":
     """Drafts for a Generation, or for many; None where none are wanted. The draft model is loaded
     at the beginning of the block and closed at its end.
 
     Raises SparkinferError where speculation could change the text, and for a draft model of another
     vocabulary."""
+    from sparkinfer.runtime.generate.draft_model import DraftModel
+    from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
+    from sparkinfer.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
+
     if options.type == "none" or (options.is_optional and not has_equal_rows(engine._live)):
         yield None
         return
@@ -110,8 +107,13 @@ def speculating(
             yield Speculation(DraftModel(sequence, options.min_probability), options)
 
 
-def _draft_engine(engine: Engine, path: Path) -> Engine:
+def _draft_engine(engine: "Engine", path: Path) -> "Engine":
     """On the CPU, with the model's context or the longest that it has itself."""
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.generate.draft_model import check_vocabulary
+    from sparkinfer.runtime.text.codec import TextCodec
+
     file = ModelFile.load(path)
     try:
         check_vocabulary(

@@ -1,0 +1,368 @@
+"""Conversations: every turn is what the whole text from nothing gives, and only the new is computed."""
+
+import json
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from chat_templates import CHATML, DEEPSEEK, QWEN_REASONING
+from models import make_model, make_shape
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate import chat as chat_module
+from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
+from sparkinfer.runtime.generate.drawing import chain_of
+from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.reasoning import (
+    ReasoningSplitter,
+    close_reasoning,
+    opens_reasoning,
+)
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
+
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+LENGTH = 10  # tokens of an answer
+GREEDY = SamplingOptions(temperature=0.0)
+SAID = GenerationOptions(max_tokens=LENGTH)
+
+
+def chat_keys() -> tuple[dict, int]:
+    """(keys of a tokenizer of ASCII characters with ChatML's tokens and template, its tokens)."""
+    characters = [chr(code) for code in range(33, 127)] + ["\u0120", "\u010a"]  # space, new line
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(characters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    keys = {
+        "tokenizer.huggingface.json": tokenizer.to_str(),
+        "tokenizer.ggml.eos_token_id": np.uint32(tokenizer.token_to_id("<|im_end|>")),
+        "tokenizer.chat_template": CHATML,
+    }
+    return keys, tokenizer.get_vocab_size()
+
+
+def chat_model(path, context_length: int = 512):
+    """A model that says characters at random, on disk."""
+    keys, vocab_size = chat_keys()
+    shape = make_shape(vocab_size=vocab_size, context_length=context_length)
+    make_model(shape=shape, extra_keys=keys).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = chat_model(tmp_path_factory.mktemp("chat") / "m.gguf")
+    with Engine.load(path, num_sequences=2) as engine:
+        yield engine
+
+
+def talk(engine, template: str | ChatTemplate = CHATML, sampling=GREEDY, **more) -> Conversation:
+    if isinstance(template, str):
+        template = replace(chat_template_of(engine.model, engine.codec), text=template)
+    options = more.pop("options", ChatOptions(generation=SAID))
+    draws = chain_of(sampling, engine.codec, engine.model.shape.vocab_size)
+    return Conversation(
+        engine.sequence(), engine.codec, template, engine.traffic, draws, options=options, **more
+    )
+
+
+def text_of(tokens) -> str:
+    return "".join(token.text for token in tokens)
+
+
+def alone(engine, messages, template: str = CHATML, count: int = LENGTH) -> str:
+    """The answer to the messages by an engine that has heard nothing before."""
+    with closing(chat_template_of(engine.model, engine.codec)) as found:
+        text = replace(found, text=template).render(messages)
+    return text_of(engine.generate(engine.codec.encode_rendered(text), count, sampling=GREEDY))
+
+
+def roles(chat) -> str:
+    return "".join(message["role"][0] for message in chat.messages)
+
+
+def test_each_turn_is_that_of_the_whole_text_and_computes_what_is_new(engine):
+    with talk(engine, system="Be brief.") as chat:
+        for number, message in enumerate(("Hello", "What\nelse?", "a b c", "Why?")):
+            had = chat.num_tokens
+            got = text_of(chat.say(message))
+            asked = [{"role": "system", "content": "Be brief."}, *chat.messages[:-1]]
+            assert got == alone(engine, asked) == chat.messages[-1]["content"]
+            assert len(got) == LENGTH  # a character each, so that every token was compared
+            assert chat.run.cached_tokens == (had if number else 0)
+            new = len(f"?<|im_end|>\n<|im_start|>user\n{message}<|im_end|>\n") - 4 * 9
+            assert chat.run.prefill_tokens - had < new + 40 or not number
+        assert roles(chat) == "uauauaua"
+        assert chat.num_tokens == chat.run.prefill_tokens + LENGTH - 1
+
+
+def test_another_answer_to_the_same_message(engine):
+    with talk(engine) as chat:
+        first = text_of(chat.say("Hello"))
+        second = text_of(chat.say("And?"))
+        assert text_of(chat.regenerate()) == second
+        assert chat.run.cached_tokens == chat.run.prefill_tokens - 1
+        assert roles(chat) == "uaua" and chat.messages[1]["content"] == first
+    with talk(engine, sampling=SamplingOptions(temperature=5.0, seed=1)) as chat:
+        first = text_of(chat.say("Hello"))
+        assert text_of(chat.regenerate()) != first  # drawn anew
+        with closing(chat.regenerate()):  # nothing is asked for
+            assert len(chat.messages) == 2
+        stopped = chat.regenerate()
+        next(stopped)
+        stopped.close()
+        assert roles(chat) == "ua" and len(chat.messages[1]["content"]) == 1
+
+
+def test_undo_and_reset(engine):
+    with talk(engine, system="Be brief.") as chat:
+        first = text_of(chat.say("Hello"))
+        text_of(chat.say("And?"))
+        assert chat.undo() == "And?" and roles(chat) == "ua"
+        text_of(chat.say("Well"))
+        assert chat.messages[-1]["content"] == alone(
+            engine, [{"role": "system", "content": "Be brief."}, *chat.messages[:-1]]
+        )
+        chat.reset()
+        assert text_of(chat.say("Hello")) == first and roles(chat) == "ua"
+        assert chat.undo() == "Hello"
+        for command in (chat.undo, lambda: text_of(chat.regenerate())):
+            with pytest.raises(SparkinferError):
+                command()
+
+
+def test_another_system_message_holds_from_the_next_turn(engine):
+    with talk(engine) as chat:
+        text_of(chat.say("Hello"))
+        chat.system = "Shout."
+        got = text_of(chat.say("And?"))
+        assert got == alone(engine, [{"role": "system", "content": "Shout."}, *chat.messages[:-1]])
+
+
+def test_saved_and_loaded(engine, tmp_path):
+    path = tmp_path / "new" / "talk.json"
+    with talk(engine, system="Be brief. \u00e9") as chat:
+        text_of(chat.say("Hello \U0001f98a"))
+        chat.save(path)
+        chat.save(path)  # its own file
+        want = text_of(chat.say("And?"))
+    with talk(engine) as chat:
+        chat.load(path)
+        assert chat.system == "Be brief. \u00e9" and roles(chat) == "ua"
+        assert text_of(chat.say("And?")) == want
+        for wrong in (
+            "{}", "[]", "x", '{"format": "sparkinfer-chat", "version": 2, "messages": []}',
+            json.dumps({"format": "sparkinfer-chat", "version": 1, "messages": ["x"]}),
+            json.dumps({"format": "sparkinfer-chat", "version": 1, "messages": [], "more": 1}),
+            json.dumps({"format": "sparkinfer-chat", "version": 1, "messages": [],
+                        "system": 3}),
+        ):  # fmt: skip
+            other = tmp_path / "other.json"
+            other.write_text(wrong)
+            with pytest.raises(SparkinferError):
+                chat.load(other)
+            with pytest.raises(SparkinferError, match="no saved conversation"):
+                chat.save(other)
+            assert other.read_text() == wrong and roles(chat) == "uaua"
+        with pytest.raises(SparkinferError):
+            chat.save(tmp_path)
+
+
+def test_an_interrupted_answer_stays_as_far_as_it_was_said(engine):
+    with talk(engine) as chat:
+        tokens = chat.say("Hello")
+        said = "".join(next(tokens).text for _ in range(4))
+        tokens.close()
+        assert chat.messages[-1] == {"role": "assistant", "content": said}
+        had = chat.num_tokens
+        got = text_of(chat.say("And?"))
+        assert got == alone(engine, chat.messages[:-1])
+        assert chat.run.cached_tokens == had
+
+
+def test_an_interrupted_prompt_takes_the_message_back(engine, monkeypatch):
+    with talk(engine) as chat:
+        text_of(chat.say("Hello"))
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine._live.__class__, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            text_of(chat.say("And?"))
+        monkeypatch.undo()
+        assert roles(chat) == "ua"
+        assert text_of(chat.say("Well")) == alone(engine, chat.messages[:-1])
+
+
+def test_a_long_prompt_is_computed_in_pieces(engine, monkeypatch):
+    monkeypatch.setattr(chat_module, "PIECE", 16)
+    with talk(engine) as chat:
+        pieces = [token for token in chat.say("x" * 100) if token.id is None]
+        assert len(pieces) == 7
+        assert chat.messages[-1]["content"] == alone(engine, chat.messages[:-1])
+        assert chat.run.cached_tokens == 0 and chat.run.prefill_tokens > 100
+        had = chat.num_tokens
+        tokens = chat.say("y" * 100)
+        assert [next(tokens).text for _ in range(3)] == [""] * 3
+        tokens.close()  # in the middle of the prompt
+        assert roles(chat) == "ua" and chat.num_tokens == had + 48
+        text_of(chat.say("y" * 100))
+        assert chat.run.cached_tokens == had + 48
+        assert chat.messages[-1]["content"] == alone(engine, chat.messages[:-1])
+
+
+def test_a_full_context(engine):
+    endless = ChatOptions(generation=GenerationOptions(max_tokens=-1, ignores_end=True))
+    with talk(engine, options=endless) as chat:
+        text_of(chat.say("Hello"))
+        assert chat.run.stopped_by == "context" and roles(chat) == "ua"
+        for _ in range(2):
+            with pytest.raises(SparkinferError, match=r"context of 512: begin another \(/reset\)"):
+                text_of(chat.say("And?"))
+            assert roles(chat) == "ua"
+        chat.reset()
+        with pytest.raises(SparkinferError, match="tokens for a context of 512"):
+            text_of(chat.say("x" * 600))
+        assert not chat.messages
+
+
+def test_the_oldest_turns_are_dropped_where_that_is_asked_for(engine):
+    options = ChatOptions(generation=SAID, drops_oldest=True)
+    with talk(engine, system="Be brief.", options=options) as chat:
+        for number in range(12):
+            text_of(chat.say(f"Message {number} " + "x" * 40))
+            kept = chat.messages[chat.num_dropped : -1]
+            assert kept[0]["role"] == "user"
+            asked = [{"role": "system", "content": "Be brief."}, *kept]
+            assert chat.messages[-1]["content"] == alone(engine, asked)
+            assert chat.num_tokens <= 512 * 3 // 4 + LENGTH
+        assert roles(chat) == "ua" * 12 and chat.num_dropped >= 10
+        chat.undo()
+        text_of(chat.say("x"))
+        with pytest.raises(SparkinferError, match="tokens for a context"):
+            text_of(chat.say("x" * 600))
+
+
+def test_messages_that_the_template_does_not_take(engine):
+    template = "{{ raise_exception('no') if messages|length > 2 else 'x' }}"
+    with talk(engine, template) as chat:
+        text_of(chat.say("Hello"))
+        with pytest.raises(SparkinferError, match="does not take these messages: no"):
+            text_of(chat.say("And?"))
+        assert roles(chat) == "ua"
+    with talk(engine, "") as chat, pytest.raises(SparkinferError, match="makes no text"):
+        text_of(chat.say("Hello"))
+
+
+def test_the_sequence_is_given_back(engine):
+    for _ in range(4):
+        with talk(engine), talk(engine) as chat:
+            with pytest.raises(SparkinferError, match="in use"):
+                engine.sequence()
+        with pytest.raises(SparkinferError, match="closed"):
+            text_of(chat.say("Hello"))
+
+
+def test_what_ends_a_turn_of_a_built_in_template(engine):
+    """A token where it is one, and text where the model has no such token."""
+    with talk(engine, CHATML) as chat:
+        end = engine.codec.tokenizer.token_to_id("<|im_start|>")
+        known = ChatTemplate(name="it", text=CHATML, turn_end="<|im_start|>")
+        with talk(engine, known) as other:
+            assert other._codec.end_ids == chat._codec.end_ids | {end}
+        first = text_of(chat.say("Hello"))
+    cut = first[3:5]
+    with talk(engine, ChatTemplate(name="it", text=CHATML, turn_end=cut)) as chat:
+        assert text_of(chat.say("Hello")) == first[: first.index(cut)]
+        assert chat.run.stopped_by == "stop string"
+
+
+def test_each_answer_has_a_constraint_of_its_own(engine):
+    made = []
+
+    class Only:
+        """Allows one character, again and again."""
+
+        def __init__(self) -> None:
+            made.append(self)
+            self.accepted = 0
+
+        def mask_V(self, vocab_size: int) -> torch.Tensor:
+            mask_V = torch.zeros(vocab_size, dtype=torch.bool)
+            mask_V[engine.codec.tokenizer.token_to_id("z")] = True
+            return mask_V
+
+        def accept(self, token_id: int) -> None:
+            self.accepted += 1
+
+    with talk(engine, new_mask=Only) as chat:
+        assert text_of(chat.say("Hello")) == text_of(chat.say("And?")) == "z" * LENGTH
+    assert [mask.accepted for mask in made] == [LENGTH, LENGTH]
+
+
+# ---- reasoning -----------------------------------------------------------------------------
+
+ANSWERS = {
+    "<think>a b</think>c": [("<think>a b</think>", True), ("c", False)],
+    "\n <think></think>\n\nc": [("\n <think></think>", True), ("\n\nc", False)],
+    "<think>never closed </thin": [("<think>never closed </thin", True)],
+    "no <think>a</think>": [("no <think>a</think>", False)],
+    "<thin": [("<thin", False)],
+    "<think>a</think>b<think>c</think>": [
+        ("<think>a</think>", True), ("b<think>c</think>", False),
+    ],
+    "": [],
+}  # fmt: skip
+
+
+def joined(parts) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    for text, is_reasoning in parts:
+        if found and found[-1][1] == is_reasoning:
+            text = found.pop()[0] + text
+        found.append((text, is_reasoning))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_reasoning_is_told_from_the_rest_wherever_pieces_end(answer, size):
+    splitter = ReasoningSplitter(is_open=False)
+    pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
+    parts = [part for piece in pieces for part in splitter.push(piece)] + splitter.flush()
+    assert joined(parts) == ANSWERS[answer]
+    if answer.startswith("<think>"):  # begun by the template
+        splitter = ReasoningSplitter(is_open=True)
+        parts = splitter.push(answer.removeprefix("<think>")) + splitter.flush()
+        assert ("<think>" + joined(parts)[0][0], True) == ANSWERS[answer][0]
+
+
+def test_an_interrupted_reasoning_is_closed():
+    assert close_reasoning("<think>a", is_open=False) == "<think>a\n</think>\n\n"
+    assert close_reasoning("a", is_open=True) == "a\n</think>\n\n"
+    for whole in ("<think>a</think>b", "a <think> b"):
+        assert close_reasoning(whole, is_open=False) == whole
+    assert opens_reasoning("<|Assistant|><think>\n") and not opens_reasoning("<think></think>")
+
+
+@pytest.mark.parametrize(("template", "is_open"), [(DEEPSEEK, True), (QWEN_REASONING, False)])
+def test_reasoning_does_not_come_back_in_the_next_prompt(engine, template, is_open):
+    with talk(engine, template) as chat:
+        tokens = chat.say("Hello")
+        next(tokens)
+        tokens.close()
+        assert chat.is_reasoning_open == is_open
+        assert ("</think>" in chat.messages[-1]["content"]) == is_open
+        whole = text_of(chat.regenerate())  # until its most tokens, in the middle of it
+        assert chat.messages[-1]["content"] == whole + ("\n</think>\n\n" if is_open else "")
+        chat.messages[-1]["content"] = "<think>\nsecret\n</think>\n\nPlain."
+        got = text_of(chat.say("And?"))
+        assert got == alone(engine, chat.messages[:-1], template)
+        text = engine.codec.tokenizer.decode(chat._sequence.ids)
+        assert "Plain." in text and "secret" not in text

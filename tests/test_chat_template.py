@@ -1,0 +1,377 @@
+"""Chat templates: their texts and tokens are transformers', and a hostile one ends in a line."""
+
+import itertools
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from chat_templates import (
+    ANSWER,
+    CHATML,
+    GEMMA,
+    LLAMA2,
+    MESSAGES,
+    QWEN_TOOLS,
+    SYSTEM,
+    TEMPLATES,
+    TOOLS,
+    USER,
+    ZEPHYR,
+)
+from checkpoints import random_llama
+from jinja2 import TemplateError
+from models import byte_level_keys, make_model, make_shape
+from texts import byte_level_tokenizer, sentencepiece_tokenizer
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.tokenizer import tokenizer_keys
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
+from sparkinfer.runtime.text import template_process
+from sparkinfer.runtime.text.built_in_templates import BUILT_IN
+from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.text.template_process import TemplateProcess
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+# What transformers lets through of a template that does not take the messages.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = TemplateProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> PreTrainedTokenizerFast:
+    return fast(byte_level_tokenizer("smollm", 400))
+
+
+def fast(tokenizer, **more) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "[INST]"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL, **more)
+
+
+def template(text: str, process: TemplateProcess, **more) -> ChatTemplate:
+    return ChatTemplate(name="it", text=text, special=SPECIAL, process=process, **more)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_are_those_of_transformers(name, process, oracle):
+    rendered = refused = 0
+    ours = template(TEMPLATES[name], process)
+    for messages, tools, head in itertools.product(MESSAGES.values(), (None, TOOLS), (True, False)):
+        options = {"tools": tools, "add_generation_prompt": head}
+        try:
+            want = oracle.apply_chat_template(
+                messages, chat_template=TEMPLATES[name], tokenize=False, **options
+            )
+        except REFUSALS as error:
+            with pytest.raises(SparkinferError) as told:
+                ours.render(messages, **options)
+            assert "\n" not in str(told.value) and str(error)[:60].split("\n")[0] in str(told.value)
+            refused += 1
+            continue
+        assert ours.render(messages, **options) == want
+        rendered += 1
+    assert rendered >= 24, (rendered, refused)
+
+
+def test_variables_reach_the_template(process, oracle):
+    text = TEMPLATES["qwen-reasoning"]
+    for value in (True, False):
+        want = oracle.apply_chat_template(
+            [USER], chat_template=text, tokenize=False, add_generation_prompt=True,
+            enable_thinking=value,
+        )  # fmt: skip
+        ours = template(text, process)
+        assert ours.render([USER], variables={"enable_thinking": value}) == want
+        assert ("</think>" in want) is not value
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama2", "llama3", "gemma", "phi3", "qwen-tools"])
+def test_the_last_message_is_continued_as_in_transformers(name, process, oracle):
+    text = TEMPLATES[name]
+    for answer in (ANSWER, ANSWER | {"content": "It is"}):
+        want = oracle.apply_chat_template(
+            [USER, answer], chat_template=text, tokenize=False, continue_final_message=True
+        )
+        got = template(text, process).render(
+            [USER, answer], add_generation_prompt=False, continue_final_message=True
+        )
+        assert got == want and got.rstrip().endswith(answer["content"].strip())
+    for wrong in ([{"role": "user", "content": None}], [{"role": "user", "content": []}]):
+        with pytest.raises(SparkinferError, match="no text that could be continued"):
+            template(text, process).render(
+                wrong, add_generation_prompt=False, continue_final_message=True
+            )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@pytest.mark.parametrize("name", ["chatml", "llama2", "mistral", "zephyr", "qwen-tools"])
+def test_tokens_are_those_of_transformers(kind, name, process):
+    """Special tokens in the text are one token each, and a begin token comes once."""
+    tokenizer = (
+        byte_level_tokenizer("smollm", 400) if kind == "bytes" else sentencepiece_tokenizer(400)
+    )
+    theirs = fast(tokenizer)
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", begin)]
+    )
+    codec = TextCodec(tokenizer, begin, frozenset())
+    compared = 0
+    for messages in MESSAGES.values():
+        try:
+            want = theirs.apply_chat_template(
+                messages, chat_template=TEMPLATES[name], add_generation_prompt=True,
+                return_dict=False,
+            )  # fmt: skip
+        except REFUSALS:
+            continue
+        text = template(TEMPLATES[name], process).render(messages)
+        assert codec.encode_rendered(text) == want
+        assert codec.encode(text) == [begin, *want]  # what is not wanted here
+        assert want.count(begin) == text.count("<s>")
+        compared += 1
+    assert compared >= 5
+
+
+HOSTILE = {
+    "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "quiet": "{{ range(99999) | map('string') | map('center', 99999) | join | length }}",
+    "class": "{{ ().__class__.__bases__[0].__subclasses__() }}",
+    "attribute": "{{ messages | map(attribute='__class__') | first | string + 1 }}",
+    "globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "format": "{{ '{0.__class__.__mro__}'.format(1) }}",
+    "namespace": "{% set ns = namespace(__class__=1) %}",
+    "range": "{% for i in range(10**9) %}x{% endfor %}",
+    "times": "{{ 'x' * 10**10 }}",
+    "power": "{{ (10 ** 10) ** (10 ** 9) }}",
+    "folded": "{{ 'x' | center(10000000000) }}",
+    "width": "{{ '%10000000000d' % 1 }}",
+    "bytes": "{{ (1).to_bytes(10000000000) }}",
+    "doubled": "{% set ns = namespace(x='x') %}{% for i in range(60) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "text": "{{ 'x' * 17000000 }}",
+    "lorem": "{{ lipsum(n=100000000) }}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "nested": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "blocks": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+    "deep list": "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}"
+    "{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x | tojson }}",
+    "file": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}",
+    "lazy import": "{{ 'x'.encode('idna').decode('utf_16_be') }}",
+    "undefined": "{{ nothing.at.all }}",
+    "syntax": "{% for %}",
+    "lines": "{{ raise_exception('a\\nb\\n' * 1000) }}",
+    "no text": "{{ raise_exception(none) }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_ends_in_a_line(name, process):
+    assert template(CHATML, process).render([USER])  # the process runs
+    began = time.perf_counter()
+    with pytest.raises(SparkinferError) as told:
+        template(HOSTILE[name], process).render([USER])
+    assert time.perf_counter() - began < 2
+    assert "\n" not in str(told.value) and len(str(told.value)) < 450
+    assert str(told.value).startswith("it ")
+    assert template(CHATML, process).render([USER]).startswith("<|im_start|>user")
+
+
+def test_a_render_that_never_answers_is_ended(process, monkeypatch):
+    monkeypatch.setattr(template_process, "WALL_S", 0.05)
+    with pytest.raises(SparkinferError, match="takes too long"):
+        template(HOSTILE["endless"], process).render([USER])
+
+
+def test_an_interrupted_render_does_not_answer_the_next(process, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(template_process.os, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        template("{{ 'old' }}", process).render([USER])
+    monkeypatch.undo()
+    assert template("{{ 'new' }}", process).render([USER]) == "new"
+
+
+def test_the_process_ends_with_its_owner():
+    process = TemplateProcess()
+    assert process.render("it", "{{ 1 }}", {}) == "1"
+    pid = process._process.pid
+    del process
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_process_has_nothing_of_ours(monkeypatch):
+    """Neither files nor the environment of who runs it."""
+    monkeypatch.setenv("SECRET", "x")
+    process = TemplateProcess()
+    process.render("it", "", {})
+    pid = process._process.pid
+    assert b"SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    assert "Max open files            3" in limits
+    process.close()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], ["text"], [{"content": "x"}], [{"role": 1, "content": "x"}], [None],
+     [{"role": "user", "content": object()}], [{"role": "user", "content": b"x"}]],
+)  # fmt: skip
+def test_what_is_no_message_is_refused(messages, process):
+    with pytest.raises(SparkinferError) as told:
+        template(CHATML, process).render(messages)
+    assert "\n" not in str(told.value)
+
+
+def test_a_message_with_half_a_character_is_refused_as_text(process):
+    text = template(CHATML, process).render([{"role": "user", "content": "\ud800"}])
+    codec = TextCodec(byte_level_tokenizer("smollm", 400), None, frozenset())
+    with pytest.raises(SparkinferError, match="not UTF-8"):
+        codec.encode_rendered(text)
+
+
+# ---- which template ------------------------------------------------------------------------
+
+
+def model_with(**keys) -> tuple[ModelFile, TextCodec]:
+    known, vocab_size = byte_level_keys()
+    shape = make_shape(vocab_size=vocab_size)
+    model = make_model(shape=shape, extra_keys=known | keys)
+    return model, TextCodec.of(model)
+
+
+def test_the_named_templates_of_a_file():
+    keys = {
+        TEMPLATE_KEY: "plain {{ bos_token }}",
+        f"{TEMPLATE_KEY}.tool_use": "with {{ tools | length }}",
+        f"{TEMPLATE_KEY}.rag": "r",
+        TEMPLATES_KEY: ["tool_use", "rag", "missing"],
+    }
+    model, codec = model_with(**keys)
+    begin = codec.tokenizer.id_to_token(0)
+    found = chat_template_of(model, codec)
+    assert found.render([USER]) == f"plain {begin}"
+    assert found.render([USER], tools=TOOLS) == "with 1"
+    assert chat_template_of(model, codec, "rag").render([USER], tools=TOOLS) == "r"
+    with pytest.raises(SparkinferError, match="neither a file nor .* known: chatml, .* rag, tool"):
+        chat_template_of(model, codec, "missing")
+
+
+def test_a_model_without_a_template_says_what_to_do(tmp_path):
+    model, codec = model_with()
+    with pytest.raises(SparkinferError, match=r"no chat template; give --chat-template NAME\|FILE"):
+        chat_template_of(model, codec)
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0].content }}!")
+    found = chat_template_of(model, codec, str(own))
+    assert found.render([{"role": "user", "content": "Hello"}]) == "Hello!"
+    for wrong in (tmp_path, tmp_path / "none.jinja", Path("x" * 5000), "a\0b"):
+        with pytest.raises(SparkinferError, match="neither a file nor the name"):
+            chat_template_of(model, codec, str(wrong))
+    own.write_bytes(b"\xff")
+    with pytest.raises(SparkinferError, match="cannot be read as text"):
+        chat_template_of(model, codec, str(own))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("chatml", CHATML), ("llama2", LLAMA2), ("gemma", GEMMA), ("zephyr", ZEPHYR)]
+)
+def test_built_in_templates_write_what_the_published_ones_do(name, text, process):
+    for messages in ("one", "system", "three", "four", "answered", "five", "wrong order"):
+        for head in (True, False):
+            try:
+                want = template(text, process).render(
+                    MESSAGES[messages], add_generation_prompt=head
+                )
+            except SparkinferError:
+                if name == "gemma" and messages != "wrong order":
+                    continue  # the first Gemma takes no system message
+                with pytest.raises(SparkinferError, match="must alternate"):
+                    template(BUILT_IN[name].text, process).render(MESSAGES[messages])
+                continue
+            ours = template(BUILT_IN[name].text, process)
+            assert ours.render(MESSAGES[messages], add_generation_prompt=head) == want
+
+
+def test_built_in_templates_take_a_system_message(process):
+    for name, known in BUILT_IN.items():
+        text = template(known.text, process).render([SYSTEM, USER])
+        assert text.count("Be brief.") == 1 == text.count("What is 2 + 2?"), name
+        assert text.index("Be brief.") < text.index("What is")
+
+
+# ---- from a checkpoint ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("checkpoint") / "hf")
+
+
+def lay_out(folder: Path, where: str) -> None:
+    """Templates in the places that transformers reads."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if "config" in where:
+        config["chat_template"] = CHATML
+    if "list" in where:
+        config["chat_template"] = [
+            {"name": "default", "template": CHATML},
+            {"name": "tool_use", "template": QWEN_TOOLS},
+        ]
+    path.write_text(json.dumps(config))
+    if "file" in where:
+        (folder / "chat_template.jinja").write_text(LLAMA2)
+    if "folder" in where:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(ZEPHYR)
+
+
+@pytest.mark.parametrize("where", ["config", "list", "file", "config, file", "file, folder"])
+def test_a_checkpoints_templates_are_carried(where, checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
+    lay_out(folder, where)
+    convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
+    convert(ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "n.gguf", outtype="q8_0"))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for path in (tmp_path / "m.gguf", tmp_path / "n.gguf"):
+        model = ModelFile.load(path)
+        found = chat_template_of(model, TextCodec.of(model))
+        assert found.text == theirs.get_chat_template()
+        assert (found.tool_text or found.text) == theirs.get_chat_template(tools=TOOLS)
+
+
+def test_a_template_of_a_checkpoint_without_tokenizer_config(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text("j")
+    assert tokenizer_keys(folder, 320, "sparse").keys[TEMPLATE_KEY] == "j"
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text('{"chat_template": "p"}')
+    assert tokenizer_keys(folder, 320, "sparse").keys[TEMPLATE_KEY] == "p"
+
+
+@pytest.mark.parametrize("wrong", [3, {"a": "b"}, ["x"], [{"name": "a"}], [{"template": "a"}]])
+def test_a_template_that_is_no_text_is_refused(wrong, checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
+    with pytest.raises(SparkinferError, match="neither a text nor a list"):
+        tokenizer_keys(folder, 320, "sparse")

@@ -1,0 +1,200 @@
+"""The controller of drafts, on costs and drafters that are known: it drafts as long as is best, stops where
+it does not pay, comes back, and trying costs little."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.draft_costs import Acceptance, StepCosts
+from sparkinfer.runtime.generate.draft_options import SpeculationOptions
+from sparkinfer.runtime.generate.speculation import Guess, Speculation
+
+
+class Chance:
+    """A text and a drafter whose i-th guess is right with probability right(i)."""
+
+    name, is_free, token_s = "chance", True, 0.0
+
+    def __init__(self, right, seed: int = 0) -> None:
+        self.right, self.chance = right, random.Random(seed)
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        pass
+
+    def propose(self, ids: Sequence[int], most: int) -> Guess:
+        return Guess([1 if self.chance.random() < self.right(i) else 2 for i in range(most)])
+
+
+def live(speculation: Speculation, cost, count: int) -> tuple[float, Counter]:
+    """`count` tokens, all of them 1, by steps that cost cost(rows): (seconds, drafts by length)."""
+    ids, seconds, lengths = [1], 0.0, Counter()
+    while len(ids) <= count:
+        draft = speculation.draft(ids, 16)
+        accepted = next((i for i, token in enumerate(draft) if token != 1), len(draft))
+        seconds += cost(1 + len(draft))
+        lengths[len(draft)] += 1
+        speculation.learn(1 + len(draft), accepted, cost(1 + len(draft)))
+        ids.extend([1] * (1 + accepted))
+    return seconds, lengths
+
+
+def rate(length: int, right, cost) -> float:
+    reached, expected = 1.0, 1.0
+    for place in range(length):
+        reached *= right(place)
+        expected += reached
+    return expected / cost(length + 1)
+
+
+COSTS = {
+    "memory-bound": lambda rows: 0.1 * (1 + 0.05 * (rows - 1)),
+    "a jump, then a line": lambda rows: 0.1 * (1 if rows == 1 else 1.4 + 0.22 * (rows - 1)),
+    "compute-bound": lambda rows: 0.1 * rows,
+    "tiles of eight": lambda rows: 0.1 * (1 + 0.9 * ((rows - 1) // 8) + 0.04 * rows),
+}
+RIGHTS = {
+    "often": lambda place: 0.95,
+    "half": lambda place: 0.5,
+    "falling": lambda place: 0.95 * 0.8**place,
+    "never": lambda place: 0.0,
+}
+
+
+@pytest.mark.parametrize("right", RIGHTS)
+@pytest.mark.parametrize("cost", COSTS)
+def test_the_length_is_the_best_by_trying_all(cost, right):
+    speculation = Speculation(Chance(RIGHTS[right]), SpeculationOptions())
+    rates = [rate(length, RIGHTS[right], COSTS[cost]) for length in range(17)]
+    live(speculation, COSTS[cost], 3000)
+    seconds, lengths = live(speculation, COSTS[cost], 3000)
+    assert 3000 / seconds > 0.94 * max(rates), (rates, lengths)
+    assert 3000 / seconds > 0.985 * rates[0]
+    if rates[0] > 1.1 * max(rates[1:]):
+        assert lengths[0] > 0.95 * lengths.total()
+    with_best = rates[max(lengths, key=lengths.get)]
+    assert with_best > 0.95 * max(rates), (rates, lengths)
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_it_turns_off_and_comes_back(is_free):
+    drafter = Chance(RIGHTS["often"])
+    drafter.is_free = is_free
+    speculation = Speculation(drafter, SpeculationOptions())
+    cost = COSTS["a jump, then a line"]
+    live(speculation, cost, 1000)
+    assert (speculation.totals.num_off, speculation.totals.num_on) == (0, 0)
+    assert speculation.totals.gain > 1.5
+    drafter.right = RIGHTS["never"]
+    live(speculation, cost, 1000)
+    assert speculation.totals.num_off >= 1
+    _, lengths = live(speculation, cost, 2000)
+    assert lengths[0] > 0.95 * lengths.total()
+    drafter.right = RIGHTS["often"]
+    live(speculation, cost, 1000)
+    seconds, _ = live(speculation, cost, 2000)
+    assert speculation.totals.num_on >= 1 and 2000 * cost(1) / seconds > 1.5
+    line = speculation.line()
+    assert line.startswith("speculation (chance): ") and "x the speed estimated" in line
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("cost", COSTS)
+def test_trying_costs_little_from_the_first_token_on(cost, is_free):
+    """Wherever the text is cut off: no more than its share and what the account begins with, for a
+    drafter that lies from the beginning, and one that begins to after it was trusted."""
+    for right in (lambda place: 0.0, lambda place: 0.3):
+        drafter = Chance(right)
+        drafter.is_free = is_free
+        speculation = Speculation(drafter, SpeculationOptions())
+        took = count = 0
+        for _ in range(60):
+            seconds, lengths = live(speculation, COSTS[cost], 20)
+            took += seconds
+            count = speculation.totals.tokens
+            assert took < COSTS[cost](1) * (1.008 * count + 2), (took, count, lengths)
+
+
+def test_a_slow_drafter_is_not_asked():
+    class Slow(Chance):
+        calls = 0
+
+        def propose(self, ids, most):
+            self.calls += 1
+            time.sleep(0.005)
+            return super().propose(ids, most)
+
+    drafter = Slow(RIGHTS["often"])
+    drafter.is_free = False
+    speculation = Speculation(drafter, SpeculationOptions())
+    live(speculation, lambda rows: 1e-4 * rows, 2000)
+    assert 1 <= drafter.calls < 5
+
+
+def test_a_guess_past_the_room_is_cut():
+    class Endless(Chance):
+        def propose(self, ids, most):
+            return Guess([1] * 1000, trust=4)
+
+    for is_free in (True, False):
+        drafter = Endless(None)
+        drafter.is_free = is_free
+        speculation = Speculation(drafter, SpeculationOptions(most=8))
+        live(speculation, COSTS["memory-bound"], 200)
+        ids = [1] * 5
+        assert len(speculation.draft(ids, 100)) == 8
+        for room in (0, 1, 2, 7):
+            assert len(speculation.draft(ids, room)) == room
+
+
+def test_drafts_have_the_length_that_was_asked_for():
+    for options in (SpeculationOptions(most=3), SpeculationOptions(most=12, least=6)):
+        speculation = Speculation(Chance(RIGHTS["often"]), options)
+        _, lengths = live(speculation, COSTS["memory-bound"], 200)
+        drafted = [length for length in lengths if length]
+        assert drafted and options.least <= min(drafted) and max(drafted) <= options.most
+
+
+def test_costs_between_measured_ones():
+    costs = StepCosts()
+    assert costs.single_s is None
+    costs.learn(1, 1.0)
+    assert 1.0 < costs.seconds(9) < 9.0  # a guess
+    for seconds in (5.0, 5.2, 90.0):  # one of them was held up
+        costs.learn(9, seconds)
+    assert costs.seconds(9) == 5.2
+    assert costs.seconds(5) == pytest.approx(1 + 4.2 / 2)
+    assert costs.seconds(17) == pytest.approx(5.2 + 4.2)
+    for _ in range(9):
+        costs.learn(9, 2.0)
+    assert costs.table() == {1: 1.0, 9: 2.0}
+
+
+def test_acceptance_is_counted():
+    acceptance = Acceptance(4)
+    for n in range(2000):
+        acceptance.learn(0, 0, n % 4 > 0)
+        acceptance.learn(0, 1, n % 2 > 0)
+    found = acceptance.expected(0, 4)
+    assert found[0] == 1 and found[1] == pytest.approx(1.75, abs=0.05)
+    assert found[2] == pytest.approx(1.75 + 0.375, abs=0.07)
+    assert found[3] < found[4] < found[2] + 0.375
+    assert acceptance.expected(4, 2)[1] > 1.8  # of others nothing was learnt
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"most": 0}, "at most 0 tokens"),
+        ({"most": 4, "least": 5}, "at least 5 tokens, wanted 0 to 4"),
+        ({"least": -1}, "at least -1"),
+        ({"min_probability": 1.5}, "least probability is 1.5"),
+        ({"min_probability": float("nan")}, "least probability is nan"),
+    ],
+)
+def test_wrong_options(values, match):
+    with pytest.raises(SparkinferError, match=match):
+        SpeculationOptions(**values)

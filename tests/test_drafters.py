@@ -1,0 +1,101 @@
+"""Guesses from the text: the longest match, against a search that is slow and obvious, and the pool."""
+
+import random
+
+import pytest
+
+from sparkinfer.runtime.generate import ngrams
+from sparkinfer.runtime.generate.draft_model import num_common
+from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
+
+
+def longest_match(ids: list[int]) -> tuple[int, set[int]]:
+    """(length of the longest suffix that occurs before, what followed it): slow and obvious."""
+    best, after = 0, set()
+    for end in range(1, len(ids)):
+        length = 0
+        while length < end and ids[end - 1 - length] == ids[-1 - length]:
+            length += 1
+        if length > best:
+            best, after = length, set()
+        if length == best:
+            after.add(ids[end])
+    return best, after
+
+
+def test_lookup_finds_the_longest_match():
+    chance = random.Random(4)
+    for _ in range(30):
+        ids = [chance.randrange(4) for _ in range(chance.randrange(2, 60))]
+        drafter = NgramDrafter()
+        for stop in range(1, len(ids) + 1):
+            guess = drafter.propose(ids[:stop], 5)
+            length, after = longest_match(ids[:stop])
+            assert bool(guess.tokens) == (length >= 2)
+            if 3 <= length <= 5 or length == 2 or 7 <= length <= 11:
+                continue  # more occurrences than are compared may be there
+            if guess.tokens:
+                assert guess.tokens[0] in after and len(guess.tokens) == 5
+
+
+def test_lookup_goes_on_behind_a_change_and_in_circles():
+    source = list(range(100, 160))
+    text = [*source, 1, 1, 1, *source[:20], 7, *source[21:23]]
+    assert NgramDrafter().propose(text, 8).tokens == source[23:31]
+    assert NgramDrafter().propose([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+    assert NgramDrafter().propose([1, 2, 3, 4], 8).tokens == ()
+    # Of two places as good, the one next to that of the last guess.
+    drafter, text = NgramDrafter(), [50, 51, 52, 9, 9, 60, *source, 9, 9, 70, 71, 72, 50, 51, 52]
+    assert drafter.propose(text, 3).tokens == [9, 9, 60]
+    assert drafter.propose([*text, 8, 9, 9], 1).tokens == [60]
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter, lambda: NgramPool(3, 1 << 12)])
+def test_an_index_that_grows_is_one_made_at_once(drafter):
+    """Also where the text shrinks, is another, or is changed behind the index's back."""
+    chance = random.Random(6)
+    grown, ids = drafter(), []
+    for _ in range(300):
+        deed = chance.random()
+        if deed < 0.02:
+            ids = ids[: chance.randrange(len(ids) + 1)]
+        ids.extend(chance.randrange(5) for _ in range(chance.randrange(3)))
+        got = grown.propose(list(ids) if deed > 0.5 else ids, 6)
+        assert len(got.tokens) <= 6 and all(0 <= token < 5 for token in got.tokens)
+    ids = [*range(40), *range(10)]
+    assert grown.propose(ids, 6).tokens == drafter().propose(ids, 6).tokens == list(range(10, 16))
+    assert list(grown.propose(ids, 0).tokens) == []
+
+
+def test_the_pool_says_what_another_text_said():
+    pool = NgramPool(4)
+    pool.propose(list(range(50)), 1)
+    assert pool.propose([90, 91, 20, 21, 22, 23], 5).tokens == [24, 25, 26, 27, 28]
+    assert pool.propose([90, 91, 20, 21, 23, 23], 5).tokens == []
+    assert pool.propose([46, 47, 48], 5).tokens == ()
+    assert NgramPool(4).propose([46, 47, 48, 49], 5).tokens == []
+    # In a text of more tokens than entries the latest stand; and guesses stay tokens that came.
+    small = NgramPool(2, 16)
+    ids = [n % 9 for n in range(1000)]
+    assert set(small.propose(ids, 16).tokens) <= set(range(9))
+
+
+def test_the_index_of_an_endless_text_is_bounded(monkeypatch):
+    monkeypatch.setattr(ngrams, "_MOST_TOKENS", 100)
+    drafter, ids = NgramDrafter(), []
+    for n in range(2000):
+        ids.append(n % 37)
+        guess = drafter.propose(ids, 5)
+        if n > 40:
+            assert guess.tokens == [(n + 1 + i) % 37 for i in range(5)]
+        assert sum(len(ends) for ends in drafter._ends.values()) <= 4 * 100
+
+
+def test_common_beginnings():
+    for first, second, want in (
+        ([], [1], 0),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 4], [1, 2, 3], 2),
+        ([0], [1], 0),
+    ):
+        assert num_common(first, second) == num_common(second, first) == want

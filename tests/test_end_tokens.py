@@ -1,0 +1,110 @@
+"""The tokens that end a text: all that a model file or a checkpoint names, and nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import edit_config, random_llama
+from models import make_model, make_shape
+from texts import byte_level_tokenizer
+
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.vocabulary import vocabulary_keys
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
+from sparkinfer.runtime.text.codec import TextCodec
+
+SIZE = 400
+
+
+def model_of(own: bool, **keys) -> ModelFile:
+    """With a tokenizer.json or, as others write it, without."""
+    tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
+    tokenizer.add_special_tokens(["<|im_end|>", "<|eot_id|>", "<|other|>"])
+    tokenizer.add_tokens(["<|end|>"])
+    known = vocabulary_keys(json.loads(tokenizer.to_str()), SIZE)
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    known["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    if own:
+        known[TOKENIZER_KEY] = tokenizer.to_str()
+    return make_model(shape=make_shape(vocab_size=SIZE), extra_keys=known | keys)
+
+
+def key(kind: str) -> str:
+    return f"tokenizer.ggml.{kind}_token_id"
+
+
+def test_all_kinds_and_the_list_end_a_text():
+    ids = {key(kind): np.uint32(n) for n, kind in enumerate(("eos", "eot", "eom"), start=3)}
+    assert TextCodec.of(model_of(True, **ids)).end_ids == {3, 4, 5}
+    listed = {END_KEY: [np.int32(9), np.int32(7)]}
+    assert TextCodec.of(model_of(True, **ids, **listed)).end_ids == {3, 4, 5, 7, 9}
+    assert TextCodec.of(model_of(True)).end_ids == set()
+
+
+def test_a_file_of_others_ends_at_the_tokens_that_are_known_by_name():
+    """Their eos is often that of the model before it learned to chat."""
+    codec = TextCodec.of(model_of(False, **{key("eos"): np.uint32(3)}))
+    known = {codec.tokenizer.token_to_id(text) for text in ("<|im_end|>", "<|eot_id|>")}
+    known.add(codec.tokenizer.token_to_id("<|endoftext|>"))
+    assert codec.end_ids == (known | {3}) - {None}
+    assert codec.tokenizer.token_to_id("<|end|>") not in codec.end_ids  # not a special token
+    listed = {END_KEY: [np.int32(9)]}
+    assert TextCodec.of(model_of(False, **listed)).end_ids == {9}
+
+
+@pytest.mark.parametrize("kind", ["eos", "eot", "eom", "bos"])
+@pytest.mark.parametrize(
+    "wrong", [np.int32(-1), np.uint32(99_999), np.uint32(SIZE), np.uint32(0xFFFFFFFF), "x", True,
+              np.float32(3.0), [np.int32(3)]],
+)  # fmt: skip
+def test_an_id_that_no_token_has_is_refused(kind, wrong):
+    with pytest.raises(SparkinferError, match=f"{kind}_token_id is .* wanted a token") as told:
+        TextCodec.of(model_of(True, **{key(kind): wrong}))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[np.int32(3), np.int32(-1)], [np.int32(SIZE)], ["x"], "x", [np.int32(3), "3"]]
+)
+def test_a_list_with_a_wrong_id_is_refused(wrong):
+    with pytest.raises(SparkinferError, match="end_token_ids is .* wanted a token") as told:
+        TextCodec.of(model_of(True, **{END_KEY: wrong}))
+    assert "\n" not in str(told.value)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("checkpoint") / "hf")
+
+
+def converted(checkpoint: Path, tmp_path: Path, ids: object) -> tuple[frozenset[int], str]:
+    """(end tokens of the model file, notes) of a checkpoint that generates until one of `ids`."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
+    return TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids, "\n".join(report.notes)
+
+
+def test_a_checkpoints_list_is_carried(checkpoint, tmp_path):
+    ends, notes = converted(checkpoint, tmp_path, [9, 5, 100_000])
+    assert ends >= {5, 9} and max(ends) == 9
+    assert "eos_token_id 100000 is not in the model" in notes
+
+
+@pytest.mark.parametrize("wrong", [-1, "x", [3, -1], [3, "3"], [True], 2.0, {"a": 1}])
+def test_a_checkpoint_with_a_wrong_id_is_refused(wrong, checkpoint, tmp_path):
+    with pytest.raises(SparkinferError, match="eos_token_id has .* wanted the numbers") as told:
+        converted(checkpoint, tmp_path, wrong)
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_the_list_of_the_config_is_carried_too(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
+    edit_config(folder, lambda config: config.update(eos_token_id=[4, 6]))
+    convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
+    assert TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids >= {4, 6}

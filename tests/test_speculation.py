@@ -1,0 +1,520 @@
+"""Speculation changes no text: whatever is drafted, and however the clock runs, the tokens are those
+of single steps; and the controller drafts where that is faster."""
+
+import dataclasses
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from models import byte_level_keys, make_model, make_shape
+
+from sparkinfer import Engine
+from sparkinfer.commands.speculation_options import (
+    speculating,
+    speculation_options,
+    take_speculation_options,
+)
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.cache.block_table import NO_BLOCK
+from sparkinfer.runtime.generate.chain import SamplerChain
+from sparkinfer.runtime.generate.draft_model import DraftModel
+from sparkinfer.runtime.generate.draft_options import SpeculationOptions
+from sparkinfer.runtime.generate.generation import Generation, GenerationOptions
+from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.generate.speculation import (
+    Speculation,
+    check_rows,
+)
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.step.batch import Wanted
+from sparkinfer.runtime.step.sequences import Sequences
+
+ROOT = Path(__file__).parent.parent
+CONTEXT = 400
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+MODES = ("dense", "exact", "predicted")
+
+
+def model_path(folder: Path, kind: str, name: str = "m", seed: int = 0) -> Path:
+    """Random, with predictors and a tokenizer of bytes. Its greedy texts run in circles soon."""
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(vocab_size=vocab_size, context_length=CONTEXT)
+    model = make_model(
+        shape=shape, kind=kind, predictor_rank=16, predictor_density=0.3, extra_keys=keys, seed=seed
+    )
+    model = dataclasses.replace(model, path=folder / f"{name}.gguf")
+    model.save(model.path)
+    return model.path
+
+
+def text_of(engine: Engine, count: int, drafts=None, prompt=PROMPT, **options) -> list[int]:
+    sampling = options.pop("sampling", SamplingOptions(temperature=0.0))
+    ends = GenerationOptions(max_tokens=count, ignores_end=True, **options)
+    tokens = engine.generate(list(prompt), sampling=sampling, options=ends, drafts=drafts)
+    return [token.id for token in tokens if token.id is not None]
+
+
+class Eager:
+    """Drafts all that a drafter proposes, whatever it costs."""
+
+    def __init__(self, drafter, most: int = 16) -> None:
+        self.drafter, self.most = drafter, most
+        self.heard: list[tuple[int, int]] = []
+
+    def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
+        return self.drafter.propose(ids, min(room, self.most)).tokens
+
+    def learn(self, rows: int, accepted: int, seconds: float) -> None:
+        assert seconds > 0
+        self.heard.append((rows, accepted))
+
+
+class Prophet:
+    """Knows the text; tells it, or something else."""
+
+    def __init__(self, text: list[int], lie, seed: int = 0) -> None:
+        self.text, self.lie, self.chance = text, lie, random.Random(seed)
+
+    def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
+        at = len(ids)
+        return self.lie(self.text[at : at + min(room, 40)], self.chance)
+
+    def learn(self, rows: int, accepted: int, seconds: float) -> None:
+        pass
+
+
+LIES = {
+    "always right": lambda truth, chance: truth,
+    "always wrong": lambda truth, chance: [(token + 1) % 256 for token in truth],
+    "wrong in the middle": lambda truth, chance: [*truth[:3], 0, *truth[4:]][: len(truth)],
+    "any length": lambda truth, chance: truth[: chance.randrange(20)],
+    "anything": lambda truth, chance: [
+        token if chance.random() < 0.8 else chance.randrange(256)
+        for token in truth[: chance.randrange(30)]
+    ],
+}
+
+
+@native
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_greedy_and_seeded_texts_with_every_drafter(tmp_path, kind, mode):
+    path = model_path(tmp_path, kind)
+    small = model_path(tmp_path, "f16", "draft")
+    with Engine.load(path, mode=mode) as engine, Engine.load(small, mode="dense") as other:
+        for sampling in (
+            SamplingOptions(temperature=0.0),
+            SamplingOptions(temperature=0.1, top_k=3, seed=11),
+        ):
+            want = text_of(engine, 150, sampling=sampling)
+            assert engine.last_run.drafted == 0
+            with other.sequence() as sequence:
+                for drafter in (NgramDrafter(), NgramPool(3), DraftModel(sequence, 0.0)):
+                    drafts = Eager(drafter)
+                    assert text_of(engine, 150, drafts, sampling=sampling) == want, drafter.name
+                    run = engine.last_run
+                    assert run.accepted > 0 and run.drafted > 20, drafter.name
+                    assert run.decode_steps + run.accepted == run.decode_tokens
+                    assert sum(rows - 1 for rows, _ in drafts.heard) == run.drafted
+                    assert sum(right for _, right in drafts.heard) == run.accepted
+            for drafter in (NgramDrafter(), NgramPool(3)):
+                drafts = Speculation(drafter, SpeculationOptions())
+                for _ in range(2):  # the second time with what it has learnt
+                    assert text_of(engine, 150, drafts, sampling=sampling) == want
+
+
+@native
+@pytest.mark.parametrize("lie", LIES)
+def test_adversarial_drafts_change_nothing(tmp_path, lie):
+    with Engine.load(model_path(tmp_path, "q8_0"), mode="predicted") as engine:
+        for sampling in (SamplingOptions(temperature=0.0), SamplingOptions(seed=5)):
+            want = text_of(engine, 200, sampling=sampling)
+            drafts = Prophet(PROMPT + want, LIES[lie])
+            assert text_of(engine, 200, drafts, sampling=sampling) == want
+            assert engine.last_run.drafted > 100
+            # To the end of the context, and on behind it with half of the text.
+            full = text_of(engine, 1000, sampling=sampling)
+            assert len(full) + len(PROMPT) == CONTEXT + 1
+            drafts = Prophet(PROMPT + full, LIES[lie])
+            assert text_of(engine, 1000, drafts, sampling=sampling) == full
+            assert engine.last_run.stopped_by == "context"
+            shifted = text_of(engine, 600, sampling=sampling, shift_keep=3)
+            drafts = Prophet(PROMPT + shifted, LIES[lie])
+            assert text_of(engine, 600, drafts, sampling=sampling, shift_keep=3) == shifted
+
+
+@native
+def test_the_comparison_finds_a_changed_text(tmp_path):
+    """A verifier that believes every draft."""
+
+    class Believer(Generation):
+        def draw(self):
+            if self._right < len(self._draft):
+                self._draws = _Fixed(self._draft[self._right], self._draws)
+            return super().draw()
+
+    with Engine.load(model_path(tmp_path, "q8_0"), mode="exact") as engine:
+        want = text_of(engine, 60)
+        found = []
+        for kind in (Generation, Believer):
+            chain = SamplerChain(SamplingOptions(temperature=0.0), 256)
+            drafts = Prophet(PROMPT + want, LIES["wrong in the middle"])
+            with engine.sequence() as text:
+                options = GenerationOptions(max_tokens=60, ignores_end=True)
+                made = kind(text, PROMPT, engine.codec, chain, options, Traffic(), drafts=drafts)
+                found.append([token.id for token in made.tokens()])
+        assert found[0] == want and found[1] != want
+
+
+class _Fixed:
+    """Draws a certain token, once."""
+
+    def __init__(self, token: int, after) -> None:
+        self.token, self.after = token, after
+
+    def sample(self, logits_V, history, mask_V):
+        token, self.token = self.token, None
+        return self.after.sample(logits_V, history, mask_V) if token is None else token
+
+
+@native
+def test_no_token_depends_on_a_clock(tmp_path, monkeypatch):
+    path = model_path(tmp_path, "q8_0")
+    chance = random.Random(7)
+    real, run, now = time.perf_counter, Sequences.run, 0.0
+
+    def jumping_run(self, parts):
+        nonlocal now
+        now += chance.choice((1e-6, 1e-3, 0.01, 7.0))
+        return run(self, parts)
+
+    monkeypatch.setattr(Sequences, "run", jumping_run)
+    with Engine.load(path, mode="exact") as engine:
+        for sampling in (
+            SamplingOptions(temperature=0.0),
+            SamplingOptions(temperature=0.2, seed=3),
+        ):
+            want = text_of(engine, 200, sampling=sampling)
+            seen = set()
+            for clock in (real, *[lambda: now] * 6):
+                monkeypatch.setattr(time, "perf_counter", clock)
+                drafts = Speculation(NgramDrafter(), SpeculationOptions())
+                assert text_of(engine, 200, drafts, sampling=sampling) == want
+                monkeypatch.setattr(time, "perf_counter", real)
+                seen.add((drafts.totals.drafts, drafts.totals.drafted))
+            assert len(seen) > 1  # what was drafted did depend on it
+
+
+@native
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_a_sequence_is_clean_after_an_interruption(tmp_path, num_sequences):
+    with Engine.load(
+        model_path(tmp_path, "q8_0"), mode="exact", num_sequences=num_sequences
+    ) as engine:
+        want = text_of(engine, 200)
+        logits = engine.logits(PROMPT + want[:160])
+        table = engine.layers[0].attention.cache.table
+        for count in (1, 2, 7, 30, 90, 140):
+            text = engine.sequence()
+            drafts = Prophet(PROMPT + want, LIES["anything"], seed=count)
+            tokens = engine.generate(
+                PROMPT, 200, 0.0, drafts=drafts, sequence=text,
+                options=GenerationOptions(max_tokens=200, ignores_end=True),
+            )  # fmt: skip
+            found = [token.id for token in itertools.islice(tokens, count)]
+            tokens.close()
+            assert found == want[:count]
+            given = PROMPT + want[:count]
+            assert text.ids == given[: len(text.ids)] and len(given) - len(text.ids) <= 1
+            # What stands in the cache is right as well.
+            text.rollback(min(text.length, len(given) - 1))
+            assert torch.equal(text.extend(given[text.length :])[0], logits[len(given) - 1])
+            text.close()
+            if num_sequences > 1:
+                assert (table.block_SN == NO_BLOCK).all() and len(table._free) == table.num_blocks
+
+
+@native
+def test_the_draft_models_sequence_is_the_text(tmp_path):
+    path, small = model_path(tmp_path, "q8_0"), model_path(tmp_path, "q4_0", "draft")
+    with Engine.load(path, mode="dense") as engine, Engine.load(small, mode="dense") as other:
+        with other.sequence() as sequence:
+            drafter, calls = DraftModel(sequence, 0.0), []
+
+            class Watched(Eager):
+                def draft(self, ids, room):
+                    tokens = super().draft(ids, room)
+                    calls.append(len(tokens))
+                    kept = sequence.ids
+                    assert kept[: len(ids)] == list(ids)
+                    assert kept[len(ids) :] == list(tokens)[: len(kept) - len(ids)]
+                    return tokens
+
+            want = text_of(engine, 100)
+            assert text_of(engine, 100, Watched(drafter)) == want
+            other_prompt = PROMPT[:5] + [77, 78, 79]
+            want = text_of(engine, 100, prompt=other_prompt)
+            assert text_of(engine, 100, Watched(drafter), prompt=other_prompt) == want
+            assert len(calls) > 20
+            # Its guesses are its own greedy text.
+            guess = drafter.propose(PROMPT, 12).tokens
+        assert guess == text_of(other, 12)
+
+
+@native
+def test_a_draft_model_says_nothing_where_it_is_not_sure_or_full(tmp_path):
+    path = model_path(tmp_path, "q8_0")
+    with Engine.load(path, mode="dense", context_length=32) as engine, engine.sequence() as text:
+        assert DraftModel(text, 1.0).propose(PROMPT, 8).tokens == []
+        assert len(DraftModel(text, 0.0).propose(PROMPT, 8).tokens) == 8
+        assert len(DraftModel(text, 0.0).propose([1] * 30, 8).tokens) == 3  # one behind the last
+        assert DraftModel(text, 0.0).propose([1] * 33, 8).tokens == []
+
+
+# ---- the distribution of drawn tokens -----------------------------------------------------------
+
+WORDS = 6
+
+
+class TableText:
+    """A text whose next token depends on the last alone: its rows are those of a table."""
+
+    def __init__(self, logits_VV: torch.Tensor) -> None:
+        self.logits_VV, self.ids, self.room, self.is_open = logits_VV, [], 1 << 20, True
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def rollback(self, length: int) -> None:
+        assert 0 <= length <= len(self.ids)
+        del self.ids[length:]
+
+    def extend(self, tokens: Sequence[int], wanted: Wanted = "last") -> torch.Tensor:
+        self.ids.extend(tokens)
+        return self.logits_VV[list(tokens)][slice(-1, None) if wanted == "last" else slice(None)]
+
+
+class NoText:
+    end_ids = frozenset[int]()
+
+    def stream(self, after):
+        return self
+
+    def text(self, token_id: int) -> str:
+        return ""
+
+
+class TooSure(Generation):
+    """A planted fault: takes a drafted token in one of ten cases without drawing."""
+
+    def draw(self):
+        if self._right < len(self._draft) and self.chance.random() < 0.1:
+            self._draws = _Fixed(self._draft[self._right], self._draws)
+        return super().draw()
+
+
+def p_of_two_tokens(kind: type[Generation], count: int) -> float:
+    """Chi-square over the second and third token of `count` texts, both drafted: the probability
+    of counts that far from the table's or farther."""
+    logits_VV = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
+    share_VV = logits_VV.double().softmax(1)
+    prior_V = share_VV[0] @ share_VV  # of the second, behind the first behind 0
+    expected = (prior_V[:, None] * share_VV).flatten() * count
+    chance, found = random.Random(2), Counter()
+    plain = SamplingOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+    class Any:
+        def draft(self, ids, room):
+            return [chance.randrange(WORDS) for _ in range(min(room, 2))]
+
+        def learn(self, rows, accepted, seconds):
+            pass
+
+    for seed in range(count):
+        chain = SamplerChain(dataclasses.replace(plain, seed=seed), WORDS)
+        options = GenerationOptions(max_tokens=4)
+        made = kind(TableText(logits_VV), [0], NoText(), chain, options, Traffic(), drafts=Any())
+        made.chance = chance
+        tokens = [token.id for token in made.tokens()]
+        found[tokens[1], tokens[2]] += 1
+    counts = torch.tensor([found[pair] for pair in itertools.product(range(WORDS), repeat=2)])
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor(WORDS * WORDS - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees / 2, statistic / 2))
+
+
+def test_drafted_tokens_are_distributed_as_drawn_ones():
+    assert p_of_two_tokens(Generation, 10_000) > 0.01  # 20,000 draws
+    assert p_of_two_tokens(TooSure, 5_000) < 1e-6
+
+
+@pytest.mark.slow
+def test_drafted_tokens_are_distributed_as_drawn_ones_200_000_times():
+    assert p_of_two_tokens(Generation, 100_000) > 0.01
+    assert p_of_two_tokens(TooSure, 100_000) < 1e-12
+
+
+# ---- the whole of it ----------------------------------------------------------------------------
+
+
+def refuses(engine: Engine, match: str) -> None:
+    with pytest.raises(SparkinferError, match=match) as caught:
+        check_rows(engine._live)
+    assert "\n" not in str(caught.value)
+
+
+@native
+def test_refused_where_rows_are_not_single_steps(tmp_path, monkeypatch):
+    path = model_path(tmp_path, "q8_0")
+    with Engine.load(path) as engine:
+        check_rows(engine._live)
+        engine._sequences.decoder = dataclasses.replace(engine._live, native=object())
+        refuses(engine, "a part of the model is on a GPU")
+    monkeypatch.setattr(library, "is_available", lambda: False)
+    with Engine.load(path) as engine:
+        assert engine.not_native
+        refuses(engine, "could change the text here")
+        with speculating(engine, SpeculationOptions(type="ngram", is_optional=True)) as drafts:
+            assert drafts is None
+        with pytest.raises(SparkinferError, match="leave --speculate out"):
+            with speculating(engine, SpeculationOptions(type="ngram")):
+                pass
+
+
+@click.command()
+@speculation_options
+@click.pass_context
+def command(context: click.Context, **arguments) -> None:
+    context.obj.append(take_speculation_options(arguments))
+    assert not arguments
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("", (SpeculationOptions(type="ngram", is_optional=True), None)),
+        ("--speculate none", (SpeculationOptions(), None)),
+        ("--spec-type ngram --draft 7", (SpeculationOptions(type="ngram", most=7), None)),
+        ("--speculate ngram-mod --draft-n 9 --draft-n-min 2",
+         (SpeculationOptions(type="ngram-mod", most=9, least=2), None)),
+        ("-md d.gguf --draft-max 4 --draft-p-min 0.5",
+         (SpeculationOptions(type="draft", most=4, min_probability=0.5), Path("d.gguf"))),
+        ("--model-draft d.gguf --speculate draft",
+         (SpeculationOptions(type="draft"), Path("d.gguf"))),
+    ],
+)  # fmt: skip
+def test_options_of_a_command(line, wanted):
+    found = []
+    CliRunner().invoke(command, line.split(), obj=found, catch_exceptions=False)
+    assert found == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("--speculate draft", "needs a draft model: -md FILE"),
+        ("--speculate ngram -md d.gguf", "-md is for --speculate draft, not for ngram"),
+        ("--speculate other", "is not one of"),
+    ],
+)
+def test_options_that_do_not_go_together(line, match):
+    result = CliRunner().invoke(command, line.split(), obj=[])
+    assert result.exit_code == 2 and match in result.output
+
+
+@native
+def test_drafts_by_options(tmp_path):
+    path, small = model_path(tmp_path, "q8_0"), model_path(tmp_path, "q4_0", "draft")
+    with Engine.load(path, mode="exact", context_length=200) as engine:
+        want = text_of(engine, 100)
+        with speculating(engine, SpeculationOptions()) as drafts:
+            assert drafts is None
+        for kind in ("ngram", "ngram-mod", "draft"):
+            options = SpeculationOptions(type=kind, min_probability=0.0)
+            with speculating(engine, options, small) as drafts:
+                assert text_of(engine, 100, drafts) == want
+                assert drafts.line().startswith(f"speculation ({kind}): ")
+                assert drafts.totals.tokens == 99
+
+
+@native
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+    path = model_path(tmp_path, "q8_0")
+    keys, vocab_size = byte_level_keys()
+    for more, swapped, match in (
+        (1, False, f"draft.gguf: the draft model has {vocab_size + 1} tokens, the model {vocab_size}"),
+        (0, True, "draft.gguf: the draft model's tokens are not the model's, the first at 0"),
+    ):  # fmt: skip
+        other = dict(keys)
+        if swapped:
+            content = json.loads(other["tokenizer.huggingface.json"])
+            vocab = content["model"]["vocab"]
+            first, second = sorted(vocab, key=vocab.get)[:2]
+            vocab[first], vocab[second] = vocab[second], vocab[first]
+            other["tokenizer.huggingface.json"] = json.dumps(content)
+        shape = make_shape(vocab_size=vocab_size + more, context_length=CONTEXT)
+        model = make_model(shape=shape, extra_keys=other)
+        dataclasses.replace(model, path=tmp_path / "draft.gguf").save(tmp_path / "draft.gguf")
+        options = SpeculationOptions(type="draft")
+        with Engine.load(path, mode="dense") as engine:
+            with pytest.raises(SparkinferError, match=match) as caught:
+                with speculating(engine, options, tmp_path / "draft.gguf"):
+                    pass
+            assert "\n" not in str(caught.value)
+
+
+def real_texts(path: Path, mode: str, prompt: str, count: int) -> None:
+    context = 2 * count + 600
+    with Engine.load(path, mode=mode, device="cpu") as engine:
+        context = min(context, engine.model.shape.context_length)
+    with Engine.load(path, mode=mode, device="cpu", context_length=context) as engine:
+        ids = engine.codec.encode(prompt)
+        for sampling in (SamplingOptions(temperature=0.0), SamplingOptions(seed=1)):
+            want = text_of(engine, count, prompt=ids, sampling=sampling, shift_keep=4)
+            assert len(want) == count
+            for drafts in (
+                Eager(NgramDrafter()), Eager(NgramPool(3)),
+                Speculation(NgramDrafter(), SpeculationOptions()),
+            ):  # fmt: skip
+                got = text_of(engine, count, drafts, ids, sampling=sampling, shift_keep=4)
+                assert got == want
+                print(path.name, mode, engine.last_run.drafted, engine.last_run.accepted)
+
+
+@native
+def test_the_bundled_model(tmp_path):
+    convert(ConvertConfig(source=ROOT / "examples" / "tiny-relu", output=tmp_path / "m.gguf"))
+    real_texts(tmp_path / "m.gguf", "exact", "The ", 200)
+
+
+@pytest.mark.slow
+@native
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_two_thousand_tokens_of_a_chat_model(kind):
+    path = ROOT / "build" / "smollm2" / f"{kind}.gguf"
+    assert path.exists(), f"{path} is not there: run make smollm2 first"
+    real_texts(
+        path, "dense", "<|im_start|>user\nTell a story.<|im_end|>\n<|im_start|>assistant\n", 2000
+    )
+
+
+@pytest.mark.slow
+@native
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+def test_two_thousand_tokens_of_the_bundled_model(tmp_path, mode):
+    convert(ConvertConfig(source=ROOT / "examples" / "tiny-relu", output=tmp_path / "m.gguf"))
+    real_texts(tmp_path / "m.gguf", mode, "The ", 2000)
