@@ -6,7 +6,6 @@ is pickled. What this module does not know: what the work is."""
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -72,12 +71,7 @@ class Ranks:
             self._is_own = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._is_own:
             dist.destroy_process_group()
 

@@ -10,7 +10,6 @@ What this module does not know: text, sampling. Letters: R rows that have logits
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -192,12 +191,7 @@ class Sequence:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
