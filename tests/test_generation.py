@@ -315,6 +315,13 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
     refused = run(*common, "-p", "ab cd ef", code=1).stderr.decode()
     assert "or say --force to compute it again" in refused and refused.count("\n") == 1
     assert "computing it again" in run(*common, "-p", "ab cd ef", "--force").stderr.decode()
+    for other in (codec_model, tmp_path / "precious.txt", tmp_path):
+        if other != tmp_path:
+            other.write_bytes(other.read_bytes() if other.exists() else b"mine")
+        kept = None if other == tmp_path else other.read_bytes()
+        wrong = (codec_model, "-n", 4, "--prompt-cache", other, "--force", "-p", "ab cd ef")
+        assert "is no prompt's state, so it stays" in run(*wrong, code=1).stderr.decode()
+        assert kept is None or other.read_bytes() == kept
     third = json.loads(run(*common, "-p", "ab cd ef").stdout)
     assert third["cached_tokens"] == third["prefill_tokens"] - 1
 

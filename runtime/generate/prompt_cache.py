@@ -18,6 +18,7 @@ from sparkinfer.runtime.step.sequences import Sequence
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 FORMAT, VERSION = "sparkinfer.prompt", 1
+MAX_HEADER_BYTES = 1 << 20  # that are looked through for the format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,15 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
         arrays[f"value.{number}"] = value_TKW.cpu().numpy()
     metadata = {**asdict(key), "sha256": _digest(arrays)}
     save_arrays(path, FORMAT, VERSION, metadata, arrays)
+
+
+def is_prompt(path: Path) -> bool:
+    """Whether a file is, or once was, what `save_prompt` wrote: nothing else may be overwritten."""
+    try:
+        with path.open("rb") as file:
+            return f'"format":"{FORMAT}"'.encode() in file.read(MAX_HEADER_BYTES)[8:]
+    except OSError:
+        return False
 
 
 def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:

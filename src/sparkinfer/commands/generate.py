@@ -262,15 +262,19 @@ def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted
 
 
 def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
-    from sparkinfer.runtime.generate.prompt_cache import restore_prompt
+    from sparkinfer.runtime.generate.prompt_cache import is_prompt, restore_prompt
 
     path = wanted.prompt_cache
     assert path is not None
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return
     try:
         restore_prompt(sequence, path, engine.prompt_key())
     except SparkinferError as error:
+        if not is_prompt(path):
+            raise SparkinferError(
+                f"{path}: exists and is no prompt's state, so it stays; give --prompt-cache another name"
+            ) from error
         if not wanted.force:
             raise SparkinferError(f"{error}, or say --force to compute it again") from error
         say(f"note: {error}; computing it again")
