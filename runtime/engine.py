@@ -236,7 +236,7 @@ class Engine(TextEngine):
         chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.shape.vocab_size)
         token_id = 0
         with self._sequences.open(yields=True) as text:
-            self._live.weights.cache.reserve(text.number, start, start + steps)
+            self._live.weights.cache.reserve(text.number, 0, start + steps)
             began = time.perf_counter()
             for position in range(start, start + steps):
                 rows = rows_of([token_id], position, sequence=text.number)

@@ -48,8 +48,11 @@ GBNF_REFUSALS = {
     "root ::= \0": "a zero byte at character 9",
     "root ::= \ud800": "not UTF-8 at character 9",
     "root ::= r0\n"
-    + "\n".join(f'r{i} ::= r{i + 1} | "x"' for i in range(3000))
-    + '\nr3000 ::= "x"': "a thousand rules or so",
+    + "\n".join(f'r{i} ::= r{i + 1} | "x"' for i in range(900))
+    + '\nr900 ::= "x"': "a thousand rules or so",
+    'root ::= "a"\n' + "\n".join(f'r{i} ::= "x"' for i in range(1000)): "line 1001 .* over 1,000",
+    "root ::= [" + "a" * 1001 + "]": "line 1 .* a class of over 1,000 ranges",
+    'root ::= "' + "a" * 10_001 + '"': "line 1 .* a literal of over 10,000 characters",
     "* ::= 1": "wanted the name of a rule",
 }
 LARK_REFUSALS = {
@@ -86,6 +89,8 @@ SCHEMA_REFUSALS = [
     ({"properties": {"a": {"$id": "http://a.b"}}}, "#/properties/a: '\\$id': only the whole"),
     ({"type": "string", "format": "regex"}, "'format': 'regex' is none of date, "),
     ({"type": "integer", "format": "int32"}, "'format': 'int32' is none of"),
+    ('{"format": ["date"]}', "#: 'format': .'date'. is none of"),
+    ({"format": {}}, "#: 'format': {} is none of"),
     ({"type": "foo"}, "Invalid type: foo"),
     ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "'exclusiveMinimum': is True"),
     ({"type": "string", "minLength": -1}, "minLength"),
@@ -146,6 +151,23 @@ def test_schemas_that_cannot_be_enforced_are_refused(schema, message):
 def test_a_keyword_that_would_be_ignored_is_refused_with_its_place(keyword):
     schema = {"type": "object", "properties": {"a/b": {"type": "array", keyword: {}}}}
     refused(json_schema_constraint, schema, f"#/properties/a~1b: '{regexes.escape(keyword)}': ")
+
+
+@pytest.mark.parametrize("told", ["panicked at src/a.rs:3", "no\n<backtrace>\n0: std::rt\n"])
+def test_a_panic_of_llguidance_is_told_without_its_backtrace(monkeypatch, told):
+    class Panicking:
+        def __init__(self, *arguments, **options):
+            pass
+
+        def is_error(self):
+            return True
+
+        def get_error(self):
+            return told
+
+    monkeypatch.setattr("llguidance.LLMatcher", Panicking)
+    wanted = "^Lark grammar: llguidance cannot handle it; make it smaller or simpler$"
+    refused(lark_constraint, 'start: "a"', wanted)
 
 
 def test_a_stuck_grammar_is_one_line():

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,6 +205,22 @@ def test_a_step_that_fails_behind_a_draft_takes_nothing_with_it(codec_model, mon
         assert text.length >= len(prompt)
 
 
+def test_a_sequence_that_others_use_meanwhile_is_noticed(codec_model):
+    with Engine.load(codec_model) as engine, engine.sequence() as text:
+        first = engine.generate("ab cd", 20, 0.0, sequence=text)
+        next(first), next(first)
+        next(engine.generate("zz", 20, 0.0, sequence=text))
+        with pytest.raises(SparkinferError, match="used for something else"):
+            list(first)
+
+
+def test_a_context_too_short_to_be_shifted(codec_model):
+    options = GenerationOptions(max_tokens=5, ignores_end=True, shift_keep=4)
+    with Engine.load(codec_model, context_length=2) as engine:
+        with pytest.raises(SparkinferError, match="a context of 2 has no half"):
+            list(engine.generate([1], options=options))
+
+
 # ---- the state of a prompt in a file ----------------------------------------------------------------
 
 
@@ -259,6 +276,15 @@ def test_a_state_of_something_else_is_refused(tmp_path):
                 with pytest.raises(SparkinferError):
                     restore_prompt(text, path, engine.prompt_key())
                 assert text.length == 0
+        with engine.sequence() as text:
+            text.extend([1, 2, 3])
+            key = engine.prompt_key()
+            save_prompt(text, path, replace(key, vocab_size=2))
+        with engine.sequence() as text:
+            with pytest.raises(SparkinferError, match="another vocab_size"):
+                restore_prompt(text, path, key)
+            with pytest.raises(SparkinferError, match="tokens that the model does not have"):
+                restore_prompt(text, path, replace(key, vocab_size=2))
         for length in (0, 5, 100, len(whole) - 1):
             path.write_bytes(whole[:length])
             with engine.sequence() as text, pytest.raises(SparkinferError, match="not a whole"):
@@ -340,6 +366,17 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
 )
 def test_wrong_requests_end_in_a_line(codec_model, args, message, code):
     assert message in run(codec_model, *args, code=code).stderr.decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_output_that_is_full_or_closed(codec_model):
+    for redirect, message in ((">/dev/full", "the output cannot be written"),
+                              ("<&-", "stdin is closed")):  # fmt: skip
+        command = f"{sys.executable} -m sparkinfer generate {codec_model} -p - -n 3 {redirect}"
+        done = subprocess.run(
+            ["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr
 
 
 def test_input_that_is_no_text(tmp_path, codec_model):

@@ -22,7 +22,7 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
-from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.runtime.text.codec import TextCodec, TextStream
 from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 from sparkinfer.runtime.text.score_merges import merges_of_scores
 
@@ -104,6 +104,38 @@ def test_a_stream_of_anything_does_not_fail(tmp_path):
         for ids in (broken, noise + fox):
             stream = codec.stream()
             assert "".join(map(stream.text, ids)).endswith("fox")
+
+
+class CountingTokenizer:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids)
+
+
+def test_tokens_without_text_cost_no_more_the_more_there_are(tmp_path):
+    """Special tokens, and bytes that make no character; what comes behind them is whole."""
+    tokenizer = ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c")))
+    byte, fox = 3, tokenizer.encode("fox", add_special_tokens=False).ids
+    for silent in (1, byte + 0xFF):
+        counting = CountingTokenizer(tokenizer)
+        stream = TextStream(counting, fox * 100)
+        text = "".join(map(stream.text, [silent] * 1000 + fox))
+        assert text.strip("\ufffd ") == "fox"
+        assert counting.decoded < 1000 * 50
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-2"])
+def test_replacement_characters_of_the_text_itself_are_streamed(tmp_path, name):
+    tokenizer = ggml_tokenizer(WHERE, keys_of(folder_of(name, tmp_path / "c")))
+    for count in range(1, 20):
+        line = "a" + "\ufffd" * count + "\u00e9\U0001f600x"
+        ids = tokenizer.encode(line, add_special_tokens=False).ids
+        assert "".join(map(TextStream(tokenizer, ()).text, ids)) == tokenizer.decode(ids) == line
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skips: bool) -> list[str | None]:

@@ -26,7 +26,7 @@ from sampler_formulas import (
 
 from sparkinfer.runtime.generate import mirostat, samplers
 from sparkinfer.runtime.generate.candidates import Candidates, largest
-from sparkinfer.runtime.generate.dry import dry
+from sparkinfer.runtime.generate.dry import dry, tokens_since_breaker
 from sparkinfer.runtime.generate.penalties import penalties
 
 
@@ -141,3 +141,44 @@ def test_long_tails_are_looked_at_piece_by_piece():
     for p in (0.2, 0.9, 0.999999):
         check(samplers.top_p(candidates_of(tokens), p), top_p_ref(tokens, p, 0))
         check(samplers.typical_p(candidates_of(tokens), p), typical_ref(tokens, p, 0))
+
+
+@pytest.mark.filterwarnings("error")
+def test_huge_biases_of_one_token_are_summed_before_they_are_clipped():
+    tokens = candidates_of([(0, 1.0), (1, 2.0), (2, 3.0)])
+    bias = [(0, 1e300), (0, -1e300), (1, 1e300), (1, 1e308), (1, 1.7e308), (2, -1e300)]
+    found, limit = samplers.logit_bias(tokens, bias), np.finfo(np.float32).max
+    assert found.ids_A.tolist() == [0, 1, 2]
+    assert np.allclose(found.logits_A, [1.0, limit, -limit], rtol=1e-6)
+    won = samplers.logit_bias(tokens, [(0, np.inf), (0, -1e300), (1, 1e300)])
+    assert won.ids_A.tolist() == [0]
+    assert samplers.logit_bias(tokens, [(1, -np.inf), (1, 1e300)]).ids_A.tolist() == [0, 2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_huge_dynamic_temperature_gives_probabilities():
+    sure, even = [(0, 0.0), (1, -9e4)], [(0, 0.0), (1, 0.0), (2, 0.0)]
+    for tokens, want in ((sure, [1.0]), (even, [1 / 3] * 3)):
+        found = samplers.dynamic_temperature(candidates_of(tokens), 1e308, 1.7e308, 1e300)
+        assert np.allclose(found.probability_A, want)
+
+
+class CountedTokens(list):
+    """A list that counts what is copied out of it."""
+
+    copied = 0
+
+    def tolist(self):
+        return self
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.copied += len(found) if isinstance(index, slice) else 0
+        return found
+
+
+def test_looking_for_a_breaker_does_not_copy_the_history():
+    tokens = CountedTokens([5] * 2000)
+    assert tokens_since_breaker(tokens, {5: ((7, 8), (9,))}) == 2000
+    assert tokens.copied <= 2000 * 3
+    assert tokens_since_breaker(CountedTokens([5, 7, 8, 5, 5]), {5: ((7, 8), (7,))}) == 2

@@ -13,6 +13,7 @@ from sparkinfer import Engine
 from sparkinfer.budget import BLOCK_LENGTH, kv_positions
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.cache.block_table import NO_BLOCK, BlockTable
+from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step.batch import Row, rows_of
 from sparkinfer.runtime.step.sequences import Part
@@ -181,6 +182,62 @@ def test_bytes_are_as_announced(tmp_path):
     assert kv_positions(150, 3) == 3 * 3 * BLOCK_LENGTH
 
 
+@native
+def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
+    """At each layer's copy; the fork then goes on as if nothing had been."""
+    model = model_of(tmp_path, "q8_0")
+    with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
+        root = engine.sequence()
+        root.extend([1] * 100)
+        fork = root.fork()
+        want = engine.run([Part(sequence=root, tokens=[9])])[0]
+        root.rollback(100)
+        copied, copy = [], LayerCache.copy
+        for failing in range(2):
+
+            def interrupted(cache, changes, failing=failing):
+                if len(copied) == failing:
+                    raise KeyboardInterrupt
+                copied.append(cache)
+                copy(cache, changes)
+
+            monkeypatch.setattr(LayerCache, "copy", interrupted)
+            copied.clear()
+            with pytest.raises(KeyboardInterrupt):
+                fork.extend([5] * 3)
+            monkeypatch.undo()
+            assert fork.length == 100
+        assert torch.equal(fork.extend([9]), want)
+        assert torch.equal(root.extend([9]), want)
+        fork.close()
+        root.close()
+        table = engine.layers[0].attention.cache.table
+        assert len(table._free) == table.num_blocks
+
+
+@native
+def test_parts_that_cannot_be_are_refused(tmp_path):
+    model = saved(tmp_path, shape=make_shape(context_length=400))
+    with (
+        Engine.load(model.path, num_sequences=2) as engine,
+        Engine.load(model.path, num_sequences=2) as other,
+    ):
+        text, strange = engine.sequence(), other.sequence()
+        for parts, message in (
+            ([Part(sequence=text, tokens=[1] * 128)] * 2, "in two parts of one step"),
+            ([Part(sequence=strange, tokens=[1])], "another engine"),
+            ([Part(sequence=text, tokens=[])], "no tokens to compute"),
+        ):
+            with pytest.raises(SparkinferError, match=message):
+                engine.run(parts)
+            assert (text.length, strange.length) == (0, 0)
+        assert engine.decode_seconds(steps=2, start=300) > 0
+        rows = rows_of([1], 100, sequence=text.number)
+        engine._live.weights.cache.reserve(text.number, 100, 101)
+        with pytest.raises(IndexError, match="outside the model"):
+            engine._live.run(rows)  # what is before it is nowhere
+
+
 def test_a_full_sequence_refuses_and_changes_nothing(tmp_path):
     model = saved(tmp_path, shape=make_shape(context_length=100))
     with Engine.load(model.path, num_sequences=2) as engine:
@@ -231,7 +288,7 @@ def test_blocks_under_any_use():
         else:
             stop = min(4 * BLOCK_LENGTH, length[sequence] + chance.choice((1, 5, 64, 100)))
             start = length[sequence]
-            table.reserve(sequence, start, stop)
+            table.commit(sequence, table.plan(sequence, start, stop))
             length[sequence] = stop
             if stop > start:
                 own = table.blocks(sequence, stop)[start // BLOCK_LENGTH :]

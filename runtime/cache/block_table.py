@@ -17,11 +17,13 @@ NO_BLOCK = -1
 
 
 @dataclass(frozen=True)
-class Copy:
-    """What is in one block has to go into another before that is written."""
+class Change:
+    """A sequence's block of this number becomes `block`, once what is in `source`, which others share,
+    is copied into it; None: nothing has to be."""
 
-    source: int
-    target: int
+    number: int
+    block: int
+    source: int | None
 
 
 class BlockTable:
@@ -34,7 +36,7 @@ class BlockTable:
         self._num_users = [0] * (num_sequences * blocks)  # sequences that have a block
         self._free = list(reversed(range(num_sequences * blocks)))
         if self.is_whole:
-            self.reserve(0, 0, context_length)
+            self.commit(0, self.plan(0, 0, context_length))
 
     @property
     def num_sequences(self) -> int:
@@ -49,23 +51,29 @@ class BlockTable:
         """Whether there is one sequence, all of it in one block, which it keeps."""
         return self.num_sequences == 1
 
-    def reserve(self, sequence: int, start: int, stop: int) -> list[Copy]:
-        """Gives a sequence blocks of its own for positions start .. stop-1, which are then written.
+    def plan(self, sequence: int, start: int, stop: int) -> list[Change]:
+        """The blocks that a sequence needs for positions start .. stop-1 to be its own, to be written.
 
-        Returns what has to be copied before, because a block was shared."""
-        copies = []
+        Nothing has changed until `commit`: whoever copies in between may be interrupted."""
+        changes = []
+        free = iter(reversed(self._free))
         for number in range(start // self.block_length, -(-stop // self.block_length)):
             block = int(self.block_SN[sequence, number])
             if block != NO_BLOCK and self._num_users[block] == 1:
                 continue
-            own = self._free.pop()  # each sequence may have all its blocks: there is always one
-            self._num_users[own] = 1
-            self.block_SN[sequence, number] = own
+            own = next(free)  # each sequence may have all its blocks: there is always one
+            is_copied = block != NO_BLOCK and number * self.block_length < start
+            changes.append(Change(number, own, block if is_copied else None))
+        return changes
+
+    def commit(self, sequence: int, changes: list[Change]) -> None:
+        for change in changes:
+            block = int(self.block_SN[sequence, change.number])
+            self._free.remove(change.block)
+            self._num_users[change.block] = 1
+            self.block_SN[sequence, change.number] = change.block
             if block != NO_BLOCK:
                 self._num_users[block] -= 1
-                if number * self.block_length < start:
-                    copies.append(Copy(block, own))
-        return copies
 
     def share(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of a sequence become another's, which has none yet."""

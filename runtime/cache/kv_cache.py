@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.cache.block_table import BlockTable, Copy
+from sparkinfer.runtime.cache.block_table import BlockTable, Change
 
 # Zeros of a shape; on a GPU out of a memory that was set aside.
 Zeros = Callable[[tuple[int, ...]], Tensor]
@@ -85,10 +85,12 @@ class LayerCache:
         self.key_BKPW[block_T, :, place_T] = key_TKW
         self.value_BKPW[block_T, :, place_T] = value_TKW
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        for copy in copies:
+    def copy(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.source is None:
+                continue
             for cache_BKPW in (self.key_BKPW, self.value_BKPW):
-                cache_BKPW[copy.target] = cache_BKPW[copy.source]
+                cache_BKPW[change.block] = cache_BKPW[change.source]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ class KVCache:
 
     def reserve(self, sequence: int, start: int, stop: int) -> None:
         """Makes positions start .. stop-1 of a sequence its own, to be written."""
-        copies = self.table.reserve(sequence, start, stop)
+        changes = self.table.plan(sequence, start, stop)
         for layer in self.layers:
-            layer.copy(copies)
+            layer.copy(changes)
+        self.table.commit(sequence, changes)

@@ -245,6 +245,8 @@ def _check_text(text: str, what: Kind) -> None:
 
 def _one_line(message: str) -> str:
     """llguidance's message without its picture of the place (lines of `3 | ...` and carets)."""
+    if "panic" in message or "<backtrace>" in message:
+        return "llguidance cannot handle it; make it smaller or simpler"
     lines = [line.strip() for line in message.splitlines()]
     kept = [line for line in lines if line.strip("^") and not line.split(" ")[0].isdigit()]
     text = " ".join(kept)

@@ -7,6 +7,7 @@ from typing import Literal
 from sparkinfer.errors import SparkinferError
 
 SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
+LONGEST = 127  # with the token before it as many rows as a step has
 MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times one of a single row on the CPUs measured
 
 
@@ -23,8 +24,8 @@ class SpeculationOptions:
     min_probability: float = 0.75
 
     def __post_init__(self) -> None:
-        if self.most < 1:
-            raise SparkinferError(f"drafts of at most {self.most} tokens, wanted 1 or more")
+        if not 1 <= self.most <= LONGEST:
+            raise SparkinferError(f"drafts of at most {self.most} tokens, wanted 1 to {LONGEST}")
         if not 0 <= self.least <= self.most:
             raise SparkinferError(
                 f"drafts of at least {self.least} tokens, wanted 0 to {self.most} (--draft-max)"

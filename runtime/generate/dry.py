@@ -117,8 +117,8 @@ def tokens_since_breaker(tokens_N: np.ndarray, breakers: Breakers) -> int:
         tails = breakers.get(tokens[start])
         if not tails:
             continue
-        behind = tokens[start + 1 :]
-        matching = [len(tail) for tail in tails if behind[: len(tail)] == list(tail)]
+        behind = start + 1
+        matching = [n for tail in tails if tokens[behind : behind + (n := len(tail))] == list(tail)]
         if matching:
-            return len(behind) - max(matching)
+            return len(tokens) - behind - max(matching)
     return len(tokens)

@@ -11,6 +11,9 @@ from sparkinfer.errors import SparkinferError
 Ranges = tuple[tuple[int, int], ...]  # of characters, ordered and apart
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 MAX_DEPTH = 200  # of nested groups
+MAX_RULES = 1_000
+MAX_RANGES = 1_000  # of a class
+MAX_LITERAL = 10_000  # characters
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -80,10 +83,16 @@ def parse(text: str) -> dict[str, Node]:
 
 def without(ranges: Ranges, taken: Iterable[tuple[int, int]]) -> Ranges:
     """The characters of `ranges` that are in none of `taken`."""
-    left = list(ranges)
-    for low, high in taken:
-        parts = [((a, min(b, low - 1)), (max(a, high + 1), b)) for a, b in left]
-        left = [part for pair in parts for part in pair if part[0] <= part[1]]
+    left, ordered = [], sorted(taken)
+    for first, last in ranges:
+        for low, high in ordered:
+            if low > last:
+                break
+            if first < low:
+                left.append((first, low - 1))
+            first = max(first, high + 1)
+        if first <= last:
+            left.append((first, last))
     return tuple(left)
 
 
@@ -129,6 +138,8 @@ class _Parser:
         rules: dict[str, Node] = {}
         self._skip(across_lines=True)
         while self._at < len(self._text):
+            if len(rules) == MAX_RULES:
+                raise self._error(f"over {MAX_RULES:,} rules; write some of them in one")
             name = self._name("the name of a rule")
             self._skip()
             if not self._take("::="):
@@ -184,15 +195,20 @@ class _Parser:
         return None
 
     def _literal(self) -> Node:
-        characters = []
+        characters: list[Node] = []
         while not self._take('"'):
+            if len(characters) == MAX_LITERAL:
+                raise self._error(f"a literal of over {MAX_LITERAL:,} characters; shorten it")
             code = ord(self._character('"'))
             characters.append(Character(ranges=((code, code),)))
         return Sequence(nodes=tuple(characters))
 
     def _class(self) -> Node:
-        is_negated, ranges = self._take("^"), []
+        is_negated = self._take("^")
+        ranges: list[tuple[int, int]] = []
         while not self._take("]"):
+            if len(ranges) == MAX_RANGES:
+                raise self._error(f"a class of over {MAX_RANGES:,} ranges; join some of them")
             first = last = self._character("]")
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
                 self._at += 1

@@ -17,6 +17,7 @@ from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.codec import TextCodec
 
 NOT_STOPPED = "not started"
+LEAST_SHIFTED = 4  # tokens of a context that is shifted
 ENDLESS = -1  # as max_tokens: until the text or the context ends
 
 
@@ -148,6 +149,7 @@ class Generation:
         self._right = 0
         self._step_s = 0.0
         self._kept = 0  # tokens of the sequence before it
+        self._length = 0  # and as it is to be when nobody else uses it
 
     @property
     def is_over(self) -> bool:
@@ -178,6 +180,8 @@ class Generation:
             self.run.accepted += 1
             return None
         self.close()
+        if self.sequence.length != self._length:
+            raise SparkinferError("the sequence was used for something else while generating")
         if not self.sequence.room:
             self._shift()
         room = self.sequence.room - 1
@@ -187,6 +191,7 @@ class Generation:
             self._draft = self._drafts.draft(self.ids, room)
             self.run.decode_s += time.perf_counter() - began
         self._kept = self.sequence.length
+        self._length = self._kept + 1
         tokens = [token_id, *self._draft]
         return Part(sequence=self.sequence, tokens=tokens, wanted="all" if self._draft else "last")
 
@@ -221,8 +226,8 @@ class Generation:
     def close(self) -> None:
         """Forgets what was drafted and did not come."""
         if self._draft and self.sequence.is_open:  # a step that failed has added nothing
-            kept = self._kept + 1 + self._right
-            self.sequence.rollback(min(kept, self.sequence.length))
+            self._length = min(self._kept + 1 + self._right, self.sequence.length)
+            self.sequence.rollback(self._length)
         if self._drafts and self._step_s:
             self._drafts.learn(1 + len(self._draft), self._right, self._step_s)
         self._draft, self._right, self._step_s = (), 0, 0.0
@@ -233,16 +238,23 @@ class Generation:
         while known < min(text.length, len(self.ids) - 1) and text.ids[known] == self.ids[known]:
             known += 1
         text.rollback(known)
+        self._length = len(self.ids)
         self.run.cached_tokens = known
         return self.ids[known:]
 
     def _shift(self) -> None:
         """Goes on with the beginning of the text and the last half of the rest, computed again at
         the positions that they have then."""
+        if self.sequence.length < LEAST_SHIFTED:
+            raise SparkinferError(
+                f"a context of {self.sequence.length} has no half that could be left out; load with a"
+                " longer one"
+            )
         keep = min(self.options.shift_keep or 0, self.sequence.length - 2)
         ids = self.sequence.ids[keep:]
         self.sequence.rollback(keep)
         self.sequence.extend(ids[len(ids) - len(ids) // 2 :], "none")
+        self._length = self.sequence.length
         self.run.shifts += 1
 
     def _emit(self, token_id: int) -> list[Token]:

@@ -92,10 +92,9 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
             raise _refused(place, keyword, "this keyword is not supported; leave it out")
     if "$id" in schema and place != "#":
         raise _refused(place, "$id", "only the whole schema may have one")
-    if schema.get("format", "date") not in _FORMATS:
-        raise _refused(
-            place, "format", f"{schema['format']!r} is none of {', '.join(sorted(_FORMATS))}"
-        )
+    found = schema.get("format", "date")
+    if not isinstance(found, str) or found not in _FORMATS:
+        raise _refused(place, "format", f"{found!r} is none of {', '.join(sorted(_FORMATS))}")
     for keyword in _BOUNDS & schema.keys():
         if isinstance(schema[keyword], bool) or not isinstance(schema[keyword], int | float):
             raise _refused(place, keyword, f"is {schema[keyword]!r}, wanted a number")

@@ -28,6 +28,7 @@ class PromptKey:
     model_id: str
     mode: str
     arithmetic: str
+    vocab_size: int
     thresholds: tuple[float, ...] = ()
 
 
@@ -64,8 +65,13 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
         raise SparkinferError(
             f"{path}: damaged, its content is not what was written; make it again"
         )
-    ids = arrays.pop("ids").tolist()
-    count = len(arrays) // 2
+    count = (len(arrays) - 1) // 2
+    names = {"ids", *(f"{kind}.{n}" for kind in ("key", "value") for n in range(count))}
+    if arrays.keys() != names or arrays["ids"].dtype != np.int64 or arrays["ids"].ndim != 1:
+        raise SparkinferError(f"{path}: not the tensors of a prompt's state; make it again")
+    ids = arrays["ids"].tolist()
+    if not all(0 <= token < key.vocab_size for token in ids):
+        raise SparkinferError(f"{path}: has tokens that the model does not have; make it again")
     state = [
         (torch.from_numpy(arrays[f"key.{n}"]), torch.from_numpy(arrays[f"value.{n}"]))
         for n in range(count)

@@ -6,6 +6,7 @@ Formulas are those of llama.cpp's src/llama-sampler.cpp, computed in float64 whe
 not know: penalties for tokens that came before, their order, and how a token is drawn."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,10 +16,11 @@ from sparkinfer.runtime.generate.candidates import Candidates, largest_until, po
 # From here on no quotient of a float32 overflows a float64. Below, two different ones, which are at
 # least 1e-45 apart, are so many times the temperature apart that only the largest can come.
 _TINY_TEMPERATURE = 1e-200
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def logit_bias(candidates: Candidates, bias: Sequence[tuple[int, float]]) -> Candidates:
-    """logit_i += sum of the biases of i; -inf bans a token, and +inf makes it win.
+    """logit_i += sum of the biases of i, as a float32; -inf bans a token, and +inf makes it win.
 
     What is banned stays so: -inf and +inf are -inf. Unlike all others it may be given infinite
     logits. llama_sampler_init_logit_bias, and OpenAI's logit_bias."""
@@ -28,9 +30,10 @@ def logit_bias(candidates: Candidates, bias: Sequence[tuple[int, float]]) -> Can
     values = np.array([value for _, value in bias], np.float64)[there]
     logits_A = candidates.logits_A.copy()
     is_finite, wins = np.isfinite(values), positions[values == np.inf]
+    biased, inverse = np.unique(positions[is_finite], return_inverse=True)
+    sums = np.bincount(inverse, values[is_finite], len(biased)).clip(-_FLOAT32_MAX, _FLOAT32_MAX)
     with np.errstate(over="ignore"):
-        finite = values[is_finite].astype(logits_A.dtype)
-        np.add.at(logits_A, positions[is_finite], finite)
+        logits_A[biased] += sums.astype(logits_A.dtype)
     logits_A[wins[logits_A[wins] > -np.inf]] = np.inf
     logits_A[positions[values == -np.inf]] = -np.inf
     return possible(candidates.ids_A, logits_A)
@@ -153,6 +156,6 @@ def dynamic_temperature(
     probability_A = candidates.probability_A
     positive = probability_A[probability_A > 0]
     entropy = max(0.0, -float(positive @ np.log(positive)))
-    share = entropy / math.log(len(candidates))
-    low, high = max(0.0, t - spread), t + spread
+    share = min(1.0, entropy / math.log(len(candidates)))
+    low, high = max(0.0, t - spread), min(t + spread, sys.float_info.max)
     return temperature(candidates, low + (high - low) * share**exponent)

@@ -190,6 +190,7 @@ class TextEngine:
             model_id=self.model.model_id,
             mode=self.mode,
             arithmetic="torch" if self.not_native else library.level(),
+            vocab_size=self.model.shape.vocab_size,
             thresholds=tuple(self.model.threshold_L),
         )
 

@@ -83,10 +83,10 @@ class Sequences:
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
         """Computes tokens of several sequences together; of each part its logits, f32 [R, V].
 
-        Raises SparkinferError where a sequence has no room for them; nothing has changed then."""
+        Raises SparkinferError where a sequence has no room for them, is in two parts or of another
+        engine; nothing has changed then."""
         parts = list(parts)
-        for part in parts:
-            part.sequence.check_room(len(part.tokens))
+        self._check(parts)
         rows = [row for part in parts for row in self._rows(part)]
         decoder = self.live
         pieces = [
@@ -97,6 +97,16 @@ class Sequences:
             part.sequence.ids.extend(part.tokens)
         counts = [_num_logits(part) for part in parts]
         return list(torch.cat(pieces).split(counts)) if pieces else []
+
+    def _check(self, parts: Several[Part]) -> None:
+        for part in parts:
+            if part.sequence.owner is not self:
+                raise SparkinferError("a sequence of another engine cannot be run by this one")
+            if not len(part.tokens):
+                raise SparkinferError("no tokens to compute; give one or more")
+            part.sequence.check_room(len(part.tokens))
+        if len({part.sequence.number for part in parts}) < len(parts):
+            raise SparkinferError("a sequence is in two parts of one step; make one of them")
 
     def _rows(self, part: Part) -> list[Row]:
         sequence, count = part.sequence, len(part.tokens)
@@ -177,6 +187,11 @@ class Sequence:
                 f"{count} more tokens behind {self.length} for a context of"
                 f" {self._live.context_length}; shorten the text or load with a longer context"
             )
+
+    @property
+    def owner(self) -> Sequences:
+        """Raises SparkinferError where the sequence is closed."""
+        return self._live
 
     @property
     def is_open(self) -> bool:

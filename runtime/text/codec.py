@@ -12,6 +12,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 
+_MAX_HELD = 8  # tokens without a character; no character has more than 4 bytes
 REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character
 END_KINDS = ("eos", "eot", "eom")  # of a text, a turn, a message
 # Special tokens that end a text or a turn wherever they exist (llama.cpp, llama-vocab.cpp):
@@ -78,16 +79,31 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids = list(after)  # those of the last text given out, then what is not given out yet
         self._num_known = len(self._ids)
+        self._known = tokenizer.decode(self._ids)
 
     def text(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        known = self._tokenizer.decode(self._ids[: self._num_known])
-        text = self._tokenizer.decode(self._ids)
-        if len(text) <= len(known) or text.endswith(REPLACEMENT):
+        if not self._tokenizer.decode([token_id, token_id]):  # twice: of one a space may be dropped
             return ""
-        self._ids = self._ids[self._num_known :]
-        self._num_known = len(self._ids)
-        return text[len(known) :]
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        if len(text) > len(self._known) and not text.endswith(REPLACEMENT):
+            return self._given_out(len(self._ids), text)
+        if len(self._ids) - self._num_known < _MAX_HELD:
+            return ""
+        return self._given_out(*self._cut())
+
+    def _cut(self) -> tuple[int, str]:
+        """How many tokens to give out where too many are held, and their text: none of a character
+        that may yet be whole, which as a part would be one replacement or more."""
+        ends = range(len(self._ids), len(self._ids) - 4, -1)
+        texts = ((end, self._tokenizer.decode(self._ids[:end])) for end in ends)
+        return min(texts, key=lambda end_text: len(end_text[1]))
+
+    def _given_out(self, end: int, text: str) -> str:
+        new = text[len(self._known) :]
+        self._ids, self._num_known = self._ids[self._num_known :], end - self._num_known
+        self._known = self._tokenizer.decode(self._ids[: self._num_known])
+        return new
 
 
 def _check_unicode(text: str) -> None:

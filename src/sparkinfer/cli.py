@@ -61,6 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        say(f"sparkinfer: the output cannot be written: {error.strerror or error}")
+        sys.stdout = None  # type: ignore[assignment]  # what is left in it cannot be written either
+        return 1
     return 0
 
 

@@ -427,9 +427,12 @@ int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
         if (r.token < 0 || r.token >= s.embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.position < 0 || r.position >= s.context_length) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.sequence < 0 || r.sequence >= t.num_sequences) return STATUS_BAD_ARGUMENT;
-        const int32_t block =
-            t.block[r.sequence * t.blocks_per_sequence + r.position / t.block_length];
-        if (block < 0 || block >= t.num_blocks) return STATUS_INDEX_OUT_OF_RANGE;
+        const bool is_next = i > 0 && row[i - 1].sequence == r.sequence;
+        const int64_t own = r.position / t.block_length;
+        for (int64_t b = is_next ? own : 0; b <= own; ++b) {  // all that it attends to
+            const int32_t block = t.block[r.sequence * t.blocks_per_sequence + b];
+            if (block < 0 || block >= t.num_blocks) return STATUS_INDEX_OUT_OF_RANGE;
+        }
         if (r.source >= 0) {
             const bool is_copy = r.source < i && row[r.source].source < 0 && !r.has_logits &&
                                  row[r.source].position == r.position;

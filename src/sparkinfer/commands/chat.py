@@ -125,6 +125,8 @@ def chat(
                 new_constraint=new_mask, drafts=drafts,
             ) as conversation,
         ):  # fmt: skip
+            if sys.stdin is None or sys.stdout is None:
+                raise SparkinferError("stdin or stdout is closed: there is nobody to talk with")
             is_typed = sys.stdin.isatty()
             if is_typed:
                 note(f"[{model.name} on {engine.device}; a context of {engine.context_length}"
@@ -275,6 +277,8 @@ def _variables(text: str) -> dict[str, object]:
 
 
 def _path_of(command: str, text: str) -> Path:
+    if "\0" in text:
+        raise SparkinferError(f"/{command}: a file's name has no NUL")
     if not text:
         raise SparkinferError(f"/{command} takes the name of a file, say /{command} talk.json")
     try:

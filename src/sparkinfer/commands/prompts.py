@@ -10,6 +10,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.json_file import read_text
 
 STDIN = "-"
+MAX_BYTES = 64 << 20
 MOST_PROMPTS = 256  # that go on together
 
 
@@ -29,8 +30,13 @@ def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list
 
 
 def _stdin() -> str:
+    if sys.stdin is None:
+        raise SparkinferError("stdin is closed; give the prompt by -p or -f FILE")
+    content = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise SparkinferError(f"stdin: more than {MAX_BYTES >> 20} MiB; give a shorter prompt")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise SparkinferError(f"stdin: not UTF-8 at byte {error.start}") from error
 
