@@ -267,6 +267,8 @@ def test_at_a_terminal(model, tmp_path):
         term.wait("2 messages written")
         assert said(path) == ["Hello"]
         term.enter("\x03")  # Ctrl-C where nothing is typed
+        term.wait("Ctrl-D or /quit leaves]")
+        term.enter("\x04")
         assert term.end() == 0
     finally:
         term.process.kill()

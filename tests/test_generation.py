@@ -215,7 +215,7 @@ def test_a_sequence_that_others_use_meanwhile_is_noticed(codec_model):
 
 
 def test_a_context_too_short_to_be_shifted(codec_model):
-    options = GenerationOptions(max_tokens=5, ignores_end=True, shift_keep=4)
+    options = GenerationOptions(max_tokens=5, ignores_end=True, shift_keep=0)
     with Engine.load(codec_model, context_length=2) as engine:
         with pytest.raises(SparkinferError, match="a context of 2 has no half"):
             list(engine.generate([1], options=options))
@@ -244,6 +244,20 @@ def test_a_prompts_state_is_kept_and_taken_back_to_the_bit(tmp_path):
         assert torch.equal(text.extend([7]), want)
 
 
+def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
+    files = []
+    for kind in ("f16", "q8_0"):
+        (tmp_path / kind).mkdir()
+        files.append(saved(tmp_path / kind, shape=make_shape(context_length=64), kind=kind))
+    assert files[0].model_id == files[1].model_id
+    with Engine.load(files[0].path) as engine, engine.sequence() as text:
+        text.extend([1, 2, 3])
+        save_prompt(text, tmp_path / "p", engine.prompt_key())
+    with Engine.load(files[1].path) as engine, engine.sequence() as text:
+        with pytest.raises(SparkinferError, match="another weights"):
+            restore_prompt(text, tmp_path / "p", engine.prompt_key())
+
+
 def test_a_state_of_something_else_is_refused(tmp_path):
     model = saved(tmp_path, shape=make_shape(context_length=64))
     path = tmp_path / "p"
@@ -256,7 +270,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     other = saved(tmp_path / "other", shape=make_shape(context_length=64), seed=9)
     for which, mode, message in (
-        (other.path, "exact", "another model_id"),
+        (other.path, "exact", "another (model_id|weights)"),
         (model.path, "dense", "another mode: 'exact', this is 'dense'"),
     ):
         with Engine.load(which, mode=mode) as engine, engine.sequence() as text:
@@ -361,6 +375,10 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
         (("-p", "ab", "--stop", ""), "an empty stop string", 1),
         (("-p", "ab", "-n", "-3"), "max_tokens is -3", 1),
         (("-p", "ab", "--logprobs", "-1"), "logprobs of -1", 1),
+        (("-p", "ab", "--logprobs", "1"), "goes with --json", 2),
+        (("-p", ""), "the prompt is empty", 1),
+        (("-p", "ab", "--prompt-cache", "/no/such/folder/f"), "no such folder", 1),
+        (("-p", "ab", "--context-shift", "--keep", "40"), "wanted half of it at most", 1),
         (("-p", "ab", "--temp", "nan"), "temperature", 1),
     ],
 )
@@ -370,9 +388,10 @@ def test_wrong_requests_end_in_a_line(codec_model, args, message, code):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_an_output_that_is_full_or_closed(codec_model):
-    for redirect, message in ((">/dev/full", "the output cannot be written"),
-                              ("<&-", "stdin is closed")):  # fmt: skip
-        command = f"{sys.executable} -m sparkinfer generate {codec_model} -p - -n 3 {redirect}"
+    for prompt, redirect, message in (("ab", ">/dev/full", "the output cannot be written"),
+                                      ("-", "<&-", "stdin is closed")):  # fmt: skip
+        program = f"{sys.executable} -m sparkinfer generate {codec_model}"
+        command = f"{program} -p {prompt} -n 3 {redirect}"
         done = subprocess.run(
             ["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True
         )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.step.sequences import Sequence
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
@@ -26,10 +27,22 @@ class PromptKey:
     """What a state depends on. `arithmetic`: the instruction level, or "torch"."""
 
     model_id: str
+    weights: str  # of the file that is run: weights_digest
     mode: str
     arithmetic: str
     vocab_size: int
     thresholds: tuple[float, ...] = ()
+
+
+def weights_digest(model: ModelFile) -> str:
+    """Of the names, types and shapes of all tensors and the first row of each: files of one
+    checkpoint in several types have one model_id."""
+    digest = hashlib.sha256()
+    for name in sorted(model.tensors):
+        entry = model.tensors[name]
+        digest.update(f"{name} {entry.kind} {entry.shape};".encode())
+        digest.update(np.ascontiguousarray(entry.read()[:1]).tobytes())
+    return digest.hexdigest()
 
 
 def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:

@@ -22,7 +22,7 @@ from sparkinfer.runtime.generate.generation import (
     Token,
     together,
 )
-from sparkinfer.runtime.generate.prompt_cache import PromptKey
+from sparkinfer.runtime.generate.prompt_cache import PromptKey, weights_digest
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.generate.speculation import check_rows
 from sparkinfer.runtime.kernels.cpu import library
@@ -118,6 +118,11 @@ class TextEngine:
         """Refuses what is wrong before there is a place for the text."""
         if drafts is not None:
             check_rows(self._live)
+        if options.shift_keep is not None and 2 * options.shift_keep > self.context_length:
+            raise SparkinferError(
+                f"{options.shift_keep} tokens to keep (--keep) of a context of {self.context_length},"
+                " wanted half of it at most"
+            )
         ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
         chain = chain_of(sampling, self.codec, self.model.shape.vocab_size)
         return lambda text: Generation(
@@ -188,6 +193,7 @@ class TextEngine:
         """What the state of a text depends on: runtime.generate.prompt_cache."""
         return PromptKey(
             model_id=self.model.model_id,
+            weights=weights_digest(self.model),
             mode=self.mode,
             arithmetic="torch" if self.not_native else library.level(),
             vocab_size=self.model.shape.vocab_size,

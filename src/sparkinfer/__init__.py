@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.step.sequences import Part
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Part"]
 
 
 def __getattr__(name: str) -> object:
@@ -14,4 +15,8 @@ def __getattr__(name: str) -> object:
         from sparkinfer.runtime.engine import Engine
 
         return Engine
+    if name == "Part":
+        from sparkinfer.runtime.step.sequences import Part
+
+        return Part
     raise AttributeError(f"module 'sparkinfer' has no attribute {name!r}")

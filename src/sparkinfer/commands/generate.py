@@ -128,6 +128,8 @@ def generate(
         is_chat=is_chat, system=system, template=template,
     )  # fmt: skip
     _check(wanted)
+    if endings.num_logprobs is not None and wanted.output == "text":
+        raise click.UsageError("--logprobs goes with --json or --json-lines.")
     num_threads = use_threads(threads)
     with Engine.load(model, split, num_sequences=max(1, len(prompts)), **options) as engine:
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
@@ -150,6 +152,10 @@ def generate(
 
 
 def _check(wanted: Wanted) -> None:
+    if any(not prompt for prompt in wanted.prompts):
+        raise SparkinferError("the prompt is empty; give it some text")
+    if wanted.prompt_cache and not wanted.prompt_cache.absolute().parent.is_dir():
+        raise SparkinferError(f"{wanted.prompt_cache}: there is no such folder; make it first")
     if wanted.is_many and (wanted.prompt_cache or wanted.is_chat):
         raise click.UsageError("--prompt-cache and --chat are for one text: leave --prompts out.")
     if wanted.is_chat and wanted.prompt_cache:

@@ -68,7 +68,7 @@ class TypedLines:
         before = signal.signal(signal.SIGINT, lambda number, frame: None)
         try:
             return self._session.prompt()
-        except EOFError:  # Ctrl-D, or Ctrl-C where nothing is typed
+        except EOFError:  # Ctrl-D
             return None
         finally:
             signal.signal(signal.SIGINT, before)
@@ -164,6 +164,7 @@ def _history() -> "History":
 
 
 def _bindings() -> "KeyBindings":
+    from prompt_toolkit.application import run_in_terminal
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     bindings = KeyBindings()
@@ -187,7 +188,7 @@ def _bindings() -> "KeyBindings":
     def _(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()
-        else:
-            event.app.exit(exception=EOFError)
+        else:  # it may have been meant for an answer that has just ended
+            run_in_terminal(lambda: note("[Ctrl-D or /quit leaves]"))
 
     return bindings
