@@ -204,8 +204,8 @@ def _summary(
 
 
 def _steps(engine: Engine, rounds: int) -> dict[str, list[float]]:
-    """Of 1 to 17 rows: milliseconds, the same in steps of one row, drafted tokens that a step must
-    accept to be worth it, and the share of right guesses (the same at every place) that gives them."""
+    """The cost of steps of 1 to 17 rows: milliseconds, the ratio to one row, how many drafted tokens
+    must be accepted to break even, and the acceptance rate (equal at every place) that gives them."""
     vocab_size = engine.model.shape.vocab_size
     with engine.sequence() as text:
         text.extend([n * 7919 % vocab_size for n in range(START)], "none")

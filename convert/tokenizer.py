@@ -110,7 +110,7 @@ def _check_older(folder: Path) -> None:
 def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
     """All tokens that end a text, of which llama.cpp's keys have room for a few, and notes.
 
-    Raises SparkinferError for what is no number of a token."""
+    Raises SparkinferError for a value that is not a token id."""
     ids, notes = set[int](), list[str]()
     for name in ("config.json", "generation_config.json"):
         path = folder / name

@@ -4,7 +4,7 @@ A block has room for `block_length` positions in every layer. An engine for one 
 for the whole context; one for several has blocks of BLOCK_LENGTH, as many as all sequences together
 may need, and sequences that begin alike share them until one writes (vLLM's paged attention, Kwon et
 al. 2023, arXiv 2309.06180; there, too, copied when written).
-What this module does not know: what is in a block. Letters: S sequences, N blocks of one."""
+What this module does not know: the content of blocks. Letters: S sequences, N blocks per sequence."""
 
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class BlockTable:
     def plan(self, sequence: int, start: int, stop: int) -> list[Change]:
         """The blocks that a sequence needs for positions start .. stop-1 to be its own, to be written.
 
-        Nothing has changed until `commit`: whoever copies in between may be interrupted."""
+        Nothing changes until `commit`, so an interruption between the two leaves the table intact."""
         changes = []
         free = iter(reversed(self._free))
         for number in range(start // self.block_length, -(-stop // self.block_length)):

@@ -17,8 +17,8 @@ Zeros = Callable[[tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """Of one layer. The positions of a head lie one behind the other within a block: a step reads
-    them as one run through memory, where from position to position would be a page each."""
+    """The cache of one layer. Within a block the positions of a head are contiguous, so that a step
+    reads them as one run; interleaved by heads, each position would be on another page."""
 
     key_BKPW: Tensor
     value_BKPW: Tensor
@@ -31,7 +31,7 @@ class LayerCache:
 
     @property
     def key_CKW(self) -> Tensor:
-        """Of the only sequence."""
+        """The keys of the only sequence."""
         assert self.table.is_whole
         return self.key_BKPW[0].transpose(0, 1)
 
