@@ -1,7 +1,7 @@
 """A checkpoint folder, or a model file to add to, becomes a model file.
 
-    HF checkpoint (+ predictors, + a profile's thresholds)  ->  model.gguf
-    model.gguf    (+ predictors, + a profile's thresholds)  ->  model.gguf
+    HF checkpoint (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
+    model.gguf    (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
 
 What this module does not know: any tensor's name. No large tensor is ever in memory whole."""
 
@@ -28,6 +28,8 @@ from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
 from sparkinfer.gguf_file import Value, type_of
+from sparkinfer.limits import FILE_NAME as LIMITS_NAME
+from sparkinfer.limits import Limits, transposed_by
 from sparkinfer.model_file import ModelFile
 from sparkinfer.thresholds import with_thresholds
 from sparkinfer.written import Restored, Written
@@ -72,13 +74,13 @@ def convert(
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     draft = _from_model_file(config) if is_file else _from_checkpoint(config)
     model, notes = draft.model, draft.notes
+    if config.thresholds is not None:  # before the predictors, whose quality is with thresholds
+        model = with_thresholds(model, config.thresholds)
     if config.predictors is not None:
         kind = "f32" if draft.outtype == "f32" else "f16"
         offset = config.predictor_input_layer_offset
         model, more_notes = add_predictors(model, config.predictors, kind, offset)
         notes += more_notes
-    if config.thresholds is not None:
-        model = with_thresholds(model, config.thresholds)
     on_total(sum(entry.num_bytes for entry in model.tensors.values()))
     said: list[str] = []
 
@@ -120,8 +122,9 @@ def _check_output(config: ConvertConfig, source: Path) -> None:
     """Raises SparkinferError for an output that is among the files that are read.
 
     The one place that lists them: a model file, or all of a checkpoint's folder; the folder of
-    the predictors; the profile of the thresholds."""
-    files = [path for path in (source, config.thresholds) if path is not None]
+    the predictors; the profile of the thresholds; the limits."""
+    extras = (source, config.thresholds, config.limits)
+    files = [path for path in extras if path is not None]
     folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
     check_output(config.output, force=config.force, inputs=files, folders=folders)
 
@@ -137,6 +140,8 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         )
     if config.layout == "stock":
         _refuse_stock(config.source, plan.graph, plan.activation, plan.options)
+    limits_path = _limits_path(config, folder)
+    limits = None if limits_path is None else Limits.load(limits_path)
     outtype: Outtype = config.outtype or "f16"
     types = TensorTypes(outtype=outtype, overrides=config.tensor_types)
     tokenizer = tokenizer_keys(checkpoint.folder, plan.shape.vocab_size, config.layout)
@@ -149,11 +154,19 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         activation=plan.activation,
         threshold_L=(plan.threshold,) * plan.shape.num_layers,
         predictor=None,
-        tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),
+        tensors=tensors.tensor_entries(
+            checkpoint,
+            plan,
+            config.layout,
+            types,
+            frozenset() if limits is None else transposed_by(limits, plan.graph),
+        ),  # fmt: skip
         extra_keys={**_general_keys(config.source, outtype), **tokenizer.keys},
     )
     notes = (*plan.notes, *_notes(model, plan, types), *tokenizer.notes)
     model = dataclasses.replace(model, model_id=checkpoint.model_id())
+    if limits is not None:
+        model = model.with_limits(limits, str(limits_path))
     return Draft(
         model=model,
         outtype=outtype,
@@ -161,6 +174,19 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         restored=lambda written: tensors.restored(checkpoint, plan, written),
         notes=notes,
     )
+
+
+def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
+    """The limits asked for, or those of the checkpoint, which the stock layout cannot leave out."""
+    own = folder / LIMITS_NAME
+    if config.limits is not None or not own.is_file():
+        return config.limits
+    if config.layout == "stock":
+        raise SparkinferError(
+            f"{own}: the checkpoint was made to run with these limits, which llama.cpp does not"
+            " know; use the sparse layout, or remove the file to run it without them"
+        )
+    return own
 
 
 def _refuse_stock(
@@ -213,13 +239,15 @@ def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
 def _from_model_file(config: ConvertConfig) -> Draft:
     """A GGUF of anyone's: as it is, or in another layout or type."""
     model, notes = gguf_source.model_of_gguf(config)
+    if config.limits is not None:
+        model = model.with_limits(Limits.load(config.limits), str(config.limits))
     if config.layout == "stock":
         optional = optional_layer_shapes(model.graph, model.shape, None)
         options = [name for name in optional if f"blk.0.{name}" in model.tensors]
         _refuse_stock(config.source, model.graph, model.activation, options)
-        if model.predictor is not None or any(model.threshold_L):
+        if model.predictor is not None or any(model.threshold_L) or model.has_limits:
             raise SparkinferError(
-                f"{config.source}: has predictors or thresholds, which the stock layout cannot"
+                f"{config.source}: has predictors, thresholds or limits, which the stock layout cannot"
                 " hold; convert its checkpoint"
             )
     return Draft(
@@ -235,5 +263,5 @@ def _outtype_of(model: ModelFile) -> str:
     """By the file's own word; for files that others made, the type of the first projection."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
-    first = model.tensors["blk.0.ffn_up.weight"].kind
+    first = model.row_major.tensors["blk.0.ffn_up.weight"].kind
     return names.get(int(number), first) if isinstance(number, np.integer) else first

@@ -14,13 +14,14 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from sparkinfer.architecture import SMOOTH, Layout
+from sparkinfer.architecture import ARCHITECTURES, SMOOTH, Layout
 from sparkinfer.convert.encode import encode
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.rounding import restore
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value, row_bytes, type_of
+from sparkinfer.limits import Limits, base_name, transposed_by, transposed_name
 from sparkinfer.model_file import KINDS, ModelFile, read_model_gguf
 from sparkinfer.written import Restored
 
@@ -39,23 +40,16 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     found: Layout = "sparse" if f"blk.0.{DOWN_T}" in tensors else "stock"
     keys = keys | _activation_keys(config, keys, found)
     types = TensorTypes(outtype=config.outtype or "f16", overrides=config.tensor_types)
-    old, new = (DOWN, DOWN_T) if config.layout == "sparse" else (DOWN_T, DOWN)
-    names: dict[str, str] = {}
-    for name in tensors:
-        both = names.setdefault(name.replace(old, new), name)
-        if both != name:
-            raise SparkinferError(
-                f"{config.source}: holds {both} and {name}, one matrix twice; only one of them"
-                " can be right: get the file again"
-            )
+    names = _targets(config, keys, tensors)
     entries = {
         target: _entry(config, types, target, tensors[name], is_transposed=target != name)
         for target, name in names.items()
     }
     types.check_used(entries)
-    if entries == tensors and not (config.predictors or config.thresholds or config.activation):
+    is_more = config.predictors or config.thresholds or config.limits or config.activation
+    if entries == tensors and not is_more:
         raise SparkinferError(
-            f"{config.source}: is a {found} model file already; give predictors, thresholds,"
+            f"{config.source}: is a {found} model file already; give predictors, thresholds, limits,"
             " another type or the other layout"
         )
     model = ModelFile.of(config.source, keys, entries)
@@ -68,14 +62,39 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     return dataclasses.replace(model, tensors=entries | copied), notes
 
 
+def _targets(
+    config: ConvertConfig, keys: dict[str, Value], tensors: dict[str, TensorEntry]
+) -> dict[str, str]:
+    """The source's name of each tensor by the name that it gets; raises SparkinferError for one that
+    the source has twice."""
+    graph = ARCHITECTURES.get(str(keys.get("general.architecture")))
+    wanted: frozenset[str] = frozenset()
+    if config.limits is not None and graph is not None:
+        wanted = transposed_by(Limits.load(config.limits), graph)
+    names: dict[str, str] = {}
+    for name in tensors:
+        usual = base_name(name)
+        if usual.endswith(DOWN):
+            is_transposed = config.layout == "sparse"
+        else:
+            is_transposed = usual in wanted if config.limits is not None else name != usual
+        both = names.setdefault(transposed_name(usual) if is_transposed else usual, name)
+        if both != name:
+            raise SparkinferError(
+                f"{config.source}: holds {both} and {name}, one matrix twice; only one of them"
+                " can be right: get the file again"
+            )
+    return names
+
+
 def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of a GGUF but predictors, as the file `written` has it."""
+    """Every tensor of a GGUF but predictors and limits, as the file `written` has it."""
     _, tensors = read_model_gguf(source)
     for name, entry in tensors.items():
-        if "ffn_pred_" in name:
+        if "ffn_pred_" in name or name.endswith(".limit"):
             continue
-        same = [n for n in (name, name.replace(DOWN, DOWN_T), name.replace(DOWN_T, DOWN))
-                if n in written.tensors]  # fmt: skip
+        usual = base_name(name)
+        same = [n for n in (name, usual, transposed_name(usual)) if n in written.tensors]
         is_transposed = same[0] != name
         want = _unpacked_rows(entry, 0, entry.shape[0])
         new = written.tensors[same[0]]

@@ -25,7 +25,8 @@ class ConvertConfig:
     `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt
     and so on, `predictor_input_layer_offset` which layer's input they read (0 their own, 1 that of
     the layer before), where the folder does not say; `thresholds` is a profile whose thresholds
-    the model is to run with. An `outtype` of None is f16 for a checkpoint and "as it is" for a
+    the model is to run with, and `limits` a file of limits (sparkinfer.limits): matrices whose inputs
+    have some are stored transposed. A checkpoint's own are taken from its folder. An `outtype` of None is f16 for a checkpoint and "as it is" for a
     model file. `tensor_types` are overrides of it, see tensor_types.py. `activation` is for a GGUF
     that does not say it: "relu", "drelu", "fatrelu=0.01" and so on."""
 
@@ -38,6 +39,7 @@ class ConvertConfig:
     predictors: Path | None = None
     predictor_input_layer_offset: int | None = None
     thresholds: Path | None = None
+    limits: Path | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -63,10 +65,11 @@ class ConvertConfig:
             raise SparkinferError(
                 "a predictor input layer offset was given, but no predictors; give a folder of them"
             )
-        extra = "predictors" if self.predictors else "thresholds" if self.thresholds else None
+        given = {name: getattr(self, name) for name in ("predictors", "thresholds", "limits")}
+        extra = [name for name, path in given.items() if path]
         if self.layout == "stock" and extra:
             raise SparkinferError(
-                f"the stock layout cannot hold {extra}: llama.cpp refuses or ignores what it does"
+                f"the stock layout cannot hold {extra[0]}: llama.cpp refuses or ignores what it does"
                 " not know; leave them out, or use the sparse layout"
             )
 

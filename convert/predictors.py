@@ -9,21 +9,22 @@ Letters: L layers, D model width, F neurons of a layer, R predictor rank."""
 import dataclasses
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from sparkinfer.architecture import ModelShape
+from sparkinfer.architecture import SMOOTH, ModelShape
 from sparkinfer.convert.checkpoint import DTYPES
 from sparkinfer.convert.encode import encode
 from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry
 from sparkinfer.json_file import read_object
+from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
@@ -47,6 +48,7 @@ class PredictorSource:
     info: PredictorInfo
     read: Callable[[int], LayerPredictor]
     notes: tuple[str, ...] = ()
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
 
 
 def add_predictors(
@@ -69,8 +71,20 @@ def add_predictors(
             array_kind = kind if array.ndim == 2 else "f32"
             read = partial(_read_rows, source, layer, name, array_kind)
             entries[name] = TensorEntry(shape=array.shape, kind=array_kind, read_rows=read)
-    model = dataclasses.replace(model, predictor=source.info, tensors=entries)
+    model = dataclasses.replace(
+        model, predictor=source.info, tensors=entries, quality=_quality(model, source)
+    )
     return model, source.notes
+
+
+def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, ModeQuality]:
+    """What is known of the model with these predictors: they were measured with thresholds, so of
+    SiLU and GELU models only where the model has those of the same run."""
+    if model.activation not in SMOOTH:
+        return dict(source.quality)
+    own = {mode: quality for mode, quality in model.quality.items() if mode == "exact"}
+    is_same = bool(own) and own.get("exact") == source.quality.get("exact")
+    return dict(source.quality) if is_same else own
 
 
 def _read_rows(
@@ -114,7 +128,12 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
         )
     for layer, predictor in enumerate(predictors.layers):
         _check_layer(path, layer, predictor, model.shape)
-    return PredictorSource(path=path, info=predictors.info, read=predictors.layers.__getitem__)
+    return PredictorSource(
+        path=path,
+        info=predictors.info,
+        read=predictors.layers.__getitem__,
+        quality=predictors.quality,
+    )
 
 
 def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> PredictorSource:

@@ -21,6 +21,7 @@ from sparkinfer.convert.rounding import restore
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.limits import transposed_name
 from sparkinfer.model_file import ModelFile
 from sparkinfer.written import Restored
 
@@ -28,9 +29,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_entries(
-    checkpoint: Checkpoint, plan: Blueprint, layout: Layout, types: TensorTypes
+    checkpoint: Checkpoint,
+    plan: Blueprint,
+    layout: Layout,
+    types: TensorTypes,
+    transposed: frozenset[str] = frozenset(),
 ) -> dict[str, TensorEntry]:
-    """Every tensor of the model file by its name there; each is read when it is written.
+    """Every tensor of the model file by its name there; each is read when it is written. Those named
+    in `transposed` are, beside the down projections of the sparse layout.
 
     Raises SparkinferError for an unknown or missing tensor and a wrong shape."""
     wanted = _wanted(plan)
@@ -46,8 +52,9 @@ def tensor_entries(
         if source is None:
             assert name == "output.weight", name
             continue
-        is_transposed = layout == "sparse" and name.endswith("ffn_down.weight")
-        target = name.replace("ffn_down.", "ffn_down_t.") if is_transposed else name
+        is_down = layout == "sparse" and name.endswith("ffn_down.weight")
+        is_transposed = is_down or name in transposed
+        target = transposed_name(name) if is_transposed else name
         target_shape = shape[::-1] if is_transposed else shape
         kind = types.kind(target, target_shape)
         order = rows.order if rows else None
@@ -69,12 +76,12 @@ def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Ite
         if source is None or _constant(plan, name) is not None:
             continue
         order = rows.order if rows else None
-        down_t = name.replace("ffn_down.weight", "ffn_down_t.weight")
-        is_transposed = down_t != name and down_t in written.tensors
+        target = transposed_name(name)
+        is_transposed = target in written.tensors
         tensor = checkpoint.read(source)
         tensor = tensor if order is None else tensor[torch.from_numpy(order)]
         want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy()
-        entry = written.tensors[down_t if is_transposed else name]
+        entry = written.tensors[target if is_transposed else name]
         values = restore(entry, want, f"{checkpoint.folder}: tensor {source!r}")
         yield Restored(source=source, rows=order, values=values.T if is_transposed else values)
 
@@ -92,7 +99,8 @@ def _read_rows(
     whole, rows = checkpoint.read(source), None  # held to the end: its mapping is shared
     tensor = whole
     if is_transposed:
-        tensor = whole[:, start:stop].T
+        columns = whole[:, start:stop]
+        tensor = (columns if order is None else columns[torch.from_numpy(order)]).T
     elif order is not None and whole.dim() == 2:
         rows = order[start:stop]
     elif order is not None:

@@ -25,6 +25,9 @@ from sparkinfer.budget import (
     Items,
 )
 from sparkinfer.errors import SparkinferError
+from sparkinfer.limits import LayerLimits, Limits
+from sparkinfer.mode_choice import sparse_modes
+from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
@@ -49,7 +52,7 @@ from sparkinfer.runtime.gpu_setup import (
 )
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
-from sparkinfer.runtime.model.loader import Layer, Weights, load_weights
+from sparkinfer.runtime.model.loader import Layer, Weights, limited, load_weights
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.step.batch import rows_of
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
@@ -93,11 +96,14 @@ class Engine(TextEngine):
         graph: bool = True,
         cpu_ffn: bool = False,
         num_sequences: int = 1,
+        max_loss: float = MAX_LOSS,
+        limits: str | Path | None = None,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
-        mode: "dense", "exact" or "predicted"; None takes "predicted" where the file has
-        predictors, "exact" where a neuron may stay silent, else "dense". device: "cpu" or
+        mode: "dense", "exact" or "predicted"; None takes the plan's, else of those that cost at
+        most `max_loss` of the perplexity by the file's record the one that reads the fewest bytes
+        (mode_choice); with `thresholds` what they and the predictors are for. device: "cpu" or
         "cuda[:n]" for what is not on the CPU by plan; None takes CUDA where there is one.
         context_length: tokens of a text that the cache holds; None takes the plan's, or the
         model's up to 4,096. thresholds: a profile whose thresholds
@@ -108,9 +114,10 @@ class Engine(TextEngine):
         without one it gives the same numbers, slower, and can be debugged. cpu_ffn: instead of a
         plan, all neurons of the feed-forward layers on the CPU and all else on the device.
         num_sequences: texts that are kept at a time, each of up to context_length tokens; more than
-        one on the CPU alone.
+        one on the CPU alone. limits: a file of them (sparkinfer.limits), which a SiLU or GELU model
+        runs with instead of its own; mode "dense" does without any.
 
-        Raises SparkinferError for a wrong file, plan, mode, device or profile."""
+        Raises SparkinferError for a wrong file, plan, mode, device, profile or limits."""
         file = ModelFile.load(Path(model))
         if thresholds is not None:
             if mode == "dense":
@@ -118,13 +125,24 @@ class Engine(TextEngine):
                     f"{thresholds}: mode dense does without thresholds; leave one of the two out"
                 )
             file = with_thresholds(file, Path(thresholds))
+            if mode is None and split is None:
+                mode = (*sparse_modes(file), "dense")[0]
+        if limits is not None:
+            if mode == "dense":
+                raise SparkinferError(
+                    f"{limits}: mode dense does without limits; leave one of the two out"
+                )
+            file = file.with_limits(Limits.load(Path(limits)), str(limits))
+            if mode is None and split is None:
+                mode = "exact" if file.predictor is None else "predicted"
         plan = None
         if split is not None:
             plan = Split.load(Path(split))
-            plan.check_against(file, Path(split))
+            plan.check_against(file.row_major, Path(split))
         return cls.of(
-            file, plan, mode, device, context_length, is_resident, graph, cpu_ffn, num_sequences
-        )
+            file, plan, mode, device, context_length, is_resident, graph, cpu_ffn, num_sequences,
+            max_loss,
+        )  # fmt: skip
 
     @classmethod
     @told_out_of_memory()
@@ -139,20 +157,24 @@ class Engine(TextEngine):
         graph: bool = True,
         cpu_ffn: bool = False,
         num_sequences: int = 1,
+        max_loss: float = MAX_LOSS,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
-        mode = mode_of(file, mode)
+        notice = partial(_notice, file)
+        if mode is None and plan is None and _needs_exact(file):
+            mode = "exact"
+        mode = mode_of(file.row_major, mode, plan, max_loss, notice)
         gpu = device_of(device)
+        _check_limits(file, plan, gpu)
         context_length = context_of(file, plan, context_length)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
         num_sequences = sequences_of(num_sequences, plan, gpu)
         bytes_by_role = bytes_by_role_of(
-            file, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences
+            file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences
         )
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
-        notice = partial(_notice, file)
         memories = memories_of(file, plan, placement, bytes_by_role, context_length, notice)
         with uploading(memories, residence) as uploaders:
             weights = load_weights(
@@ -199,12 +221,35 @@ class Engine(TextEngine):
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
         """Runs a SiLU or GELU model with other thresholds from here on.
 
-        Raises SparkinferError for other models, and unless there is a finite one a layer."""
-        self.model = replace_thresholds(self.model, threshold_L, str(self.model.path))
+        They take the place of limits of gates. Raises SparkinferError for other models, and unless
+        there is a finite one a layer."""
+        source, own = str(self.model.path), self.model.limits
+        other = tuple(replace(layer, gate_F=None) for layer in own.layers)
+        model = self.model.with_limits(replace(own, layers=other), source)
+        self._run_as(replace_thresholds(model, threshold_L, source))
+
+    @told_out_of_memory()
+    def set_limits(self, limits: Limits | None) -> None:
+        """Runs a SiLU or GELU model with other limits from here on, None for none; those of gates
+        take the place of thresholds. Whether matrices are transposed stays: limits of inputs save
+        bytes only where they are.
+
+        Raises SparkinferError for other models and for limits of another model or shape."""
+        none = (LayerLimits(),) * self.model.shape.num_layers
+        limits = limits or Limits(model_id=None, layers=none)
+        model = self.model.with_limits(limits, "limits")
+        _check_limits(model, None, self.device)
+        self._run_as(model)
+
+    def _run_as(self, model: ModelFile) -> None:
+        """The same weights by the thresholds and limits of `model`."""
         layers = tuple(
-            replace(layer, ffn=replace(layer.ffn, gate=replace(layer.ffn.gate, threshold=value)))
-            for layer, value in zip(self.layers, threshold_L, strict=True)
+            limited(layer.with_threshold(threshold), limits)
+            for layer, threshold, limits in zip(
+                self.layers, model.threshold_L, model.limits.layers, strict=True
+            )
         )
+        self.model = model
         weights = replace(self._live.weights, layers=layers)
         self._sequences.decoder = replace(
             self._live, weights=weights, native=self._step_of(weights)
@@ -276,6 +321,26 @@ class Engine(TextEngine):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _needs_exact(file: ModelFile) -> bool:
+    """Whether a model without predictors has limits, which mode dense would do without."""
+    return file.has_limits and file.predictor is None
+
+
+def _check_limits(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
+    """Raises SparkinferError for rules that the devices at hand cannot follow."""
+    if gpu.type == "cuda" and file.has_limits:
+        raise SparkinferError(
+            f"{file.path}: limits of neurons and inputs run on the CPU alone so far; say device cpu,"
+            " or convert the model without them"
+        )
+    gate = file.gate_name
+    if plan is not None and any(file.is_transposed(i, gate) for i in range(file.shape.num_layers)):
+        raise SparkinferError(
+            f"{file.path}: gates are stored by inputs (limits of the feed-forward's inputs), so no"
+            " plan can divide the neurons; leave the plan out, or convert without these limits"
+        )
 
 
 def _notice(file: ModelFile, line: str) -> None:

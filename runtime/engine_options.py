@@ -3,12 +3,14 @@
 Everything here refuses with one line what cannot be."""
 
 import sys
+from collections.abc import Callable
 
 import torch
 
-from sparkinfer.architecture import SMOOTH
 from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes, workspace_bytes
 from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_choice import choose_mode, loss_line
+from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode
@@ -20,6 +22,7 @@ from sparkinfer.system_memory import free_memory_bytes
 # Of the free memory, for weights: the rest is for the cache of files, which is read meanwhile.
 FREE_SHARE = 0.9
 MAX_SEQUENCES = 1024
+Notice = Callable[[str], None]
 
 
 def residence_of(
@@ -45,9 +48,35 @@ def residence_of(
     return Residence()
 
 
-def mode_of(model: ModelFile, mode: Mode | None) -> Mode:
+def mode_of(
+    model: ModelFile,
+    mode: Mode | None,
+    plan: Split | None = None,
+    max_loss: float = MAX_LOSS,
+    notice: Notice = lambda line: None,
+) -> Mode:
+    """The mode asked for, or the plan's, or the one that reads least at a loss of at most
+    `max_loss`; `notice` hears what a person should know of it.
+
+    Raises SparkinferError for a mode that the model or the plan has nothing for."""
+    if not max_loss >= 0:
+        raise SparkinferError(f"a loss of {max_loss} is allowed, wanted 0 or more, e.g. 0.01")
     if mode is None:
-        return "predicted" if model.predictor else "exact" if can_silence(model) else "dense"
+        choice = choose_mode(model, max_loss)
+        line = choice.line
+        if plan is not None and plan.mode != choice.mode:
+            line = loss_line(model, plan.mode, max_loss)
+        found = choice.mode if plan is None else plan.mode
+    else:
+        line, found = loss_line(model, mode, max_loss), mode
+    _check_mode(model, found, plan)
+    if line is not None:
+        notice(line)
+    return found
+
+
+def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
+    """Raises SparkinferError for one that is unknown, or without what it needs."""
     if mode not in ("dense", "exact", "predicted"):
         raise SparkinferError(f"mode {mode!r}; known: dense, exact, predicted")
     if mode == "predicted" and model.predictor is None:
@@ -55,13 +84,11 @@ def mode_of(model: ModelFile, mode: Mode | None) -> Mode:
             f"{model.path}: has no predictors; train them with sparkinfer profile"
             " --train-predictors and add them with sparkinfer convert --predictors"
         )
-    return mode
-
-
-def can_silence(model: ModelFile) -> bool:
-    """Whether there is a neuron that need not be computed to its end: where all add something,
-    finding out which fire is work for nothing."""
-    return model.activation not in SMOOTH or any(model.threshold_L)
+    if mode == "predicted" and plan is not None and plan.mode != "predicted":
+        raise SparkinferError(
+            f"the plan is for mode {plan.mode} and has no room for predictors; leave --mode out, or"
+            " run sparkinfer solve with --mode predicted"
+        )
 
 
 def placement_of(
@@ -93,7 +120,7 @@ def bytes_by_role_of(
     `cpu_ffn` all but the neurons on one and they on the other."""
     num_layers = model.shape.num_layers
     gpu_bytes, cpu_bytes = plan_bytes(
-        model,
+        model if plan is None else plan.held(model),
         context_length=context_length,
         num_hot=[len(ids) for ids in plan.hot] if plan else [0] * num_layers,
         dense_on_gpu=plan.dense_on_gpu if plan else [cpu_ffn] * num_layers,

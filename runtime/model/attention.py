@@ -3,7 +3,8 @@
 Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width, D model width."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from sparkinfer.architecture import ModelShape
 from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
+from sparkinfer.runtime.weights.neuron_block import above
 
 # Of the scores of attention on a GPU at a time; they are there twice.
 SCORE_BYTES = 4 << 20
@@ -142,7 +144,9 @@ def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """`inputs` are query, key and value, or one matrix with the rows of all three."""
+    """`inputs` are query, key and value, or one matrix with the outputs of all three.
+
+    An input at or below its limit counts as 0; there are no limits in mode "dense"."""
 
     inputs: tuple[Linear, ...]
     output: Linear
@@ -150,12 +154,16 @@ class Attention:
     key_norm: Norm | None
     cache: LayerCache
     num_heads: int
+    on_bytes: Callable[[int], None] = field(repr=False)  # hears of weights that the CPU reads
+    on_heads: Callable[[Tensor], None] = field(repr=False)  # and what heads give, [T, H * W]
+    input_limit_D: Tensor | None = None
+    output_limit_H: Tensor | None = None
 
     def forward(self, x_TD: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
         """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
         the cache, where they have room."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
-        joined = torch.cat([linear.apply(x_TD) for linear in self.inputs], dim=-1)
+        joined = self._project(self.inputs, x_TD, self.input_limit_D)
         query, key, value = joined.unflatten(-1, (-1, width)).split(
             [self.num_heads, num_kv, num_kv], dim=1
         )
@@ -165,5 +173,20 @@ class Attention:
             query, key = turn.apply(query), turn.apply(key)
         keys, values = self.cache.append(sequence, start, key, value)
         if gpu_products.is_gpu(keys.device):
-            return self.output.apply(attend_by_heads(query, keys, values))
-        return self.output.apply(attend(query, keys.float(), values.float()))
+            heads_TH = attend_by_heads(query, keys, values)
+        else:
+            heads_TH = attend(query, keys.float(), values.float())
+        self.on_heads(heads_TH)
+        return self._project((self.output,), heads_TH, self.output_limit_H)
+
+    def _project(self, linears: tuple[Linear, ...], x_TD: Tensor, limit_D: Tensor | None) -> Tensor:
+        """f32 [T, N]: the outputs of matrices with the same input, one after the other."""
+        num_active = None
+        if limit_D is not None:
+            passes_TD = above(x_TD, limit_D)
+            x_TD = torch.where(passes_TD, x_TD, 0.0)
+            num_active = int(passes_TD.any(dim=0).sum())
+        if not gpu_products.is_gpu(x_TD.device):
+            self.on_bytes(sum(linear.bytes_read(num_active) for linear in linears))
+        found = [linear.apply(x_TD) for linear in linears]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)

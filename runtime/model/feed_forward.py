@@ -11,6 +11,9 @@ gives up to the neurons that the predictor misses. For one token only the rows t
 are read; for several on the CPU, each takes its own, as it would alone (native_neurons); without the
 C++ kernels those that any of them needs, and what is not needed is masked.
 
+But in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
+sparkinfer.limits.
+
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
 from collections.abc import Callable
@@ -27,7 +30,7 @@ from sparkinfer.runtime.model.native_neurons import add_neurons
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
-from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
+from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock, above, without_silent
 
 # Of the neurons that several tokens might need, the share that they must need for all rows to be
 # taken: choosing rows costs a copy of the tokens' values of those that are chosen.
@@ -36,15 +39,18 @@ MOST_CHOSEN = 0.9
 
 @dataclass
 class Traffic:
-    """Weight bytes of the feed-forward layers that were read, since the last reset."""
+    """Weight bytes that were read, since the last reset. `attention` is what the CPU reads of query,
+    key, value and output projection, all else of the feed-forward layers."""
 
     gate: int = 0
     up: int = 0
     down: int = 0
     predictor: int = 0
+    attention: int = 0
 
     @property
     def total(self) -> int:
+        """Of the feed-forward layers."""
         return self.gate + self.up + self.down + self.predictor
 
 
@@ -105,6 +111,7 @@ class FeedForward:
     blocks: tuple[NeuronBlock, ...]  # together, every neuron once
     down_bias_D: Tensor | None
     predictor: Predictor | None
+    input_limit_D: Tensor | None = None  # on the layer's device; None in mode "dense"
     mode: Mode
     observers: Observers = field(repr=False)
     traffic: Traffic = field(repr=False)
@@ -115,6 +122,8 @@ class FeedForward:
         named_TF = self._named(predictor_input_TD) if self.mode == "predicted" else None
         ordered = sorted(self.blocks, key=lambda block: block.device.type == "cpu")
         is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
+        if self.input_limit_D is not None:
+            x_TD = without_silent(x_TD, self.input_limit_D)
         results = []
         for block in ordered:
             if self.cold is not None and self._is_brought(self.cold, block, len(x_TD)):
@@ -126,6 +135,7 @@ class FeedForward:
             x = x_TD.to(block.device)
             is_gathered = len(x) == 1 and block.device.type == "cpu" and self.mode != "dense"
             run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
+            run = self._transposed if block.is_transposed else run
             results.append(run(block, x, named_TN))
         self._show(ordered, results)
         total = results[0].y_TD.to(x_TD.device)
@@ -151,13 +161,20 @@ class FeedForward:
             position = named_TN[0].nonzero().flatten()
             rows = block.rows(position)
         gate_A = _dot(block.gate, x_D, rows)
-        activated_A, fires_A = self.gate.act(gate_A, is_dense=False)
+        limit_A = block.gate_limit(position)
+        activated_A, fires_A = self.gate.act(gate_A, is_dense=False, limit=limit_A)
         open_A = fires_A.nonzero().flatten()
-        open_rows = block.rows(open_A if position is None else position[open_A])
+        open_position = open_A if position is None else position[open_A]
+        open_rows = block.rows(open_position)
         up = None if block.up is None else _dot(block.up, x_D, open_rows)
         hidden = self.gate.hidden(activated_A[open_A], up)
-        y_D = block.down.combine(hidden, open_rows)
-        self._count(block, len(gate_A), len(open_A))
+        if block.hidden_limit_N is None:
+            y_D, num_downs = block.down.combine(hidden, open_rows), len(open_A)
+        else:
+            kept = above(hidden, block.hidden_limit_N[open_position])
+            y_D, num_downs = block.down.combine(hidden[kept], open_rows[kept]), int(kept.sum())
+            hidden = hidden * kept
+        self._count(block, len(gate_A), len(open_A), num_downs)
         hidden_A = torch.zeros_like(gate_A).index_put_((open_A,), hidden)
         return BlockResult(
             y_TD=y_D[None], gate_TA=gate_A[None], hidden_TA=hidden_A[None], position_A=position
@@ -216,24 +233,32 @@ class FeedForward:
         self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
         """Adds what these neurons give; reads the rows that any of the tokens needs."""
-        rows = part.row_N
+        rows, position = part.row_N, None
         if named_TN is not None:
-            chosen = self._chosen(part, named_TN)
-            if chosen is not None:
-                rows, named_TN = part.rows(chosen), named_TN[:, chosen]
+            position = self._chosen(part, named_TN)
+            if position is not None:
+                rows, named_TN = part.rows(position), named_TN[:, position]
         gate_TA = _product(part.gate, x_TD, rows)
-        num_gates = gate_TA.shape[1]
-        hidden_TA, _ = self.gate.act(gate_TA, is_dense=self.mode == "dense")
+        num_gates, is_dense = gate_TA.shape[1], self.mode == "dense"
+        limit_A = part.gate_limit(position)
+        hidden_TA, _ = self.gate.act(gate_TA, is_dense=is_dense, limit=limit_A)
         if named_TN is not None:
             hidden_TA = hidden_TA * named_TN
         # What does not fire is 0, and NaN is not: it is to be seen in the result.
-        chosen = None if self.mode == "dense" else self._chosen(part, hidden_TA != 0)
+        chosen = None if is_dense else self._chosen(part, hidden_TA != 0)
         if chosen is not None:
             rows = chosen.to(torch.int32) if rows is None else rows[chosen]
             hidden_TA = hidden_TA[:, chosen]
+            position = chosen if position is None else position[chosen]
         up_TA = None if part.up is None else _product(part.up, x_TD, rows)
-        hidden_TA = self.gate.hidden(hidden_TA, up_TA)
-        self._count(part, num_gates, hidden_TA.shape[1])
+        hidden_TA, num_ups = self.gate.hidden(hidden_TA, up_TA), hidden_TA.shape[1]
+        if part.hidden_limit_N is not None and not is_dense:
+            hidden_TA = part.without_silent(hidden_TA, position)
+            chosen = self._chosen(part, hidden_TA != 0)
+            if chosen is not None:
+                rows = chosen.to(torch.int32) if rows is None else rows[chosen]
+                hidden_TA = hidden_TA[:, chosen]
+        self._count(part, num_gates, num_ups, hidden_TA.shape[1])
         part.down.add_many(y_TD, hidden_TA, rows)
 
     def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
@@ -246,21 +271,49 @@ class FeedForward:
     def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens, all values of which are kept: reads every row of the block once."""
         gate_TN = _product(block.gate, x_TD, block.row_N)
-        activated_TN, _ = self.gate.act(gate_TN, is_dense=self.mode == "dense")
         up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
-        hidden_TN = self.gate.hidden(activated_TN, up_TN)
+        hidden_TN = self._hidden(block, gate_TN, up_TN, named_TN)
         if named_TN is not None:
-            hidden_TN = hidden_TN * named_TN
             gate_TN = gate_TN.masked_fill(~named_TN, torch.nan)
-        self._count(block, len(block.id_N), len(block.id_N))
+        self._count(block, len(block.id_N), len(block.id_N), len(block.id_N))
         y_TD = block.down.combine_many(hidden_TN, block.row_N)
         return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
 
-    def _count(self, block: NeuronBlock, num_gates: int, num_open: int) -> None:
+    def _transposed(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """Any number of tokens: reads the rows of inputs that any of them has, for all neurons, and
+        of `down` those of neurons that add something."""
+        gate_TF = block.gate.apply(x_TD)
+        up_TF = None if block.up is None else block.up.apply(x_TD)
+        hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
+        is_active_D = None if self.input_limit_D is None else (x_TD != 0).any(dim=0)
+        num_inputs = None if is_active_D is None else int(is_active_D.sum())
+        self.traffic.gate += block.gate.bytes_read(num_inputs)
+        self.traffic.up += 0 if block.up is None else block.up.bytes_read(num_inputs)
+        rows = None if self.mode == "dense" else (hidden_TF != 0).any(dim=0).nonzero().flatten()
+        self.traffic.down += block.down.row_bytes * (
+            self.num_neurons if rows is None else len(rows)
+        )
+        chosen_TA = hidden_TF if rows is None else hidden_TF[:, rows]
+        y_TD = block.down.combine_many(chosen_TA, None if rows is None else rows.to(torch.int32))
+        return BlockResult(y_TD=y_TD, gate_TA=gate_TF, hidden_TA=hidden_TF, position_A=None)
+
+    def _hidden(
+        self, block: NeuronBlock, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None
+    ) -> Tensor:
+        """What `down` takes, of all neurons of a block."""
+        is_dense = self.mode == "dense"
+        limit_N = block.gate_limit(None)
+        activated_TN, _ = self.gate.act(gate_TN, is_dense=is_dense, limit=limit_N)
+        hidden_TN = self.gate.hidden(activated_TN, up_TN)
+        if named_TN is not None:
+            hidden_TN = hidden_TN * named_TN
+        return hidden_TN if is_dense else block.without_silent(hidden_TN, None)
+
+    def _count(self, block: NeuronBlock, num_gates: int, num_ups: int, num_downs: int) -> None:
         self.traffic.gate += num_gates * block.gate.weight.row_bytes
         if block.up is not None:
-            self.traffic.up += num_open * block.up.weight.row_bytes
-        self.traffic.down += num_open * block.down.row_bytes
+            self.traffic.up += num_ups * block.up.weight.row_bytes
+        self.traffic.down += num_downs * block.down.row_bytes
 
     def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
         """Puts the values of all blocks into the order of the layer, if anyone wants them."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparkinfer.budget import kv_kind, transposed_kind
 from sparkinfer.gguf_file import TensorEntry, type_of
+from sparkinfer.limits import LayerLimits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.cache.kv_cache import KVCache, LayerCache
@@ -48,6 +49,11 @@ class Layer:
     ffn_norm: Norm | None
     ffn: FeedForward
     is_post_norm: bool
+
+    def with_threshold(self, threshold: float) -> "Layer":
+        """Of the activation."""
+        gate = replace(self.ffn.gate, threshold=threshold)
+        return replace(self, ffn=replace(self.ffn, gate=gate))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +213,7 @@ class Builder:
         device = self.placement.dense_device(index)
         attn_norm = self.norm(f"blk.{index}.attn_norm", device)
         assert attn_norm is not None
-        return Layer(
+        layer = Layer(
             device=device,
             attn_norm=attn_norm,
             attn_norm_2=self.norm(f"blk.{index}.attn_norm_2", device),
@@ -226,6 +232,7 @@ class Builder:
                 traffic=self.traffic,
             ),
         )
+        return limited(layer, self.model.limits.layers[index])
 
     def gate(self, index: int) -> Gate:
         return Gate(activation=self.model.activation, threshold=self.model.threshold_L[index])
@@ -252,9 +259,15 @@ class Builder:
         self, index: int, name: str, device: torch.device, item: str = "attention"
     ) -> Linear:
         return Linear(
-            weight=self.matrix(self.entry(index, f"{name}.weight"), device, item),
+            weight=self.matrix(self.stored(index, name), device, item),
             bias_N=self.vector(f"blk.{index}.{name}.bias", device, item),
+            is_transposed=self.model.is_transposed(index, name),
         )
+
+    def stored(self, index: int, name: str) -> TensorEntry:
+        """A matrix, transposed where it is stored so."""
+        suffix = "_t" if self.model.is_transposed(index, name) else ""
+        return self.entry(index, f"{name}{suffix}.weight")
 
     def rotary(self, device: torch.device) -> Rotary:
         is_adjacent = self.model.graph.rotary == "adjacent"
@@ -264,11 +277,10 @@ class Builder:
 
     def attention(self, index: int, device: torch.device) -> Attention:
         shape = self.model.shape
-        dtype = {"f32": torch.float32, "f16": torch.float16}[kv_kind(self.model)]
-        is_fused = self.model.graph.has_fused_qkv
-        names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
+        kind = kv_kind(self.model.row_major)
+        dtype = {"f32": torch.float32, "f16": torch.float16}[kind]
         return Attention(
-            inputs=tuple(self.linear(index, name, device) for name in names),
+            inputs=self.attention_inputs(index, device),
             output=self.linear(index, "attn_output", device),
             query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
             key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
@@ -279,7 +291,31 @@ class Builder:
                 lambda size: self.cache(size, dtype, device),
             ),
             num_heads=shape.num_heads,
+            on_bytes=self.count_attention,
+            on_heads=lambda heads_TH: self.observers.show("attn_heads", index, heads_TH),
         )
+
+    def count_attention(self, num_bytes: int) -> None:
+        self.traffic.attention += num_bytes
+
+    def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
+        """Query, key and value; one matrix of rows three times as long where they are transposed and
+        copied anyway."""
+        is_fused = self.model.graph.has_fused_qkv
+        names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
+        entries = [self.stored(index, name) for name in names]
+        is_transposed = self.model.is_transposed(index, names[0])
+        can_join = is_transposed and len({entry.kind for entry in entries}) == 1
+        if is_fused or not can_join or self.residence is None or device != CPU:
+            return tuple(self.linear(index, name, device) for name in names)
+        biases = [self.vector(f"blk.{index}.{name}.bias", device) for name in names]
+        has_bias = biases[0] is not None
+        joined = Linear(
+            weight=self.residence.joined(entries),
+            bias_N=torch.cat([bias for bias in biases if bias is not None]) if has_bias else None,
+            is_transposed=True,
+        )
+        return (joined,)
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if device in self.uploaders:
@@ -322,12 +358,17 @@ class Builder:
         chosen = ids if rows == "own" else None
         has_up = self.model.graph.is_gated
         names = [self.model.gate_name, *(["ffn_up"] if has_up else [])]
-        entries = [*(self.entry(index, f"{name}.weight") for name in names), down]
-        matrices = self.neuron_matrices(entries, device, chosen)
+        entries = [*(self.stored(index, name) for name in names), down]
+        is_transposed = self.model.is_transposed(index, names[0])
+        if is_transposed:
+            assert rows == "all"
+            matrices = self.transposed_matrices(entries, device)
+        else:
+            matrices = self.neuron_matrices(entries, device, chosen)
 
         def linear(number: int) -> Linear:
             bias = self.neuron_bias(f"blk.{index}.{names[number]}.bias", device, chosen)
-            return Linear(weight=matrices[number], bias_N=bias)
+            return Linear(weight=matrices[number], bias_N=bias, is_transposed=is_transposed)
 
         id_N = self.ids(ids, device, is_all=rows == "all")
         return NeuronBlock(
@@ -382,6 +423,15 @@ class Builder:
             self.residence.side_by_side(entries[apart:], chosen) if entries[apart:] else []
         )
 
+    def transposed_matrices(self, entries: list[TensorEntry], device: torch.device) -> list[Matrix]:
+        """Gate and up (where there is one) side by side, input by input; and down."""
+        if self.residence is None or device.type != "cpu":
+            return [matrix_of(entry, device) for entry in entries]
+        return [
+            *self.residence.side_by_side(entries[:-1], None),
+            self.residence.matrix(entries[-1]),
+        ]
+
     def down(self, index: int) -> TensorEntry:
         """The neuron-major down projection; that of a stock file is transposed here."""
         if self.model.layout == "sparse":
@@ -394,6 +444,32 @@ class Builder:
                 f" relative error {error:.1e}"
             )
         return entry
+
+
+def limited(layer: Layer, limits: LayerLimits) -> Layer:
+    """The layer with these limits instead of its own; in mode "dense" without any."""
+    is_dense = layer.ffn.mode == "dense"
+
+    def on_device(limit: np.ndarray | None) -> Tensor | None:
+        if limit is None or is_dense:
+            return None
+        return torch.from_numpy(limit.copy()).to(layer.device)
+
+    gate_F, hidden_F = (
+        None if limit is None or is_dense else torch.from_numpy(limit.copy())
+        for limit in (limits.gate_F, limits.hidden_F)
+    )
+    attention = replace(
+        layer.attention,
+        input_limit_D=on_device(limits.qkv_D),
+        output_limit_H=on_device(limits.output_H),
+    )
+    ffn = replace(
+        layer.ffn,
+        input_limit_D=on_device(limits.ffn_D),
+        blocks=tuple(block.limited(gate_F, hidden_F) for block in layer.ffn.blocks),
+    )
+    return replace(layer, attention=attention, ffn=ffn)
 
 
 def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 NAMES = {
     "embedding": "[T, D] token embeddings",
     "attn_norm": "[T, D] input of attention",
+    "attn_heads": "[T, H * W] what the heads give, input of attention's output projection",
     "attn_out": "[T, D] output of attention",
     "ffn_norm": "[T, D] input of the feed-forward layer",
     "ffn_predicted": "[T, F] scores of the predictor",

@@ -35,9 +35,11 @@ class LayerStruct(Structure):
                 ("query_norm", NormStruct), ("key_norm", NormStruct),
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
                 ("predictor_down", MatrixStruct), ("predictor_up", MatrixStruct),
-                ("down_bias", c_void_p), ("key", c_void_p), ("value", c_void_p),
+                ("down_bias", c_void_p), ("input_limit", c_void_p), ("output_limit", c_void_p),
+                ("ffn_limit", c_void_p), ("key", c_void_p), ("value", c_void_p),
                 ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
-                ("threshold", c_float), ("predictor_threshold", c_float)]  # fmt: skip
+                ("threshold", c_float), ("predictor_threshold", c_float),
+                ("is_input_transposed", c_int32), ("is_output_transposed", c_int32)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -54,7 +56,7 @@ class StepStruct(Structure):
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("context_length", c_int64), ("max_rows", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
-                ("predictor_bytes", c_int64),
+                ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
                 ("epsilon", c_float),
                 ("is_adjacent", c_int32), ("is_post_norm", c_int32), ("cache_kind", c_int32),
                 ("activation", c_int32), ("mode", c_int32), ("predictor_kind", c_int32),
@@ -96,16 +98,14 @@ class NativeStep:
         logits = torch.empty(num_logits, self.vocab_size, dtype=torch.float32)
         before = self._bytes()
         library.run_step(self.step, structs, logits)
-        gate, up, down, predictor = (b - a for a, b in zip(before, self._bytes(), strict=True))
-        self.traffic.gate += gate
-        self.traffic.up += up
-        self.traffic.down += down
-        self.traffic.predictor += predictor
+        for name, read in self._bytes().items():
+            setattr(self.traffic, name, getattr(self.traffic, name) + read - before[name])
         return logits
 
-    def _bytes(self) -> tuple[int, int, int, int]:
-        step = self.step
-        return step.gate_bytes, step.up_bytes, step.down_bytes, step.predictor_bytes
+    def _bytes(self) -> dict[str, int]:
+        """Read by all steps so far, by the names that Traffic has."""
+        names = ("gate", "up", "down", "predictor", "attention")
+        return {name: getattr(self.step, f"{name}_bytes") for name in names}
 
 
 def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep | str:
@@ -215,10 +215,15 @@ class StepBuilder(Structs):
             predictor_down=MatrixStruct() if down is None else self.linear(down),
             predictor_up=MatrixStruct() if predictor is None else self.linear(predictor.up),
             down_bias=self.vector(ffn.down_bias_D),
+            input_limit=self.vector(attention.input_limit_D),
+            output_limit=self.vector(attention.output_limit_H),
+            ffn_limit=self.vector(ffn.input_limit_D),
             key=self.pointer(cache.key_BKPW, cache.key_BKPW.dtype),
             value=self.pointer(cache.value_BKPW, cache.key_BKPW.dtype),
             block=blocks,
             num_blocks=len(blocks),
             threshold=ffn.gate.threshold,
             predictor_threshold=0.0 if predictor is None else predictor.threshold,
+            is_input_transposed=attention.inputs[0].is_transposed,
+            is_output_transposed=attention.output.is_transposed,
         )

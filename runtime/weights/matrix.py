@@ -138,19 +138,34 @@ class Matrix(StoredMatrix):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """x W^T + b, with or without b."""
+    """x W^T + b, with or without b. Transposed, `weight` is W^T [D, N]: a row for each input, so that
+    those of inputs that are 0 need not be read."""
 
     weight: Matrix
     bias_N: Tensor | None = None
+    is_transposed: bool = False
 
     def apply(self, x_TD: Tensor) -> Tensor:
         """f32 [T, N]: the single-token product where T is 1."""
-        y_TN = (
-            self.weight.dot(x_TD[0].contiguous())[None]
-            if len(x_TD) == 1
-            else self.weight.product(x_TD)
-        )
+        one, many = self.weight.dot, self.weight.product
+        if self.is_transposed:
+            one, many = self.weight.combine, self.weight.combine_many
+        y_TN = one(x_TD[0].contiguous())[None] if len(x_TD) == 1 else many(x_TD)
         return y_TN if self.bias_N is None else y_TN + self.bias_N
+
+    @property
+    def num_inputs(self) -> int:
+        return self.weight.num_rows if self.is_transposed else self.weight.width
+
+    @property
+    def num_outputs(self) -> int:
+        return self.weight.width if self.is_transposed else self.weight.num_rows
+
+    def bytes_read(self, num_active: int | None) -> int:
+        """Of weights, where so many inputs (None: all) are not 0."""
+        if not self.is_transposed or num_active is None:
+            return self.weight.num_bytes
+        return num_active * self.weight.row_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -158,6 +173,7 @@ class Linear:
 
     def part(self, start: int, stop: int) -> "Linear":
         """Some outputs that follow one another; nothing is copied."""
+        assert not self.is_transposed
         bias = None if self.bias_N is None else self.bias_N[start:stop]
         return Linear(weight=self.weight.part(start, stop), bias_N=bias)
 

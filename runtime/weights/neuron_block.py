@@ -24,8 +24,11 @@ class Gate:
     activation: Activation
     threshold: float
 
-    def act(self, gate: Tensor, *, is_dense: bool) -> tuple[Tensor, Tensor]:
-        """(activation, whether the neuron fires). A neuron that does not fire gives zero.
+    def act(
+        self, gate: Tensor, *, is_dense: bool, limit: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(activation, whether the neuron fires). A neuron that does not fire gives zero. A `limit`
+        for each neuron, of SiLU and GELU alone, takes the place of the threshold.
 
         The threshold of SiLU and GELU is an approximation, so `dense` does without it; that of
         FATReLU is a part of the model (ProSparse, arXiv 2402.13516). What is no number fires, or it
@@ -33,7 +36,7 @@ class Gate:
         value = self.before_threshold(gate)
         if is_dense and self.activation in SMOOTH:
             return value, torch.ones_like(value, dtype=torch.bool)
-        fires = self._fires(value)
+        fires = self._fires(value) if limit is None else above(value, limit)
         return value * fires, fires
 
     def before_threshold(self, gate: Tensor) -> Tensor:
@@ -81,6 +84,9 @@ class NeuronBlock:
     id_N: Tensor  # on the device of the block: int64 on the CPU, int32 on a GPU
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
+    # At or below which |act(gate)| and |act(gate) * up| are silent, but in mode "dense"; f32.
+    gate_limit_N: Tensor | None = None
+    hidden_limit_N: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -89,16 +95,47 @@ class NeuronBlock:
     @property
     def is_native(self) -> bool:
         """Whether the C++ kernels take all of it."""
+        if self.is_transposed:
+            return False
         matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
         return all(matrix.is_native for matrix in matrices)
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether gate and up have a row for each input; the neurons are then all of the layer."""
+        return self.gate.is_transposed
+
+    def limited(self, gate_F: Tensor | None, hidden_F: Tensor | None) -> "NeuronBlock":
+        """With these limits of the layer's neurons instead of its own."""
+
+        def own(limit_F: Tensor | None) -> Tensor | None:
+            if limit_F is None:
+                return None
+            return limit_F[self.id_N.cpu().long()].contiguous().to(self.device)
+
+        return replace(self, gate_limit_N=own(gate_F), hidden_limit_N=own(hidden_F))
+
+    def gate_limit(self, position_A: Tensor | None) -> Tensor | None:
+        """Of the neurons at these positions of the block (None: all)."""
+        return _chosen(self.gate_limit_N, position_A)
+
+    def without_silent(self, hidden_A: Tensor, position_A: Tensor | None) -> Tensor:
+        """Hidden values [A] or [T, A], those at or below their limit as zeros."""
+        limit_A = _chosen(self.hidden_limit_N, position_A)
+        return hidden_A if limit_A is None else without_silent(hidden_A, limit_A)
+
     def part(self, start: int, stop: int) -> "NeuronBlock":
         """Some of its neurons that follow one another; nothing is copied."""
-        ids = self.id_N[start:stop]
-        if self.row_N is not None:
-            return replace(self, id_N=ids, row_N=self.row_N[start:stop], is_whole=False)
-        return replace(
+        ids, here = self.id_N[start:stop], slice(start, stop)
+        block = replace(
             self,
+            gate_limit_N=None if self.gate_limit_N is None else self.gate_limit_N[here],
+            hidden_limit_N=None if self.hidden_limit_N is None else self.hidden_limit_N[here],
+        )
+        if self.row_N is not None:
+            return replace(block, id_N=ids, row_N=self.row_N[start:stop], is_whole=False)
+        return replace(
+            block,
             gate=self.gate.part(start, stop),
             up=None if self.up is None else self.up.part(start, stop),
             down=self.down.part(start, stop),
@@ -110,3 +147,17 @@ class NeuronBlock:
         """int32 rows of the neurons at these positions of the block."""
         chosen = position_A if self.row_N is None else self.row_N[position_A]
         return chosen.to(torch.int32)
+
+
+def above(value: Tensor, limit: Tensor) -> Tensor:
+    """Whether magnitudes are above their limits; NaN is."""
+    return ~(value.abs() <= limit)
+
+
+def without_silent(value: Tensor, limit: Tensor) -> Tensor:
+    """The same values, those at or below their limit as zeros; NaN stays."""
+    return torch.where(above(value, limit), value, 0.0)
+
+
+def _chosen(limit_N: Tensor | None, position_A: Tensor | None) -> Tensor | None:
+    return limit_N if limit_N is None or position_A is None else limit_N[position_A]

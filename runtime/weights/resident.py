@@ -59,6 +59,19 @@ class Residence:
             start += size
         return found
 
+    def joined(self, entries: list[TensorEntry]) -> Matrix:
+        """A copy of matrices with as many rows and the same type each as one whose rows are theirs
+        one behind the other."""
+        data = np.concatenate([entry.read() for entry in entries], axis=1)
+        width = sum(entry.shape[-1] for entry in entries)
+        whole = TensorEntry(
+            shape=(len(data), width), kind=entries[0].kind, read_rows=lambda a, b: data[a:b]
+        )
+        found = self.matrix(whole)
+        for entry in entries:
+            release(entry)
+        return found
+
     def keep(self, values: Tensor, *, is_weight: bool) -> Tensor:
         """A copy of any tensor, beside the weights that it belongs to."""
         kept = self._take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)

@@ -5,12 +5,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "work.h"
+#include "row_sums.h"
 
-// Neurons are cut into groups of SUM_ROWS by their place in the block, and these into at most this many
-// chunks, each with a sum of its own that is added to the others' in order. Cuts and order depend on
-// the size of the block alone: not on which neurons fire, the threads, or other tokens.
-constexpr int64_t MAX_CHUNKS = 16;
 // Of one token, so many neurons at a time go from gate to up, each row asking for the one that is
 // wanted a few rows later; fewer where rows are long, so that what was asked for is still in the first
 // cache then.
@@ -29,13 +25,28 @@ struct Gate {
         if (is_smooth()) kernels().smooth(gate, n, activation);
     }
 
-    // Applies the threshold in place; true if the neuron fires, as NaN does.
-    bool act(float& gate) const {
-        if (is_smooth()) return mode == MODE_DENSE || !(std::fabs(gate) <= threshold);
+    // Applies the threshold, for SiLU and GELU `limit`, in place; true if the neuron fires, as NaN does.
+    bool act(float& gate, float limit) const {
+        if (is_smooth()) return mode == MODE_DENSE || !(std::fabs(gate) <= limit);
         const bool fires = !(gate <= (activation == ACTIVATION_FATRELU ? threshold : 0.0f));
         if (!fires) gate = 0.0f;
         return fires || mode == MODE_DENSE;
     }
+};
+
+// Limits of a block's neurons, by place.
+struct NeuronLimits {
+    NeuronLimits(const SparkBlock& block, const Gate& gate)
+        : threshold(gate.threshold), gate(block.gate_limit),
+          hidden(gate.mode == MODE_DENSE ? nullptr : block.hidden_limit) {}
+
+    float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
+    bool has_hidden() const { return hidden != nullptr; }
+    // Whether a hidden value is silenced; NaN is not.
+    bool is_silent(float value, int64_t p) const { return std::fabs(value) <= hidden[p]; }
+
+    const float threshold;
+    const float *const gate, *const hidden;  // or null
 };
 
 // Neurons of a layer by number: a bit each, or a score that is above a threshold or no number.
@@ -69,20 +80,19 @@ struct NeuronBytes {
 class Neurons {
   public:
     // Memory for blocks of up to F neurons of width D, and up to T tokens.
-    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T) : D(D), num_groups_(groups_of(F)) {
+    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T) : D(D), sums_(arena, D, T) {
         position_ = arena.take<int32_t>(F);
         candidate_ = arena.take<int32_t>(F);
         gate_ = arena.take<float>(F);
         up_ = arena.take<float>(F);
         open_ = arena.take<int32_t>(F);
         open_position_ = arena.take<int32_t>(F);
-        hidden_ = arena.take<float>(T * num_groups_ * SUM_ROWS);
-        part_ = arena.take<float>(std::max(MAX_CHUNKS, T > 1 ? T : 0) * D);
+        const int64_t groups = groups_of(F);
+        hidden_ = {arena.take<float>(T * groups * SUM_ROWS), nullptr, groups};
         if (T == 1) return;
-        up_many_ = arena.take<float>(T * num_groups_ * SUM_ROWS);
-        mask_ = arena.take<uint64_t>(T * num_groups_);
-        num_named_ = arena.take<int32_t>(num_groups_);
-        num_open_ = arena.take<int32_t>(num_groups_);
+        up_many_ = arena.take<float>(T * groups * SUM_ROWS);
+        hidden_.mask = arena.take<uint64_t>(T * groups);
+        num_read_ = arena.take<NumRead>(groups);
     }
 
     // What the named neurons of a block (all, where `named` is null) add for T tokens, to out [T, D].
@@ -94,10 +104,10 @@ class Neurons {
     }
 
   private:
-    static int64_t groups_of(int64_t neurons) { return (neurons + SUM_ROWS - 1) / SUM_ROWS; }
-    static int64_t groups_of_chunk(int64_t neurons) {
-        return (groups_of(neurons) + MAX_CHUNKS - 1) / MAX_CHUNKS;
-    }
+    // Rows that were read.
+    struct NumRead {
+        int32_t gate, up, down;
+    };
 
     // The places in the block of named neurons, in order; how many.
     static int64_t list(const SparkBlock& block, const Named& named, int32_t* position) {
@@ -130,44 +140,43 @@ class Neurons {
         };
         const Input gate_x = x.as(block.gate.kind, 1);
         const Input up_x = block.up.data ? x.as(block.up.kind, 1) : gate_x;
-        int64_t num_open[MAX_CHUNKS];
+        Open opened[MAX_CHUNKS];
         split(count * row_bytes(block.gate), chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
             for (int64_t c = c0; c < c1; ++c)
-                num_open[c] = run_chunk(block, gate, gate_x, up_x, position, rows, begin_of(c),
-                                        begin_of(c + 1), part_ + c * D);
+                opened[c] = run_chunk(block, gate, gate_x, up_x, position, rows, begin_of(c),
+                                      begin_of(c + 1), sums_.part + c * D);
         });
-        OrderSums* order_sums = kernels().order_sums[block.down.kind];
         split(chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {
-            std::copy(part_ + d0, part_ + d1, out + d0);
-            for (int64_t c = 1; c < chunks; ++c)
-                kernels().add_to(out + d0, part_ + c * D + d0, d1 - d0);
-            if (order_sums) order_sums(out, d0, d1);
+            RowSums::join(sums_.part, D, chunks, block.down.kind, d0, d1, out);
         });
-        int64_t all_open = 0;
-        for (int64_t c = 0; c < chunks; ++c) all_open += num_open[c];
         read.gate += count * row_bytes(block.gate);
-        if (block.up.data) read.up += all_open * row_bytes(block.up);
-        read.down += all_open * row_bytes(block.down);
+        for (int64_t c = 0; c < chunks; ++c) {
+            if (block.up.data) read.up += opened[c].num_fired * row_bytes(block.up);
+            read.down += (opened[c].end - opened[c].begin) * row_bytes(block.down);
+        }
     }
 
-    // Neurons of a chunk that fire, open_[begin .. end-1], and which of them have no sum yet.
+    // Neurons of a chunk that add something, open_[begin .. end-1], which of them have no sum yet, and how
+    // many fired: more, where hidden values are silenced.
     struct Open {
-        int64_t begin, end, pending;
+        int64_t begin, end, pending, num_fired;
     };
 
-    // Candidates a0 .. a1-1 into `out`; returns how many fired. `rows` null: row a is neuron a.
-    int64_t run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
+    // Candidates a0 .. a1-1 into `out`. `rows` null: row a is neuron a.
+    Open run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
                       const Input& up_x, const int32_t* position, const int32_t* rows, int64_t a0,
                       int64_t a1, float* out) {
         const SparkMatrix& matrix = block.gate;
         const SparkMatrix& then = block.up.data ? block.up : block.down;
+        const NeuronLimits limits(block, gate);
+        float* hidden = hidden_.value;
         // Gates that lie one behind the other are read to the end first.
         const bool is_bundled = matrix.stride > row_bytes(matrix);
         const int64_t fitting = std::max<int64_t>(1, FEW_BYTES / row_bytes(matrix));
         const int64_t few = std::min(FEW_NEURONS, fitting), step = is_bundled ? few : a1 - a0;
         auto group_of = [&](int64_t a) { return (position ? position[a] : a) / SUM_ROWS; };
         std::fill_n(out, D, 0.0f);
-        Open open = {a0, a0, a0};
+        Open open = {a0, a0, a0, 0};
         for (int64_t g0 = a0, g1; g0 < a1; g0 = g1) {
             g1 = std::min(g0 + step, a1);
             const uint8_t *next[SUM_ROWS], *also[SUM_ROWS];
@@ -180,47 +189,67 @@ class Neurons {
             }
             kernels().dot_rows[matrix.kind](gates, gate_x, gate_, 0, g0, g1);
             const int64_t first = open.end;
-            open.end += act_all(matrix, gate, position, rows, g0, g1, first);
+            const int64_t end = first + act_all(matrix, gate, limits, position, rows, g0, g1, first);
+            open.num_fired += end - first;
             // Where all fire, ups too are one run through memory.
-            const bool is_run = !rows && !is_bundled && open.end - first == g1 - g0;
-            for (int64_t o0 = first, o1; o0 < open.end; o0 = o1) {
-                o1 = std::min(o0 + (is_run ? SUM_ROWS : few), open.end);
+            const bool is_run = !rows && !is_bundled && end - first == g1 - g0;
+            for (int64_t o0 = first, o1; o0 < end; o0 = o1) {
+                o1 = std::min(o0 + (is_run ? SUM_ROWS : few), end);
                 const int64_t group = open_position_[o0] / SUM_ROWS;
                 while (open_position_[o1 - 1] / SUM_ROWS != group) --o1;
-                if (open.pending < o0 && open_position_[open.pending] / SUM_ROWS != group)
-                    add(block.down, open, o0, rows_at(then, open_, o0, o1, next, SUM_ROWS), out);
-                if (!block.up.data) continue;
-                Rows ups = {block.up.data, block.up.stride, D, is_run ? nullptr : open_, o1};
-                if (!is_run) ups.next = rows_at(block.down, open_, o0, o1, next);
-                if (is_run)
-                    ups.also = rows_at(block.down, nullptr, o0, o1, also, SUM_ROWS);
-                else if (is_bundled && g1 < a1)
-                    ups.also = rows_at(matrix, rows, g1, std::min(g1 + few, a1), also);
-                else if (o1 < open.end)
-                    ups.also = rows_at(block.up, open_, o1, std::min(o1 + few, open.end), also);
-                kernels().dot_rows[block.up.kind](ups, up_x, up_, 0, o0, o1);
-                multiply_ups(block.up, gate, open_ + o0, o1 - o0, up_ + o0, hidden_ + o0);
+                if (open.pending < open.end && open_position_[open.pending] / SUM_ROWS != group)
+                    add(block.down, open, open.end, rows_at(then, open_, o0, o1, next, SUM_ROWS), out);
+                if (block.up.data) {
+                    Rows ups = {block.up.data, block.up.stride, D, is_run ? nullptr : open_, o1};
+                    if (limits.has_hidden()) {
+                        if (!is_run) ups.next = rows_at(block.up, open_, o1, std::min(o1 + few, end), next);
+                    } else if (is_run) {
+                        ups.also = rows_at(block.down, nullptr, o0, o1, also, SUM_ROWS);
+                    } else {
+                        ups.next = rows_at(block.down, open_, o0, o1, next);
+                        if (is_bundled && g1 < a1)
+                            ups.also = rows_at(matrix, rows, g1, std::min(g1 + few, a1), also);
+                        else if (o1 < end)
+                            ups.also = rows_at(block.up, open_, o1, std::min(o1 + few, end), also);
+                    }
+                    kernels().dot_rows[block.up.kind](ups, up_x, up_, 0, o0, o1);
+                    multiply_ups(block.up, gate, open_ + o0, o1 - o0, up_ + o0, hidden + o0);
+                }
+                open.end = limits.has_hidden() ? keep(limits, o0, o1, open.end) : o1;
             }
         }
         const uint8_t* nothing[SUM_ROWS];
         add(block.down, open, open.end, rows_at(matrix, rows, a1, a1, nothing, SUM_ROWS), out);
-        return open.end - open.begin;
+        return open;
+    }
+
+    // Moves the neurons o0 .. o1-1 whose hidden values pass to places from `to` on; returns its end.
+    int64_t keep(const NeuronLimits& limits, int64_t o0, int64_t o1, int64_t to) {
+        for (int64_t o = o0; o < o1; ++o) {
+            const float value = hidden_.value[o];
+            const int32_t row = open_[o], place = open_position_[o];
+            open_[to] = row, open_position_[to] = place, hidden_.value[to] = value;
+            to += !limits.is_silent(value, place);
+        }
+        return to;
     }
 
     // Gates g0 .. g1-1 through the activation: what fires goes to open_ from `first` on, its value to
     // hidden_; returns how many they are.
-    int64_t act_all(const SparkMatrix& matrix, const Gate& gate, const int32_t* position,
-                    const int32_t* rows, int64_t g0, int64_t g1, int64_t first) {
+    int64_t act_all(const SparkMatrix& matrix, const Gate& gate, const NeuronLimits& limits,
+                    const int32_t* position, const int32_t* rows, int64_t g0, int64_t g1,
+                    int64_t first) {
         int64_t at = first;
         if (matrix.bias)
             for (int64_t a = g0; a < g1; ++a) gate_[a] += matrix.bias[rows ? rows[a] : a];
         gate.smooth(gate_ + g0, g1 - g0);
         for (int64_t a = g0; a < g1; ++a) {
             float value = gate_[a];
-            const bool fires = gate.act(value);
+            const int32_t place = position ? position[a] : static_cast<int32_t>(a);
+            const bool fires = gate.act(value, limits.of_gate(place));
             open_[at] = rows ? rows[a] : static_cast<int32_t>(a);
-            open_position_[at] = position ? position[a] : static_cast<int32_t>(a);
-            hidden_[at] = value;
+            open_position_[at] = place;
+            hidden_.value[at] = value;
             at += fires;
         }
         return at - first;
@@ -258,7 +287,7 @@ class Neurons {
         while (run < count && open_[first + run] == open_[first] + run) ++run;
         if (run == count && count > FEW_NEURONS)
             rows = {down.data + open_[first] * down.stride, down.stride, D, nullptr, count};
-        kernels().accumulate_rows[down.kind](rows, hidden_ + first, out, 0, count, 0, D);
+        kernels().accumulate_rows[down.kind](rows, hidden_.value + first, out, 0, count, 0, D);
     }
 
     // ---- several tokens -------------------------------------------------------------------------
@@ -277,41 +306,12 @@ class Neurons {
                   for (int64_t g = g0; g < g1; ++g)
                       run_group(block, gate, named, gate_x, up_x, T, g);
               });
-        const int64_t pieces = column_pieces(D);
-        split(T * block.num_neurons * row_bytes(block.down), pieces, 1, 16,
-              [&](int64_t i0, int64_t i1) {
-                  for (int64_t i = i0; i < i1; ++i)
-                      add_columns(block, T, groups, column_of(i, pieces), column_of(i + 1, pieces),
-                                  out);
-              });
+        sums_.add_many({block.down, block.row, block.num_neurons}, hidden_, T, out, D);
         for (int64_t g = 0; g < groups; ++g) {
-            read.gate += num_named_[g] * row_bytes(block.gate);
-            if (block.up.data) read.up += num_open_[g] * row_bytes(block.up);
-            read.down += num_open_[g] * row_bytes(block.down);
+            read.gate += num_read_[g].gate * row_bytes(block.gate);
+            if (block.up.data) read.up += num_read_[g].up * row_bytes(block.up);
+            read.down += num_read_[g].down * row_bytes(block.down);
         }
-    }
-
-    // Pieces of a sum's columns: at most as long as their scales are read together, and one for each
-    // thread. The fewer, the fewer times a group's factors are made.
-    static int64_t column_pieces(int64_t D) {
-        const int64_t most = std::max<int64_t>(1, D / COLUMNS_GRAIN);
-        return std::min(most, std::max<int64_t>(num_threads(), (D + 511) / 512));
-    }
-
-    // Where piece i begins: at whole blocks of every kind.
-    int64_t column_of(int64_t i, int64_t pieces) const {
-        return i == pieces ? D : D * i / pieces / COLUMNS_GRAIN * COLUMNS_GRAIN;
-    }
-
-    static constexpr int64_t COLUMNS_GRAIN = 256;
-
-    int64_t hidden_stride() const { return num_groups_ * SUM_ROWS; }
-
-    // Rows of neurons at places p0 .. p0 + count - 1.
-    static Rows rows_of_group(const SparkMatrix& m, const SparkBlock& block, int64_t p0,
-                              int64_t count) {
-        if (block.row) return {m.data, m.stride, m.num_columns, block.row + p0, count};
-        return {m.data + p0 * m.stride, m.stride, m.num_columns, nullptr, count};
     }
 
     // Rows of a group for the tokens that need them: y [T, stride].
@@ -341,39 +341,47 @@ class Neurons {
     void run_group(const SparkBlock& block, const Gate& gate, const Named* named,
                    const Input& gate_x, const Input& up_x, int64_t T, int64_t g) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
-        const int64_t stride = hidden_stride();
-        float *hidden = hidden_ + p0, *up = up_many_ + p0;
-        uint64_t needed[MAX_ROWS], any_named = 0, any_open = 0;
+        const int64_t stride = hidden_.stride();
+        const NeuronLimits limits(block, gate);
+        float *hidden = hidden_.value + p0, *up = up_many_ + p0;
+        uint64_t needed[MAX_ROWS], any_named = 0, any_fired = 0, any_open = 0;
         for (int64_t t = 0; t < T; ++t) {
             needed[t] = named ? names(block, named[t], p0, count)
                               : ~0ull >> (SUM_ROWS - count);
             any_named |= needed[t];
         }
-        dot_group(rows_of_group(block.gate, block, p0, count), block.gate.kind, gate_x, T, needed,
-                  count, hidden, stride);
+        dot_group(rows_of(block.gate, block, p0, count), block.gate.kind, gate_x, T, needed, count,
+                  hidden, stride);
         const Biases gate_bias{block.gate.bias, block.row, p0}, up_bias{block.up.bias, block.row, p0};
         for (int64_t t = 0; t < T; ++t) {
             float* of = hidden + t * stride;
             for (int64_t i = 0; gate_bias.data && i < count; ++i) of[i] += gate_bias[i];
             gate.smooth(of, count);
             for (int64_t i = 0; i < count; ++i)
-                if (!gate.act(of[i])) needed[t] &= ~(1ull << i);
-            any_open |= needed[t];
+                if (!gate.act(of[i], limits.of_gate(p0 + i))) needed[t] &= ~(1ull << i);
+            any_fired |= needed[t];
         }
         if (block.up.data)
-            dot_group(rows_of_group(block.up, block, p0, count), block.up.kind, up_x, T, needed,
-                      count, up, stride);
+            dot_group(rows_of(block.up, block, p0, count), block.up.kind, up_x, T, needed, count, up,
+                      stride);
         const bool is_drelu = gate.activation == ACTIVATION_DRELU;
         for (int64_t t = 0; t < T; ++t) {
             float *of = hidden + t * stride, *by = up + t * stride;
             for (int64_t i = 0; up_bias.data && i < count; ++i) by[i] += up_bias[i];
             for (int64_t i = 0; is_drelu && i < count; ++i) by[i] = by[i] < 0.0f ? 0.0f : by[i];
             for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
+            for (int64_t i = 0; limits.has_hidden() && i < count; ++i)
+                if (limits.is_silent(of[i], p0 + i)) needed[t] &= ~(1ull << i);
             for (uint64_t left = ~needed[t]; left; left &= left - 1) of[__builtin_ctzll(left)] = 0.0f;
-            mask_[t * num_groups_ + g] = needed[t];
+            hidden_.mask[t * hidden_.groups + g] = needed[t];
+            any_open |= needed[t];
         }
-        num_named_[g] = __builtin_popcountll(any_named);
-        num_open_[g] = __builtin_popcountll(any_open);
+        num_read_[g] = {__builtin_popcountll(any_named), __builtin_popcountll(any_fired),
+                        __builtin_popcountll(any_open)};
+    }
+
+    static Rows rows_of(const SparkMatrix& m, const SparkBlock& block, int64_t p0, int64_t count) {
+        return Places{m, block.row, block.num_neurons}.rows(p0, count);
     }
 
     // Of the neurons at places p0, p0 + 1, ...
@@ -392,44 +400,21 @@ class Neurons {
         return mask;
     }
 
-    // Columns d0 .. d1-1 of the sums of all tokens.
-    void add_columns(const SparkBlock& block, int64_t T, int64_t groups, int64_t d0, int64_t d1,
-                     float* out) {
-        const SparkMatrix& down = block.down;
-        const int64_t per_chunk = groups_of_chunk(block.num_neurons);
-        OrderSums* order_sums = kernels().order_sums[down.kind];
-        for (int64_t g0 = 0; g0 < groups; g0 += per_chunk) {
-            for (int64_t t = 0; t < T; ++t) std::fill(part_ + t * D + d0, part_ + t * D + d1, 0.0f);
-            for (int64_t g = g0; g < std::min(g0 + per_chunk, groups); ++g) {
-                const int64_t p0 = g * SUM_ROWS;
-                const int64_t count = std::min(SUM_ROWS, block.num_neurons - p0);
-                const ManySums sums = {hidden_ + p0, mask_ + g,       part_, hidden_stride(),
-                                       num_groups_,  D,               T,     d0,
-                                       d1};
-                kernels().accumulate_many[down.kind](rows_of_group(down, block, p0, count), 0, count,
-                                                     sums);
-            }
-            for (int64_t t = 0; t < T; ++t) {
-                const float* part = part_ + t * D;
-                if (g0 == 0)
-                    std::copy(part + d0, part + d1, out + t * D + d0);
-                else
-                    kernels().add_to(out + t * D + d0, part + d0, d1 - d0);
-            }
-        }
-        for (int64_t t = 0; order_sums && t < T; ++t) order_sums(out + t * D, d0, d1);
-    }
-
-    const int64_t D, num_groups_;
+    const int64_t D;
+    RowSums sums_;
+    Coefficients hidden_;  // of one token: by candidates
     int32_t *position_, *candidate_, *open_, *open_position_;
-    float *gate_, *up_, *hidden_, *part_, *up_many_ = nullptr;
-    uint64_t* mask_ = nullptr;
-    int32_t *num_named_ = nullptr, *num_open_ = nullptr;
+    float *gate_, *up_, *up_many_ = nullptr;
+    NumRead* num_read_ = nullptr;
 };
 
 // Whether a block of a layer of F neurons of width D is one.
 inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated) {
-    const int64_t rows = block.gate.num_rows;
+    const int64_t rows = block.down.num_rows;
+    if (block.is_transposed)
+        return rows == F && block.num_neurons == F && !block.row && !block.id &&
+               fits(block.down, F, D) && fits(block.gate, D, F) &&
+               is_gated == (block.up.data != nullptr) && (!is_gated || fits(block.up, D, F));
     if (block.num_neurons < 1 || block.num_neurons > F) return false;
     if (!fits(block.gate, rows, D) || !fits(block.down, rows, D)) return false;
     if (is_gated != (block.up.data != nullptr)) return false;

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "neurons.h"
+#include "transposed_neurons.h"
 #include "vector_math.h"
 
 namespace {
@@ -29,10 +30,37 @@ uint32_t forms_of(const SparkStep& step) {
     return forms;
 }
 
+// What transposed matrices and limits of the layers take.
+struct Sparse {
+    explicit Sparse(const SparkStep& s) {
+        const int64_t heads = s.num_heads * s.head_width;
+        for (int64_t i = 0; i < s.num_layers; ++i) {
+            const SparkLayer& l = s.layer[i];
+            const bool is_ffn = l.num_blocks == 1 && l.block->is_transposed;
+            if (l.is_input_transposed)
+                grow(s.width, (s.num_heads + 2 * s.num_kv_heads) * s.head_width);
+            if (l.is_output_transposed) grow(heads, s.width);
+            if (is_ffn) grow(std::max(s.width, s.num_neurons), 2 * s.num_neurons), neurons = s.num_neurons;
+            if (l.input_limit || l.ffn_limit) masked = std::max(masked, s.width);
+            if (l.output_limit) masked = std::max(masked, heads);
+        }
+    }
+
+    void grow(int64_t rows, int64_t columns) {
+        inputs = std::max(inputs, rows), outputs = std::max(outputs, columns);
+    }
+
+    int64_t inputs = 0, outputs = 0, neurons = 0, masked = 0;
+};
+
 struct Work {
-    Work(const SparkStep& step, uint8_t* memory)
+    Work(const SparkStep& step, uint8_t* memory) : Work(step, memory, Sparse(step)) {}
+
+    Work(const SparkStep& step, uint8_t* memory, const Sparse& sparse)
         : arena(memory), neurons(arena, step.width, step.num_neurons, step.max_rows),
-          attention(step, arena) {
+          attention(step, arena),
+          inputs(arena, sparse.inputs, sparse.outputs, step.max_rows),
+          transposed(arena, sparse.neurons, step.max_rows) {
         const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
         const int64_t R = step.max_rows, W = step.head_width;
         num_values = (heads + 2 * step.num_kv_heads) * W;
@@ -44,6 +72,7 @@ struct Work {
         ffn_input[1] = arena.operand(D, R, forms);
         heads_out = arena.operand(heads * W, R, forms);
         inner = arena.operand(largest_rank(step), R, forms);
+        masked = arena.operand(sparse.masked, R, sparse.masked ? forms : 0);
         qkv = arena.take<float>(R * num_values);
         attn_out = arena.take<float>(R * D);
         ffn_out = arena.take<float>(R * D);
@@ -55,9 +84,11 @@ struct Work {
     Arena arena;
     Neurons neurons;
     Attention attention;
+    SparseInputs inputs;
+    TransposedNeurons transposed;
     int64_t num_values;
     float *x, *sum, *qkv, *attn_out, *ffn_out, *cos, *sin, *named;
-    Operand attn_input, ffn_input[2], heads_out, inner;
+    Operand attn_input, ffn_input[2], heads_out, inner, masked;
 };
 
 // y [T, stride] = W x + bias of T rows, for up to three matrices with outputs one after the other.
@@ -273,7 +304,8 @@ class Step {
 
     void attention(const SparkLayer& l, Operand& input) {
         const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
-        multiply(l.input, l.input[1].data ? 3 : 1, input, T, w.qkv, w.num_values);
+        project(l.input, l.input[1].data ? 3 : 1, l.is_input_transposed, input, l.input_limit, w.qkv,
+                w.num_values);
         rows(4 * w.num_values, [&](int64_t t) {
             float* values = w.qkv + t * w.num_values;
             for (int64_t h = 0; h < H + K; ++h) {
@@ -286,7 +318,35 @@ class Step {
         });
         w.attention.run(l, w.qkv, w.num_values, w.heads_out);
         w.heads_out.changed();
-        multiply(&l.output, 1, w.heads_out, T, w.attn_out, D);
+        project(&l.output, 1, l.is_output_transposed, w.heads_out, l.output_limit, w.attn_out, D);
+    }
+
+    // y [T, stride] of matrices of attention, without the inputs that are silent.
+    void project(const SparkMatrix* matrix, int count, bool is_transposed, Operand& x,
+                 const float* limit, float* y, int64_t stride) {
+        if (is_transposed) {
+            s.attention_bytes += w.inputs.run(matrix, count, x.f32, applied(limit), T, y, stride);
+            return;
+        }
+        multiply(matrix, count, without_silent(x, limit), T, y, stride);
+        for (int m = 0; m < count; ++m)
+            s.attention_bytes += matrix[m].num_rows * row_bytes(matrix[m]);
+    }
+
+    const float* applied(const float* limit) const { return s.mode == MODE_DENSE ? nullptr : limit; }
+
+    // The same vectors with zeros for silent inputs.
+    Operand& without_silent(Operand& x, const float* limit) {
+        limit = applied(limit);
+        if (!limit) return x;
+        w.masked.size = x.size;
+        w.masked.changed();
+        rows(2 * x.size, [&](int64_t t) {
+            const float* from = x.row(t);
+            float* to = w.masked.row(t);
+            for (int64_t i = 0; i < x.size; ++i) to[i] = passes(from[i], limit, i) ? from[i] : 0.0f;
+        });
+        return w.masked;
     }
 
     void feed_forward(const SparkLayer& l, Operand& input, Operand& named_by) {
@@ -297,9 +357,14 @@ class Step {
         for (int64_t t = 0; is_predicted && t < T; ++t)
             named[t] = {nullptr, w.named + t * s.num_neurons, l.predictor_threshold};
         NeuronBytes read;
-        for (int64_t b = 0; b < l.num_blocks; ++b) {
+        const bool is_transposed = l.num_blocks == 1 && l.block->is_transposed;
+        if (is_transposed)
+            w.transposed.run(w.inputs, *l.block, gate, is_predicted ? named : nullptr, input.f32,
+                             applied(l.ffn_limit), T, w.ffn_out, read);
+        Operand& seen = is_transposed ? input : without_silent(input, l.ffn_limit);
+        for (int64_t b = 0; b < l.num_blocks && !is_transposed; ++b) {
             float* out = b == 0 ? w.ffn_out : w.sum;
-            w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, input, T, out, read);
+            w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, seen, T, out, read);
             if (b > 0) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, w.sum + t * D, D); });
         }
         if (l.down_bias) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, l.down_bias, D); });
@@ -341,11 +406,11 @@ class Step {
 bool fits(const SparkLayer& l, const SparkStep& s) {
     const int64_t q = s.num_heads * s.head_width, kv = s.num_kv_heads * s.head_width;
     const bool is_fused = !l.input[1].data;
-    if (is_fused && !fits(l.input[0], q + 2 * kv, s.width)) return false;
-    if (!is_fused && !(fits(l.input[0], q, s.width) && fits(l.input[1], kv, s.width) &&
-                       fits(l.input[2], kv, s.width)))
-        return false;
-    if (!fits(l.output, s.width, q) || !l.attn_norm.weight || !l.key || !l.value) return false;
+    const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
+    for (int m = 0; m < (is_fused ? 1 : 3); ++m)
+        if (!fits(l.input[m], outputs[m], s.width, l.is_input_transposed)) return false;
+    if (!fits(l.output, s.width, q, l.is_output_transposed)) return false;
+    if (!l.attn_norm.weight || !l.key || !l.value) return false;
     if (s.mode == MODE_PREDICTED) {
         const bool is_low_rank = l.predictor_down.data != nullptr;
         const int64_t rank = is_low_rank ? l.predictor_down.num_rows : s.width;
@@ -353,7 +418,8 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
         if (!fits(l.predictor_up, s.num_neurons, rank)) return false;
     }
     for (int64_t b = 0; b < l.num_blocks; ++b)
-        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr))
+        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr) ||
+            (l.block[b].is_transposed && l.num_blocks > 1))
             return false;
     return true;
 }

@@ -31,11 +31,16 @@ struct SparkNorm {
     const float* bias;    // null: an RMS norm, else a layer norm
 };
 
+// A neuron is silent where |act(gate)| is at or below its limit, for SiLU and GELU instead of the layer's
+// threshold, and its row of `down` is not read where |act(gate) * up| is; mode dense has no limits.
 struct SparkBlock {
     SparkMatrix gate, up, down;
     const int32_t* id;   // [N] the neurons' numbers in the layer, or null: 0 .. N-1
     const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
+    const float *gate_limit, *hidden_limit;  // [N] or null: the threshold, and no limit
     int64_t num_neurons;
+    int32_t is_transposed;  // gate and up: a row an input, [D, F]; all neurons in order
+    int32_t unused;
 };
 
 // Which blocks of the cache each sequence has. A block is of `block_length` positions in every layer.
@@ -48,10 +53,14 @@ struct SparkLayer {
     SparkNorm attn_norm, attn_norm_2, ffn_norm, query_norm, key_norm;
     SparkMatrix input[3], output, predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
+    // An input at or below its limit counts as 0: of query, key and value [D], of the output projection
+    // [H * W], of gate and up [D]. Null: none.
+    const float *input_limit, *output_limit, *ffn_limit;
     uint8_t *key, *value;    // [num_blocks, K, block_length, W]
     const SparkBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;
+    int32_t is_input_transposed, is_output_transposed;  // a row an input, a bias for each column
 };
 
 struct SparkStep {
@@ -64,6 +73,7 @@ struct SparkStep {
     int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
+    int64_t attention_bytes;  // of query, key, value and output projection
     float epsilon;
     int32_t is_adjacent, is_post_norm, cache_kind, activation, mode, predictor_kind;
     int32_t input_layer_offset;

@@ -1,0 +1,106 @@
+// Sums of the rows of a matrix, each times a coefficient, for one vector of coefficients or several:
+// what the down projection of neurons and a transposed product with sparse inputs have in common.
+#pragma once
+#include "work.h"
+
+// Rows are cut into groups of SUM_ROWS by their place, and these into at most this many chunks, each
+// with a sum of its own that is added to the others' in order. Cuts and order depend on the number of
+// places alone: not on which rows are added, the threads, or other vectors.
+constexpr int64_t MAX_CHUNKS = 16;
+
+inline int64_t groups_of(int64_t places) { return (places + SUM_ROWS - 1) / SUM_ROWS; }
+inline int64_t groups_of_chunk(int64_t places) {
+    return (groups_of(places) + MAX_CHUNKS - 1) / MAX_CHUNKS;
+}
+
+// Coefficients of T vectors and which of them count, by places in whole groups.
+struct Coefficients {
+    float* value;    // [T, groups * SUM_ROWS], 0 where it does not count
+    uint64_t* mask;  // [T, groups]
+    int64_t groups;  // from vector to vector
+
+    int64_t stride() const { return groups * SUM_ROWS; }
+};
+
+// The rows at `places` places of a matrix, in order, or those that `row` says.
+struct Places {
+    const SparkMatrix& matrix;
+    const int32_t* row;  // or null
+    int64_t count;
+
+    Rows rows(int64_t first, int64_t n) const {
+        const SparkMatrix& m = matrix;
+        if (row) return {m.data, m.stride, m.num_columns, row + first, n};
+        return {m.data + first * m.stride, m.stride, m.num_columns, nullptr, n};
+    }
+};
+
+class RowSums {
+  public:
+    // Memory for sums of up to D columns and T vectors.
+    RowSums(Arena& arena, int64_t D, int64_t T)
+        : part(arena.take<float>(std::max(MAX_CHUNKS, T > 1 ? T : 0) * D)), D(D) {}
+
+    // out [D] = the sums of the chunks, part + c * stride, in the order of their columns.
+    static void join(const float* part, int64_t stride, int64_t chunks, int32_t kind, int64_t d0,
+                     int64_t d1, float* out) {
+        std::copy(part + d0, part + d1, out + d0);
+        for (int64_t c = 1; c < chunks; ++c)
+            kernels().add_to(out + d0, part + c * stride + d0, d1 - d0);
+        if (OrderSums* order_sums = kernels().order_sums[kind]) order_sums(out, d0, d1);
+    }
+
+    // Columns of out [T, stride] for several vectors, on all threads.
+    void add_many(const Places& places, const Coefficients& c, int64_t T, float* out, int64_t stride) {
+        const int64_t columns = places.matrix.num_columns, pieces = column_pieces(columns);
+        split(T * places.count * row_bytes(places.matrix), pieces, 1, 16,
+              [&](int64_t i0, int64_t i1) {
+                  for (int64_t i = i0; i < i1; ++i)
+                      add_columns(places, c, T, column_of(i, pieces, columns),
+                                  column_of(i + 1, pieces, columns), out, stride);
+              });
+    }
+
+    float* const part;  // [chunks or T, D]
+
+  private:
+    static constexpr int64_t COLUMNS_GRAIN = 256;
+
+    // Pieces of a sum's columns: at most as long as their scales are read together, and one for each
+    // thread. The fewer, the fewer times a group's factors are made.
+    static int64_t column_pieces(int64_t columns) {
+        const int64_t most = std::max<int64_t>(1, columns / COLUMNS_GRAIN);
+        return std::min(most, std::max<int64_t>(num_threads(), (columns + 511) / 512));
+    }
+
+    // Where piece i begins: at whole blocks of every kind.
+    static int64_t column_of(int64_t i, int64_t pieces, int64_t columns) {
+        return i == pieces ? columns : columns * i / pieces / COLUMNS_GRAIN * COLUMNS_GRAIN;
+    }
+
+    // Columns d0 .. d1-1 of the sums of all vectors.
+    void add_columns(const Places& places, const Coefficients& c, int64_t T, int64_t d0, int64_t d1,
+                     float* out, int64_t stride) {
+        const int64_t groups = groups_of(places.count), per_chunk = groups_of_chunk(places.count);
+        const int32_t kind = places.matrix.kind;
+        for (int64_t g0 = 0; g0 < groups; g0 += per_chunk) {
+            for (int64_t t = 0; t < T; ++t) std::fill(part + t * D + d0, part + t * D + d1, 0.0f);
+            for (int64_t g = g0; g < std::min(g0 + per_chunk, groups); ++g) {
+                const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, places.count - p0);
+                const ManySums sums = {c.value + p0, c.mask + g, part, c.stride(), c.groups, D, T, d0, d1};
+                kernels().accumulate_many[kind](places.rows(p0, count), 0, count, sums);
+            }
+            for (int64_t t = 0; t < T; ++t) {
+                const float* own = part + t * D;
+                if (g0 == 0)
+                    std::copy(own + d0, own + d1, out + t * stride + d0);
+                else
+                    kernels().add_to(out + t * stride + d0, own + d0, d1 - d0);
+            }
+        }
+        OrderSums* order_sums = kernels().order_sums[kind];
+        for (int64_t t = 0; order_sums && t < T; ++t) order_sums(out + t * stride, d0, d1);
+    }
+
+    const int64_t D;
+};

@@ -1,0 +1,160 @@
+// Products of transposed matrices, a row an input, with inputs most of which may be silent:
+// y = sum over the inputs that pass of x_i * row i. Rows of silent inputs are not read. The reference is
+// Linear.apply in matrix.py.
+#pragma once
+#include <cmath>
+
+#include "row_sums.h"
+
+// Whether an input counts; `limit` null: all do. NaN does.
+inline bool passes(float value, const float* limit, int64_t i) {
+    return !limit || !(std::fabs(value) <= limit[i]);
+}
+
+class SparseInputs {
+  public:
+    // Memory for up to I inputs, D outputs together and T tokens; none where I is 0.
+    SparseInputs(Arena& arena, int64_t I, int64_t D, int64_t T)
+        : D(D), sums_(arena, I ? D : 0, T) {
+        active_ = arena.take<int32_t>(I + SUM_ROWS);
+        active_x_ = arena.take<float>(I);
+        const int64_t groups = T > 1 ? groups_of(I) : 0;
+        many_ = {arena.take<float>(T * groups * SUM_ROWS), arena.take<uint64_t>(T * groups), groups};
+    }
+
+    // y [T, stride] of `count` matrices of as many rows, with outputs one after the other; x [T, rows].
+    // Returns the bytes of weights that were read.
+    int64_t run(const SparkMatrix* matrix, int count, const float* x, const float* limit, int64_t T,
+                float* y, int64_t stride) {
+        return T == 1 ? run_one(matrix, count, x, limit, y) : run_many(matrix, count, x, limit, T, y, stride);
+    }
+
+  private:
+    // ---- one token ------------------------------------------------------------------------------
+
+    int64_t run_one(const SparkMatrix* matrix, int count, const float* x, const float* limit, float* y) {
+        const int64_t inputs = matrix->num_rows, num_active = list(x, limit, inputs);
+        const int64_t chunk = groups_of_chunk(inputs) * SUM_ROWS, chunks = (inputs + chunk - 1) / chunk;
+        int64_t bytes = 0;
+        for (int m = 0; m < count; ++m) bytes += num_active * row_bytes(matrix[m]);
+        split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
+            for (int64_t c = c0; c < c1; ++c) {
+                float* out = sums_.part + c * D;
+                const int64_t begin = begin_of(c * chunk, num_active);
+                const int64_t end = begin_of((c + 1) * chunk, num_active);
+                for (int m = 0; m < count; out += matrix[m++].num_columns)
+                    add_chunk(matrix[m], begin, end, out);
+            }
+        });
+        int64_t units[4] = {0};
+        for (int m = 0; m < count; ++m) units[m + 1] = units[m] + units_of(matrix[m]);
+        split(chunks * units[count] * UNIT * 4, units[count], 1, 1, [&](int64_t u0, int64_t u1) {
+            int64_t first = 0;
+            for (int m = 0; m < count; first += matrix[m++].num_columns)
+                join(matrix[m], first, chunks, std::max(u0, units[m]) - units[m],
+                     std::min(u1, units[m + 1]) - units[m], y + first);
+        });
+        return bytes;
+    }
+
+    // The inputs that pass, in order, to active_ and active_x_; how many.
+    int64_t list(const float* x, const float* limit, int64_t inputs) {
+        int64_t n = 0;
+        for (int64_t i = 0; i < inputs; ++i) {
+            active_[n] = static_cast<int32_t>(i);
+            active_x_[n] = x[i];
+            n += passes(x[i], limit, i);
+        }
+        return n;
+    }
+
+    int64_t begin_of(int64_t place, int64_t num_active) const {
+        return std::lower_bound(active_, active_ + num_active, place) - active_;
+    }
+
+    // Sums of the active inputs begin .. end-1, a group at a time.
+    void add_chunk(const SparkMatrix& m, int64_t begin, int64_t end, float* out) const {
+        std::fill_n(out, m.num_columns, 0.0f);
+        const bool is_in_blocks = kernels().order_sums[m.kind] != nullptr;
+        for (int64_t a0 = begin, a1; a0 < end; a0 = a1) {
+            a1 = a0;
+            while (a1 < end && active_[a1] / SUM_ROWS == active_[a0] / SUM_ROWS) ++a1;
+            const uint8_t* next[4];
+            Rows rows = {m.data, m.stride, m.num_columns, active_, end};
+            for (int64_t i = 0; is_in_blocks && i < 4; ++i)
+                next[i] = m.data + active_[a1 + i < end ? a1 + i : a0] * m.stride;
+            if (is_in_blocks) rows.next = next;
+            kernels().accumulate_rows[m.kind](rows, active_x_, out, a0, a1, 0, m.num_columns);
+        }
+    }
+
+    static constexpr int64_t UNIT = 128;  // columns that are put in order together
+
+    static int64_t units_of(const SparkMatrix& m) { return (m.num_columns + UNIT - 1) / UNIT; }
+
+    // Units u0 .. u1-1 of a matrix whose sums are in columns `first` on of the chunks'.
+    void join(const SparkMatrix& m, int64_t first, int64_t chunks, int64_t u0, int64_t u1,
+              float* y) const {
+        const int64_t d0 = u0 * UNIT, d1 = std::min(u1 * UNIT, m.num_columns);
+        if (d0 >= d1) return;
+        RowSums::join(sums_.part + first, D, chunks, m.kind, d0, d1, y);
+        if (m.bias) kernels().add_to(y + d0, m.bias + d0, d1 - d0);
+    }
+
+    // ---- several tokens -------------------------------------------------------------------------
+
+    int64_t run_many(const SparkMatrix* matrix, int count, const float* x, const float* limit,
+                     int64_t T, float* y, int64_t stride) {
+        const int64_t inputs = matrix->num_rows;
+        const Coefficients c = {many_.value, many_.mask, groups_of(inputs)};
+        split(T * inputs * 4, c.groups, 1, 4, [&](int64_t g0, int64_t g1) {
+            for (int64_t t = 0; t < T; ++t)
+                for (int64_t g = g0; g < g1; ++g)
+                    c.mask[t * c.groups + g] = mask(x + t * inputs, limit, g * SUM_ROWS, inputs,
+                                                    c.value + t * c.stride());
+        });
+        int64_t row = 0;
+        for (int m = 0; m < count; ++m) {
+            sums_.add_many({matrix[m], nullptr, inputs}, c, T, y, stride);
+            for (int64_t t = 0; matrix[m].bias && t < T; ++t)
+                kernels().add_to(y + t * stride, matrix[m].bias, matrix[m].num_columns);
+            y += matrix[m].num_columns;
+            row += row_bytes(matrix[m]);
+        }
+        return num_any(c, T) * row;
+    }
+
+    // Which inputs of the group at place p0 pass; their values go to `values`, 0 for the others.
+    static uint64_t mask(const float* x, const float* limit, int64_t p0, int64_t inputs,
+                         float* values) {
+        uint64_t bits = 0;
+        for (int64_t p = p0; p < std::min(p0 + SUM_ROWS, inputs); ++p) {
+            const bool is_active = passes(x[p], limit, p);
+            bits |= static_cast<uint64_t>(is_active) << (p - p0);
+            values[p] = is_active ? x[p] : 0.0f;
+        }
+        return bits;
+    }
+
+    // Inputs that any of the tokens has.
+    static int64_t num_any(const Coefficients& c, int64_t T) {
+        int64_t count = 0;
+        for (int64_t g = 0; g < c.groups; ++g) {
+            uint64_t any = 0;
+            for (int64_t t = 0; t < T; ++t) any |= c.mask[t * c.groups + g];
+            count += __builtin_popcountll(any);
+        }
+        return count;
+    }
+
+    const int64_t D;
+    RowSums sums_;
+    int32_t* active_;
+    float* active_x_;
+    Coefficients many_;
+};
+
+// Whether a matrix has these outputs and inputs: a row for each output, transposed for each input.
+inline bool fits(const SparkMatrix& m, int64_t outputs, int64_t inputs, bool is_transposed) {
+    return is_transposed ? fits(m, inputs, outputs) : fits(m, outputs, inputs);
+}

@@ -1,0 +1,53 @@
+// All neurons of a layer whose gate and up are stored with a row for each input: these read the inputs
+// that pass, and `down` the rows of neurons that add something. The reference is feed_forward.py.
+#pragma once
+#include "neurons.h"
+#include "sparse_inputs.h"
+
+class TransposedNeurons {
+  public:
+    // Memory for F neurons, none where there are none, and up to T tokens.
+    TransposedNeurons(Arena& arena, int64_t F, int64_t T) : F(F) {
+        value_ = arena.take<float>(2 * T * F);
+        no_limit_ = arena.take<float>(F);
+    }
+
+    // What the named neurons (all, where `named` is null) add for T tokens x [T, D], to out [T, D].
+    void run(SparseInputs& inputs, const SparkBlock& block, const Gate& gate, const Named* named,
+             const float* x, const float* limit, int64_t T, float* out, NeuronBytes& read) {
+        const SparkMatrix both[] = {block.gate, block.up};
+        const int count = block.up.data ? 2 : 1;
+        const int64_t D = block.down.num_columns;
+        const int64_t bytes = inputs.run(both, count, x, limit, T, value_, 2 * F);
+        const int64_t gate_row = row_bytes(block.gate);
+        const int64_t row = gate_row + (block.up.data ? row_bytes(block.up) : 0);
+        read.gate += bytes / row * gate_row;
+        read.up += bytes / row * (row - gate_row);
+        // Hidden values take the place of the gates, a vector behind the other.
+        for (int64_t t = 0; t < T; ++t)
+            hidden(block, gate, named ? named + t : nullptr, value_ + t * 2 * F, value_ + t * F);
+        const NeuronLimits limits(block, gate);
+        if (!limits.has_hidden()) std::fill_n(no_limit_, F, 0.0f);
+        const float* silent = limits.has_hidden() ? limits.hidden : no_limit_;
+        if (gate.mode == MODE_DENSE) silent = nullptr;
+        read.down += inputs.run(&block.down, 1, value_, silent, T, out, D);
+    }
+
+  private:
+    // Hidden values `to` [F] of one token from its gates and, behind them, ups; 0 where silent.
+    void hidden(const SparkBlock& block, const Gate& gate, const Named* named, float* values,
+                float* to) const {
+        const NeuronLimits limits(block, gate);
+        const float* up = values + F;
+        gate.smooth(values, F);
+        for (int64_t j = 0; j < F; ++j) {
+            float value = values[j];
+            const bool fires = gate.act(value, limits.of_gate(j)) && (!named || named->has(j));
+            if (block.up.data) value *= up[j];
+            to[j] = fires ? value : 0.0f;
+        }
+    }
+
+    const int64_t F;
+    float *value_, *no_limit_;
+};

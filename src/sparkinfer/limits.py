@@ -1,0 +1,209 @@
+"""limits.safetensors: rules without training, a limit for each value of a layer.
+
+A value at or below its limit in magnitude counts as zero, and the weights it would be multiplied by
+are not read. NaN passes. Specified in docs/formats.md. What this module does not know: how limits
+are chosen, and how a layer is computed with them.
+
+Letters: L layers, D model width, F neurons, H values of all heads together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sparkinfer.architecture import Architecture, ModelShape
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.safetensors_file import load_arrays, save_arrays
+from sparkinfer.typed import Fields
+
+FORMAT = "sparkinfer.limits"
+VERSION = 1
+# Beside a checkpoint's weights: `convert` takes it from there.
+FILE_NAME = "sparkinfer_limits.safetensors"
+MAX_LAYERS = 1 << 12
+
+
+class Place(NamedTuple):
+    """A limit's tensor in a layer of a model file, and what it is compared with."""
+
+    tensor: str
+    of: str
+
+
+# By the fields of LayerLimits.
+PLACES = {
+    "gate_F": Place("ffn_gate.limit", "|act(gate)|"),
+    "hidden_F": Place("ffn_down.limit", "|act(gate) * up|"),
+    "qkv_D": Place("attn_qkv.limit", "|input of query, key and value|"),
+    "output_H": Place("attn_output.limit", "|input of the output projection|"),
+    "ffn_D": Place("ffn_input.limit", "|input of gate and up|"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLimits:
+    """f32, finite and from 0 on; None is no rule. Without gates (Falcon) gate_F is of |act(up)|,
+    which is also what hidden_F is of."""
+
+    gate_F: np.ndarray | None = None  # a neuron is silent where |act(gate_j)| <= limit_j
+    hidden_F: np.ndarray | None = None  # its row of down is not read where |h_j| <= limit_j
+    qkv_D: np.ndarray | None = None  # an input of query, key and value is 0 where |x_i| <= limit_i
+    output_H: np.ndarray | None = None  # likewise of attention's output projection
+    ffn_D: np.ndarray | None = None  # likewise of the feed-forward layer
+
+    @property
+    def present(self) -> dict[str, np.ndarray]:
+        """Those there are, by field."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether inputs are silenced, and not neurons alone."""
+        return any(limit is not None for limit in (self.qkv_D, self.output_H, self.ffn_D))
+
+    def arrays(self, layer: int) -> dict[str, np.ndarray]:
+        """By their names in a model file."""
+        return {f"blk.{layer}.{PLACES[name].tensor}": v for name, v in self.present.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    model_id: str | None  # None: of the checkpoint in whose folder the file is
+    layers: tuple[LayerLimits, ...]
+
+    def __bool__(self) -> bool:
+        """Whether there is any limit."""
+        return any(layer.present for layer in self.layers)
+
+    @property
+    def has_inputs(self) -> bool:
+        return any(layer.has_inputs for layer in self.layers)
+
+    @classmethod
+    def load(cls, path: Path) -> "Limits":
+        """Raises SparkinferError for anything but a whole, valid file."""
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, {"model_id", "num_layers"})
+        try:
+            read = Fields(metadata)
+            count = read.count("num_layers", least=1, most=MAX_LAYERS)
+            layers = tuple(_take(arrays, layer) for layer in range(count))
+            if arrays:
+                raise SparkinferError(f"unknown array {min(arrays)!r}")
+            limits = cls(model_id=read.text_or_none("model_id"), layers=layers)
+            limits.validate()
+        except SparkinferError as error:
+            raise SparkinferError(f"{path}: {error}; make the limits again") from error
+        return limits
+
+    def save(self, path: Path) -> None:
+        self.validate()
+        metadata = {"model_id": self.model_id, "num_layers": len(self.layers)}
+        save_arrays(path, FORMAT, VERSION, metadata, self.arrays())
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Of all layers, by their names in a model file."""
+        found: dict[str, np.ndarray] = {}
+        for number, layer in enumerate(self.layers):
+            found |= layer.arrays(number)
+        return found
+
+    def validate(self) -> None:
+        """Raises SparkinferError unless each is a vector of f32, finite and from 0 on."""
+        if not self.layers:
+            raise SparkinferError("limits of no layers")
+        for name, limit in self.arrays().items():
+            if limit.dtype != np.float32 or limit.ndim != 1 or not limit.size:
+                raise SparkinferError(
+                    f"{name} is {limit.dtype} {list(limit.shape)}, wanted a vector of float32"
+                )
+            if not (np.isfinite(limit) & (limit >= 0)).all():
+                raise SparkinferError(f"{name} is not all finite and from 0 on")
+
+    def check_shape(self, shape: ModelShape, source: str) -> None:
+        """Raises SparkinferError, naming `source`, unless they are for a model of this shape."""
+        if len(self.layers) != shape.num_layers:
+            raise SparkinferError(
+                f"{source}: limits of {len(self.layers)} layers, the model has {shape.num_layers};"
+                " make them for this model"
+            )
+        wanted = limit_shapes(shape)
+        for name, limit in self.arrays().items():
+            size = wanted[name.split(".", 2)[2]]
+            if limit.shape != size:
+                raise SparkinferError(
+                    f"{source}: {name} is {list(limit.shape)}, wanted {list(size)}; make the"
+                    " limits for this model"
+                )
+
+
+def limit_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """What every layer of a model may have, by its name within the layer."""
+    sizes = {
+        "gate_F": shape.num_neurons,
+        "hidden_F": shape.num_neurons,
+        "qkv_D": shape.width,
+        "output_H": shape.num_heads * shape.head_width,
+        "ffn_D": shape.width,
+    }
+    return {PLACES[name].tensor: (size,) for name, size in sizes.items()}
+
+
+def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerLimits:
+    """Removes the arrays of a layer."""
+    found = {
+        name: arrays.pop(f"blk.{layer}.{place.tensor}", None) for name, place in PLACES.items()
+    }
+    return LayerLimits(**found)
+
+
+def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int) -> Limits:
+    """Those that a model file has. Raises SparkinferError as `Limits.validate`."""
+    arrays = {
+        name: entry.read()
+        for layer in range(num_layers)
+        for place in PLACES.values()
+        if (entry := tensors.get(name := f"blk.{layer}.{place.tensor}")) is not None
+    }
+    layers = tuple(_take(arrays, layer) for layer in range(num_layers))
+    limits = Limits(model_id=model_id, layers=layers)
+    limits.validate()
+    return limits
+
+
+def limit_entries(limits: Limits) -> dict[str, TensorEntry]:
+    """As tensors of a model file."""
+    return {name: array_entry(limit, "f32") for name, limit in limits.arrays().items()}
+
+
+def base_name(name: str) -> str:
+    """Of a matrix in a model file: without the mark of one that is transposed."""
+    return name.removesuffix("_t.weight") + ".weight" if name.endswith("_t.weight") else name
+
+
+def transposed_name(name: str) -> str:
+    return name.removesuffix(".weight") + "_t.weight"
+
+
+def transposed_by(limits: Limits, graph: Architecture) -> frozenset[str]:
+    """The matrices whose inputs have limits, by their names where they are not transposed."""
+    return frozenset(
+        f"blk.{number}.{name}.weight"
+        for number, layer in enumerate(limits.layers)
+        for field, names in transposable(graph).items()
+        for name in names
+        if field in layer.present
+    )
+
+
+def transposable(graph: Architecture) -> dict[str, tuple[str, ...]]:
+    """The matrices whose inputs a limit silences, by its field: stored with a row for each input
+    (`NAME_t.weight`), weights of silent inputs need not be read."""
+    return {
+        "qkv_D": ("attn_qkv",) if graph.has_fused_qkv else ("attn_q", "attn_k", "attn_v"),
+        "output_H": ("attn_output",),
+        "ffn_D": ("ffn_gate", "ffn_up") if graph.is_gated else ("ffn_up",),
+    }
