@@ -21,7 +21,7 @@ MAX_NAMED = 12  # layers in a legend
 def draw(profile: Path, folder: Path) -> list[Path]:
     """Of a profile and the report beside it: writes density.png, firings.png and, where
     predictors were trained, recall.png; returns their paths."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     loaded = Profile.load(profile)
     report = _read_report(report_paths(profile)[0], loaded)
     figures = {"density.png": _density(pyplot, loaded), "firings.png": _firings(pyplot, loaded)}
@@ -93,7 +93,7 @@ def _read_report(path: Path, profile: Profile) -> dict[str, Any]:
     return content
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")  # no display

@@ -16,7 +16,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def test_curves_are_those_of_the_counts():
     profile = make_profile(make_model())
-    pyplot = plots._pyplot()
+    pyplot = plots.load_pyplot()
     bars = plots._density(pyplot, profile).axes[0].patches
     assert np.allclose([bar.get_height() for bar in bars], 100 * profile.density_L)
     lines = plots._firings(pyplot, profile).axes[0].lines

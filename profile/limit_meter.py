@@ -1,0 +1,133 @@
+"""What limits do to a model, against its dense self: measured on the same windows again and again.
+
+The dense log probabilities are kept, so that a measurement is one pass. What this module does not
+know: how limits were chosen.
+
+Letters: T tokens, V vocabulary."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.limits import LayerLimits, Limits
+from sparkinfer.runtime.engine import Engine
+
+KEPT_BYTES = 2 << 30  # of dense log probabilities, f32
+PIECE = 256  # tokens compared at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closeness:
+    """Means a token in nats with the half-width of their 95 % interval, by windows: what is said
+    of one text, had other windows of its kind been drawn."""
+
+    kl: float
+    kl_error: float
+    perplexity: float
+    perplexity_increase: float  # relative to dense
+    perplexity_increase_error: float
+    same_top: float  # share of tokens whose most likely successor is the same
+    num_tokens: int
+
+
+def fitting(
+    windows: Sequence[Tensor], vocab_size: int, most_bytes: int = KEPT_BYTES
+) -> list[Tensor]:
+    """As many windows as there may be log probabilities of; one at least."""
+    chosen: list[Tensor] = []
+    for ids_T in windows:
+        size = sum(map(len, chosen)) + len(ids_T)
+        if chosen and size * vocab_size * 4 > most_bytes:
+            break
+        chosen.append(ids_T)
+    return chosen
+
+
+class LimitMeter:
+    """Of an engine in mode exact or dense, which is left with the last limits."""
+
+    def __init__(self, engine: Engine, windows: Sequence[Tensor]) -> None:
+        """The dense side is `engine` without limits."""
+        self.windows = [ids_T for ids_T in windows if len(ids_T) > 1]
+        if not self.windows:
+            raise SparkinferError("a text of two tokens or more is wanted; give a longer one")
+        self.no_limits = tuple(LayerLimits() for _ in engine.layers)
+        set_limits(engine, self.no_limits)
+        self.dense = [_log_probabilities(engine, ids_T) for ids_T in self.windows]
+        self.engine = engine
+
+    def kl(self, limits_L: tuple[LayerLimits, ...]) -> float:
+        """Nats a token."""
+        return self.measure(limits_L).kl
+
+    def measure(
+        self, limits_L: tuple[LayerLimits, ...] | None, engine: Engine | None = None
+    ) -> Closeness:
+        """With these limits (None: with those it has), or of another engine with the same
+        vocabulary. Raises SparkinferError where the model gives NaN."""
+        engine = engine or self.engine
+        if limits_L is not None:
+            set_limits(engine, limits_L)
+        sums = [
+            _compare(want_TV, _log_probabilities(engine, ids_T), ids_T[1:])
+            for ids_T, want_TV in zip(self.windows, self.dense, strict=True)
+        ]
+        found = _closeness(torch.tensor(sums, dtype=torch.float64))
+        if not math.isfinite(found.kl):
+            raise SparkinferError(
+                f"{engine.model.path}: the model gave NaN; convert its checkpoint again"
+            )
+        return found
+
+
+def set_limits(engine: Engine, limits_L: tuple[LayerLimits, ...]) -> None:
+    engine.set_limits(Limits(model_id=engine.model.model_id, layers=limits_L))
+
+
+def _log_probabilities(engine: Engine, ids_T: Tensor) -> Tensor:
+    """f32 [T - 1, V]."""
+    return F.log_softmax(engine.logits(ids_T)[:-1], dim=1)
+
+
+def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ...]:
+    """Sums over a window: divergence, loss, dense loss, same tops; and how many tokens."""
+    kl, same = 0.0, 0
+    for want, got in zip(want_TV.split(PIECE), got_TV.split(PIECE), strict=True):
+        kl += F.kl_div(got, want, reduction="sum", log_target=True).item()
+        same += int((want.argmax(1) == got.argmax(1)).sum())
+    losses = [F.nll_loss(side, next_T, reduction="sum").item() for side in (got_TV, want_TV)]
+    return (kl, *losses, float(same), float(len(next_T)))
+
+
+def _closeness(sums_WS: Tensor) -> Closeness:
+    """Of windows by what `_compare` sums up. The intervals are those of a ratio of sums over
+    windows that are taken as drawn independently (Cochran 1977, section 2.11)."""
+    kl_W, loss_W, dense_W, same_W, count_W = sums_WS.unbind(1)
+    count = count_W.sum()
+
+    def mean(sum_W: Tensor) -> float:
+        return (sum_W.sum() / count).item()
+
+    def error(sum_W: Tensor) -> float:
+        size = len(sum_W)
+        if size < 2:
+            return math.inf
+        residual_W = sum_W - mean(sum_W) * count_W
+        variance = residual_W.square().sum() / (size - 1) * size / count.square()
+        return 1.96 * math.sqrt(variance.item())
+
+    increase = math.expm1(mean(loss_W - dense_W))
+    return Closeness(
+        kl=mean(kl_W),
+        kl_error=error(kl_W),
+        perplexity=math.exp(mean(loss_W)),
+        perplexity_increase=increase,
+        perplexity_increase_error=(1 + increase) * error(loss_W - dense_W),
+        same_top=mean(same_W),
+        num_tokens=int(count.item()),
+    )

@@ -1,0 +1,189 @@
+"""What limits would silence, and what that would lose: samples of a text, a layer at a time.
+
+Each rule ranks values by how much they add, |value| times the norm of the weights that it meets
+(WINA, arXiv 2505.19427; for neurons the row of `down`), and what it drops is an energy: the sum of
+the squares of those products, which is what the layer's output loses where they are independent.
+
+    gate      |act(gate_j)| * E|h_j| / E|act(gate_j)| * |down_j|      saves the rows of up and down
+    hidden    |h_j| * |down_j|, known once up is                     saves the rows of down
+    qkv       |x_i| * |column i of query, key and value|             saves their columns
+    output    |x_i| * |column i of the output projection|            saves its columns
+
+A limit of a value is the threshold on its rank over its factor, so that the runtime compares
+magnitudes alone. What this module does not know: which shares are good.
+
+Letters: T tokens of the sample, F neurons, D inputs, A shares."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.budget import tile_rows
+from sparkinfer.errors import SparkinferError
+from sparkinfer.limits import LayerLimits
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.kernels.stored import unpack
+from sparkinfer.runtime.model.loader import Layer
+from sparkinfer.runtime.weights.matrix import Matrix
+
+SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0 is no rule
+SAMPLE_TOKENS = 512  # of all windows, evenly drawn; 20 MB a layer of a model of 7 B
+INPUTS = {"qkv": "attn_norm", "output": "attn_heads"}  # rules on inputs: the tensor they are of
+_SEEN = (*INPUTS.values(), "ffn_gate", "ffn_hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """One rule in one layer: rank = |value| * factor."""
+
+    rank_TN: Tensor  # f32
+    factor_N: Tensor
+
+    def threshold(self, share: float) -> float:
+        """The rank that this share of the sample is at or below."""
+        if share <= 0:
+            return -1.0
+        flat = self.rank_TN.flatten()
+        return float(flat.kthvalue(max(1, int(share * len(flat)))).values)
+
+    def limit_N(self, share: float) -> np.ndarray | None:
+        """f32 [N]; None for a share of 0. A value that meets no weights has the largest limit
+        that there is: it adds nothing."""
+        if share <= 0:
+            return None
+        limit_N = self.threshold(share) / self.factor_N
+        return limit_N.nan_to_num(posinf=torch.finfo(torch.float32).max).clamp(min=0).numpy()
+
+    def lost_A(self) -> np.ndarray:
+        """f64 [A]: the energy a token that each of SHARES loses."""
+        ordered, _ = self.rank_TN.flatten().sort()
+        energy = ordered.double().square().cumsum(0)
+        counts = [int(share * len(ordered)) for share in SHARES]
+        lost = [energy[count - 1].item() if count else 0.0 for count in counts]
+        return np.array(lost) / len(self.rank_TN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerScores:
+    gate: Ranks
+    hidden: Ranks
+    inputs: dict[str, Ranks]  # by the names of INPUTS
+
+    def neurons_lost_AA(self) -> np.ndarray:
+        """f64 [A, A]: the energy lost where the gates silence the first share, and the hidden
+        values silence more until the second is reached; infinity where the second is less."""
+        lost_AA = np.full((len(SHARES), len(SHARES)), np.inf)
+        hidden, order = self.hidden.rank_TN.flatten().sort()
+        gate, energy = self.gate.rank_TN.flatten()[order], hidden.double().square()
+        counts = [int(share * len(hidden)) for share in SHARES]
+        for row, share in enumerate(SHARES):
+            is_open = gate > self.gate.threshold(share)
+            lost = energy[~is_open].sum().item()
+            more = energy[is_open].cumsum(0)
+            closed = len(hidden) - len(more)
+            for column in range(row, len(SHARES)):
+                silenced = min(counts[column] - closed, len(more))
+                lost_AA[row, column] = lost + (more[silenced - 1].item() if silenced > 0 else 0.0)
+        return lost_AA / len(self.hidden.rank_TN)
+
+    def limits(self, gate: float, hidden: float, inputs: dict[str, float]) -> LayerLimits:
+        """For these shares; `hidden` counts what the gates silence too."""
+        hidden_F = None
+        if hidden > gate:
+            is_open = self.gate.rank_TN > self.gate.threshold(gate)
+            left = Ranks(rank_TN=self.hidden.rank_TN * is_open, factor_N=self.hidden.factor_N)
+            hidden_F = left.limit_N(hidden)
+        limit = {name: self.inputs[name].limit_N(share) for name, share in inputs.items()}
+        return LayerLimits(
+            gate_F=self.gate.limit_N(gate),
+            hidden_F=hidden_F,
+            qkv_D=limit.get("qkv"),
+            output_H=limit.get("output"),
+        )
+
+    def uniform_gate(self, share: float) -> LayerLimits:
+        """One threshold for all neurons, whatever they add (CATS, arXiv 2404.08763)."""
+        magnitude_TF = self.gate.rank_TN / self.gate.factor_N
+        ones_F = torch.ones_like(self.gate.factor_N)
+        return LayerLimits(gate_F=Ranks(rank_TN=magnitude_TF, factor_N=ones_F).limit_N(share))
+
+
+@dataclass
+class _Sample:
+    """An observer that keeps some tokens of what a layer's rules are about."""
+
+    every: int
+    values: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+
+    def wants(self, name: str, layer: int | None) -> bool:
+        return name in _SEEN
+
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        self.values.setdefault((name, layer), []).append(tensor[:: self.every].float().cpu())
+
+    def take(self, name: str, layer: int) -> Tensor:
+        value = torch.cat(self.values.pop((name, layer)))
+        if not torch.isfinite(value).all():
+            raise SparkinferError(
+                f"{name} of layer {layer} is not finite; convert its checkpoint again"
+            )
+        return value
+
+
+def sample_scores(engine: Engine, windows: Sequence[Tensor]) -> tuple[LayerScores, ...]:
+    """Of a dense engine's layers on a text. Raises SparkinferError where values are not finite."""
+    assert engine.mode == "dense", engine.mode
+    count = sum(len(ids_T) for ids_T in windows)
+    sample = _Sample(every=max(1, count // SAMPLE_TOKENS))
+    with engine.observe(sample.observe, sample.wants):
+        for ids_T in windows:
+            engine.hidden(ids_T)
+    return tuple(_scores(sample, layer, number) for number, layer in enumerate(engine.layers))
+
+
+def _scores(sample: _Sample, layer: Layer, number: int) -> LayerScores:
+    gate_TF = layer.ffn.gate.before_threshold(sample.take("ffn_gate", number)).abs()
+    hidden_TF = sample.take("ffn_hidden", number).abs()
+    (block,) = layer.ffn.blocks
+    down_F = _row_norms(block.down)
+    mean_up_F = hidden_TF.mean(0) / gate_TF.mean(0).clamp(min=torch.finfo(torch.float32).tiny)
+    attention = layer.attention
+    matrices = {
+        "qkv": [linear.weight for linear in attention.inputs],
+        "output": [attention.output.weight],
+    }
+    inputs = {
+        name: _ranks(sample.take(seen, number).abs(), _column_norms(matrices[name]))
+        for name, seen in INPUTS.items()
+    }
+    return LayerScores(
+        gate=_ranks(gate_TF, mean_up_F * down_F), hidden=_ranks(hidden_TF, down_F), inputs=inputs
+    )
+
+
+def _ranks(magnitude_TN: Tensor, factor_N: Tensor) -> Ranks:
+    return Ranks(rank_TN=magnitude_TN * factor_N, factor_N=factor_N)
+
+
+def _row_norms(matrix: Matrix) -> Tensor:
+    """f32 [N]."""
+    return torch.cat([rows.norm(dim=1) for rows in _pieces(matrix)])
+
+
+def _column_norms(matrices: Sequence[Matrix]) -> Tensor:
+    """f32 [D], of several matrices with the same inputs."""
+    square_D = sum(rows.square().sum(dim=0) for m in matrices for rows in _pieces(m))
+    assert isinstance(square_D, Tensor)
+    return square_D.sqrt()
+
+
+def _pieces(matrix: Matrix) -> Iterator[Tensor]:
+    """The rows, unpacked, some at a time."""
+    step = tile_rows(matrix.width)
+    for start in range(0, matrix.num_rows, step):
+        part = matrix.part(start, min(start + step, matrix.num_rows))
+        yield unpack(part.data, part.kind)

@@ -1,0 +1,146 @@
+"""The command `sparkinfer advise`."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sparkinfer.commands.shared import FILE, finish, force_option, json_option, say, threads_option
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import check_output
+
+if TYPE_CHECKING:
+    from sparkinfer.limits import Limits
+    from sparkinfer.profile.advise import Advice
+
+SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q4_0"),
+           "q8_0": ("q4_0",)}  # fmt: skip
+
+
+@click.command()
+@click.argument("model", type=FILE)
+@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
+              help="Text like yours, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
+@click.option("--type", "types", multiple=True, type=click.Choice(["q8_0", "q4_0"]),
+              help="Smaller types to compare with; those below the model's own.")  # fmt: skip
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True)
+@click.option("--max-loss", default=0.01, show_default=True,
+              help="Rise of the perplexity that is no loss to you.")  # fmt: skip
+@click.option("--limits", "limits_path", type=FILE,
+              help="Where the limits of the advised rule are written, for convert --limits.")  # fmt: skip
+@click.option("--plot", type=FILE, help="A picture (PNG) of all points.")
+@click.option("--work", type=FILE, help="Folder for the files that are tried; the system's own.")
+@click.option("--seed", default=0, show_default=True)
+@threads_option
+@force_option
+@json_option
+def advise(
+    model: Path, corpora: tuple[Path, ...], types: tuple[str, ...], max_tokens: int, max_loss: float,
+    limits_path: Path | None, plot: Path | None, work: Path | None, seed: int,
+    threads: int | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure which type and which rule to run a model with, "none" included.
+
+    Rules silence neurons and inputs that add little, without training. Each is compared with the
+    model as it is, dense, on your text, and with the same model in smaller types."""
+    from sparkinfer.profile.advise import AdviseConfig
+    from sparkinfer.profile.advise import advise as run
+    from sparkinfer.runtime.kernels.threads import use_threads
+
+    for output in (limits_path, plot):
+        if output is not None:
+            check_output(output, force=force, inputs=[model, *corpora])
+    use_threads(threads)
+    config = AdviseConfig(
+        model=model, corpora=corpora, max_tokens=max_tokens, max_loss=max_loss, seed=seed
+    )
+    kinds = _types(model, types)
+    with tempfile.TemporaryDirectory(prefix="sparkinfer-advise-", dir=work) as folder:
+        files = _Files(model, Path(folder))
+        advice, adviser = run(config, files.of_type, files.with_limits, kinds, say)
+    lines = _lines(advice)
+    limits = None
+    if advice.best.rule != "dense":
+        limits = adviser.limits(advice.best.rule, advice.best.share)
+    if limits_path is not None and limits is not None:
+        limits.save(limits_path)
+        lines.append(f"wrote {limits_path}")
+    if plot is not None:
+        from sparkinfer.profile.advice_plot import draw
+
+        draw(advice, plot)
+        lines.append(f"wrote {plot}")
+    finish(advice, as_json, [*lines, *_next(model, advice, limits_path)])
+
+
+class _Files:
+    """The model in other types and with limits, made when asked for; removed with their folder."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder = model, folder
+
+    def of_type(self, kind: str) -> Path:
+        return self._make(f"{kind}.gguf", kind, None)
+
+    def with_limits(self, kind: str, limits: "Limits") -> Path:
+        path = self.folder / "limits.safetensors"
+        limits.save(path)
+        return self._make(f"{kind}-limits.gguf", kind, path)
+
+    def _make(self, name: str, kind: str, limits: Path | None) -> Path:
+        from sparkinfer.convert.convert import convert
+        from sparkinfer.convert.options import ConvertConfig
+
+        free, wanted = shutil.disk_usage(self.folder).free, self.model.stat().st_size
+        if free < wanted:
+            raise SparkinferError(
+                f"{self.folder}: {free / 2**30:.1f} GiB free, up to {wanted / 2**30:.1f} GiB"
+                " wanted for a file to try; name another folder with --work"
+            )
+        output = self.folder / name
+        convert(
+            ConvertConfig(source=self.model, output=output, outtype=kind, limits=limits, force=True)
+        )
+        return output
+
+
+def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
+    """The model's own type and the smaller ones."""
+    from sparkinfer.model_file import ModelFile
+
+    own = ModelFile.load(model).tensors["blk.0.attn_output.weight"].kind
+    if own not in SMALLER:
+        raise SparkinferError(
+            f"{model}: in {own}, which rules cannot be tried in; give the model in f16 or q8_0"
+        )
+    return (own, *(kind for kind in SMALLER[own] if not asked or kind in asked))
+
+
+def _lines(advice: "Advice") -> list[str]:
+    head = ("", "bytes/token", "KL", "+-", "perplexity", "same top", "tokens/s", "")
+    rows = [head]
+    for point in sorted(advice.points, key=lambda p: p.seconds, reverse=True):
+        close = point.close
+        rows.append((
+            point.name, f"{point.bytes_per_token / 1e6:.1f} MB", f"{close.kl:.4f}",
+            f"{close.kl_error:.4f}", f"{close.perplexity_increase:+.2%}", f"{close.same_top:.1%}",
+            f"{1 / point.seconds:.1f}{'' if point.is_timed else ' (by bytes)'}",
+            "front" if point.is_on_front else "",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    return [*table, f"on {advice.num_tokens:,} tokens, against the model as it is, dense",
+            f"advice: {advice.why}"]  # fmt: skip
+
+
+def _next(model: Path, advice: "Advice", limits: Path | None) -> list[str]:
+    """What to type."""
+    best = advice.best
+    if best.rule == "dense":
+        return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type}"]
+    if limits is None:
+        return ["next: the same command with --limits FILE, which writes the rule's limits"]
+    return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type} --limits {limits}"]
