@@ -22,6 +22,7 @@ from torch import Tensor
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import Limits
+from sparkinfer.mode_quality import ModeQuality, is_recordable
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.profile.limit_meter import Closeness, LimitMeter, fitting
@@ -102,6 +103,7 @@ class Adviser:
                 f"{config.model}: has limits already; give the model that it was made of"
             )
         self.bytes_of = Bytes.of(self.model)
+        self.dense_bytes: dict[str, int] = {}  # by type
         self.engine = Engine.of(self.model, mode="exact", device="cpu")
         tune, check = self._texts()
         self.scores = self._scores(tune)
@@ -119,6 +121,7 @@ class Adviser:
                 f"{self.config.corpora[0]}: {windows.num_tokens} tokens, wanted {MIN_TOKENS} or"
                 " more; give a longer text"
             )
+        self.text_sha256 = windows.sha256
         cut = max(1, len(windows.ids) // 3)
         check = fitting(windows.ids[cut:], self.model.shape.vocab_size)
         return list(windows.ids[:cut]), check
@@ -138,9 +141,26 @@ class Adviser:
         choice = self.allocation.best(rule, share)
         return None if choice is None else choice.limits(self.scores, self.model.model_id)
 
+    def limits_of(self, point: Point) -> Limits:
+        """Those of a point that is not dense, with what is known of their cost in its type."""
+        limits = self.limits(point.rule, point.share)
+        assert limits is not None, point.name
+        close, saved = point.close, point.bytes_per_token
+        quality = ModeQuality(
+            perplexity_increase=close.perplexity_increase,
+            perplexity_half_width=close.perplexity_increase_error,
+            kl_mean=max(0.0, close.kl),
+            top1_agreement=close.same_top,
+            num_tokens=close.num_tokens,
+            bytes_per_token=saved,
+            dense_bytes_per_token=self.dense_bytes[point.type],
+            corpus_sha256=self.text_sha256,
+        )
+        return replace(limits, quality={"exact": quality} if is_recordable(quality) else {})
+
     def points_of(self, kind: str, engine: Engine, rules: Sequence[str]) -> list[Point]:
         """Of one type: dense, and each rule at each share. `engine` is in mode exact."""
-        total = Bytes.of(engine.model).total
+        total = self.dense_bytes[kind] = Bytes.of(engine.model).total
         close = self.meter.measure(self.meter.no_limits, engine)
         points = [Point(type=kind, rule="dense", share=0.0, bytes_per_token=total, close=close)]
         for rule in rules:

@@ -8,6 +8,7 @@ the squares of those products, which is what the layer's output loses where they
     hidden    |h_j| * |down_j|, known once up is                     saves the rows of down
     qkv       |x_i| * |column i of query, key and value|             saves their columns
     output    |x_i| * |column i of the output projection|            saves its columns
+    ffn       |x_i| * |column i of gate and up|                      saves their columns
 
 A limit of a value is the threshold on its rank over its factor, so that the runtime compares
 magnitudes alone. What this module does not know: which shares are good.
@@ -31,7 +32,8 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0 is no rule
 SAMPLE_TOKENS = 512  # of all windows, evenly drawn; 20 MB a layer of a model of 7 B
-INPUTS = {"qkv": "attn_norm", "output": "attn_heads"}  # rules on inputs: the tensor they are of
+# Rules on inputs: the tensor they are of.
+INPUTS = {"qkv": "attn_norm", "output": "attn_heads", "ffn": "ffn_norm"}
 _SEEN = (*INPUTS.values(), "ffn_gate", "ffn_hidden")
 
 
@@ -102,6 +104,7 @@ class LayerScores:
             hidden_F=hidden_F,
             qkv_D=limit.get("qkv"),
             output_H=limit.get("output"),
+            ffn_D=limit.get("ffn"),
         )
 
     def uniform_gate(self, share: float) -> LayerLimits:
@@ -155,6 +158,7 @@ def _scores(sample: _Sample, layer: Layer, number: int) -> LayerScores:
     matrices = {
         "qkv": [linear.weight for linear in attention.inputs],
         "output": [attention.output.weight],
+        "ffn": [linear.weight for linear in (block.gate, block.up) if linear is not None],
     }
     inputs = {
         name: _ranks(sample.take(seen, number).abs(), _column_norms(matrices[name]))

@@ -2,11 +2,13 @@
 
 The loss of a choice is taken to be a sum over layers and rules,
 
-    KL = sum_l s_l,neurons * c * energy(gate_l, hidden_l) + sum_l sum_r s_l,attention * c_r * energy_r(share_l,r)
+    KL = sum_l s_l,neurons * energy(gate_l, hidden_l) + sum_l sum_r s_l,r * energy_r(share_l,r)
 
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
-the whole model from its dense self where one half of one layer alone has limits, and c from one probe
-with the rule in all layers. Two probes a layer and one a rule; no gradients. Given the sum, the best
+the whole model from its dense self where one part of one layer alone has limits (neurons; both
+inputs of attention; the feed-forward's input), scaled by one probe with the rule in all layers. Three
+probes a layer and one a rule; no gradients. A layer whose gates and ups are stored by columns, for the
+sake of sparse inputs, saves nothing of them by its gates: it has the one or the other. Given the sum, the best
 choice of a number of saved bytes is found by a price: each layer takes what loses least plus price
 times bytes, and the price is bisected. What a choice really costs is measured afterwards.
 
@@ -14,7 +16,7 @@ What this module does not know: files, modes, seconds.
 
 Letters: L layers, A shares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,15 +26,17 @@ from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores
 
-PROBE = {"gate": 0.2, "hidden": 0.5, "qkv": 0.3, "output": 0.3}  # shares that probes silence
+# Shares that probes silence.
+PROBE = {"gate": 0.2, "hidden": 0.5, "qkv": 0.3, "output": 0.3, "ffn": 0.25}
 BISECTIONS = 60
 RULES = {
     "gates": ("gate",),
     "hidden": ("hidden",),
     "neurons": ("gate", "hidden"),
-    "inputs": ("qkv", "output"),
-    "mixed": ("gate", "hidden", "qkv", "output"),
+    "inputs": ("qkv", "output", "ffn"),
+    "mixed": ("gate", "hidden", "qkv", "output", "ffn"),
 }
+ATTENTION = ("qkv", "output")  # probed together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +57,13 @@ class Bytes:
             return np.array(rows, np.int64).sum(axis=1)
 
         layers = range(model.shape.num_layers)
+        gate, up = ("ffn_gate", "ffn_up") if model.graph.is_gated else ("ffn_up", "ffn_none")
         return cls(
             qkv_L=of_layers("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_q_t", "attn_k_t",
                             "attn_v_t"),
             output_L=of_layers("attn_output", "attn_output_t"),
-            gate_L=of_layers("ffn_gate"),
-            up_L=of_layers("ffn_up"),
+            gate_L=of_layers(gate, f"{gate}_t"),
+            up_L=of_layers(up, f"{up}_t"),
             down_L=of_layers("ffn_down", "ffn_down_t"),
             head=_size(model, "output.weight") or _size(model, "token_embd.weight"),
         )  # fmt: skip
@@ -84,7 +89,7 @@ class Choice:
     loss: float  # nats, by the sum
     saved_share: float  # of the weight bytes of a token
 
-    def limits(self, scores: Sequence[LayerScores], model_id: str) -> Limits:
+    def limits(self, scores: Sequence[LayerScores], model_id: str | None) -> Limits:
         layers = map(LayerScores.limits, scores, self.gate_L, self.hidden_L, self.inputs_L)
         return Limits(model_id=model_id, layers=tuple(layers))
 
@@ -102,44 +107,41 @@ class Allocation:
         up, down = (b[:, None, None] for b in (bytes_of.up_L, bytes_of.down_L))
         # A gate with neither up nor down behind it saves nothing by itself.
         self.neurons_saved_LAA = up * shares[:, None] + down * np.maximum(shares[:, None], shares)
-        self.inputs_saved_LA = {
-            "qkv": bytes_of.qkv_L[:, None] * shares,
-            "output": bytes_of.output_L[:, None] * shares,
-        }
+        sizes = {"qkv": bytes_of.qkv_L, "output": bytes_of.output_L,
+                 "ffn": bytes_of.gate_L + bytes_of.up_L}  # fmt: skip
+        self.inputs_saved_LA = {name: size[:, None] * shares for name, size in sizes.items()}
         self.neurons_price_L = np.ones(self.num_layers)
         self.inputs_price_L = {name: np.ones(self.num_layers) for name in INPUTS}
 
-    def energies(self, layer: int) -> tuple[float, float]:
-        """What the two probes of a layer lose: neurons, attention."""
-        at = {name: SHARES.index(share) for name, share in PROBE.items()}
-        neurons = float(self.neurons_LAA[layer, at["gate"], at["hidden"]])
-        return neurons, float(sum(self.inputs_LA[n][layer, at[n]] for n in INPUTS))
+    def energy_L(self, *kinds: str) -> np.ndarray:
+        """f64 [L]: what probes of these kinds lose; of neurons, or of inputs."""
+        if kinds == ("neurons",):
+            return self.neurons_LAA[:, _place("gate"), _place("hidden")]
+        return np.sum([self.inputs_LA[name][:, _place(name)] for name in kinds], axis=0)
 
     def calibrate(
-        self,
-        neurons_kl_L: Sequence[float],
-        attention_kl_L: Sequence[float],
-        rule_kl: dict[str, float],
+        self, part_kl_L: Mapping[str, Sequence[float]], rule_kl: Mapping[str, float]
     ) -> None:
-        """Sensitivities from the probes' divergences; `rule_kl` of PROBE's share in all layers."""
-        at = {name: SHARES.index(share) for name, share in PROBE.items()}
-        energy_L = [self.energies(layer) for layer in range(self.num_layers)]
-        neurons = _ratio(neurons_kl_L, [energy for energy, _ in energy_L])
-        attention = _ratio(attention_kl_L, [energy for _, energy in energy_L])
-        lost_L = self.neurons_LAA[:, at["gate"], at["hidden"]]
-        self.neurons_price_L = neurons * rule_kl["neurons"] / max(1e-30, float(neurons @ lost_L))
-        for name in INPUTS:
-            whole = max(1e-30, float(attention @ self.inputs_LA[name][:, at[name]]))
-            self.inputs_price_L[name] = attention * rule_kl[name] / whole
+        """Sensitivities from divergences: of probes of one layer's part (neurons, attention, ffn),
+        and of PROBE's shares in all layers by rule (neurons, and those of INPUTS)."""
+
+        def price_L(part: str, kinds: tuple[str, ...], rule: str) -> np.ndarray:
+            alone = np.maximum(1e-12, np.array(part_kl_L[part]))
+            found = alone / np.maximum(1e-30, self.energy_L(*kinds))
+            return found * rule_kl[rule] / max(1e-30, float(found @ self.energy_L(rule)))
+
+        self.neurons_price_L = price_L("neurons", ("neurons",), "neurons")
+        for name in ATTENTION:
+            self.inputs_price_L[name] = price_L("attention", ATTENTION, name)
+        self.inputs_price_L["ffn"] = price_L("ffn", ("ffn",), "ffn")
 
     def best(self, rule: str, saved_share: float) -> Choice | None:
         """What loses least of those that save this share of all bytes; None where the rule cannot
         save so much."""
         wanted = saved_share * self.bytes_of.total
-        low, high = 0.0, 1e30
+        low, high = 1e-30, 1e30
         if self._take(rule, high).saved_share * self.bytes_of.total < wanted:
             return None
-        low = 1e-30
         for _ in range(BISECTIONS):
             price = (low * high) ** 0.5
             if self._take(rule, price).saved_share * self.bytes_of.total < wanted:
@@ -151,46 +153,68 @@ class Allocation:
     def _take(self, rule: str, price: float) -> Choice:
         """The best of every layer at a price of bytes, in nats a byte."""
         kinds = RULES[rule]
-        loss, saved = 0.0, 0.0
-        gate_L, hidden_L, inputs_L = [], [], []
-        for layer in range(self.num_layers):
-            lost_AA = self.neurons_LAA[layer] * self.neurons_price_L[layer]
-            saved_AA = self.neurons_saved_LAA[layer]
-            is_allowed = np.isfinite(lost_AA)
-            if "gate" not in kinds:
-                is_allowed[1:] = False
-            if "hidden" not in kinds:
-                is_allowed &= np.eye(len(SHARES), dtype=bool)
-            worth_AA = np.where(is_allowed, lost_AA - price * saved_AA, np.inf)
-            gate, hidden = np.unravel_index(int(worth_AA.argmin()), worth_AA.shape)
-            loss, saved = loss + lost_AA[gate, hidden], saved + saved_AA[gate, hidden]
-            gate_L.append(SHARES[gate])
-            hidden_L.append(SHARES[hidden])
-            shares = {}
-            for name in INPUTS:
-                if name not in kinds:
-                    continue
-                lost_A = self.inputs_LA[name][layer] * self.inputs_price_L[name][layer]
-                saved_A = self.inputs_saved_LA[name][layer]
-                best = int((lost_A - price * saved_A).argmin())
-                loss, saved = loss + lost_A[best], saved + saved_A[best]
-                shares[name] = SHARES[best]
-            inputs_L.append(shares)
+        layers = [self._of_layer(layer, kinds, price) for layer in range(self.num_layers)]
         return Choice(
-            gate_L=tuple(gate_L),
-            hidden_L=tuple(hidden_L),
-            inputs_L=tuple(inputs_L),
-            loss=float(loss),
-            saved_share=float(saved) / self.bytes_of.total,
+            gate_L=tuple(layer.gate for layer in layers),
+            hidden_L=tuple(layer.hidden for layer in layers),
+            inputs_L=tuple(layer.inputs for layer in layers),
+            loss=sum(layer.loss for layer in layers),
+            saved_share=sum(layer.saved for layer in layers) / self.bytes_of.total,
+        )
+
+    def _of_layer(self, layer: int, kinds: Sequence[str], price: float) -> "_OfLayer":
+        attention = [n for n in ATTENTION if n in kinds]
+        by_rows = self._parts(layer, kinds, attention, price)
+        if "ffn" not in kinds:
+            return by_rows
+        by_columns = self._parts(
+            layer, [k for k in kinds if k != "gate"], [*attention, "ffn"], price
+        )
+        worth = [found.loss - price * found.saved for found in (by_rows, by_columns)]
+        return by_columns if worth[1] < worth[0] else by_rows
+
+    def _parts(
+        self, layer: int, kinds: Sequence[str], inputs: Sequence[str], price: float
+    ) -> "_OfLayer":
+        """The best neurons and the best share of each of `inputs`, which do not depend on each
+        other."""
+        lost_AA = self.neurons_LAA[layer] * self.neurons_price_L[layer]
+        saved_AA = self.neurons_saved_LAA[layer]
+        is_allowed = np.isfinite(lost_AA)
+        if "gate" not in kinds:
+            is_allowed[1:] = False
+        if "hidden" not in kinds:
+            is_allowed &= np.eye(len(SHARES), dtype=bool)
+        worth_AA = np.where(is_allowed, lost_AA - price * saved_AA, np.inf)
+        gate, hidden = np.unravel_index(int(worth_AA.argmin()), worth_AA.shape)
+        loss, saved = float(lost_AA[gate, hidden]), float(saved_AA[gate, hidden])
+        shares = {}
+        for name in inputs:
+            lost_A = self.inputs_LA[name][layer] * self.inputs_price_L[name][layer]
+            saved_A = self.inputs_saved_LA[name][layer]
+            best = int((lost_A - price * saved_A).argmin())
+            loss, saved = loss + float(lost_A[best]), saved + float(saved_A[best])
+            shares[name] = SHARES[best]
+        return _OfLayer(
+            gate=SHARES[gate], hidden=SHARES[hidden], inputs=shares, loss=loss, saved=saved
         )
 
 
-def _ratio(kl_L: Sequence[float], energy_L: Sequence[float]) -> np.ndarray:
-    return np.maximum(1e-12, np.array(kl_L)) / np.maximum(1e-30, np.array(energy_L))
+@dataclass(frozen=True, kw_only=True)
+class _OfLayer:
+    gate: float
+    hidden: float
+    inputs: dict[str, float]
+    loss: float
+    saved: float  # bytes
+
+
+def _place(kind: str) -> int:
+    return SHARES.index(PROBE[kind])
 
 
 def num_probes(num_layers: int) -> int:
-    return 2 * num_layers + 1 + len(INPUTS)
+    return 3 * num_layers + 1 + len(INPUTS)
 
 
 def allocate(
@@ -201,19 +225,22 @@ def allocate(
     """The sum with sensitivities from `num_probes` measurements; `kl_of` gives nats a token of the
     whole model with these limits. Deterministic."""
     allocation = Allocation(scores, bytes_of)
-    number = range(len(scores))
-    neurons_L = [s.limits(PROBE["gate"], PROBE["hidden"], {}) for s in scores]
-    attention_L = [s.limits(0.0, 0.0, {name: PROBE[name] for name in INPUTS}) for s in scores]
 
-    def alone(layer: int, limits_L: list[LayerLimits]) -> float:
-        return kl_of(tuple(limits_L[n] if n == layer else LayerLimits() for n in number))
+    def probe(*kinds: str) -> list[LayerLimits]:
+        gate, hidden = (PROBE[k] if k in kinds else 0.0 for k in ("gate", "hidden"))
+        inputs = {name: PROBE[name] for name in INPUTS if name in kinds}
+        return [layer.limits(gate, hidden, inputs) for layer in scores]
 
+    def alone_L(limits_L: list[LayerLimits]) -> list[float]:
+        none, number = LayerLimits(), range(len(scores))
+        return [
+            kl_of(tuple(limits_L[n] if n == layer else none for n in number)) for layer in number
+        ]
+
+    neurons_L = probe("gate", "hidden")
     rule_kl = {"neurons": kl_of(tuple(neurons_L))}
-    for name in INPUTS:
-        rule_kl[name] = kl_of(tuple(s.limits(0.0, 0.0, {name: PROBE[name]}) for s in scores))
-    allocation.calibrate(
-        [alone(layer, neurons_L) for layer in number],
-        [alone(layer, attention_L) for layer in number],
-        rule_kl,
-    )
+    rule_kl |= {name: kl_of(tuple(probe(name))) for name in INPUTS}
+    part_kl_L = {"neurons": alone_L(neurons_L), "attention": alone_L(probe(*ATTENTION)),
+                 "ffn": alone_L(probe("ffn"))}  # fmt: skip
+    allocation.calibrate(part_kl_L, rule_kl)
     return allocation

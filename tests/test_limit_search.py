@@ -14,7 +14,7 @@ from sparkinfer.limits import LayerLimits
 from sparkinfer.profile.advise import Point, choose, timed_points, with_front
 from sparkinfer.profile.limit_meter import Closeness, _closeness, _compare
 from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores, Ranks
-from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate
+from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, num_probes
 
 
 def ranks(rng: np.random.Generator, tokens: int, size: int, scale: float = 1.0) -> Ranks:
@@ -96,8 +96,8 @@ def test_cats_has_one_limit_for_all_neurons() -> None:
 def with_prices(seed: int) -> Allocation:
     rng = np.random.default_rng(seed)
     allocation = Allocation([scores(rng), scores(rng, 3.0)], sizes())
-    kl = rng.uniform(0.01, 0.2, 4).tolist()
-    allocation.calibrate(kl[:2], kl[2:], {"neurons": 0.3, "qkv": 0.1, "output": 0.05})
+    part_kl = {part: rng.uniform(0.01, 0.2, 2).tolist() for part in ("neurons", "attention", "ffn")}
+    allocation.calibrate(part_kl, {"neurons": 0.3, "qkv": 0.1, "output": 0.05, "ffn": 0.2})
     return allocation
 
 
@@ -130,8 +130,10 @@ def test_a_rule_uses_its_own_kinds_alone_and_saves_what_it_says(rule: str) -> No
         assert gate == 0 or "gate" in kinds
         assert hidden == gate or "hidden" in kinds
         assert set(inputs) <= set(kinds)
-        saved += gate * 1500 + hidden * 1500
+        saved += gate * 1500 + max(gate, hidden) * 1500
         saved += inputs.get("qkv", 0) * 1000 + inputs.get("output", 0) * 600
+        saved += inputs.get("ffn", 0) * 3000
+        assert not (gate and inputs.get("ffn"))
     assert choice.saved_share == pytest.approx(saved / bytes_of.total)
     assert allocation.best(rule, 0.99) is None
 
@@ -150,8 +152,8 @@ def test_sensitivities_make_the_sum_equal_the_probes() -> None:
         return loss
 
     allocation = allocate(layers, sizes(), kl_of)
-    assert len(seen) == 2 * 2 + 3
-    neurons, _ = zip(*(allocation.energies(layer) for layer in range(2)), strict=True)
+    assert len(seen) == num_probes(2) == 3 * 2 + 4
+    neurons = allocation.energy_L("neurons")
     planted = [1e-3 * 2, 4 * 2e-3 * 2]
     assert allocation.neurons_price_L * neurons == pytest.approx(planted, rel=1e-6)
 
@@ -206,13 +208,18 @@ def close(kl: float) -> Closeness:
                      perplexity_increase_error=0.0, same_top=1.0, num_tokens=1000)  # fmt: skip
 
 
-def point(kind: str, rule: str, share: float, num_bytes: int, kl: float, seconds: float = 0.0) -> Point:
+def point(
+    kind: str, rule: str, share: float, num_bytes: int, kl: float, seconds: float = 0.0
+) -> Point:
     return Point(type=kind, rule=rule, share=share, bytes_per_token=num_bytes, close=close(kl),
                  seconds=seconds)  # fmt: skip
 
 
 def test_a_rule_that_pays_is_advised() -> None:
-    points = [point("q4_0", "dense", 0, 100, 0.0, 1.0), point("q4_0", "mixed", 0.16, 84, 0.008, 0.85)]
+    points = [
+        point("q4_0", "dense", 0, 100, 0.0, 1.0),
+        point("q4_0", "mixed", 0.16, 84, 0.008, 0.85),
+    ]
     best, why = choose(with_front(points), 0.01)
     assert best is not None and best.rule == "mixed" and "+18%" in why
 

@@ -7,7 +7,7 @@ are chosen, and how a layer is computed with them.
 Letters: L layers, D model width, F neurons, H values of all heads together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from sparkinfer.architecture import Architecture, ModelShape
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
+from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 from sparkinfer.typed import Fields
 
@@ -74,6 +75,9 @@ class LayerLimits:
 class Limits:
     model_id: str | None  # None: of the checkpoint in whose folder the file is
     layers: tuple[LayerLimits, ...]
+    # Whether the weights were trained to run with them: then the model is what it is with limits.
+    is_trained: bool = False
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)  # {} is unknown
 
     def __bool__(self) -> bool:
         """Whether there is any limit."""
@@ -86,14 +90,20 @@ class Limits:
     @classmethod
     def load(cls, path: Path) -> "Limits":
         """Raises SparkinferError for anything but a whole, valid file."""
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, {"model_id", "num_layers"})
+        names, optional = {"model_id", "num_layers"}, frozenset({"is_trained", "quality"})
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, names, optional=optional)
         try:
             read = Fields(metadata)
             count = read.count("num_layers", least=1, most=MAX_LAYERS)
             layers = tuple(_take(arrays, layer) for layer in range(count))
             if arrays:
                 raise SparkinferError(f"unknown array {min(arrays)!r}")
-            limits = cls(model_id=read.text_or_none("model_id"), layers=layers)
+            limits = cls(
+                model_id=read.text_or_none("model_id"),
+                layers=layers,
+                is_trained=metadata.get("is_trained", False) is True,
+                quality=read_quality(metadata.get("quality", {}), "quality"),
+            )
             limits.validate()
         except SparkinferError as error:
             raise SparkinferError(f"{path}: {error}; make the limits again") from error
@@ -101,7 +111,13 @@ class Limits:
 
     def save(self, path: Path) -> None:
         self.validate()
-        metadata = {"model_id": self.model_id, "num_layers": len(self.layers)}
+        metadata: dict[str, object] = {
+            "model_id": self.model_id,
+            "num_layers": len(self.layers),
+            "is_trained": self.is_trained,
+        }
+        if self.quality:
+            metadata["quality"] = quality_values(self.quality)
         save_arrays(path, FORMAT, VERSION, metadata, self.arrays())
 
     def arrays(self) -> dict[str, np.ndarray]:

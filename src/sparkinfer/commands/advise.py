@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -13,6 +13,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
 
 if TYPE_CHECKING:
+    from sparkinfer.convert.options import Outtype
     from sparkinfer.limits import Limits
     from sparkinfer.profile.advise import Advice
 
@@ -64,7 +65,7 @@ def advise(
     lines = _lines(advice)
     limits = None
     if advice.best.rule != "dense":
-        limits = adviser.limits(advice.best.rule, advice.best.share)
+        limits = adviser.limits_of(advice.best)
     if limits_path is not None and limits is not None:
         limits.save(limits_path)
         lines.append(f"wrote {limits_path}")
@@ -102,7 +103,13 @@ class _Files:
             )
         output = self.folder / name
         convert(
-            ConvertConfig(source=self.model, output=output, outtype=kind, limits=limits, force=True)
+            ConvertConfig(
+                source=self.model,
+                output=output,
+                outtype=cast("Outtype", kind),
+                limits=limits,
+                force=True,
+            )
         )
         return output
 
