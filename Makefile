@@ -22,6 +22,8 @@
 # One stage on any checkpoint, with all stages before it as far as they are not up to date:
 #   make generate MODEL=path/to/checkpoint VRAM=8GiB PROMPT="Once upon a time"
 #   make convert | profile | solve MODEL=... [CORPUS=text.txt] [SPARSITY=0.5 for SiLU models]
+# The plan is of the fastest mode that costs at most 1 % of the perplexity on that text, dense if no
+# other does: MAX_LOSS=0.05 allows 5 %, MODE=exact plans for that one whatever it costs.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -40,6 +42,8 @@ NUM_TOKENS ?= 96
 TEMPERATURE ?= 0.8
 OUTTYPE ?= f16
 SPARSITY ?=
+MAX_LOSS ?=
+MODE ?=
 CONTEXT ?=
 RANK ?=
 JOBS ?= 2
@@ -87,7 +91,7 @@ SPLIT := $(DIR)/model.split.gguf
 demo:
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory evaluate generate MODEL=examples/tiny-relu DIR=build/demo \
-	  VRAM=14MiB TEMPERATURE=0.7 SEED=4
+	  VRAM=14MiB TEMPERATURE=0.7 SEED=4 MODE=predicted
 
 convert: build $(BASE)
 profile: build $(FULL)
@@ -100,9 +104,9 @@ $(DIR)/settings-%: FORCE
 
 CONVERT_SETTINGS := $(MODEL) $(OUTTYPE)
 PROFILE_SETTINGS := $(CORPUS) $(TOKENS) $(RANK) $(SPARSITY)
-SOLVE_SETTINGS := $(VRAM) $(CONTEXT)
+SOLVE_SETTINGS := $(VRAM) $(CONTEXT) $(MAX_LOSS) $(MODE)
 
-$(BASE): $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.bin) $(DIR)/settings-CONVERT_SETTINGS
+$(BASE): $(filter %.gguf,$(MODEL)) $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.bin) $(DIR)/settings-CONVERT_SETTINGS
 	@echo "== convert: $(MODEL) -> $@"
 	@$(SPARKINFER) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force
 
@@ -124,7 +128,8 @@ $(MACHINE): examples/machines/rtx-4060-8gb.json
 $(SPLIT): $(FULL) $(PROFILE) $(MACHINE) $(DIR)/settings-SOLVE_SETTINGS
 	@echo "== solve: $(FULL) for $(VRAM) of VRAM -> $@"
 	@$(SPARKINFER) solve $(FULL) --profile $(PROFILE) --machine $(MACHINE) \
-	  --vram-budget $(VRAM) $(if $(CONTEXT),--context $(CONTEXT)) -o $@ --force
+	  --vram-budget $(VRAM) $(if $(CONTEXT),--context $(CONTEXT)) \
+	  $(if $(MAX_LOSS),--max-loss $(MAX_LOSS)) $(if $(MODE),--mode $(MODE)) -o $@ --force
 
 evaluate: build $(SPLIT) build/corpus/held-out.txt
 	@echo "== eval: $(FULL) against its dense self, on text neither has seen"
@@ -133,7 +138,7 @@ evaluate: build $(SPLIT) build/corpus/held-out.txt
 generate: build $(SPLIT)
 	@echo "== generate: $(FULL) by $(SPLIT)"
 	@$(SPARKINFER) generate $(FULL) --split $(SPLIT) -p "$$PROMPT" -n $(NUM_TOKENS) \
-	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED))
+	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED)) $(if $(MAX_LOSS),--max-loss $(MAX_LOSS))
 
 build/corpus/%.txt: examples/tiny-relu/corpus.py
 	@$(BIN)/python $< --part $* -o $@

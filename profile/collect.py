@@ -4,8 +4,8 @@ What this module does not know: how the model computes; it sees it through obser
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from sparkinfer.budget import layer_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output
+from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.collect_streamed import collect_streamed
 from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model, check_text
@@ -21,9 +22,17 @@ from sparkinfer.profile.corpus import Windows, read_windows, spread_windows
 from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile.layer_trainer import LayerQuality, phases
 from sparkinfer.profile.predictor_options import predictor_choices
-from sparkinfer.profile.predictor_output import MAX_TOKENS, PredictorOutput, changed, measure
+from sparkinfer.profile.predictor_output import (
+    MAX_TOKENS,
+    Measured,
+    PredictorOutput,
+    changed,
+    measure,
+    recorded,
+    sha256_of_corpora,
+)
 from sparkinfer.profile.predictor_training import Trained, train_whole
-from sparkinfer.profile.quality import EvalReport
+from sparkinfer.profile.quality import EvalReport, ShareCounter
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.report import report_paths, save_report
 from sparkinfer.profile.resume import Settings, resume_path
@@ -58,6 +67,7 @@ class ProfileReport:
     ffn_bytes: int  # of all gates, ups and downs
     quality_L: tuple[LayerQuality, ...]
     quality: EvalReport | None
+    record: Mapping[SparseMode, ModeQuality]  # what the artifacts say of each mode
     seconds: float
 
 
@@ -66,7 +76,7 @@ class Outcome:
     profile: Profile
     search: ThresholdReport | None = None
     trained: Trained | None = None
-    quality: EvalReport | None = None
+    measured: Measured | None = None  # None: nothing to measure
 
 
 def profile(
@@ -216,14 +226,16 @@ def _run_streamed(
         windows = _windows(stream, config, Ranks())
         check_text(config, len(windows.ids))
         gates, counter, trained = collect_streamed(stream, windows.ids, config, on_tokens)
-    quality = None
+    measured = None
     if trained or config.chooses_thresholds:
         ids = windows.ids[config.num_for_thresholds(len(windows.ids)) :]
         examined = ids[phases(len(ids))["examine"]] if trained else ids
-        other, mode = changed(model, gates, trained and trained[0])
-        quality = compare_streamed(model, other, mode, plan, examined, MAX_TOKENS)
-    result = _profile(model, gates, windows, counter.arrays())
-    return Outcome(profile=result, trained=trained, quality=quality)
+        others, dense_shares = changed(model, gates, trained and trained[0]), ShareCounter(model)
+        reports = compare_streamed(model, others, plan, examined, MAX_TOKENS, dense_shares)
+        sha256 = sha256_of_corpora(windows.corpora)
+        measured = recorded(model, reports, dense_shares, sha256)
+    result = _profile(model, gates, windows, counter.arrays(), measured)
+    return Outcome(profile=result, trained=trained, measured=measured)
 
 
 def _run_whole(
@@ -235,7 +247,7 @@ def _run_whole(
     ids = windows.ids[first:]
     counter = Counter(gates, engine.model.shape.num_neurons)
     run.add("counter", counter)
-    trained = quality = None
+    trained = measured = None
     with engine.observe(counter.observe, counter.wants):
         if files:
             trained = train_whole(run, gates, ids, config)
@@ -245,12 +257,15 @@ def _run_whole(
     if trained or config.chooses_thresholds:
         predictors = trained and trained[0]
         examined = ids[phases(len(ids))["examine"]] if trained else ids
-        quality = run.ranks.first_only(lambda: measure(engine, gates, predictors, examined))
+        sha256 = sha256_of_corpora(windows.corpora)
+        measured = run.ranks.first_only(
+            lambda: measure(engine, gates, predictors, examined, sha256)
+        )
     return Outcome(
-        profile=_profile(engine.model, gates, windows, counted),
+        profile=_profile(engine.model, gates, windows, counted, measured),
         search=found,
         trained=trained,
-        quality=quality,
+        measured=measured,
     )
 
 
@@ -293,7 +308,11 @@ def _gates(
 
 
 def _profile(
-    model: ModelFile, gates: tuple[Gate, ...], windows: Windows, counted: dict[str, torch.Tensor]
+    model: ModelFile,
+    gates: tuple[Gate, ...],
+    windows: Windows,
+    counted: dict[str, torch.Tensor],
+    measured: Measured | None,
 ) -> Profile:
     return Profile(
         model_id=model.model_id,
@@ -302,6 +321,7 @@ def _profile(
         corpora=windows.corpora,
         active_count_LF=counted["active_count_LF"].numpy(),
         gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
+        quality={} if measured is None else measured.record,
     )
 
 
@@ -327,7 +347,8 @@ def _report(
         predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
         ffn_bytes=sum(model.shape.num_neurons * size.neuron for size in sizes),
         quality_L=quality_L,
-        quality=outcome.quality,
+        quality=outcome.measured.report if outcome.measured else None,
+        record=result.quality,
         seconds=seconds,
     )
 
@@ -337,6 +358,6 @@ def _save(
 ) -> None:
     outcome.profile.validate()
     if files and outcome.trained:
-        files.save(outcome.trained[0])
+        files.save(replace(outcome.trained[0], quality=outcome.profile.quality))
     outcome.profile.save(config.output)
     save_report(report)

@@ -73,7 +73,7 @@ def read_windows(
         length = min(WINDOW, context_length)
         chosen: list[Tensor] = []
         used, left = [0] * len(sources), max_tokens
-        drawn = _draw(sources, seed)
+        drawn = draw(sources, seed)
         while left and (batch := list(islice(drawn, BATCH))):
             for (number, _), ids in zip(
                 batch, codec.encode_many([t for _, t in batch]), strict=True
@@ -103,7 +103,7 @@ def spread_windows(windows: Windows | None, ranks: Ranks) -> Windows:
     return Windows(ids=tuple(split), corpora=windows.corpora if windows else ())
 
 
-def _draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
+def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
     """(number of the source, stretch of text) until every text was given out."""
     first = np.cumsum([0, *(source.num_blocks for source in sources)])
     total = int(first[-1])

@@ -2,18 +2,23 @@
 
 What this module does not know: how predictors are trained."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from sparkinfer.architecture import SMOOTH
 from sparkinfer.files import check_output
+from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import FILE_NAME, Predictors
 from sparkinfer.profile.dejavu import check_dejavu_output, dejavu_paths, save_dejavu
 from sparkinfer.profile.predictor_options import PredictorFormat
-from sparkinfer.profile.quality import EvalReport, compare
+from sparkinfer.profile.quality import EvalReport, ShareCounter, bytes_read, compare_all
+from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
@@ -49,15 +54,23 @@ class PredictorOutput:
             predictors.save(self.path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the run was for against the dense model, and the record of all its modes."""
+
+    report: EvalReport | None = None  # None: no room for its hidden states
+    record: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+
+
 def measure(
     dense: Engine,
     gates: tuple[Gate, ...],
     predictors: Predictors | None,
     windows: Sequence[Tensor],
-) -> EvalReport:
-    """The model with these thresholds, and in mode predicted where there are predictors, against
-    its dense self."""
-    model, mode = changed(dense.model, gates, predictors)
+    corpus_sha256: str,
+) -> Measured:
+    """The model with these thresholds in mode exact, and in mode predicted where there are
+    predictors, against its dense self: one pass of that serves both."""
     chosen, left = [], MAX_TOKENS
     for ids in windows:
         chosen.append(ids[: max(2, left)])
@@ -65,19 +78,65 @@ def measure(
         if left <= 0:
             break
     device, context = str(dense.device), dense.context_length
-    with Engine.of(
-        model, mode=mode, device=device, context_length=context, is_resident=False
-    ) as engine:
-        return compare(dense, engine, chosen)
+    dense_shares = ShareCounter(dense.model)
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                Engine.of(
+                    model, mode=mode, device=device, context_length=context, is_resident=False
+                )
+            )
+            for model, mode in changed(dense.model, gates, predictors)
+        ]
+        reports = compare_all(dense, engines, chosen, dense_shares=dense_shares)
+    return recorded(dense.model, reports, dense_shares, corpus_sha256)
 
 
 def changed(
     model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors | None
-) -> tuple[ModelFile, Mode]:
-    """The model with these thresholds and predictors, and the mode that uses them."""
+) -> list[tuple[ModelFile, Mode]]:
+    """The model with these thresholds and predictors, and the modes to measure: what the run was
+    for last. Mode exact of a model that is sparse by itself is not among them: it is its dense
+    self, and tells nothing."""
+    found: list[tuple[ModelFile, Mode]] = []
+    if model.activation in SMOOTH:
+        thresholds = tuple(gate.threshold for gate in gates)
+        found.append((replace(model, threshold_L=thresholds, quality={}), "exact"))
     if predictors is not None:
-        return with_predictors(model, gates, predictors), "predicted"
-    return replace(model, threshold_L=tuple(gate.threshold for gate in gates)), "exact"
+        found.append((with_predictors(model, gates, predictors), "predicted"))
+    return found
+
+
+def recorded(
+    model: ModelFile, reports: Sequence[EvalReport], dense_shares: ShareCounter, corpus_sha256: str
+) -> Measured:
+    """The reports of `changed`, and the record that the artifacts get."""
+    if not reports:
+        return Measured()
+    record: dict[SparseMode, ModeQuality] = {}
+    for report in reports:
+        quality = report.record(corpus_sha256)
+        if quality is not None and report.mode != "dense":
+            record[report.mode] = quality
+    if model.activation not in SMOOTH:
+        record["exact"] = ModeQuality(
+            perplexity_increase=0.0,
+            perplexity_half_width=0.0,
+            kl_mean=0.0,
+            top1_agreement=1.0,
+            num_tokens=reports[-1].num_tokens,
+            bytes_per_token=bytes_read(model, "exact", dense_shares),
+            dense_bytes_per_token=reports[-1].dense_bytes_per_token,
+            corpus_sha256=corpus_sha256,
+        )
+    return Measured(report=reports[-1], record=record)
+
+
+def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:
+    """That of the file; of several, the sha256 of theirs, joined."""
+    if len(corpora) == 1:
+        return corpora[0].sha256
+    return hashlib.sha256("".join(c.sha256 for c in corpora).encode()).hexdigest()
 
 
 def with_predictors(model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors) -> ModelFile:
@@ -90,4 +149,5 @@ def with_predictors(model: ModelFile, gates: tuple[Gate, ...], predictors: Predi
         tensors=entries,
         predictor=predictors.info,
         threshold_L=tuple(gate.threshold for gate in gates),
+        quality={},
     )

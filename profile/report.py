@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkinfer.files import partial_file
+from sparkinfer.mode_quality import MAX_LOSS, ModeQuality
 from sparkinfer.profile.layer_trainer import LayerQuality
 from sparkinfer.profile.quality import EvalReport
 from sparkinfer.profile.selection import Quality
@@ -33,7 +34,7 @@ def report_paths(output: Path) -> tuple[Path, Path]:
 def short_lines(report: "ProfileReport") -> list[str]:
     """For the terminal: of predictors and thresholds, where there are any."""
     if not report.quality_L:
-        return [_of_model(report.quality)] if report.quality else []
+        return [_of_model(report.quality), *warnings(report)] if report.quality else []
     forms = [q.chosen.name for q in report.quality_L]
     counted = {name: forms.count(name) for name in sorted(set(forms))}
     what = ", ".join(f"{count} x {name}" for name, count in counted.items())
@@ -43,18 +44,55 @@ def short_lines(report: "ProfileReport") -> list[str]:
         f"chosen:    {_summary([q.chosen for q in report.quality_L])}",
         _untrained(report.quality_L),
         _of_model(report.quality),
+        *warnings(report),
+    ]
+
+
+def warnings(report: "ProfileReport") -> list[str]:
+    """What is not worth having: predictors that read more than they save, modes that cost more
+    than MAX_LOSS of the perplexity."""
+    lines = [f"warning: {line}" for line in _not_paying(report.quality_L)]
+    costly = {m: q for m, q in report.record.items() if q.perplexity_increase > MAX_LOSS}
+    if not costly:
+        return lines
+    each = ", ".join(f"{mode} {_cost(quality)}" for mode, quality in sorted(costly.items()))
+    line = f"warning: more than {MAX_LOSS:.0%} of the perplexity is lost: {each}"
+    if len(costly) < len(report.record):
+        return [*lines, f"{line}; a model file with this runs so only where it is asked to"]
+    return [
+        *lines,
+        f"{line}; a model file with this runs dense unless it is asked to."
+        f" --perplexity-budget {MAX_LOSS:g} finds thresholds that cost no more, a smaller type may"
+        " save more for less (sparkinfer convert --outtype q4_0), and sparkinfer sparsify trains a"
+        " model to be sparse",
+    ]
+
+
+def _cost(quality: ModeQuality) -> str:
+    saved = 1 - quality.bytes_per_token / quality.dense_bytes_per_token
+    return (
+        f"{quality.perplexity_increase:+.1%} ± {quality.perplexity_half_width:.1%} for"
+        f" {abs(saved):.0%} {'less' if saved >= 0 else 'more'} to read"
+    )
+
+
+def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
+    """Where the density is above the break-even."""
+    bad = [q for q in quality_L if q.chosen.density >= q.break_even_density]
+    if not bad:
+        return []
+    density = _mean([q.chosen.density for q in bad])
+    limit = _mean([q.break_even_density for q in bad])
+    return [
+        f"in {len(bad)} of {len(quality_L)} layers the predictor reads more than it saves: {density:.0%}"
+        f" of the neurons fire there, and it pays below {limit:.0%}; mode exact reads less"
     ]
 
 
 def _of_model(quality: EvalReport | None) -> str:
     if quality is None:
         return "not compared with its dense self: no room for its hidden states"
-    return (
-        f"mode {quality.mode} on the end of the text: perplexity {quality.perplexity:.3f} (dense"
-        f" {quality.dense_perplexity:.3f}, {quality.perplexity_increase:+.2%}), KL"
-        f" {quality.kl_mean:.5f} (p99 {quality.kl_p99:.4f}), same top token"
-        f" {quality.top1_agreement:.2%}, {quality.num_tokens:,} tokens"
-    )
+    return f"mode {quality.mode} on the end of the text: {quality.line}"
 
 
 def _untrained(quality_L: Sequence[LayerQuality]) -> str:
@@ -97,6 +135,11 @@ def markdown(report: "ProfileReport") -> str:
     ]
     if report.quality is not None:
         lines += [f"On text that nothing was fitted to, {_of_model(report.quality)}.", ""]
+        lines += ["± is half of an interval of 95 %.", ""]
+    for line in warnings(report):
+        lines += [f"**{line[:1].upper()}{line[1:]}.**", ""]
+    if report.record:
+        lines += _of_modes(report)
     lines += [
         "| layer | density: neurons that fire | firings of the hottest fifth | threshold |",
         "| --- | --- | --- | --- |",
@@ -109,6 +152,20 @@ def markdown(report: "ProfileReport") -> str:
     if report.quality_L:
         lines += _of_predictors(report)
     return "\n".join(lines) + "\n"
+
+
+def _of_modes(report: "ProfileReport") -> list[str]:
+    lines = [
+        "| mode | perplexity | KL | same top token | bytes a token | of dense |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for mode, q in sorted(report.record.items()):
+        lines.append(
+            f"| {mode} | {q.perplexity_increase:+.2%} ± {q.perplexity_half_width:.2%}"
+            f" | {q.kl_mean:.5f} | {q.top1_agreement:.2%} | {q.bytes_per_token:,}"
+            f" | {q.bytes_per_token / q.dense_bytes_per_token:.1%} |"
+        )
+    return [*lines, ""]
 
 
 def _of_predictors(report: "ProfileReport") -> list[str]:

@@ -1,6 +1,6 @@
 """A model that does not fit, with predictors or thresholds, against its dense self.
 
-Two passes over the weights, layer by layer, then the head for both. What this module does not
+A pass over the weights for each, layer by layer, then the head for all. What this module does not
 know: where the predictors came from.
 
 Letters: N tokens of all windows, D model width."""
@@ -13,48 +13,60 @@ from torch import Tensor
 from sparkinfer.budget import LOGITS_CHUNK
 from sparkinfer.gguf_file import release
 from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.comparison import Comparison
 from sparkinfer.profile.memory import room_of
-from sparkinfer.profile.quality import Comparison, EvalReport, ShareCounter, nothing
+from sparkinfer.profile.quality import EvalReport, ShareCounter, report_of
 from sparkinfer.profile.streaming import CPU, LayerStream, StreamPlan
 from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.model.observers import Observe, Wants
 from sparkinfer.runtime.weights.matrix import Linear, matrix_of
 
-ROOM_SHARE = 1 / 4  # of the room, for the hidden states of both passes
+ROOM_SHARE = 1 / 4  # of the room, for the hidden states of all passes
 
 
 def compare_streamed(
     dense: ModelFile,
-    other: ModelFile,
-    mode: Mode,
+    others: Sequence[tuple[ModelFile, Mode]],
     plan: StreamPlan,
     windows: Sequence[Tensor],
     max_tokens: int,
-) -> EvalReport | None:
-    """As quality.compare, on as many of the windows as there is room for; None for none."""
+    dense_shares: ShareCounter,
+) -> list[EvalReport]:
+    """As quality.compare_all, on as many of the windows as there is room for; [] for none."""
     room = room_of(plan.device, plan.max_memory_bytes)
-    count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / (2 * plan.needs.state_row_bytes)))
+    row_bytes = (1 + len(others)) * plan.needs.state_row_bytes
+    count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / row_bytes))
     chosen: list[Tensor] = []
     for ids_T in windows:
         piece_T = ids_T[: count - sum(map(len, chosen))]
         if len(piece_T) > 1:
             chosen.append(piece_T)
     if not chosen:
-        return None
-    shares = ShareCounter(other)
-    want_ND = _hidden(dense, "dense", plan, chosen, nothing, shares.wants)
-    got_ND = _hidden(other, mode, plan, chosen, shares.observe, shares.wants)
-    comparison = Comparison()
-    head = _Head(dense)
-    start = 0
-    for ids_T in chosen:
+        return []
+    shares = [ShareCounter(model) for model, _ in others]
+    states = [_hidden(dense, "dense", plan, chosen, dense_shares.observe, dense_shares.wants)]
+    for (model, mode), each in zip(others, shares, strict=True):
+        states.append(_hidden(model, mode, plan, chosen, each.observe, each.wants))
+    comparison = _compared(_Head(dense), states, chosen)
+    return [
+        report_of(comparison, number, mode, model, shares[number])
+        for number, (model, mode) in enumerate(others)
+    ]
+
+
+def _compared(head: "_Head", states: Sequence[Tensor], windows: Sequence[Tensor]) -> Comparison:
+    """Of the hidden states behind the last layer, the dense model's first."""
+    comparison, start = Comparison(len(states) - 1), 0
+    for ids_T in windows:
+        comparison.begin_window()
         stop = start + len(ids_T) - 1  # nothing follows the last token
         for at in range(start, stop, LOGITS_CHUNK):
             piece = slice(at, min(at + LOGITS_CHUNK, stop))
             targets_T = ids_T[piece.start - start + 1 : piece.stop - start + 1]
-            comparison.add(head.logits(want_ND[piece]), head.logits(got_ND[piece]), targets_T)
+            want_TV, *got = (head.logits(state_ND[piece]) for state_ND in states)
+            comparison.add(want_TV, got, targets_T)
         start += len(ids_T)
-    return comparison.report(mode, shares)
+    return comparison
 
 
 def _hidden(
@@ -65,7 +77,7 @@ def _hidden(
     observe: Observe,
     wants: Wants,
 ) -> Tensor:
-    """f32 [N, D] on the CPU, behind the last layer; observed, as quality.compare does it."""
+    """f32 [N, D] on the CPU, behind the last layer; observed, as quality.compare_all does it."""
     last, pieces = model.shape.num_layers - 1, []
     with LayerStream(model, plan, mode=mode) as stream:
         with stream.observe(

@@ -52,7 +52,7 @@ def explain(config: SolveConfig) -> Explanation:
 
 
 def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
-    sizes, num_hot = layer_bytes(model, layer), len(split.hot[layer])
+    sizes, num_hot = layer_bytes(split.held(model), layer), len(split.hot[layer])
     is_there = split.dense_on_gpu[layer]
     return LayerUse(
         layer=layer,

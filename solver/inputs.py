@@ -11,6 +11,7 @@ import numpy as np
 from sparkinfer.budget import DEFAULT_CONTEXT, embedding_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Figure, Gpu, Machine
+from sparkinfer.mode_choice import mode_meant
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.solver.pipeline import Pipeline
@@ -84,13 +85,18 @@ def load_inputs(
 ) -> Inputs:
     """Raises SparkinferError for files that do not belong together or lack what is asked for."""
     files = (ModelFile.load(model), Profile.load(profile), Machine.load(machine))
+    if files[0].has_limits:
+        raise SparkinferError(
+            f"{model}: has limits, which run on the CPU alone so far and are not in the solver's"
+            " model: run it without a plan, or solve for a file without them"
+        )
     inputs = Inputs(
         model=files[0],
         profile=files[1],
         machine=files[2],
         paths=(model, profile, machine),
         context_length=context_length or min(files[0].shape.context_length, DEFAULT_CONTEXT),
-        mode=mode or ("exact" if files[0].predictor is None else "predicted"),
+        mode=mode or mode_meant(files[0]),
         workspace=0,
         budgets=budgets,
         host_budget=files[2].memory_bytes if host_budget is None else host_budget,
@@ -144,7 +150,7 @@ def _check_machine(inputs: Inputs) -> None:
             f"{path}: the figures of a card alone; sparkinfer calibrate --gpu-from {path}"
             " measures this machine and takes the card from it"
         )
-    if inputs.mode not in inputs.machine.costs.layer_s:
+    if inputs.mode != "dense" and inputs.mode not in inputs.machine.costs.layer_s:
         raise SparkinferError(
             f"{path}: says nothing of layers in mode {inputs.mode!r}; run sparkinfer calibrate again"
         )

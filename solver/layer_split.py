@@ -18,6 +18,8 @@ What this module does not know: what llama.cpp's own kernels reach. Letters: L l
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from sparkinfer.budget import (
     FLOAT_BYTES,
     head_bytes,
@@ -28,16 +30,24 @@ from sparkinfer.budget import (
 from sparkinfer.gguf_file import TensorEntry
 from sparkinfer.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
 from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.problem import copy_seconds, head_launches_s
+from sparkinfer.solver.pipeline import PipelinePlacement
+from sparkinfer.solver.problem import (
+    Placement,
+    copy_seconds,
+    head_launches_s,
+    layer_seconds,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSplit:
-    """Seconds a token, the layers on GPUs, and whether the head is there."""
+    """Seconds a token, the layers on GPUs, whether the head is there, and the GPU of each of
+    these."""
 
     seconds: float
     num_layers: int
     has_head: bool
+    homes: tuple[int, ...]
 
 
 def layer_split(inputs: Inputs) -> LayerSplit:
@@ -51,8 +61,24 @@ def layer_split(inputs: Inputs) -> LayerSplit:
                     seconds=_seconds(inputs, first, home, has_head),
                     num_layers=num_layers - first,
                     has_head=has_head,
+                    homes=tuple(home),
                 )
     raise AssertionError("no layers on a GPU fit any budget")
+
+
+def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
+    """The same layers whole on the GPUs, as a plan of ours."""
+    shape = inputs.model.shape
+    is_there_L = np.arange(shape.num_layers) >= shape.num_layers - split.num_layers
+    num_hot_L = np.where(is_there_L, shape.num_neurons, 0)
+    before = [split.homes[0] if split.homes else 0] * (shape.num_layers - split.num_layers)
+    home = [*before, *split.homes]
+    home += home[-1:] * (shape.num_layers + 1 - len(home))
+    hot_LF = np.arange(shape.num_neurons) < num_hot_L[:, None]
+    return PipelinePlacement(
+        placement=Placement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
+        home_I=np.array(home, np.int64),
+    )
 
 
 def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
@@ -99,7 +125,7 @@ def _cpu_seconds(inputs: Inputs, layer: int) -> float:
     """Of a whole layer on the CPU."""
     machine, costs = inputs.machine, inputs.machine.costs
     kv_read = kv_bytes_per_layer(inputs.model, inputs.context_length) / 2
-    total = costs.layer_s[inputs.mode].best + kv_read / (costs.kv_gb_per_s.best * 1e9)
+    total = layer_seconds(machine, "dense") + kv_read / (costs.kv_gb_per_s.best * 1e9)
     for entry in _weights(inputs, layer):
         total += entry.num_bytes / machine.cpu_rate(entry.kind)
     return total

@@ -9,6 +9,7 @@ compared with it, as HiGHS's tolerances are part of that one.
 What this module does not know: files."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,21 +81,34 @@ def find_placement(problem: Problem, *, time_limit_s: float) -> Answer | None:
     return find_plan(pipeline, time_limit_s=time_limit_s)
 
 
-def find_plan(pipeline: Pipeline, *, time_limit_s: float) -> Answer | None:
-    """The fastest plan known; everything on one GPU where it fits there.
+def find_plan(
+    pipeline: Pipeline,
+    *,
+    time_limit_s: float,
+    known: Sequence[PipelinePlacement] = (),
+    beat_s: float = np.inf,
+) -> Answer | None:
+    """The fastest plan there is to be found, and none slower than those `known`; everything on one
+    GPU where it fits there and the CPU alone is not faster. Where no plan can take less than
+    `beat_s`, the first one found will do.
 
     None where no plan was found that all memories hold."""
+    nothing = cpu_only_plan(pipeline)
     for gpu, problem in enumerate(pipeline.problems):
         if problem.placeable_bytes <= problem.room_bytes:
-            return _dense_plan(pipeline, gpu)
-    nothing = cpu_only_plan(pipeline)
+            answer = _whole_plan(pipeline, gpu)
+            if pipeline.need_bytes or answer.objective_s <= plan_seconds(pipeline, nothing):
+                return answer
     if all(p.budget_bytes < p.minimum_bytes for p in pipeline.problems):
         if pipeline.need_bytes > 0:
             return None
         bound_s = plan_seconds(pipeline, nothing)
         return _answer(pipeline, "cpu_only", nothing, bound_s)
     plans, bound_s = _start(pipeline)
+    plans = [*plans, *known]
     start = _fastest(pipeline, plans)
+    if start is not None and bound_s >= beat_s:
+        return _answer(pipeline, "time_limit", start, bound_s)
     start_s = np.inf if start is None else plan_seconds(pipeline, start)
     is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
     grouped = solve_grouped(
@@ -258,7 +272,7 @@ def _answer(
     )
 
 
-def _dense_plan(pipeline: Pipeline, gpu: int) -> Answer:
+def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
     """All of it on one GPU: the runtime then needs no round trips, and no second set of kernels."""
     problem = pipeline.problems[gpu]
     everything = on_one_device(problem, gpu=True)

@@ -6,7 +6,7 @@ the GPU, for layer l:
 
     T_l = D_l + M_l
     D_l = seconds of the dense block on its device: attention, KV bytes of half the context, and
-          the predictor (not in exact mode: it is not run)
+          the predictor (in predicted mode alone: otherwise it is neither run nor in memory)
     M_l = max(hot_l / B_g + launch * [l has hot neurons],  cold_l / B_c_l + round_trip * [l is split])
 
 and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU seconds are
@@ -18,11 +18,13 @@ On the CPU every matrix is read at the rate that the runtime reaches for its typ
 its rows that a token needs (in the mean over the layer's neurons, wherever they are placed), the KV
 cache at that of attention, and a dense block there adds layer_s, which the runtime takes for a layer
 of no bytes; token_s is the same for a token of no layers.
+A layer of mode dense is taken to cost what one of mode exact does: less was not measured.
 B_c_l is what these rates give for all touched bytes of a layer's neurons together.
 
 hot_l and cold_l are the bytes that a token is expected to touch of the neurons on either side; a
 neuron that fires with frequency a touches, in mode
 
+    dense:      gate_row + up_row + down_row
     exact:      gate_row + a * (up_row + down_row)
     predicted:  min(1, a * overfetch_l) * gate_row + a * (up_row + down_row)
 
@@ -203,6 +205,9 @@ def build_problem(
     kv = kv_bytes_per_layer(model, context_length)
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
+    if mode == "dense":
+        frequency_LF = np.ones_like(frequency_LF)
+    has_predictor = mode == "predicted"
     read_L = np.array([s.attention + kv / 2 for s in sizes])
     named_LF = np.ones_like(frequency_LF)
     if mode == "predicted":
@@ -229,7 +234,7 @@ def build_problem(
         touched_LF=touched_LF,
         neuron_bytes_L=np.array([s.neuron for s in sizes]),
         min_hot_L=np.minimum(num_too_few_L + 1, shape.num_neurons),
-        dense_bytes_L=np.array([s.attention + s.predictor + kv for s in sizes]),
+        dense_bytes_L=np.array([s.attention + s.predictor * has_predictor + kv for s in sizes]),
         dense_gpu_s_L=read_L * gpu_s + _dense_launches(model, mode) * gpu.launch_s.best,
         dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, kv / 2),
         head_bytes=head,
@@ -293,12 +298,17 @@ def _dense_cpu_seconds(
     """D_l on the CPU, f64 [L]."""
     seconds = []
     for layer in range(model.shape.num_layers):
-        total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9) + machine.costs.layer_s[mode].best
+        total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9) + layer_seconds(machine, mode)
         for name, entry in layer_tensors(model, layer).items():
             if is_dense(name) or (mode == "predicted" and is_predictor(name)):
                 total += entry.num_bytes / machine.cpu_rate(entry.kind)
         seconds.append(total)
     return np.array(seconds)
+
+
+def layer_seconds(machine: Machine, mode: PlanMode) -> float:
+    """What a layer on the CPU takes beside its bytes."""
+    return machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:

@@ -15,20 +15,14 @@ from sparkinfer.budget import Items, workspace_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import check_output, sha256_of
 from sparkinfer.machine_file import Machine
+from sparkinfer.mode_choice import choose_mode, loss_line
+from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.advice import Advice, advise
-from sparkinfer.solver.inputs import (
-    NO_GPU,
-    Inputs,
-    Workspace,
-    check_budgets,
-    load_inputs,
-    too_small,
-)
-from sparkinfer.solver.optimise import Answer, find_plan
-from sparkinfer.solver.pipeline import Pipeline
+from sparkinfer.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
+from sparkinfer.solver.modes import Alternative, Found, find, find_fastest
 from sparkinfer.solver.problem import Placement, Problem
 from sparkinfer.solver.verify import verify
 from sparkinfer.split_file import PlanMode, Split
@@ -45,7 +39,8 @@ class SolveConfig:
     vram_budget_bytes: int | tuple[int, ...]  # of the first GPU, or of each
     host_budget_bytes: int | None = None  # None is the machine's main memory
     context_length: int | None = None  # None is the model's, up to DEFAULT_CONTEXT
-    mode: PlanMode | None = None  # None is predicted where the file has predictors, else exact
+    mode: PlanMode | None = None  # None is the fastest that costs at most `max_loss`
+    max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
     time_limit_s: float = 30.0  # of the integer program
     force: bool = False
 
@@ -59,6 +54,8 @@ class SolveConfig:
             raise SparkinferError(f"a context of {self.context_length} tokens; wanted 1 or more")
         if self.mode is not None and self.mode not in get_args(PlanMode):
             raise SparkinferError(f"mode {self.mode!r}; wanted one of {get_args(PlanMode)}")
+        if not self.max_loss >= 0:
+            raise SparkinferError(f"a loss of {self.max_loss} is allowed; wanted 0 or more")
         if not self.time_limit_s > 0:
             raise SparkinferError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
         if self.output in (self.model, self.profile, self.machine):
@@ -95,6 +92,7 @@ class SolveReport:
     budgets: tuple[int, ...]
     fits_entirely: bool
     advice: Advice
+    alternatives: tuple[Alternative, ...]  # where no mode was asked for
     notes: tuple[str, ...]
 
 
@@ -111,11 +109,25 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
     )
     inputs = inputs_of(config, workspace)
     began = time.perf_counter()
-    pipeline, answer = find(inputs, time_limit_s=config.time_limit_s)
-    split = split_of(answer, pipeline, inputs, solve_s=time.perf_counter() - began)
+    found = find_as_asked(config, inputs, workspace)
+    split = split_of(found, solve_s=time.perf_counter() - began)
     verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
     split.save(config.output)
-    return _report(config.output, split, answer, pipeline, inputs)
+    return _report(config, split, found)
+
+
+def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | None) -> Found:
+    """The best plan of the mode asked for, or of all that may be run.
+
+    Raises SparkinferError where none fits, naming the smallest memory that works."""
+    if config.mode is not None:
+        return find(inputs, time_limit_s=config.time_limit_s)
+    return find_fastest(
+        inputs,
+        max_loss=config.max_loss,
+        time_limit_s=config.time_limit_s,
+        workspace=workspace or estimated_workspace,
+    )
 
 
 def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs:
@@ -127,18 +139,12 @@ def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs
         host_budget=config.host_budget_bytes,
         context_length=config.context_length,
         mode=config.mode,
-        workspace=workspace or (lambda model, context, mode: workspace_bytes(model, context)),
+        workspace=workspace or estimated_workspace,
     )
 
 
-def find(inputs: Inputs, *, time_limit_s: float) -> tuple[Pipeline, Answer]:
-    """Raises SparkinferError where no plan fits, naming the smallest memory that works."""
-    pipeline = inputs.pipeline()
-    check_budgets(inputs, pipeline)
-    answer = find_plan(pipeline, time_limit_s=time_limit_s)
-    if answer is None:
-        raise too_small(inputs, pipeline)
-    return pipeline, answer
+def estimated_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
+    return workspace_bytes(model, context_length)
 
 
 def check(config: SolveConfig) -> Split:
@@ -159,8 +165,9 @@ def hot_ids(problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
     return tuple(order_F[is_hot_F] for order_F, is_hot_F in pairs)
 
 
-def split_of(answer: Answer, pipeline: Pipeline, inputs: Inputs, *, solve_s: float) -> Split:
+def split_of(found: Found, *, solve_s: float) -> Split:
     """The answer as a plan for a file."""
+    inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan = answer.placement, answer.plan
     has_many = len(inputs.budgets) > 1
     _, profile_path, machine_path = inputs.paths
@@ -261,13 +268,12 @@ def _budget_notes(advice: Advice, split: Split) -> list[str]:
     return [f"below {helps} nothing on the GPU helps on this machine (by 1 % or more); {fits}"]
 
 
-def _report(
-    output: Path, split: Split, answer: Answer, pipeline: Pipeline, inputs: Inputs
-) -> SolveReport:
+def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
+    inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     hot_touched = float((pipeline.model.touched_LF * answer.placement.hot_LF).sum())
     advice = advise(inputs, pipeline, answer.plan)
     return SolveReport(
-        output=str(output),
+        output=str(config.output),
         status=split.status,
         mode=split.mode,
         context_length=split.context_length,
@@ -288,5 +294,31 @@ def _report(
         budgets=inputs.budgets,
         fits_entirely=split.status == "fits",
         advice=advice,
-        notes=(*answer.notes, *notes_of(inputs, advice, split)),
+        alternatives=found.others if config.mode is None else (),
+        notes=(
+            *answer.notes,
+            *mode_notes(config, split, advice, inputs.model),
+            *notes_of(inputs, advice, split),
+        ),
     )
+
+
+def mode_notes(
+    config: SolveConfig, split: Split, advice: Advice, model: ModelFile
+) -> tuple[str, ...]:
+    """What a person should know who asked for this mode, or for none."""
+    notes = []
+    if config.mode is None:
+        line = choose_mode(model, config.max_loss).line
+        if line is not None and split.mode == "dense":
+            notes.append(line)
+        return tuple(notes)
+    line = loss_line(model, config.mode, config.max_loss)
+    notes += [] if line is None else [line]
+    if advice.layer_split_s < split.objective_s and any(split.budgets):
+        notes.append(
+            f"a split by whole layers, all weights read, takes"
+            f" {1e3 * advice.layer_split_s:.3g} ms a token on this machine, this plan"
+            f" {1e3 * split.objective_s:.3g} ms: without --mode the fastest is planned"
+        )
+    return tuple(notes)

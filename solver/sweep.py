@@ -7,23 +7,30 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file
+from sparkinfer.model_file import ModelFile
 from sparkinfer.solver.advice import advise
 from sparkinfer.solver.inputs import Inputs, Workspace
-from sparkinfer.solver.optimise import find_plan
+from sparkinfer.solver.modes import allowed_modes, in_mode, whole_layers
+from sparkinfer.solver.optimise import Answer, find_plan
+from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import placement_bytes
-from sparkinfer.solver.solve import SolveConfig, inputs_of
+from sparkinfer.solver.solve import SolveConfig, estimated_workspace, inputs_of
+from sparkinfer.split_file import PlanMode
 
-FORMAT, VERSION = "sparkinfer.sweep", 1
+FORMAT, VERSION = "sparkinfer.sweep", 2
 TIME_LIMIT_S = 2.0  # of the integer program, at each budget
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Bytes of a budget, and seconds a token with it."""
+    """Bytes of a budget, the mode of its plan, and seconds a token with it."""
 
     budget_bytes: int
+    mode: PlanMode
     used_bytes: int
     objective_s: float
     bound_s: float
@@ -41,7 +48,7 @@ class Sweep:
     model: str
     gpu: str
     cpu: str
-    mode: str
+    mode: str  # "fastest" where none was asked for
     context_length: int
     cpu_only_s: float
     fits_from_bytes: int
@@ -68,27 +75,71 @@ def sweep(
     inputs = inputs_of(config, workspace)
     if not inputs.machine.gpus:
         raise SparkinferError(f"{config.machine}: no GPU, so there is no curve over its memory")
-    return sweep_of(inputs, first=first, last=last, num_budgets=num_budgets)
+    modes = (inputs.mode,) if config.mode else tuple(allowed_modes(inputs, config.max_loss)[0])
+    return sweep_of(inputs, first=first, last=last, num_budgets=num_budgets, modes=modes,
+                    workspace=workspace or estimated_workspace)  # fmt: skip
 
 
-def sweep_of(inputs: Inputs, *, first: int, last: int, num_budgets: int) -> Sweep:
-    """The same of inputs that are loaded."""
+def sweep_of(
+    inputs: Inputs,
+    *,
+    first: int,
+    last: int,
+    num_budgets: int,
+    modes: tuple[PlanMode, ...] = (),
+    workspace: Workspace = estimated_workspace,
+) -> Sweep:
+    """The same of inputs that are loaded, with the fastest of some modes; () is that of the
+    inputs."""
+    sizes: dict[PlanMode, int] = {}
+
+    def known_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
+        if mode not in sizes:
+            sizes[mode] = workspace(model, context_length, mode)
+        return sizes[mode]
+
+    if not modes:
+        modes, sizes = (inputs.mode,), {inputs.mode: inputs.workspace}
+    return _sweep(inputs, modes, known_workspace, first, last, num_budgets)
+
+
+def _best(
+    inputs: Inputs, modes: tuple[PlanMode, ...], workspace: Workspace
+) -> tuple[Inputs, Pipeline, Answer] | None:
+    """The fastest plan in this budget; None where none is found."""
+    best: tuple[Inputs, Pipeline, Answer] | None = None
+    for mode in modes:
+        of_mode = in_mode(inputs, mode, workspace)
+        pipeline = of_mode.pipeline()
+        beat_s = np.inf if best is None else best[2].objective_s
+        answer = find_plan(
+            pipeline, time_limit_s=TIME_LIMIT_S, known=whole_layers(of_mode), beat_s=beat_s
+        )
+        if answer is not None and answer.objective_s < beat_s:
+            best = (of_mode, pipeline, answer)
+    return best
+
+
+def _sweep(
+    inputs: Inputs, modes: tuple[PlanMode, ...], workspace: Workspace,
+    first: int, last: int, num_budgets: int,
+) -> Sweep:  # fmt: skip
     if num_budgets < 2:
         raise SparkinferError(f"{num_budgets} budgets; wanted 2 or more")
     began = time.perf_counter()
     points, advice = [], None
     for number in range(num_budgets):
         budget = first + (last - first) * number // (num_budgets - 1)
-        of_budget = inputs.with_budget(budget)
-        pipeline = of_budget.pipeline()
-        answer = find_plan(pipeline, time_limit_s=TIME_LIMIT_S)
-        if answer is None:
+        best = _best(inputs.with_budget(budget), modes, workspace)
+        if best is None:
             continue  # main memory does not hold the rest
+        of_budget, pipeline, answer = best
         advice = advise(of_budget, pipeline, answer.plan)
         placement = answer.placement
         points.append(
             Point(
                 budget_bytes=budget,
+                mode=of_budget.mode,
                 used_bytes=placement_bytes(pipeline.model, placement),
                 objective_s=answer.objective_s,
                 bound_s=answer.bound_s,
@@ -110,7 +161,7 @@ def sweep_of(inputs: Inputs, *, first: int, last: int, num_budgets: int) -> Swee
         model=inputs.paths[0].name,
         gpu=inputs.gpus[0].name,
         cpu=inputs.machine.cpu_name,
-        mode=inputs.mode,
+        mode="fastest" if len(modes) > 1 else modes[0],
         context_length=inputs.context_length,
         cpu_only_s=advice.cpu_only_s,
         fits_from_bytes=advice.fits_from_bytes,

@@ -121,7 +121,7 @@ def _dense_seconds(
         kernels = dense_kernels(model, layer, has_predictor=split.mode == "predicted")
         read_s = (kv_read + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
         return read_s + kernels * machine.gpus[home].launch_s.best
-    total = machine.costs.layer_s[split.mode].best
+    total = machine.costs.layer_s["exact" if split.mode == "dense" else split.mode].best
     total += kv_read / (1e9 * machine.costs.kv_gb_per_s.best)
     for entry in read.values():
         total += entry.num_bytes / machine.cpu_rate(entry.kind)
@@ -154,6 +154,8 @@ def _shares(
 ) -> tuple[np.ndarray, np.ndarray]:
     """How often each neuron's gate is computed, and how often it fires; by id, f64 [F]."""
     fired_F = profile.active_count_LF[layer] / profile.num_tokens
+    if split.mode == "dense":
+        return np.ones_like(fired_F), np.ones_like(fired_F)
     if split.mode == "exact":
         return np.ones_like(fired_F), fired_F
     named_per_fired = 1.0

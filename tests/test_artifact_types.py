@@ -35,7 +35,7 @@ GGUF_VALUES = ["x", "", "\x1b[31m\n", np.int32(-1), np.uint32(0), np.float32(0.5
                np.float64("nan"), np.float32("inf"), np.float64("-inf"), True, ["x"], [0.5],
                [float("inf")], [1], [-1, 0, 0]]  # fmt: skip
 SPLIT, PREDICTOR_KEYS = "sparkinfer.split.", {"model_id", "info", "matrix_kind_L"}
-PROFILE_KEYS = {"model_id", "num_tokens", "threshold_L", "corpora"}
+PROFILE_KEYS = {"model_id", "num_tokens", "threshold_L", "corpora", "quality"}
 
 
 @pytest.fixture(autouse=True)
@@ -112,10 +112,10 @@ def test_a_profile_and_predictors(tmp_path, model, capsys):
     path = tmp_path / "p.safetensors"
     every = set(range(len(VALUES)))
     make_profile(model).save(path)
-    metadata, arrays = load_arrays(path, "sparkinfer.profile", 1, PROFILE_KEYS)
+    metadata, arrays = load_arrays(path, "sparkinfer.profile", 2, PROFILE_KEYS)
 
     def write(values):
-        save_arrays(path, "sparkinfer.profile", 1, values, arrays)
+        save_arrays(path, "sparkinfer.profile", 2, values, arrays)
 
     found = outcomes(path, metadata, write)
     assert refused(found, "model_id") == every - {1, 2, 3}
@@ -140,11 +140,11 @@ def test_a_profile_and_predictors(tmp_path, model, capsys):
 def test_counts_of_nothing(tmp_path, model, capsys, shape):
     path = tmp_path / "p.safetensors"
     make_profile(model).save(path)
-    metadata, arrays = load_arrays(path, "sparkinfer.profile", 1, PROFILE_KEYS)
+    metadata, arrays = load_arrays(path, "sparkinfer.profile", 2, PROFILE_KEYS)
     metadata["threshold_L"] = [0.0] * shape[0]
     arrays["active_count_LF"] = np.zeros(shape, np.int64)
     arrays["gate_histogram_LB"] = np.zeros((shape[0], arrays["gate_histogram_LB"].shape[1]), int)
-    save_arrays(path, "sparkinfer.profile", 1, metadata, arrays)
+    save_arrays(path, "sparkinfer.profile", 2, metadata, arrays)
     assert "counts are" in outcome(path)
     out = str(tmp_path / "activation")
     assert main(["export", str(path), "--format", "powerinfer-activations", "-o", out]) == 1

@@ -116,7 +116,7 @@ def test_a_file_of_another_kind_and_a_missing_one_are_refused(tmp_path, index):
 def test_another_version_is_refused(tmp_path, name):
     (path, artifact) = next(f for f in one_of_each(tmp_path) if f[0].name == name)
     content = path.read_bytes()
-    known = 2 if name == "model.split.gguf" else 1
+    known = 3 if name == "model.split.gguf" else 1
     new = {
         ".gguf": lambda c: c.replace(
             b"version" + struct.pack("<II", 4, known), b"version" + struct.pack("<II", 4, 9)
@@ -156,8 +156,8 @@ def test_the_exact_bytes_of_a_tiny_profile(tmp_path):
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     assert header["__metadata__"] == {
-        "format": "sparkinfer.profile", "version": "1", "model_id": '"m"', "num_tokens": "2",
-        "threshold_L": "[0.0]", "corpora": "[]",
+        "format": "sparkinfer.profile", "version": "2", "model_id": '"m"', "num_tokens": "2",
+        "threshold_L": "[0.0]", "corpora": "[]", "quality": "{}",
     }  # fmt: skip
     start, end = header["active_count_LF"]["data_offsets"]
     assert content[8 + length + start : 8 + length + end] == struct.pack("<qq", 2, 0)

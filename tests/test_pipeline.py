@@ -321,7 +321,7 @@ def test_the_pipeline_by_its_commands(tmp_path, random_model):
         ("convert", "base.gguf", "-o", "m.gguf", "--predictors", "pred"),
         ("calibrate", "-o", "machine.json", "--gpu-from", "card.json"),
         ("solve", "m.gguf", "--profile", "p.safetensors", "--machine", "machine.json", "-vb",
-         "HALF", "-o", "m.split.gguf"),
+         "HALF", "--mode", "predicted", "-o", "m.split.gguf"),
         ("generate", "m.gguf", "-spif-ms", "m.split.gguf", "-p", "the quick", "-n", 5, "--temp", 0),
         ("eval", "m.gguf", "--split", "m.split.gguf", "--corpus", text, "--tokens", 300),
     ]  # fmt: skip

@@ -42,7 +42,7 @@ def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_lengt
     gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(
         model_id=model.model_id,
-        mode="exact",
+        mode="exact" if model.predictor is None else "predicted",
         vram_budget_bytes=sum(gpu.values()),
         context_length=context_length,
         hot=tuple(np.asarray(ids, np.int32) for ids in hot),

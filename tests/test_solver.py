@@ -443,7 +443,7 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
     before = np.inf
     for number, limit in enumerate(limits):
         output = tmp_path / f"{number}.split.gguf"
-        report = solve(config_of(folder, output, limit))
+        report = solve(config_of(folder, output, limit, mode="predicted"))
         split = Split.load(output)
         split.check_against(model, output)
         gpu, cpu = budget.plan_bytes(
@@ -591,7 +591,7 @@ def test_refusals_leave_no_file(folder, tmp_path):
     [
         {"vram_budget_bytes": -1},
         {"context_length": 0},
-        {"mode": "dense"},
+        {"mode": "sparse"},
         {"time_limit_s": 0.0},
         {"output": Path("m")},
     ],

@@ -324,28 +324,33 @@ def test_changed_files_invalidate_a_plan(folder):
     check(config)
 
 
+def predicted(folder, *budgets, **changes) -> SolveConfig:
+    """Other modes take less memory."""
+    return config_of(folder, *budgets, mode="predicted", **changes)
+
+
 def test_main_memory_that_is_too_small_names_what_works(folder):
-    cpu_bytes = solve(config_of(folder, 0)).cpu_bytes
+    cpu_bytes = solve(predicted(folder, 0)).cpu_bytes
     on_cpu = sum(cpu_bytes.values())
     with pytest.raises(SparkinferError, match="smallest that works is") as error:
-        solve(config_of(folder, 0, host_budget_bytes=on_cpu - 1000, force=True))
+        solve(predicted(folder, 0, host_budget_bytes=on_cpu - 1000, force=True))
     vram, host = (
         int(text.split(" bytes")[0].split(" (")[0].replace(",", ""))
         for text in str(error.value).split("works is ")[1].split(", or ")
     )
     assert host == on_cpu
-    solve(config_of(folder, 0, host_budget_bytes=host, force=True))
-    half = config_of(folder, room(folder, 0.6), host_budget_bytes=on_cpu - 1000, force=True)
+    solve(predicted(folder, 0, host_budget_bytes=host, force=True))
+    half = predicted(folder, room(folder, 0.6), host_budget_bytes=on_cpu - 1000, force=True)
     assert sum(solve(half).cpu_bytes.values()) <= on_cpu - 1000
     with pytest.raises(SparkinferError):
-        solve(config_of(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True))
+        solve(predicted(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True))
     some = room(folder, 0.3)  # of which the workspace holds no weights
     short = on_cpu - (some - cpu_bytes["workspace"]) - 1
     with pytest.raises(SparkinferError, match="smallest that works is") as error:
-        solve(config_of(folder, some, host_budget_bytes=short, force=True))
+        solve(predicted(folder, some, host_budget_bytes=short, force=True))
     host = int(str(error.value).split(", or ")[1].split(" (")[0].replace(",", ""))
-    assert solve(config_of(folder, some, host_budget_bytes=host, force=True)).num_hot
-    assert solve(config_of(folder, vram, host_budget_bytes=on_cpu - 1000, force=True)).num_hot
+    assert solve(predicted(folder, some, host_budget_bytes=host, force=True)).num_hot
+    assert solve(predicted(folder, vram, host_budget_bytes=on_cpu - 1000, force=True)).num_hot
 
 
 def test_without_a_gpu_there_is_a_plan_for_the_cpu(folder):
@@ -363,6 +368,6 @@ def test_find_and_split_of_agree_with_verify(tmp_path):
     (tmp_path / "file").write_text("any")
     for seed in range(0, 12, 2):
         inputs = replace(tiny_inputs(seed, 2, tmp_path), paths=(tmp_path / "file",) * 3)
-        pipeline, answer = find(replace(inputs, host_budget=1 << 30), time_limit_s=5)
-        split = split_of(answer, pipeline, replace(inputs, host_budget=1 << 30), solve_s=0.0)
+        found = find(replace(inputs, host_budget=1 << 30), time_limit_s=5)
+        split = split_of(found, solve_s=0.0)
         verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)

@@ -11,10 +11,12 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands.advise import advise
 from sparkinfer.commands.chat import chat
 from sparkinfer.commands.generate import generate
 from sparkinfer.commands.llamacpp_flags import explanation_of
 from sparkinfer.commands.profile_command import profile
+from sparkinfer.commands.serve import serve
 from sparkinfer.commands.shared import (
     FILE,
     Size,
@@ -22,12 +24,15 @@ from sparkinfer.commands.shared import (
     finish,
     force_option,
     json_option,
+    let_threads_sleep,
+    max_loss_option,
     mean,
     mode_option,
     say,
     threads_option,
     thresholds_option,
 )
+from sparkinfer.commands.sparsify import sparsify
 from sparkinfer.errors import Interrupted, SparkinferError
 from sparkinfer.sizes import format_bytes
 from sparkinfer.written import Written
@@ -77,6 +82,8 @@ def cli() -> None:
 
 
 cli.add_command(profile)
+cli.add_command(advise)
+cli.add_command(sparsify)
 
 
 @cli.command()
@@ -164,7 +171,9 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="The split file to write; with --sweep the curve (JSON), a picture beside it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Tokens to reserve KV cache for; the model's own, up to 4,096.")  # fmt: skip
-@click.option("--mode", type=click.Choice(["exact", "predicted"]), help="How it will be run.")
+@click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
+              help="How it will be run; the fastest that costs no quality.")  # fmt: skip
+@max_loss_option
 @click.option("--time-limit", "time_limit_s", default=30.0, show_default=True, help="Seconds.")
 @click.option("--explain", "explained", is_flag=True, help="Where each byte of VRAM goes.")
 @click.option("--heat-map", type=FILE, help="A picture (PNG) of the plan: layers by hotness.")
@@ -201,6 +210,7 @@ def solve(
 
 cli.add_command(generate)
 cli.add_command(chat)
+cli.add_command(serve)
 
 
 @cli.command("eval")
@@ -209,6 +219,9 @@ cli.add_command(chat)
               help="Text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
 @click.option("--split", type=FILE, help="The plan.")
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True)
+@click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
+              help="Paragraphs as messages by the model's own template, or that one; what the"
+                   " template writes is not counted.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @thresholds_option
 @mode_option
@@ -219,6 +232,7 @@ def evaluate(
     model: Path, corpora: tuple[Path, ...], threads: int | None, as_json: bool, **options: Any
 ) -> None:
     """Compare a mode with the dense model: perplexity, divergence, agreement."""
+    let_threads_sleep()
     from sparkinfer.profile.quality import EvalConfig
     from sparkinfer.profile.quality import evaluate as run
     from sparkinfer.progress import progress
@@ -229,13 +243,8 @@ def evaluate(
     with progress("evaluating", config.max_tokens, "tokens") as advance:
         report = run(config, advance)
     named = f", named {mean(report.named_share_L):.1%}" if report.named_share_L else ""
-    line = (
-        f"{report.mode}: perplexity {report.perplexity:.3f} (dense {report.dense_perplexity:.3f},"
-        f" {report.perplexity_increase:+.2%}), KL {report.kl_mean:.5f} (p99 {report.kl_p99:.4f}),"
-        f" same top token {report.top1_agreement:.2%}{named},"
-        f" computed {mean(report.hidden_share_L):.1%} of the neurons, {report.num_tokens:,} tokens"
-    )
-    finish(report, as_json, [line])
+    line = f"{report.mode}: {report.line}{named}, computed {mean(report.hidden_share_L):.1%} of the"
+    finish(report, as_json, [f"{line} neurons", "± is half of an interval of 95 %"])
 
 
 @cli.command("inspect")

@@ -2,14 +2,16 @@
 
 Specified in docs/formats.md. Two layouts: `sparse`, where every feed-forward matrix is
 neuron-major (a row is a neuron, the down projection is `ffn_down_t`), and `stock`, which is
-exactly what llama.cpp loads. What this module does not know: how to compute anything.
+exactly what llama.cpp loads. In the first a matrix whose inputs have limits may be transposed.
+What this module does not know: how to compute anything.
 
 Letters: L layers, D model width, F feed-forward neurons of a layer, R predictor rank."""
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -30,8 +32,17 @@ from sparkinfer.architecture import (
     outer_shapes,
 )
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, Value, open_gguf, type_of, write_gguf
-from sparkinfer.model_keys import VERSION, KeyReader, shape_keys
+from sparkinfer.gguf_file import (
+    TensorEntry,
+    Value,
+    is_whole_blocks,
+    open_gguf,
+    type_of,
+    write_gguf,
+)
+from sparkinfer.limits import Limits, limit_entries, limit_shapes, limits_in, transposable
+from sparkinfer.mode_quality import ModeQuality, SparseMode
+from sparkinfer.model_keys import VERSION, KeyReader, quality_keys, shape_keys
 from sparkinfer.powerinfer_file import adopt
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
@@ -72,6 +83,9 @@ class ModelFile:
     predictor: PredictorInfo | None
     tensors: dict[str, TensorEntry]
     extra_keys: dict[str, Value]  # tokenizer, name, and the like: carried through unread
+    # What modes cost with these thresholds and predictors, as measured; {} is unknown.
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    is_trained_sparse: bool = False  # see limits.Limits.is_trained
 
     @classmethod
     def load(cls, path: Path) -> "ModelFile":
@@ -96,6 +110,8 @@ class ModelFile:
             predictor=_predictor(read, shape.num_layers),
             tensors=tensors,
             extra_keys={k: v for k, v in keys.items() if _is_extra(k, read.graph.name)},
+            quality=read.quality(),
+            is_trained_sparse=keys.get("sparkinfer.limits.trained", False) is True,
         )
         model.validate()
         return model
@@ -115,6 +131,7 @@ class ModelFile:
 
     def validate(self) -> None:
         """Raises SparkinferError unless exactly the expected tensors are there, well-shaped."""
+        self._check_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
         missing = sorted(required.keys() - self.tensors.keys())
@@ -143,11 +160,51 @@ class ModelFile:
         optional = optional_outer_shapes(self.graph, self.shape)
         for layer in range(self.shape.num_layers):
             rank = None if self.predictor is None else self.predictor.rank_L[layer]
-            in_layer = layer_shapes(self.graph, self.shape, self.layout, rank)
+            in_layer = self._stored_shapes(
+                layer, layer_shapes(self.graph, self.shape, self.layout, rank)
+            )
             required |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
             in_layer = optional_layer_shapes(self.graph, self.shape, rank)
+            in_layer |= limit_shapes(self.shape)
             optional |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
         return required, optional
+
+    def _stored_shapes(self, layer: int, shapes: Shapes) -> Shapes:
+        """The same with those matrices transposed that are stored so; of a group all or none."""
+        for names in transposable(self.graph).values():
+            if not any(self.is_transposed(layer, name) for name in names):
+                continue
+            for name in names:
+                shapes[f"{name}_t.weight"] = shapes.pop(f"{name}.weight")[::-1]
+        return shapes
+
+    def _check_limits(self) -> None:
+        """Raises SparkinferError for limits that are no rule, or that this model cannot have."""
+        found = [n for n in self.tensors if n.startswith("blk.") and n.endswith(".limit")]
+        if not found:
+            return
+        if self.activation not in SMOOTH or self.layout == "stock":
+            what = "the stock layout" if self.layout == "stock" else f"this {self.activation} model"
+            raise SparkinferError(
+                f"{self.path}: {found[0]}: limits are for SiLU and GELU models in the sparse layout,"
+                f" {what} cannot have them; convert it without"
+            )
+        for name in found:
+            if self.tensors[name].kind != "f32" or len(self.tensors[name].shape) != 1:
+                raise SparkinferError(
+                    f"{self.path}: {name} is {self.tensors[name].kind}"
+                    f" {list(self.tensors[name].shape)}, wanted a vector of f32; convert it again"
+                )
+        try:
+            limits = self.limits
+        except SparkinferError as error:
+            raise SparkinferError(f"{self.path}: {error}; convert it again") from error
+        for layer, threshold in enumerate(self.threshold_L):
+            if threshold and limits.layers[layer].gate_F is not None:
+                raise SparkinferError(
+                    f"{self.path}: layer {layer} has a threshold ({threshold:g}) and limits for the"
+                    " same gates, blk.N.ffn_gate.limit; leave one of the two out"
+                )
 
     def _check_options(self) -> None:
         """What is optional is in all layers or in none, and a layer has one order of blocks."""
@@ -200,6 +257,64 @@ class ModelFile:
         """The matrix whose product decides which neurons fire: without gates, the up projection."""
         return "ffn_gate" if self.graph.is_gated else "ffn_up"
 
+    @cached_property
+    def limits(self) -> Limits:
+        """What silences neurons and inputs; without any, limits of no values."""
+        return limits_in(self.tensors, self.model_id, self.shape.num_layers)
+
+    @property
+    def has_limits(self) -> bool:
+        return bool(self.limits)
+
+    def with_limits(self, limits: Limits, source: str) -> "ModelFile":
+        """The model with these instead of its own, and with what they say of their cost; gate limits
+        take the place of thresholds, too.
+
+        Raises SparkinferError, naming `source`, for those of another model or shape, and for
+        models that cannot have them."""
+        if limits.model_id not in (None, self.model_id):
+            raise SparkinferError(
+                f"{source}: limits of model {str(limits.model_id)[:12]}, this is"
+                f" {self.model_id[:12]}; make them for this model"
+            )
+        try:
+            limits.validate()
+        except SparkinferError as error:
+            raise SparkinferError(f"{source}: {error}; make the limits again") from error
+        limits.check_shape(self.shape, source)
+        tensors = {name: e for name, e in self.tensors.items() if not name.endswith(".limit")}
+        threshold_L = tuple(
+            0.0 if layer.gate_F is not None else threshold
+            for layer, threshold in zip(limits.layers, self.threshold_L, strict=True)
+        )
+        tensors |= limit_entries(limits)
+        model = replace(
+            self, tensors=tensors, threshold_L=threshold_L, quality=limits.quality,
+            is_trained_sparse=limits.is_trained,
+        )  # fmt: skip
+        model._check_limits()
+        return model
+
+    def is_transposed(self, layer: int, name: str) -> bool:
+        """Whether a matrix is stored with a row for each input."""
+        return f"blk.{layer}.{name}_t.weight" in self.tensors
+
+    @property
+    def row_major(self) -> "ModelFile":
+        """The model with every matrix under its usual name and shape: for what counts bytes, not for
+        what reads them."""
+        usual = dict(self.tensors)
+        for layer in range(self.shape.num_layers):
+            for names in transposable(self.graph).values():
+                for name in names:
+                    entry = usual.pop(f"blk.{layer}.{name}_t.weight", None)
+                    if entry is None:
+                        continue
+                    if is_whole_blocks(entry.shape[0], entry.kind):
+                        entry = replace(entry, shape=entry.shape[::-1])
+                    usual[f"blk.{layer}.{name}.weight"] = entry
+        return replace(self, tensors=usual)
+
     @property
     def is_tied(self) -> bool:
         """Whether the output head is the embedding matrix."""
@@ -228,7 +343,9 @@ class ModelFile:
             keys["sparkinfer.predictor.input_layer_offset"] = np.uint32(p.input_layer_offset)
             if p.density_L:
                 keys["sparkinfer.predictor.density"] = list(p.density_L)
-        return keys
+        if self.is_trained_sparse:
+            keys["sparkinfer.limits.trained"] = True
+        return keys | quality_keys(self.quality)
 
 
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:

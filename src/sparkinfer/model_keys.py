@@ -16,10 +16,12 @@ from sparkinfer.architecture import (
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value
+from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 
 VERSION = 1
 # What a count in a header is believed up to: a damaged one must not make anybody loop or allocate.
 MAX_COUNT = (1 << 31) - 1
+QUALITY = "sparkinfer.quality."
 MAX_LAYERS = 1 << 12
 LIMITS = {"block_count": MAX_LAYERS}
 NORM_EPSILON = {
@@ -132,6 +134,18 @@ class KeyReader:
         default = (*self.graph.stock_activations, "")[0]
         return cast(Activation, self.choice("sparkinfer.ffn.activation", Activation, default))
 
+    def quality(self) -> dict[SparseMode, ModeQuality]:
+        """Of each mode that the file says it of."""
+        values: dict[str, dict[str, Value]] = {}
+        for key, value in self.keys.items():
+            if key.startswith(QUALITY):
+                mode, _, name = key.removeprefix(QUALITY).partition(".")
+                values.setdefault(mode, {})[name] = value
+        try:
+            return read_quality(values, QUALITY.removesuffix("."))
+        except SparkinferError as error:
+            raise SparkinferError(f"{self.path}: {error}; profile and convert again") from error
+
     def count(self, key: str, default: float | None = None) -> int:
         most, key = LIMITS.get(key, MAX_COUNT), f"{self.graph.name}.{key}"
         value = self.number(key, default)
@@ -193,6 +207,21 @@ class KeyReader:
         if scaling == "none":
             return 1.0
         return self.positive(prefix + "factor", 1.0 if scaling is None else None)
+
+
+def quality_keys(quality: Mapping[SparseMode, ModeQuality]) -> dict[str, Value]:
+    """The keys that `KeyReader.quality` reads."""
+    keys: dict[str, Value] = {}
+    for mode, values in quality_values(quality).items():
+        for name, value in values.items():
+            if isinstance(value, str):
+                keys[f"{QUALITY}{mode}.{name}"] = value
+            else:
+                is_count = isinstance(value, int)
+                keys[f"{QUALITY}{mode}.{name}"] = (
+                    np.uint64(value) if is_count else np.float64(value)
+                )
+    return keys
 
 
 def shape_keys(graph: Architecture, s: ModelShape) -> dict[str, Value]:

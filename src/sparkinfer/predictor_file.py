@@ -3,7 +3,8 @@
 Specified in docs/formats.md; their arithmetic stands at model_file.PredictorInfo. `profile`
 writes them, `convert` puts them into a model file. What this module does not know: training."""
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import cast, get_args
 
@@ -14,6 +15,7 @@ from gguf.quants import dequantize, quantize
 from sparkinfer.architecture import PredictorKind
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry, type_of
+from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 from sparkinfer.typed import Fields
@@ -156,15 +158,17 @@ class Predictors:
     model_id: str | None  # None: made by others, nothing to compare with
     info: PredictorInfo
     layers: tuple[LayerPredictor, ...]
+    # Of the model with them, and of mode exact with the same thresholds; {} is unknown.
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> "Predictors":
         """Raises SparkinferError for anything but a whole, valid file."""
         keys = {"model_id", "info", "matrix_kind_L"}
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, keys)
+        metadata, arrays = load_arrays(path, FORMAT, VERSION, keys, optional=frozenset({"quality"}))
         try:
             read = Fields(metadata)
-            info = _info(read.part("info", {field.name for field in fields(PredictorInfo)}))
+            info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))
             kinds = read.items("matrix_kind_L")
             if len(kinds) != len(info.rank_L):
                 raise SparkinferError("matrix_kind_L is not a list with one type a layer")
@@ -172,7 +176,10 @@ class Predictors:
             if arrays:
                 raise SparkinferError(f"unknown array {min(arrays)!r}")
             predictors = cls(
-                model_id=read.text_or_none("model_id"), info=info, layers=tuple(layers)
+                model_id=read.text_or_none("model_id"),
+                info=info,
+                layers=tuple(layers),
+                quality=read_quality(metadata.get("quality", {}), "quality"),
             )
             predictors.validate()
         except (SparkinferError, KeyError) as error:  # KeyError: a layer has no predictor
@@ -185,11 +192,13 @@ class Predictors:
         for layer, predictor in enumerate(self.layers):
             arrays |= {n: m.data for n, m in predictor.matrices(layer).items()}
             arrays |= predictor.biases(layer)
-        metadata = {
+        metadata: dict[str, object] = {
             "model_id": self.model_id,
             "info": asdict(self.info),
             "matrix_kind_L": [predictor.matrix_kind for predictor in self.layers],
         }
+        if self.quality:
+            metadata["quality"] = quality_values(self.quality)
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:

@@ -5,17 +5,20 @@ how the counts were taken, or what they are good for.
 
 Letters: L layers, F neurons, B histogram bins."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 from sparkinfer.typed import Fields
 
 FORMAT = "sparkinfer.profile"
-VERSION = 1
+VERSION = 2
+OLDER = (1,)  # without quality
 # Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and
 # the last one has no end. Eight bins an octave: a threshold read off is within 9 % of the value.
 EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
@@ -39,6 +42,8 @@ class Profile:
     corpora: tuple[Corpus, ...]
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
+    # Of the model with these thresholds, and with the predictors of the same run; {} is unknown.
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
 
     @property
     def frequency_LF(self) -> np.ndarray:
@@ -57,7 +62,9 @@ class Profile:
         return top / np.maximum(1, descending_LF.sum(axis=1))
 
     def merge(self, other: "Profile") -> "Profile":
-        """The profile of both texts. Raises SparkinferError for two different models."""
+        """The profile of both texts; the quality is of no sum, and left out.
+
+        Raises SparkinferError for two different models."""
         if (self.model_id, self.threshold_L) != (other.model_id, other.threshold_L):
             raise SparkinferError(
                 f"profiles of two models or thresholds cannot be added: model {self.model_id[:12]}"
@@ -76,7 +83,9 @@ class Profile:
     def load(cls, path: Path) -> "Profile":
         """Raises SparkinferError for anything but a whole, valid profile."""
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
+        metadata, arrays = load_arrays(
+            path, FORMAT, VERSION, names, optional=frozenset({"quality"}), older=OLDER
+        )
         if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
             raise SparkinferError(f"{path}: holds {sorted(arrays)}; profile the model again")
         read = Fields(metadata)
@@ -93,6 +102,7 @@ class Profile:
                     )
                     for corpus in read.parts("corpora", {"name", "sha256", "num_tokens"})
                 ),
+                quality=read_quality(metadata.get("quality", {}), "quality"),
                 **arrays,
             )
             profile.validate()
@@ -107,6 +117,7 @@ class Profile:
             "num_tokens": self.num_tokens,
             "threshold_L": list(self.threshold_L),
             "corpora": [vars(corpus) for corpus in self.corpora],
+            "quality": quality_values(self.quality),
         }
         arrays = {
             "active_count_LF": self.active_count_LF,

@@ -46,12 +46,19 @@ def save_arrays(
 
 
 def load_arrays(
-    path: Path, format: str, version: int, keys: set[str]
+    path: Path,
+    format: str,
+    version: int,
+    keys: set[str],
+    *,
+    optional: frozenset[str] = frozenset(),
+    older: tuple[int, ...] = (),
 ) -> tuple[dict, dict[str, np.ndarray]]:
     """Metadata (parsed) and arrays of a file that `save_arrays` wrote.
 
-    Raises SparkinferError for a missing, truncated or foreign file, an unknown version, and
-    where the metadata are not exactly `keys`."""
+    Raises SparkinferError for a missing, truncated or foreign file, a version that is neither
+    `version` nor of the `older` ones, and where the metadata are not `keys` and some of
+    `optional`."""
     what = f"{format} file"
     check_header(path, what)
     try:
@@ -67,12 +74,13 @@ def load_arrays(
     if header.pop("format", None) != format:
         raise SparkinferError(f"{path}: not a {what}")
     found = header.pop("version", None)
-    if found != str(version):
+    if found not in map(str, (version, *older)):
         raise SparkinferError(
             f"{path}: version {str(found)[:20]!r}, this program reads {version}; make it again"
         )
-    if header.keys() != keys:
-        wrong = min(header.keys() ^ keys)
+    wrong_keys = (header.keys() ^ keys) - optional
+    if wrong_keys:
+        wrong = min(wrong_keys)
         raise SparkinferError(
             f"{path}: metadata key {wrong!r} is unknown or missing; make it again"
         )

@@ -3,21 +3,23 @@
 Specified in docs/formats.md. What this module does not know: how the plan was found, or how to
 run it. Its byte counts are checked against a model file by `check_against`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 import numpy as np
 
-from sparkinfer.budget import ITEMS, Items, plan_bytes_of_gpus
+from sparkinfer.budget import ITEMS, Items, is_predictor, plan_bytes_of_gpus
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
 from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
+from sparkinfer.mode_quality import RunMode
 from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
 from sparkinfer.typed import Fields
 
-VERSION = 2
-PlanMode = Literal["exact", "predicted"]
+VERSION = 3
+OLDER = (2,)  # counted predictors in mode exact too, which its bytes then say
+PlanMode = RunMode
 _PREFIX = "sparkinfer.split."
 UNKNOWN = "unknown"
 
@@ -25,7 +27,7 @@ UNKNOWN = "unknown"
 @dataclass(frozen=True, kw_only=True)
 class Split:
     model_id: str
-    mode: PlanMode  # how the feed-forward layers were assumed to run
+    mode: PlanMode  # how the feed-forward layers run
     vram_budget_bytes: int
     context_length: int
     hot: tuple[np.ndarray, ...]  # per layer: int32 ids of the neurons on the GPU, hottest first
@@ -60,7 +62,7 @@ class Split:
         if keys.get("general.architecture") != SPLIT_ARCHITECTURE:
             raise SparkinferError(f"{path}: not a split file; make one with sparkinfer solve")
         version = keys.get(_PREFIX + "version")
-        if not isinstance(version, np.integer) or version != VERSION:
+        if not isinstance(version, np.integer) or version not in (VERSION, *OLDER):
             raise SparkinferError(
                 f"{path}: version {str(version)[:20]!r}, this program reads {VERSION};"
                 " run sparkinfer solve again"
@@ -159,11 +161,15 @@ class Split:
                 f" {self.vram_budget_bytes:,} bytes in all"
             )
 
+    def held(self, model: ModelFile) -> ModelFile:
+        """What of the model is in memory when it runs by this plan: predictors in their mode."""
+        return model if self.mode == "predicted" else without_predictors(model)
+
     def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
         """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the
         workspace is taken from the plan."""
         return plan_bytes_of_gpus(
-            model,
+            self.held(model),
             context_length=self.context_length,
             num_hot=[len(ids) for ids in self.hot],
             dense_on_gpu=self.dense_on_gpu,
@@ -226,6 +232,18 @@ _SCALARS = {
     "profile_sha256": str,
     "machine_sha256": str,
 }
+
+
+def without_predictors(model: ModelFile) -> ModelFile:
+    """The model as modes dense and exact have it in memory."""
+    if model.predictor is None:
+        return model
+    kept = {
+        name: entry
+        for name, entry in model.tensors.items()
+        if not is_predictor(name.removeprefix("blk.").partition(".")[2])
+    }
+    return replace(model, predictor=None, tensors=kept)
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 
@@ -27,11 +28,21 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
             f"{path}: counts are {list(profile.active_count_LF.shape)}, wanted"
             f" {[model.shape.num_layers, model.shape.num_neurons]}; profile this model"
         )
-    return replace_thresholds(model, profile.threshold_L, str(path))
+    changed = replace_thresholds(model, profile.threshold_L, str(path))
+    return dataclasses.replace(changed, quality=_quality(model, profile))
+
+
+def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
+    """What the profile says of its thresholds, and of predictors where the model's are of the same
+    run."""
+    own = model.quality.get("predicted")
+    is_same = own is not None and own == profile.quality.get("predicted")
+    return {mode: q for mode, q in profile.quality.items() if mode == "exact" or is_same}
 
 
 def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: str) -> ModelFile:
-    """The model with other thresholds, `source` being what an error names.
+    """The model with other thresholds, of whose cost nothing is known; `source` is what an error
+    names.
 
     Raises SparkinferError unless they are a finite number from 0 for each layer of a SiLU or GELU
     model; in others a threshold is a part of the activation."""
@@ -46,4 +57,4 @@ def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: s
             f"{source}: thresholds are {tuple(threshold_L)}, wanted {model.shape.num_layers} finite"
             " numbers from 0; profile this model again"
         )
-    return dataclasses.replace(model, threshold_L=tuple(threshold_L))
+    return dataclasses.replace(model, threshold_L=tuple(threshold_L), quality={})

@@ -23,6 +23,7 @@ from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
     device_option,
+    max_loss_option,
     mode_option,
     say,
     split_option,
@@ -88,6 +89,7 @@ A message that begins with / is written with //."""
 @speculation_options
 @thresholds_option
 @mode_option
+@max_loss_option
 @threads_option
 @device_option
 def chat(

@@ -25,6 +25,7 @@ from sparkinfer.commands.shared import (
     finish,
     force_option,
     json_option,
+    max_loss_option,
     mode_option,
     say,
     split_option,
@@ -103,6 +104,7 @@ class Wanted:
 @speculation_options
 @thresholds_option
 @mode_option
+@max_loss_option
 @threads_option
 @device_option
 @json_option

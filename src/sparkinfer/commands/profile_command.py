@@ -13,6 +13,7 @@ from sparkinfer.commands.shared import (
     finish,
     force_option,
     json_option,
+    let_threads_sleep,
     mean,
     say,
 )
@@ -79,6 +80,7 @@ def profile(
 
     Stopped, it leaves OUTPUT.resume; the same command goes on from there. By torchrun -m
     sparkinfer profile ... several processes share the text. With --merge it adds up profiles."""
+    let_threads_sleep()
     if is_merge:
         _merge(files, output, force, as_json)
         return

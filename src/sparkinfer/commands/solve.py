@@ -48,7 +48,7 @@ def run_solve(
 
         plot_heat_map(config, heat_map)
         lines.append(f"wrote {heat_map}")
-    return content, lines + _speed_lines(report) + [_last_line(report)]
+    return content, lines + _speed_lines(report) + _mode_lines(report) + [_last_line(report)]
 
 
 def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
@@ -131,6 +131,27 @@ def _speed_lines(report: SolveReport) -> list[str]:
     ]
 
 
+def _mode_lines(report: SolveReport) -> list[str]:
+    """Which mode won, and what the others would take."""
+    timed = sorted(
+        (other.seconds, other.name, other.is_unproven)
+        for other in report.alternatives
+        if other.seconds is not None
+    )
+    left_out = [f"{o.name}: {o.why_not}" for o in report.alternatives if o.seconds is None]
+    lines = []
+    if timed:
+        others = ", ".join(
+            f"{name} {1 / seconds:,.1f}{' or so' * is_unproven}"
+            for seconds, name, is_unproven in timed
+        )
+        lines.append(
+            f"mode {report.mode} is the fastest, {report.tokens_per_s:,.1f} tokens/s; others"
+            f" {others}"
+        )
+    return lines + ([f"not planned for: {'; '.join(left_out)}"] if left_out else [])
+
+
 def _gap_words(gap: float) -> str:
     return "less than 0.01%" if gap < 1e-4 else f"at most {gap:.2%}"
 
@@ -146,16 +167,18 @@ def _last_line(report: SolveReport) -> str:
         else f"everything on the CPU, {format_bytes(host)} of main memory"
     )
     return (
-        f"wrote {report.output}: {where}; {report.tokens_per_s:,.1f} tokens/s predicted,"
+        f"wrote {report.output}: mode {report.mode}; {where}; {report.tokens_per_s:,.1f} tokens/s predicted,"
         f" {report.status}, gap {report.gap:.2%}, {report.solve_s:.1f} s"
     )
 
 
 def _sweep_lines(found: Sweep) -> list[str]:
-    lines = [f"  {'budget':>11} {'plan':>9} {'layer split':>12} {'limit':>9}   tokens/s"]
+    lines = [f"  {'budget':>11} {'plan':>9} {'layer split':>12} {'limit':>9}   tokens/s, mode"]
     for point in found.points:
         speeds = (point.objective_s, point.layer_split_s, point.limit_s)
         plan, split, limit = (f"{1 / seconds:,.1f}" for seconds in speeds)
         size = format_bytes(point.budget_bytes)
-        lines.append(f"  {size:>11} {plan:>9} {split:>12} {limit:>9}   gap {point.gap:.2%}")
+        lines.append(
+            f"  {size:>11} {plan:>9} {split:>12} {limit:>9}   {point.mode}, gap {point.gap:.2%}"
+        )
     return lines

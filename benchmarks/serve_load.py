@@ -1,0 +1,317 @@
+"""Many clients of one server at once, for minutes: every finished answer is, byte for byte, what the
+same request gets alone; none is lost, mixed up or stuck; the server's memory does not grow.
+
+    python benchmarks/serve_load.py MODEL [--clients 200] [--minutes 20] [--parallel 16]
+
+Each request of a pool (chats and completions, greedy and seeded, prompts and answers of random
+lengths, some of which begin alike) is answered alone first. Then each client asks for a random one,
+again and again; a third hang up at a random moment, before the first token or after some. A request
+that is refused because the queue is full is asked again. The queue's bound and the number of texts in
+work are read from /metrics all the while. Times to the first token hold the wait in the queue.
+
+Resident memory is that of the server and its child, twice a second, after texts as long as the
+context have filled all places: the mean of the last fifth against that of the second one. Clients run on the
+same processor."""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from machine import machine, processor, slug
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from serve_client import (  # noqa: E402
+    CHAT,
+    COMPLETE,
+    Answer,
+    Broken,
+    Refused,
+    ServerProcess,
+    gauges,
+    stream,
+)
+
+from sparkinfer.files import partial_file  # noqa: E402
+
+MAX_GROWTH = 0.02  # of resident memory
+STUCK_S = 600.0
+WORDS = (
+    "river lantern copper window garden thunder paper winter mountain silver music harbour kettle "
+    "orange velvet engine forest candle bridge summer marble pocket ribbon shadow"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What clients saw."""
+
+    finished: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    failures: list[str] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    most_running: float = 0
+    most_waiting: float = 0
+    rss_bytes: list[int] = field(default_factory=list)
+
+
+def main() -> int:
+    arguments = arguments_of()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with ServerProcess(arguments.model, log, *_options(arguments)) as server:
+            result = asyncio.run(measure(server, arguments))
+    output = arguments.output
+    if output is None:
+        name = f"serve-load-{slug(processor())}.json"
+        output = Path(__file__).parent / "results" / name
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {output}", file=sys.stderr)
+    print(json.dumps(result))
+    return 1 if result["failures"] else 0
+
+
+def _options(arguments: argparse.Namespace) -> list[str]:
+    options = ["--parallel", arguments.parallel, "--queue", arguments.queue]
+    options += ["--context", arguments.context]
+    options += ["--threads", arguments.threads] if arguments.threads else []
+    return [str(option) for option in options]
+
+
+async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[str, Any]:
+    """`arguments` has what the server was started with."""
+    pool = requests(arguments)
+    alone = [await stream(server.port, each.path, each.body) for each in pool]
+    wanted = [(answer.text, answer.finish) for answer in alone]
+    await _fill(server, arguments)
+    began = time.monotonic()
+    tally = await _load(server, arguments, pool, wanted)
+    seconds = time.monotonic() - began
+    await _check_rest(server, tally)
+    if server.process.poll() is not None:
+        tally.failures.append(f"the server ended: {server.log.read_text()[-500:]}")
+    return _result(arguments, tally, seconds)
+
+
+async def _fill(server: ServerProcess, arguments: argparse.Namespace) -> None:
+    """Texts as long as the context in all places, those of kept texts too: the memory of the cache
+    becomes resident when it is first written."""
+    draw = random.Random(arguments.seed)
+    for _ in range(2):
+        texts = [
+            [draw.randrange(10, 80) for _ in range(arguments.context - 4)]
+            for _ in range(arguments.parallel)
+        ]
+        bodies = [{"prompt": ids, "max_tokens": 2} for ids in texts]
+        await asyncio.gather(
+            *(stream(server.port, COMPLETE, body, seconds=STUCK_S) for body in bodies)
+        )
+
+
+def requests(arguments: argparse.Namespace) -> list[Request]:
+    """The same for a seed. Half of the prompts begin with a system prompt that all of them share."""
+    draw = random.Random(arguments.seed)
+    shared = " ".join(draw.choices(WORDS, k=60))
+    return [
+        _request(draw, number, shared, arguments.max_tokens) for number in range(arguments.pool)
+    ]
+
+
+def _request(draw: random.Random, number: int, shared: str, most: int) -> Request:
+    text = " ".join(draw.choices(WORDS, k=draw.randint(1, 40))) + f" {number}"
+    body: dict[str, Any] = {"max_tokens": draw.randint(1, most)}
+    if number % 2:
+        body |= {"temperature": 1.0, "seed": draw.randrange(1 << 31), "top_k": 50}
+    else:
+        body["temperature"] = 0.0
+    if number % 3 == 0:
+        return Request(path=COMPLETE, body={**body, "prompt": text})
+    messages = [{"role": "user", "content": text}]
+    if draw.random() < 0.5:
+        messages.insert(0, {"role": "system", "content": shared})
+    return Request(path=CHAT, body={**body, "messages": messages})
+
+
+async def _load(
+    server: ServerProcess,
+    arguments: argparse.Namespace,
+    pool: list[Request],
+    wanted: list[tuple[str, str | None]],
+) -> Tally:
+    tally = Tally()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    watch = asyncio.create_task(_watch(server, arguments, tally))
+    clients = [
+        _client(server.port, random.Random(f"{arguments.seed} {n}"), pool, wanted, deadline, tally)
+        for n in range(arguments.clients)
+    ]
+    await asyncio.gather(*clients)
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    if not watch.cancelled() and (error := watch.exception()):
+        tally.failures.append(f"the watch ended: {error!r}")
+    return tally
+
+
+async def _client(
+    port: int,
+    draw: random.Random,
+    pool: list[Request],
+    wanted: list[tuple[str, str | None]],
+    deadline: float,
+    tally: Tally,
+) -> None:
+    while time.monotonic() < deadline:
+        number = draw.randrange(len(pool))
+        patience = None
+        if draw.random() < 1 / 3:  # hangs up: by the clock or after some pieces
+            patience = draw.choice([draw.uniform(0, 2.0), draw.randint(1, 20)])
+        try:
+            answer = await _asked(port, pool[number], patience)
+        except Refused as refused:
+            if refused.reply.status != 429 or "retry-after" not in refused.reply.headers:
+                tally.failures.append(f"request {number}: {refused}")
+            tally.refused += 1
+            await asyncio.sleep(draw.uniform(0.2, 1.0))
+            continue
+        except TimeoutError:
+            tally.failures.append(f"request {number} is stuck: nothing ended in {STUCK_S:.0f} s")
+            continue
+        except (Broken, OSError) as error:
+            tally.failures.append(f"request {number}: {error!r}")
+            continue
+        _judge(number, answer, wanted[number], tally)
+
+
+async def _asked(port: int, request: Request, patience: float | int | None) -> Answer | None:
+    """None where the client has hung up."""
+    most = patience if isinstance(patience, int) else None
+    asked = stream(port, request.path, request.body, most_pieces=most, seconds=STUCK_S)
+    if not isinstance(patience, float):
+        answer = await asked
+        return answer if most is None else None
+    try:
+        await asyncio.wait_for(asked, patience)
+    except TimeoutError:
+        pass
+    return None
+
+
+def _judge(
+    number: int, answer: Answer | None, wanted: tuple[str, str | None], tally: Tally
+) -> None:
+    if answer is None:
+        tally.cancelled += 1
+        return
+    tally.finished += 1
+    if (answer.text, answer.finish) != wanted:
+        found = (answer.text, answer.finish)
+        tally.failures.append(f"request {number} got {found!r}, alone {wanted!r}")
+    tally.tokens += answer.usage["completion_tokens"]
+    if answer.times_s:
+        tally.first_s.append(answer.first_s)
+        tally.gaps_s += answer.gaps_s
+
+
+async def _watch(server: ServerProcess, arguments: argparse.Namespace, tally: Tally) -> None:
+    num_above = 0
+    while True:
+        tally.rss_bytes.append(server.rss_bytes())
+        running, waiting = await gauges(server.port, "running", "waiting")
+        tally.most_running = max(tally.most_running, running)
+        tally.most_waiting = max(tally.most_waiting, waiting)
+        is_above = running + waiting > arguments.parallel + arguments.queue
+        # The two are not read at one moment: once proves nothing.
+        num_above = num_above + 1 if is_above else 0
+        if num_above > 1 or running > arguments.parallel:
+            tally.failures.append(f"{running:g} texts run and {waiting:g} wait: above the bounds")
+        await asyncio.sleep(0.5)
+
+
+async def _check_rest(server: ServerProcess, tally: Tally) -> None:
+    """What was cancelled has left its place."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = await gauges(server.port, "running", "waiting")
+        if left == [0, 0]:
+            return
+        if time.monotonic() > deadline:
+            tally.failures.append(f"no client is left, but {left[0]:g} texts run, {left[1]:g} wait")
+            return
+        await asyncio.sleep(0.05)
+
+
+def growth(rss_bytes: list[int]) -> float:
+    """Of the last fifth over the second one."""
+    fifth = max(1, len(rss_bytes) // 5)
+    return statistics.mean(rss_bytes[-fifth:]) / statistics.mean(rss_bytes[fifth : 2 * fifth]) - 1
+
+
+def _result(arguments: argparse.Namespace, tally: Tally, seconds: float) -> dict[str, Any]:
+    grown = growth(tally.rss_bytes)
+    if grown > MAX_GROWTH:
+        tally.failures.append(f"resident memory grew by {grown:.1%}")
+    return {
+        "benchmark": "serve-load", "model": arguments.model.stem,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(),
+        "load_after": os.getloadavg(), "clients": arguments.clients, "seconds": seconds,
+        "parallel": arguments.parallel, "queue": arguments.queue,
+        "finished": tally.finished, "cancelled": tally.cancelled, "refused": tally.refused,
+        "failures": tally.failures[:20], "num_failures": len(tally.failures),
+        "tokens_per_s": tally.tokens / seconds,
+        "most_running": tally.most_running, "most_waiting": tally.most_waiting,
+        "first_token_ms": _percentiles(tally.first_s), "token_gap_ms": _percentiles(tally.gaps_s),
+        "rss_mib": [round(each / (1 << 20), 1) for each in _thinned(tally.rss_bytes)],
+        "rss_growth": grown,
+    }  # fmt: skip
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {}
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {"p50": 1e3 * cuts[49], "p99": 1e3 * cuts[98], "max": 1e3 * max(seconds)}
+
+
+def _thinned(values: list[int]) -> list[int]:
+    return values[:: max(1, len(values) // 60)]
+
+
+def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
+    """Of a command line; None for this program's."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--parallel", type=int, default=16)
+    parser.add_argument("--queue", type=int, default=160)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--pool", type=int, default=48, help="different requests")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

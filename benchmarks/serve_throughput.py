@@ -1,0 +1,234 @@
+"""`sparkinfer serve` against llama-server: tokens a second of 1, 4 and 16 clients, and what a prompt
+that begins like an earlier one costs, alternating in one run.
+
+    python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
+
+MODEL is ours, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is asked at a
+time; llama-server runs with and without its flash attention, and the faster counts. A round: each of
+so many clients asks at the same moment for --tokens tokens behind a text of its own of some 100
+tokens, greedy, end tokens ignored, kept prompts unused; a figure is all tokens over the time from the
+first request to the last answer, prompts included. Texts are the same on both sides and new in each
+round.
+
+Prefix: the time to the first token of a prompt that begins with 1,000 new tokens, and of another
+question behind the same 1,000. Ratios are medians of the rounds' ratios.
+
+llama-server is built from the llama.cpp that llama-cpp-python (tests/llamacpp/requirements.txt)
+ships, with its mend (tests/llamacpp/mend.sh): cmake with Release, GGML_NATIVE=ON,
+BUILD_SHARED_LIBS=OFF, LLAMA_OPENSSL=OFF, LLAMA_USE_PREBUILT_UI=OFF, target llama-server."""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from machine import machine, processor, slug
+from serve_load import WORDS
+
+from sparkinfer.files import partial_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from serve_client import COMPLETE, Answer, ServerProcess, ask, stream  # noqa: E402
+
+COUNTS = (1, 4, 16)
+CONTEXT = 2048  # of each text
+PROMPT_WORDS, PREFIX_WORDS = 80, 800  # of one to three tokens each
+PAUSE_S = 0.1  # in which threads of the other side that wait spinning go to sleep
+OURS, FLASH = "sparkinfer", "llama-server, flash"
+RIVALS = {"llama-server": "off", FLASH: "on"}
+
+Samples = dict[str, dict[str, list[float]]]  # by side and figure, one a round
+
+
+def main() -> None:
+    arguments = _arguments()
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ports = start(arguments, Path(folder), stack)
+        samples = asyncio.run(measure(arguments, ports))
+    result: dict[str, object] = {
+        "benchmark": "serve-throughput", "model": arguments.model.stem,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(),
+        "threads": arguments.threads, "tokens": arguments.tokens, "rounds": arguments.rounds,
+        "load_before": load_before, "load_after": os.getloadavg(),
+        "medians": {side: {k: statistics.median(v) for k, v in of_side.items()}
+                    for side, of_side in samples.items()},
+        "ratios": ratios(samples), "samples": samples,
+    }  # fmt: skip
+    _print(result)
+    name = f"serve-throughput-{arguments.name}-{slug(processor())}.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {output}", file=sys.stderr)
+    print(json.dumps({key: value for key, value in result.items() if key != "samples"}))
+
+
+def start(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, int]:
+    """The ports of the servers, by side."""
+    most = max(COUNTS)
+    options = [
+        "--parallel",
+        most,
+        "--kept",
+        0,
+        "--context",
+        CONTEXT,
+        "--threads",
+        arguments.threads,
+    ]
+    ours = ServerProcess(arguments.model, folder / "ours.log", *map(str, options))
+    ports = {OURS: stack.enter_context(ours).port}
+    for side, flash in RIVALS.items():
+        ports[side] = stack.enter_context(_rival(arguments, flash, folder / f"{flash}.log"))
+    return ports
+
+
+@contextmanager
+def _rival(arguments: argparse.Namespace, flash: str, log: Path) -> Iterator[int]:
+    most, port = max(COUNTS), arguments.port + (flash == "on")
+    options = {
+        "-m": arguments.stock, "--port": port, "-np": most, "-c": most * CONTEXT, "-fa": flash,
+        "-t": arguments.threads, "-tb": arguments.threads, "--cache-ram": 0,
+    }  # fmt: skip
+    command = [str(part) for pair in options.items() for part in pair]
+    with log.open("w") as output:
+        process = subprocess.Popen([arguments.rival, *command], stdout=output, stderr=output)
+    try:
+        asyncio.run(_until_healthy(process, port, log))
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def _until_healthy(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if (await ask(port, "/health")).status == 200:
+                return
+        except OSError:
+            pass
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"llama-server did not start: {log.read_text()[-1000:]}")
+
+
+async def measure(arguments: argparse.Namespace, ports: dict[str, int]) -> Samples:
+    samples: Samples = defaultdict(lambda: defaultdict(list))
+    for number in range(arguments.rounds + 1):
+        draw = random.Random(number)
+        for count in COUNTS:
+            texts = [_words(draw, PROMPT_WORDS) for _ in range(count)]
+            for side in _turn(ports, number):
+                found = await _together(ports[side], texts, arguments.tokens)
+                if number:  # the first warms up
+                    for name, value in found.items():
+                        samples[side][f"{name}, {count} clients"].append(value)
+        beginning = _words(draw, PREFIX_WORDS)
+        for side in _turn(ports, number):
+            found = await _prefix(ports[side], beginning)
+            if number:
+                for name, value in found.items():
+                    samples[side][name].append(value)
+        print(f"round {number} of {arguments.rounds}", file=sys.stderr)
+    return samples
+
+
+def _turn(ports: dict[str, int], number: int) -> list[str]:
+    """Another side begins in each round."""
+    sides = list(ports)
+    return sides[number % len(sides) :] + sides[: number % len(sides)]
+
+
+async def _together(port: int, texts: list[str], num_tokens: int) -> dict[str, float]:
+    await asyncio.sleep(PAUSE_S)
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(_asked(port, text, num_tokens, False) for text in texts))
+    seconds = time.perf_counter() - began
+    said = sum(answer.usage["completion_tokens"] for answer in answers)
+    assert said == num_tokens * len(texts), (said, num_tokens, len(texts))
+    return {
+        "tokens/s": said / seconds,
+        "first token ms": 1e3 * statistics.median(answer.first_s for answer in answers),
+    }
+
+
+async def _prefix(port: int, beginning: str) -> dict[str, float]:
+    """First and second text that begin alike."""
+    await asyncio.sleep(PAUSE_S)
+    found = {}
+    for name, ending in (("new 1,000 tokens, first token ms", "one two"),
+                         ("kept 1,000 tokens, first token ms", "three four")):  # fmt: skip
+        answer = await _asked(port, f"{beginning}\n{ending} five", 4, True)
+        found[name] = 1e3 * answer.first_s
+    return found
+
+
+def _asked(port: int, text: str, num_tokens: int, is_kept: bool) -> Any:
+    body = {
+        "prompt": text, "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True,
+        "cache_prompt": is_kept,
+    }  # fmt: skip
+    return _checked(stream(port, COMPLETE, body, seconds=600))
+
+
+async def _checked(asked: Any) -> Answer:
+    answer: Answer = await asked
+    assert answer.times_s, "an answer without text"
+    return answer
+
+
+def _words(draw: random.Random, count: int) -> str:
+    return " ".join(draw.choices(WORDS, k=count))
+
+
+def ratios(samples: Samples) -> dict[str, float]:
+    """Above 1: ours is better; against the better of the rival's two in that figure."""
+    found = {}
+    for name, ours in samples[OURS].items():
+        is_rate = name.startswith("tokens/s")
+        by_side = []
+        for side in RIVALS:
+            pairs = zip(ours, samples[side][name], strict=True)
+            by_side.append(statistics.median(a / b if is_rate else b / a for a, b in pairs))
+        found[name] = min(by_side)
+    return found
+
+
+def _print(result: dict[str, Any]) -> None:
+    sides = list(result["medians"])
+    print(f"{'':36}" + "".join(f"{side:>22}" for side in sides) + f"{'times':>8}", file=sys.stderr)
+    for name, ratio in result["ratios"].items():
+        values = "".join(f"{result['medians'][side][name]:22.1f}" for side in sides)
+        print(f"{name:36}{values}{ratio:7.2f}x", file=sys.stderr)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("stock", type=Path)
+    parser.add_argument("--rival", type=Path, required=True, help="llama-server")
+    parser.add_argument("--name", default="smollm2-q8_0")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--port", type=int, default=18080, help="and the next: llama-server's")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A corpus as messages: every paragraph is what a user says, as a chat template writes it.
+
+A window is one conversation of one message. What the template writes round the message is read by
+the model and not counted: those tokens are always the same. What this module does not know: how
+places of a corpus are drawn (corpus), or how a template is run.
+
+Letters: T tokens."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.corpus import MIN_WINDOW, WINDOW, draw
+from sparkinfer.profile.sources import find_sources, stdin_as_file
+from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
+from sparkinfer.runtime.text.codec import TextCodec
+
+BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
+
+
+def read_chat_windows(
+    files: Sequence[Path],
+    model: ModelFile,
+    codec: TextCodec,
+    *,
+    template: str | None,
+    context_length: int,
+    max_tokens: int,
+    seed: int,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(token ids, whether each is of a paragraph), int64 and bool [T] a window, up to `max_tokens`
+    of paragraphs in all. Paragraphs of less than MIN_WINDOW tokens are left out.
+
+    Raises SparkinferError for a model without a template, and for a corpus without paragraphs."""
+    length = min(WINDOW, context_length)
+    windows, counted, left = list[Tensor](), list[Tensor](), max_tokens
+    found = chat_template_of(model, codec, template)
+    try:
+        with stdin_as_file(files) as paths:
+            for paragraph in _paragraphs(paths, seed):
+                ids_T, is_counted_T = _window(paragraph, codec, found)
+                ids_T, is_counted_T = ids_T[:length], is_counted_T[:length]
+                if int(is_counted_T.sum()) < MIN_WINDOW:
+                    continue
+                is_counted_T &= is_counted_T.cumsum(0) <= left
+                windows.append(ids_T)
+                counted.append(is_counted_T)
+                left -= int(is_counted_T.sum())
+                if not left:
+                    break
+    finally:
+        found.close()
+    if not windows:
+        raise SparkinferError(
+            f"{files[0]}: no paragraph of {MIN_WINDOW} tokens or more; give a longer text"
+        )
+    return windows, counted
+
+
+def _paragraphs(paths: Sequence[Path], seed: int) -> Iterator[str]:
+    for _, stretch in draw(find_sources(paths, "text"), seed):
+        for paragraph in BLANK_LINES.split(stretch):
+            if paragraph.strip():
+                yield paragraph.strip()
+
+
+def _window(paragraph: str, codec: TextCodec, template: ChatTemplate) -> tuple[Tensor, Tensor]:
+    message = {"role": "user", "content": paragraph}
+    text = template.render([message], add_generation_prompt=False)
+    start = text.find(paragraph)
+    if start < 0:
+        raise SparkinferError(
+            f"{template.name}: the chat template does not write a message as it is, so which tokens"
+            " are of the corpus is not to be told; leave --chat-template out"
+        )
+    encoded = codec.tokenizer.encode(text, add_special_tokens=False)
+    stop = start + len(paragraph)
+    is_counted = [start <= first < stop for first, _ in encoded.offsets]
+    return torch.tensor(encoded.ids, dtype=torch.int64), torch.tensor(is_counted)

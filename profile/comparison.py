@@ -1,0 +1,143 @@
+"""What two models say of the same tokens, summed up with the error of the sums.
+
+Intervals are of 95 %, from batch means: the tokens of a window in order are cut into batches of
+BATCH, and the batches are taken for independent. Tokens are not (what a mode loses at one token it
+mostly loses at the next, and texts differ), so an interval as if they were would be too narrow: the
+KL of SmolLM2-135M with half of its neurons silenced, 2,933 tokens of code in six windows, is
+0.296 ± 0.012 with every token for itself, ± 0.019 in batches of 32, 0.021 of 64, 0.024 of 128 and
+0.027 of 256 (where 11 batches make t larger).
+
+The mean is a ratio of sums, the batches' sums of a value over their counts; its variance is that of
+the batches' residuals, widened by Student's t. Both models see the same tokens, and the perplexity
+increase is the exponential of the mean difference of their losses at a token: paired, so that what
+both find hard cancels.
+
+Letters: T tokens, P tokens of a piece, V vocabulary, B batches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparkinfer.errors import SparkinferError
+
+PIECE = 64  # tokens whose probabilities are in memory at a time
+BATCH = 128
+FEWEST_BATCHES = 8  # of a text of fewer whole batches; they are then shorter
+LEAST_BATCHES = 4  # with fewer an interval says nothing
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean; with 95 % confidence the truth is within the half width, None where unknown."""
+
+    mean: float
+    half_width: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One model against the dense one, in nats."""
+
+    num_tokens: int
+    loss: float
+    dense_loss: float
+    loss_difference: Estimate
+    divergence: Estimate
+    divergence_p99: float
+    agreement: Estimate
+
+
+class Comparison:
+    """Sums up what the dense model and others say of the same tokens, in float64."""
+
+    def __init__(self, num_others: int) -> None:
+        self.dense_loss = list[Tensor]()
+        self.loss: list[list[Tensor]] = [[] for _ in range(num_others)]
+        self.divergence: list[list[Tensor]] = [[] for _ in range(num_others)]
+        self.agreed: list[list[Tensor]] = [[] for _ in range(num_others)]
+        self.lengths = list[int]()  # tokens of each window
+
+    def begin_window(self) -> None:
+        """What is added from here on follows what was added since, in one text."""
+        self.lengths.append(0)
+
+    def add(self, dense_TV: Tensor, others: Sequence[Tensor], next_T: Tensor) -> None:
+        """Logits of all, and the tokens that really followed."""
+        for start in range(0, len(next_T), PIECE):
+            piece = slice(start, start + PIECE)
+            want_PV, next_P1 = _log_softmax(dense_TV[piece]), next_T[piece, None]
+            chance_PV, first_P = want_PV.exp(), want_PV.argmax(1)
+            self.dense_loss.append(-want_PV.gather(1, next_P1)[:, 0])
+            for number, other_TV in enumerate(others):
+                got_PV = _log_softmax(other_TV[piece])
+                self.loss[number].append(-got_PV.gather(1, next_P1)[:, 0])
+                self.divergence[number].append((chance_PV * (want_PV - got_PV)).sum(dim=1))
+                self.agreed[number].append((got_PV.argmax(1) == first_P).double())
+        self.lengths[-1] += len(next_T)
+
+    def result(self, number: int) -> Compared:
+        """Of one of the others. Raises SparkinferError where nothing was added."""
+        if not sum(self.lengths):
+            raise SparkinferError("the corpus has single tokens only; give a longer text")
+        dense_T, loss_T = torch.cat(self.dense_loss), torch.cat(self.loss[number])
+        divergence_T = torch.cat(self.divergence[number])
+        return Compared(
+            num_tokens=len(loss_T),
+            loss=loss_T.mean().item(),
+            dense_loss=dense_T.mean().item(),
+            loss_difference=batch_mean(loss_T - dense_T, self.lengths),
+            divergence=batch_mean(divergence_T, self.lengths),
+            divergence_p99=divergence_T.quantile(0.99).item(),
+            agreement=batch_mean(torch.cat(self.agreed[number]), self.lengths),
+        )
+
+
+def batch_mean(value_T: Tensor, lengths: Sequence[int]) -> Estimate:
+    """Of values of windows of these lengths, one behind the other."""
+    mean = value_T.mean().item()
+    size = max(1, min(BATCH, len(value_T) // FEWEST_BATCHES))
+    pieces = [piece for window in value_T.split(list(lengths)) for piece in window.split(size)]
+    pieces = [piece for piece in pieces if len(piece)]
+    if len(pieces) < LEAST_BATCHES:
+        return Estimate(mean=mean, half_width=None)
+    sum_B = torch.stack([piece.sum() for piece in pieces])
+    count_B = torch.tensor([len(piece) for piece in pieces], dtype=torch.float64)
+    residual_B = sum_B - mean * count_B
+    freedom = len(pieces) - 1
+    variance = residual_B.square().sum().item() * len(pieces) / freedom / len(value_T) ** 2
+    return Estimate(mean=mean, half_width=student_t(freedom) * math.sqrt(variance))
+
+
+def student_t(freedom: int) -> float:
+    """The two-sided quantile of CONFIDENCE: the expansion in 1 / freedom about the normal one
+    (Abramowitz and Stegun 26.7.5), 0.7 % too low at 3 degrees and 0.1 % at 5."""
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def increase_of(difference: Estimate) -> Estimate:
+    """The relative increase of the perplexity that a mean difference of losses is."""
+    mean, half = difference.mean, difference.half_width
+    try:
+        increase = math.expm1(mean)
+        if half is None:
+            return Estimate(mean=increase, half_width=None)
+        return Estimate(mean=increase, half_width=math.exp(mean) * math.sinh(half))
+    except OverflowError:
+        return Estimate(mean=math.inf, half_width=math.inf)
+
+
+def _log_softmax(logits_PV: Tensor) -> Tensor:
+    return F.log_softmax(logits_PV.double(), dim=1)

@@ -1,0 +1,235 @@
+"""Answers as OpenAI has them: objects of JSON from tokens, whole or chunk by chunk.
+
+What this module does not know: HTTP, where tokens come from."""
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkinfer.runtime.generate.generation import Token
+from sparkinfer.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
+from sparkinfer.serve.chat_requests import ChatRequest
+from sparkinfer.serve.served_model import ServedModel
+from sparkinfer.serve.texts import Report
+from sparkinfer.serve.tool_calls import ToolCall, ToolSplitter
+
+Body = dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What a text says next."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
+    tokens: Sequence[Token] = ()  # those that have logprobs
+
+
+class Voice:
+    """One text of a chat: its tokens as content, reasoning and tool calls."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        is_open = request.begins_reasoning
+        self._reasoning = ReasoningSplitter(is_open=is_open) if request.splits_reasoning else None
+        self._has_begun = is_open
+        self._tools = None
+        if request.form is not None:
+            self._tools = ToolSplitter(request.form, most=request.most_calls)
+        self._marks = request.marks
+        self.has_calls = False
+
+    def say(self, tokens: Sequence[Token]) -> Delta:
+        texts = (
+            token.text if token.id is None else self._marks.get(token.id, token.text)
+            for token in tokens
+        )
+        text = "".join(texts)
+        parts = self._reasoning.push(text) if self._reasoning else [(text, False)]
+        return self._delta(parts, tokens)
+
+    def finish(self) -> Delta:
+        """What was held back, where nothing more comes."""
+        delta = self._delta(self._reasoning.flush() if self._reasoning else [], ())
+        if self._tools is None:
+            return delta
+        rest, calls = self._tools.finish()
+        self.has_calls = bool(calls)
+        return Delta(content=delta.content + rest, reasoning=delta.reasoning, calls=calls)
+
+    def _delta(self, parts: Iterable[tuple[str, bool]], tokens: Sequence[Token]) -> Delta:
+        content = reasoning = ""
+        for text, is_reasoning in parts:
+            if is_reasoning:
+                reasoning += self._untagged(text)
+            else:
+                content += text
+        if self._tools is not None and content:
+            content = self._tools.push(content)
+        told = [token for token in tokens if token.logprob is not None]
+        return Delta(content=content, reasoning=reasoning, tokens=told)
+
+    def _untagged(self, text: str) -> str:
+        if not self._has_begun:
+            self._has_begun = True
+            text = text.lstrip().removeprefix(BEGIN)
+        return text.removesuffix(END)
+
+
+@dataclass(kw_only=True)
+class Said:
+    """All that a text has said so far."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    report: Report | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        self.calls += delta.calls
+        self.tokens += delta.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What all chunks of an answer begin with."""
+
+    id: str
+    kind: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    @classmethod
+    def of(cls, served: ServedModel, prefix: str, kind: str, fingerprint: str) -> "Head":
+        return cls(
+            id=f"{prefix}-{secrets.token_hex(12)}", kind=kind, created=int(time.time()),
+            model=served.name, system_fingerprint=fingerprint,
+        )  # fmt: skip
+
+    def body(self, choices: list[Body], **more: Any) -> Body:
+        return {
+            "id": self.id, "object": self.kind, "created": self.created, "model": self.model,
+            "system_fingerprint": self.system_fingerprint, "choices": choices, **more,
+        }  # fmt: skip
+
+
+def finish_reason(report: Report, *, has_calls: bool = False) -> str:
+    if has_calls:
+        return "tool_calls"
+    return "stop" if report.stopped_by in ("end of text", "stop string") else "length"
+
+
+def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
+    """A prompt counts once, though there are several answers to it."""
+    each = len(reports) // num_prompts
+    prompts = reports[::each]
+    prompt = sum(report.prompt_tokens for report in prompts)
+    generated = sum(report.generated_tokens for report in reports)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in prompts)},
+    }
+
+
+def timings_of(reports: Sequence[Report]) -> Body:
+    """llama-server's; of several texts, the sums."""
+    cached = sum(report.cached_tokens for report in reports)
+    prompt_n = sum(report.prompt_tokens for report in reports) - cached
+    predicted_n = sum(report.generated_tokens for report in reports)
+    prompt_ms = 1e3 * sum(report.prompt_s for report in reports)
+    predicted_ms = 1e3 * sum(report.generated_s for report in reports)
+    return {
+        "cache_n": cached,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": _ratio(prompt_ms, prompt_n),
+        "prompt_per_second": _ratio(1e3 * prompt_n, prompt_ms),
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": _ratio(predicted_ms, predicted_n),
+        "predicted_per_second": _ratio(1e3 * predicted_n, predicted_ms),
+        "queued_ms": 1e3 * sum(report.queued_s for report in reports),
+    }
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0
+
+
+def message_of(said: Said) -> Body:
+    message: Body = {"role": "assistant", "content": said.content, "refusal": None}
+    if said.calls and not said.content:
+        message["content"] = None
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [call.body() for call in said.calls]
+    return message
+
+
+def delta_of(delta: Delta) -> Body:
+    found: Body = {}
+    if delta.content:
+        found["content"] = delta.content
+    if delta.reasoning:
+        found["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        found["tool_calls"] = [call.body(index) for index, call in enumerate(delta.calls)]
+    return found
+
+
+def chat_logprobs(served: ServedModel, tokens: Sequence[Token]) -> Body | None:
+    """Of a chat: for each token its bytes, its logprob, and the likeliest tokens'."""
+    if not tokens:
+        return None
+    content = []
+    for token in tokens:
+        assert token.id is not None and token.logprob is not None
+        content.append(
+            _logprob(served, token.id, token.logprob)
+            | {"top_logprobs": [_logprob(served, i, logprob) for i, logprob in token.logprobs]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def _logprob(served: ServedModel, token_id: int, logprob: float) -> Body:
+    found = served.token_bytes(token_id)
+    text = found.decode("utf-8", "replace")
+    return {"id": token_id, "token": text, "logprob": _finite(logprob), "bytes": list(found)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's number for what cannot come."""
+    return max(logprob, -9999.0)
+
+
+def completion_logprobs(served: ServedModel, tokens: Sequence[Token], start: int) -> Body | None:
+    """Of a completion, in OpenAI's older form; `start`: characters of the text before."""
+    if not tokens:
+        return None
+    names, offsets = [], []
+    for token in tokens:
+        assert token.id is not None
+        names.append(served.token_bytes(token.id).decode("utf-8", "replace"))
+        offsets.append(start)
+        start += len(token.text)
+    return {
+        "tokens": names,
+        "token_logprobs": [_finite(token.logprob or 0.0) for token in tokens],
+        "top_logprobs": [
+            {
+                served.token_bytes(i).decode("utf-8", "replace"): _finite(logprob)
+                for i, logprob in token.logprobs
+            }
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,38 @@
+"""What a client is told that went wrong, in OpenAI's words: a status, a type, a parameter, a code."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+Kind = Literal["invalid_request_error", "rate_limit_error", "server_error"]
+
+
+class ApiError(Exception):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: Kind = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    def body(self) -> dict[str, object]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def wrong(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
+    """Of a request that cannot be, as it stands."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, retry_s: int = 5) -> ApiError:
+    return ApiError(
+        503, message, kind="server_error", code="service_unavailable",
+        headers={"Retry-After": str(retry_s)},
+    )  # fmt: skip

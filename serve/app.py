@@ -1,0 +1,90 @@
+"""The application: which path does what, and errors in OpenAI's form.
+
+What this module does not know: what is behind a path, sockets."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sparkinfer.serve.api_error import ApiError
+from sparkinfer.serve.chat_api import chat_completions
+from sparkinfer.serve.completions_api import completions
+from sparkinfer.serve.exchange import error_response
+from sparkinfer.serve.guard import Guard
+from sparkinfer.serve.responses_api import responses
+from sparkinfer.serve.service import Service
+from sparkinfer.serve.side_api import (
+    apply_template,
+    detokenize,
+    health,
+    metrics,
+    model,
+    models,
+    page,
+    props,
+    tokenize,
+)
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", responses),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("POST", "/apply-template", apply_template),
+    ("GET", "/health", health),
+    ("GET", "/metrics", metrics),
+    ("GET", "/props", props),
+    ("GET", "/", page),
+)
+
+
+def app_of(service: Service) -> ASGIApp:
+    routes = [
+        Route(path, _endpoint(service, handler), methods=[method])
+        for method, path, handler in ROUTES
+    ]
+    router = Router(routes, redirect_slashes=False)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = service  # without one the router answers unknown paths itself
+        try:
+            await router(scope, receive, send)
+        except HTTPException as error:
+            response = error_response(_error_of(error, scope))
+            await response(scope, receive, send)
+
+    return Guard(app, service.config, lambda: service.is_stopping, service.observe, service.count)
+
+
+def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(service, request)
+        except ApiError as error:
+            request.scope["state"]["line"].error = error.message
+            return error_response(error)
+
+    return endpoint
+
+
+def _error_of(error: HTTPException, scope: Scope) -> ApiError:
+    """Of a path that is not there, or not for this method."""
+    shown = scope["path"][:80]
+    if error.status_code == 405:
+        found = ApiError(
+            405, f"{shown!r} does not take {scope['method']}", code="method_not_allowed",
+            headers=error.headers,
+        )  # fmt: skip
+    else:
+        assert error.status_code == 404, error
+        found = ApiError(404, f"Unknown path: {scope['method']} {shown!r}", code="not_found")
+    scope["state"]["line"].error = found.message
+    return found

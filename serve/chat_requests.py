@@ -1,0 +1,199 @@
+"""A chat's request: messages and tools to a prompt, and what its answer has to be looked through for.
+
+What this module does not know: sampling and endings (text_requests), templates' syntax."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sparkinfer.runtime.generate.reasoning import BEGIN, END, opens_reasoning
+from sparkinfer.runtime.text.chat_template import ChatTemplate
+from sparkinfer.serve.api_error import wrong
+from sparkinfer.serve.fields import Fields
+from sparkinfer.serve.served_model import ServedModel
+from sparkinfer.serve.text_requests import MAX_LOGPROBS, Wanted, jobs_of, take_wanted
+from sparkinfer.serve.texts import Job
+from sparkinfer.serve.tool_calls import ToolForm, form_of
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A chat, ready to be submitted. `form`: of the tool calls that are looked for in an answer.
+    `begins_reasoning`: whether the template has opened the model's reasoning. `marks`: special tokens
+    that tell calls and reasoning from text."""
+
+    wanted: Wanted
+    jobs: list[Job]
+    form: ToolForm | None
+    most_calls: int
+    splits_reasoning: bool
+    begins_reasoning: bool
+    marks: Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendering:
+    text: str
+    has_tools: bool
+
+
+def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
+    """Of /v1/chat/completions. Raises ApiError."""
+    rendering = take_rendering(fields, served)
+    form = None
+    if rendering.has_tools and isinstance(served.template, ChatTemplate):
+        form = _tool_form(served.template)
+    is_parallel = fields.flag("parallel_tool_calls", True)
+    reasoning = fields.choice("reasoning_format", ("auto", "deepseek", "none")) or "auto"
+    codec, stops = served.chat_codec()
+    wanted = take_wanted(fields, served, _num_logprobs(fields), codec, timeout_s, stops)
+    fields.only("modalities", ["text"], why="this server writes text")
+    fields.only("audio", why="this server writes text")
+    fields.only("functions", [], why="tools has taken its place")
+    fields.only("function_call", "none", "auto", why="tool_choice has taken its place")
+    fields.finish()
+    served.check_length(rendering.text, "messages")
+    ids = served.encode_plain(rendering.text, "messages")
+    return ChatRequest(
+        wanted=wanted,
+        jobs=jobs_of(served, ids, wanted, codec, "messages"),
+        form=form,
+        most_calls=128 if is_parallel else 1,
+        splits_reasoning=reasoning != "none",
+        begins_reasoning=opens_reasoning(rendering.text),
+        marks=served.hidden_marks([*(form.marks if form else ()), BEGIN, END]),
+    )
+
+
+def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
+    """What the template makes of messages and tools. Raises ApiError."""
+    messages = messages_of(fields.items("messages", MAX_MESSAGES))
+    tools = tools_of(fields.items("tools", MAX_TOOLS))
+    choice = fields.take("tool_choice")
+    if choice == "none":
+        tools = []
+    elif choice not in (None, "auto"):
+        raise wrong(
+            "tool_choice",
+            "tool_choice: this server lets the model choose; give auto or none",
+            "unsupported_value",
+        )
+    variables: dict[str, object] = {}
+    effort = fields.choice(
+        "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh")
+    )
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+    if effort == "none":  # what templates ask for
+        variables["enable_thinking"] = False
+    if (more := fields.take("chat_template_kwargs")) is not None:
+        if not isinstance(more, dict):
+            raise fields.refuse("chat_template_kwargs", more, "an object")
+        variables |= more
+    fields.only("chat_template", why="the server's --chat-template says it")
+    is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    begins = fields.flag("add_generation_prompt", True)
+    continues = fields.flag("continue_final_message", is_answered and begins)
+    text = served.render(
+        messages, tools=tools or None, variables=variables, continues=continues,
+        add_generation_prompt=begins,
+    )  # fmt: skip
+    return Rendering(text=text, has_tools=bool(tools))
+
+
+def messages_of(items: list[object]) -> list[dict[str, object]]:
+    """Messages as templates read them: texts for contents, objects for the arguments of calls."""
+    if not items:
+        raise wrong("messages", "messages is missing or empty; a chat has at least one")
+    return [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
+
+
+def _message(item: object, place: str) -> dict[str, object]:
+    if not isinstance(item, dict):
+        raise wrong(place, f"{place}: wanted an object with role and content")
+    message = {key: value for key, value in item.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        shown = json.dumps(role)[:40]
+        raise wrong(f"{place}.role", f"{place}.role is {shown}, wanted one of {', '.join(ROLES)}")
+    message["role"] = "system" if role == "developer" else role
+    message["content"] = _content(message.get("content", ""), f"{place}.content")
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], f"{place}.tool_calls")
+    for name in ("refusal", "annotations", "audio"):
+        message.pop(name, None)
+    return message
+
+
+def _content(content: object, place: str) -> str:
+    """Of several parts, their texts on lines of their own, as llama-server has it."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(place, f"{place}: wanted a text or a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+            shown = json.dumps(kind)[:40]
+            raise wrong(place, f"{place} has a part of type {shown}; this model reads text alone",
+                        "unsupported_content")  # fmt: skip
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(calls: object, place: str) -> list[object]:
+    if not isinstance(calls, list):
+        raise wrong(place, f"{place}: wanted a list of calls")
+    found: list[object] = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(place, f"{place}: wanted objects with a function that has a name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments else {}
+            except (ValueError, RecursionError) as error:
+                raise wrong(place, f"{place}: arguments are not JSON") from error
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def tools_of(items: list[object]) -> list[Mapping[str, object]]:
+    found: list[Mapping[str, object]] = []
+    for number, item in enumerate(items):
+        place = f"tools[{number}]"
+        if not isinstance(item, dict) or item.get("type") != "function":
+            raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
+        function = item.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(place, f"{place}.function: wanted an object with a name")
+        found.append(item)
+    return found
+
+
+def _tool_form(template: ChatTemplate) -> ToolForm:
+    form = form_of(template.tool_text or template.text)
+    if form is None:
+        raise wrong(
+            "tools",
+            "tools: this model's chat template has none, or writes calls in a form that is not known"
+            " here; leave tools out, or start the server with --chat-template",
+            "unsupported_value",
+        )
+    return form
+
+
+def _num_logprobs(fields: Fields) -> int | None:
+    """Of a chat: whether, and beside the token's own of how many others."""
+    is_wanted = fields.flag("logprobs")
+    count = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
+    if count is not None and not is_wanted:
+        raise wrong("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+    return (count or 0) if is_wanted else None

@@ -1,0 +1,64 @@
+"""What a server is told at its start, and the limits of what it takes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+
+MAX_PARALLEL = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """`parallel` texts are worked on at a time, `kept` more stay for whoever begins alike, and
+    `queue` more may wait. `max_tokens`: of an answer, where a request does not want fewer; -1 for
+    all that the context has room for. Times are in seconds: `timeout_s` of a request from its
+    arrival, `drain_s` for running answers at the end, `read_s` for a client to send its request and
+    to take a piece of the answer."""
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8080
+    parallel: int = 4
+    kept: int | None = None  # as many as parallel
+    queue: int = 64
+    max_tokens: int = -1
+    timeout_s: float = 600.0
+    drain_s: float = 30.0
+    read_s: float = 30.0
+    max_body_bytes: int = 8 << 20
+    max_connections: int = 1024
+    api_key: str | None = field(default=None, repr=False)
+    origins: tuple[str, ...] = ()  # of CORS
+    hosts: tuple[str, ...] = ()  # names beside localhost that a request may be for
+    alias: str | None = None
+    template: str | None = None
+    sampling: SamplingOptions = SamplingOptions()
+    log_json: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_range("parallel", 1, MAX_PARALLEL)
+        self._check_range("port", 0, 65535)
+        self._check_range("queue", 0, 1 << 16)
+        self._check_range("max_body_bytes", 1 << 10, 1 << 30)
+        self._check_range("max_connections", 1, 1 << 16)
+        if self.kept is not None:
+            self._check_range("kept", 0, MAX_PARALLEL)
+        if self.max_tokens < 1 and self.max_tokens != -1:
+            raise SparkinferError(f"max_tokens is {self.max_tokens}, wanted 1 or more, or -1")
+        for name in ("timeout_s", "drain_s", "read_s"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise SparkinferError(f"{name} is {getattr(self, name)}, wanted a number over 0")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise SparkinferError("the API key has characters that no header can have; use ASCII")
+        if self.api_key == "":
+            raise SparkinferError("the API key is empty; leave it out, or give one")
+
+    @property
+    def num_kept(self) -> int:
+        return self.parallel if self.kept is None else self.kept
+
+    def _check_range(self, name: str, low: int, high: int) -> None:
+        if not low <= getattr(self, name) <= high:
+            raise SparkinferError(f"{name} is {getattr(self, name)}, wanted {low} to {high}")

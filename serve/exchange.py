@@ -1,0 +1,197 @@
+"""A request's texts on the loop of asyncio: their events as they come, and who is waiting for them.
+
+The scheduler's thread hands over all events of a step at once; here they go to their requests. A
+client that goes away, or takes nothing of its answer for too long, ends its texts.
+What this module does not know: JSON's content, HTTP's paths."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sparkinfer.serve.api_error import ApiError, unavailable
+from sparkinfer.serve.scheduler import QueueFull, Scheduler
+from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Said, Stopping, Text
+
+log = logging.getLogger("sparkinfer.serve")
+Result = TypeVar("Result")
+STATUS_GONE = 499  # nginx's for a client that has closed the connection; for the log alone
+DONE = b"data: [DONE]\n\n"
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+class Exchange:
+    """The texts of one request. Made and used on the loop. Where tokens are not told as they come
+    (`is_stream`), nobody is woken for each: 0.1 ms of the loop's time."""
+
+    def __init__(
+        self, scheduler: Scheduler, jobs: Sequence[Job], retry_s: int, *, is_stream: bool
+    ) -> None:
+        self._scheduler, self._is_stream = scheduler, is_stream
+        self._events: list[tuple[int, Event]] = []
+        self._news = asyncio.Event()
+        self._num_open = len(jobs)
+        self.texts: list[Text] = []
+        try:
+            self.texts = scheduler.submit(jobs, self._listen)
+        except QueueFull:
+            raise ApiError(
+                429,
+                f"{scheduler.num_waiting} texts are waiting, and the queue holds"
+                f" {scheduler.limits.queue}; try again later",
+                kind="rate_limit_error", code="rate_limit_exceeded",
+                headers={"Retry-After": str(retry_s)},
+            ) from None  # fmt: skip
+        except Stopping:
+            raise unavailable("the server is stopping") from None
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Said | Ended]]]:
+        """What has happened since the last time, until all texts have ended.
+
+        Raises ApiError where one of them fails; the others are then cancelled."""
+        while self._num_open:
+            await self._news.wait()
+            self._news.clear()
+            found, self._events = self._events, []
+            batch: list[tuple[int, Said | Ended]] = []
+            for number, event in found:
+                if isinstance(event, Failed):
+                    self.cancel()
+                    raise error_of(event.error)
+                self._num_open -= isinstance(event, Ended)
+                batch.append((number, event))
+            yield batch
+
+    def cancel(self) -> None:
+        if self._num_open:
+            self._scheduler.cancel(self.texts)
+
+    def _listen(self, number: int, event: Event) -> None:
+        self._events.append((number, event))
+        if self._is_stream or not isinstance(event, Said):
+            self._news.set()
+
+
+def error_of(error: Exception) -> ApiError:
+    """What a client is told of a text that failed."""
+    if isinstance(error, Late):
+        return ApiError(504, "the answer took longer than it may (--timeout)",
+                        kind="server_error", code="timeout")  # fmt: skip
+    if isinstance(error, Stopping):
+        return unavailable("the server is stopping")
+    log.error("a text failed", exc_info=error)
+    message = " ".join(str(error).split())[:300] or type(error).__name__
+    return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+async def while_there(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
+    """The result of some work, unless the client goes away: then Gone, and the work is cancelled."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Gone
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def dumps(value: object) -> bytes:
+    """JSON in UTF-8; a lone surrogate, which a client may have sent, becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def sse(value: object, event: str | None = None) -> bytes:
+    head = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return head + b"data: " + dumps(value) + b"\n\n"
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return dumps(content)
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+class EventStream(Response):
+    """Server-sent events. `pieces` gives bytes, some of them b""; the status is 200 once there is a
+    first one, so that what fails before has a status of its own."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        pieces: AsyncIterator[bytes],
+        take_s: float,
+        on_gone: Callable[[], None],
+        end: bytes = DONE,
+    ) -> None:
+        self._exchange, self._pieces, self._take_s = exchange, pieces, take_s
+        self._on_gone, self._end = on_gone, end
+        self.status_code, self.background = 200, None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            failed = await while_there(receive, self._write(send))
+        except (Gone, TimeoutError):
+            self._on_gone()
+            raise Gone from None
+        finally:
+            self._exchange.cancel()
+        if failed is not None:
+            await error_response(failed)(scope, receive, send)
+
+    async def _write(self, send: Send) -> ApiError | None:
+        """An error that came before anything was sent; later ones go into the stream."""
+        has_begun = False
+        try:
+            async for piece in self._pieces:
+                if not has_begun:
+                    has_begun = True
+                    await send(_START)
+                if piece:
+                    await self._send(send, piece)
+            end = self._end
+        except ApiError as error:
+            if not has_begun:
+                return error
+            end = sse(error.body()) + self._end
+        await self._send(send, end)
+        await send({"type": "http.response.body", "body": b""})
+        return None
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        message = {"type": "http.response.body", "body": piece, "more_body": True}
+        async with asyncio.timeout(self._take_s):
+            await send(message)
+
+
+_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+Endpoint = Callable[..., Awaitable[Response]]

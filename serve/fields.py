@@ -1,0 +1,153 @@
+"""The fields of a request, taken one by one: each checked, and what nobody has taken refused.
+
+A field that is null is one that is not there, as OpenAI's clients send them."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sparkinfer.serve.api_error import ApiError, wrong
+
+MAX_SHOWN = 60  # characters of a wrong value in an error
+MAX_DEPTH = 64  # of lists and objects in a request
+
+
+class Fields:
+    """`name` is that of the object within the request, for errors: "stream_options"."""
+
+    def __init__(self, values: Mapping[str, object], name: str = "") -> None:
+        self._left = {key: value for key, value in values.items() if value is not None}
+        self._name = name
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str) -> object:
+        """As it came; None where it did not."""
+        return self._left.pop(name, None)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(name, value, "true or false")
+        return value
+
+    def whole(self, name: str, low: int, high: int) -> int | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():  # JavaScript has no other numbers
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.refuse(name, value, f"a whole number, {low} to {high}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
+            raise self.refuse(name, value, "a number")
+        return value  # type: ignore[return-value]
+
+    def text(self, name: str, longest: int) -> str | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or len(value) > longest:
+            raise self.refuse(name, value, f"text of up to {longest} characters")
+        return value
+
+    def choice(self, name: str, known: tuple[str, ...]) -> str | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if value not in known:
+            raise self.refuse(name, value, f"one of {', '.join(known)}")
+        return str(value)
+
+    def items(self, name: str, longest: int) -> list[object]:
+        value = self.take(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or len(value) > longest:
+            raise self.refuse(name, value, f"a list of up to {longest}")
+        return value
+
+    def inner(self, name: str) -> "Fields | None":
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.refuse(name, value, "an object")
+        return Fields(value, self.place(name))
+
+    def ignore(self, *names: str) -> None:
+        """Fields that do not change an answer."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def only(self, name: str, *values: object, why: str) -> None:
+        """Refuses a field that has none of these values, with the reason."""
+        value = self.take(name)
+        if value is not None and value not in values:
+            shown = f"{self.place(name)}: {_shown(value)} is not supported: {why}"
+            raise wrong(self.place(name), shown, "unsupported_value")
+
+    def rest(self) -> dict[str, object]:
+        """All that is left, for whoever knows it."""
+        left, self._left = self._left, {}
+        return left
+
+    def finish(self) -> None:
+        """Refuses what nobody has taken: a misspelt field would change an answer in silence."""
+        if self._left:
+            name = self.place(next(iter(self._left)))[:MAX_SHOWN]
+            raise wrong(name, f"Unknown parameter: {name!r}.", "unknown_parameter")
+
+    def place(self, name: str) -> str:
+        return f"{self._name}.{name}" if self._name else name
+
+    def refuse(self, name: str, value: object, wanted: str) -> ApiError:
+        place = self.place(name)
+        return wrong(place, f"{place} is {_shown(value)}, wanted {wanted}")
+
+
+def fields_of(body: bytes) -> Fields:
+    """Of a request. Raises ApiError for what is no JSON object."""
+    try:
+        found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)[:100] or type(error).__name__
+        raise wrong(None, f"The body is not JSON: {reason}.", "invalid_json") from error
+    if not isinstance(found, dict):
+        raise wrong(None, f"The body is {_shown(found)}, wanted a JSON object.", "invalid_json")
+    _check_depth(found)
+    return Fields(found)
+
+
+def _check_depth(found: object) -> None:
+    level: list[Any] = [found]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for item in level
+            for value in (item.values() if isinstance(item, dict) else item)
+            if isinstance(value, dict | list)
+        ]  # fmt: skip
+        if not level:
+            return
+    raise wrong(None, f"The body has lists and objects more than {MAX_DEPTH} deep.", "invalid_json")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

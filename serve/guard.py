@@ -1,0 +1,197 @@
+"""Who may ask, and how: what every request passes before it is read, and its line in the log.
+
+The API key is wanted for every path but /health. Without one, a server on this machine's own address
+answers only requests that are addressed to it by that: a page in a browser that has its own name
+resolve to 127.0.0.1 is refused. What this module does not know: what a path does."""
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from h11 import LocalProtocolError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparkinfer.serve.api_error import ApiError
+from sparkinfer.serve.config import ServeConfig
+from sparkinfer.serve.exchange import STATUS_GONE, Gone, error_response
+from sparkinfer.serve.request_log import RequestLine
+
+log = logging.getLogger("sparkinfer.serve")
+OPEN_PATHS = ("/health",)
+MAX_HEAD_BYTES = 32 << 10
+_ALLOWED = {
+    "access-control-allow-methods": "GET, POST, OPTIONS",
+    "access-control-allow-headers": "Authorization, Content-Type, X-Api-Key, X-Request-Id",
+    "access-control-max-age": "600",
+}
+
+
+class Guard:
+    """The outermost of the application. `count` hears of requests that begin (+1) and end (-1)."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServeConfig,
+        is_stopping: Callable[[], bool],
+        observe: Callable[[RequestLine], None],
+        count: Callable[[int], None],
+    ) -> None:
+        self._app, self._config = app, config
+        self._is_stopping, self._observe, self._count = is_stopping, observe, count
+        self._is_local = config.api_key is None and is_loopback(config.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        line = RequestLine(
+            id=f"req_{secrets.token_hex(8)}", method=scope["method"], path=scope["path"]
+        )
+        scope.setdefault("state", {})["line"] = line
+        began = time.perf_counter()
+        self._count(1)
+        try:
+            await self._answer(scope, receive, self._marked(scope, send, line))
+        except Gone:
+            line.status = STATUS_GONE
+        except Exception as error:  # a request never ends the process
+            log.exception("%s failed", line.id)
+            line.error = f"{type(error).__name__}: {error}"
+            failed = ApiError(500, "the request failed; the server's log says more by its id",
+                              kind="server_error", code="internal_error")  # fmt: skip
+            if line.status == 0:
+                await error_response(failed)(scope, receive, self._marked(scope, send, line))
+            else:
+                raise  # the connection is closed in the middle of the answer
+        finally:
+            self._count(-1)
+            line.seconds = time.perf_counter() - began
+            self._observe(line)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        if self._is_preflight(scope, headers):
+            await _preflight(send)
+            return
+        try:
+            self._check(scope, headers)
+        except ApiError as error:
+            scope["state"]["line"].error = error.message
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEAD_BYTES:
+            raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes",
+                           code="headers_too_large", headers={"Connection": "close"})  # fmt: skip
+        if self._is_local and not self._is_ours(headers.get("host", "")):
+            raise ApiError(403, "this server is for its own machine; give it an --api-key, or name"
+                           " the host that it is asked by (--allow-host)", code="wrong_host")  # fmt: skip
+        path = scope["path"]
+        if path not in OPEN_PATHS:
+            self._check_key(headers, is_page=path == "/")
+        if self._is_stopping() and path not in (*OPEN_PATHS, "/metrics"):
+            raise ApiError(503, "the server is stopping", kind="server_error",
+                           code="service_unavailable", headers={"Retry-After": "5"})  # fmt: skip
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._config.max_body_bytes:
+            raise ApiError(413, f"the body is longer than {self._config.max_body_bytes} bytes",
+                           code="request_too_large")  # fmt: skip
+
+    def _check_key(self, headers: Headers, *, is_page: bool) -> None:
+        wanted = self._config.api_key
+        if wanted is None:
+            return
+        given = _given_key(headers)
+        if given is not None and hmac.compare_digest(given, wanted.encode()):
+            return
+        what = "wrong" if given is not None else "missing: send Authorization: Bearer KEY"
+        scheme = 'Basic realm="sparkinfer", charset="UTF-8"' if is_page else "Bearer"
+        raise ApiError(401, f"the API key is {what}", code="invalid_api_key",
+                       headers={"WWW-Authenticate": scheme})  # fmt: skip
+
+    def _is_ours(self, host: str) -> bool:
+        name = _host_name(host)
+        return name == "localhost" or is_address(name) or name in self._config.hosts
+
+    def _is_preflight(self, scope: Scope, headers: Headers) -> bool:
+        return (
+            scope["method"] == "OPTIONS"
+            and "access-control-request-method" in headers
+            and self._origin(headers) is not None
+        )
+
+    def _origin(self, headers: Headers) -> str | None:
+        """What a page of another origin is told, if it may ask."""
+        origin, known = headers.get("origin"), self._config.origins
+        if origin is None or not known:
+            return None
+        return "*" if "*" in known else origin if origin in known else None
+
+    def _marked(self, scope: Scope, send: Send, line: RequestLine) -> Send:
+        origin = self._origin(Headers(scope=scope))
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                line.status = message["status"]
+                message = {**message, "headers": list(message.get("headers", []))}
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = line.id
+                headers["x-content-type-options"] = "nosniff"
+                if origin is not None:
+                    headers["access-control-allow-origin"] = origin
+                    headers.add_vary_header("Origin")
+            try:
+                await send(message)
+            except LocalProtocolError as error:  # uvicorn has refused the rest of the request
+                raise Gone from error
+
+        return marked
+
+
+async def _preflight(send: Send) -> None:
+    headers = [(name.encode(), value.encode()) for name, value in _ALLOWED.items()]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _given_key(headers: Headers) -> bytes | None:
+    """Of Authorization: Bearer, of X-Api-Key, or the password of Authorization: Basic, which is what
+    a browser can ask a person for."""
+    if (key := headers.get("x-api-key")) is not None:
+        return key.encode("latin-1")
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode("latin-1")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return b""
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _host_name(host: str) -> str:
+    """Without the port; an IPv6 address without its brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower()

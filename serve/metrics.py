@@ -1,0 +1,72 @@
+"""Numbers of a server for Prometheus. Those of one process: each server has a registry of its own.
+
+What this module does not know: how requests are answered."""
+
+from collections.abc import Callable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from sparkinfer.serve.request_log import RequestLine
+from sparkinfer.serve.texts import Report
+
+NAMESPACE = "sparkinfer"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+# Paths that get a label of their own; what strangers make up would fill the memory.
+PATHS = (
+    "/", "/health", "/metrics", "/props", "/tokenize", "/detokenize", "/apply-template",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models",
+)  # fmt: skip
+
+
+class Metrics:
+    def __init__(self) -> None:
+        disable_created_metrics()  # a second series for each, of times
+        self.registry = CollectorRegistry()
+        self._requests = self._counter("requests", "Requests answered.", "path", "status")
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._cached = self._counter("cached_tokens", "Those of them that were kept.")
+        self._generated = self._counter("generated_tokens", "Tokens of answers.")
+        self._texts = self._counter("texts", "Texts that ended, by what ended them.", "reason")
+        self._rows = self._counter("step_rows", "Tokens computed in the engine's steps.")
+        self._first = self._histogram("time_to_first_token", "From a text's arrival.")
+        self._token = self._histogram("time_per_token", "Of a text's tokens but the first.")
+        self._step = self._histogram("step", "Of the engine's steps.")
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(name, what, labels, namespace=NAMESPACE, registry=self.registry)
+
+    def _histogram(self, name: str, what: str) -> Histogram:
+        return Histogram(name, what, namespace=NAMESPACE, unit="seconds", buckets=_SECONDS,
+                         registry=self.registry)  # fmt: skip
+
+    def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
+        """A number that is asked for whenever someone looks."""
+        found = Gauge(name, what, namespace=NAMESPACE, registry=self.registry)
+        found.set_function(value)
+
+    def request(self, line: RequestLine) -> None:
+        path = line.path if line.path in PATHS else "other"
+        self._requests.labels(path, str(line.status)).inc()
+
+    def step(self, seconds: float, rows: int) -> None:
+        self._step.observe(seconds)
+        self._rows.inc(rows)
+
+    def text(self, report: Report) -> None:
+        self._prompt.inc(report.prompt_tokens)
+        self._cached.inc(report.cached_tokens)
+        self._generated.inc(report.generated_tokens)
+        self._texts.labels(report.stopped_by).inc()
+        self._first.observe(report.queued_s + report.prompt_s)
+        if report.generated_tokens > 1:
+            self._token.observe(report.generated_s / (report.generated_tokens - 1))
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,75 @@
+"""A line in the log for each request, for people or (--log-json) for programs.
+
+What this module does not know: what requests are."""
+
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+_LOGGERS = ("sparkinfer.serve", "uvicorn.error")
+
+
+@dataclass(kw_only=True)
+class RequestLine:
+    """Filled while a request is answered. `status` is 0 until the answer begins."""
+
+    id: str
+    method: str
+    path: str
+    status: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    queued_s: float = 0.0
+    error: str = ""
+
+    def text(self) -> str:
+        parts = [self.id, self.method, json.dumps(self.path)[1:-1][:80], str(self.status)]
+        if self.prompt_tokens:
+            parts.append(
+                f"{self.prompt_tokens} tokens ({self.cached_tokens} cached), {self.generated_tokens}"
+                " generated"
+            )
+        parts.append(f"{self.seconds:.3f} s")
+        if self.error:
+            parts.append(json.dumps(self.error, ensure_ascii=False)[:300])
+        return " ".join(parts)
+
+
+class _Format(logging.Formatter):
+    def __init__(self, *, is_json: bool) -> None:
+        super().__init__()
+        self._is_json = is_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = getattr(record, "line", None)
+        at = time.strftime("%H:%M:%S", time.localtime(record.created))
+        if line is None:
+            text = record.getMessage()
+            if record.exc_info and record.exc_info[1]:
+                text += "\n" + self.formatException(record.exc_info)
+            found: dict[str, object] = {"message": text}
+        else:
+            text, found = line.text(), asdict(line)
+        if not self._is_json:
+            is_warning = record.levelno >= logging.WARNING
+            return f"{at} {record.levelname.lower()}: {text}" if is_warning else f"{at} {text}"
+        head = {"time": round(record.created, 3), "level": record.levelname.lower()}
+        return json.dumps({**head, **found})
+
+
+def log_line(line: RequestLine) -> None:
+    logging.getLogger("sparkinfer.serve").info("request", extra={"line": line})
+
+
+def start_log(*, is_json: bool) -> None:
+    """Sends our lines and uvicorn's warnings to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Format(is_json=is_json))
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == _LOGGERS[0] else logging.WARNING)

@@ -1,0 +1,279 @@
+"""The thread that runs the engine: texts join and leave between its steps.
+
+A step computes the last token of every text that is being written and, with the rows that are left,
+pieces of prompts, so that a long prompt does not hold up the answers of others. The engine gives a
+row the same bits whatever else is in the step, so a text is the one that its request would get alone.
+A text whose prompt begins like one that is being read waits until that beginning is there, and
+shares it.
+
+What this module does not know: HTTP, JSON, how tokens are drawn."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkinfer.runtime.generate.text_engine import TextEngine
+from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.serve.shelf import Shelf, common
+from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said, Stopping, Text
+
+log = logging.getLogger("sparkinfer.serve")
+
+Batch = list[tuple[Text, Event]]
+STEP_ROWS = 128  # of a step; the native one reads each weight once for so many
+LEAST_ROWS = 16  # of prompts, beside texts that are written
+READ_S = 0.25  # that reading prompts may add to a step in which others write
+WORTH_WAITING = 64  # tokens of a prompt that another text is about to have read
+
+
+class QueueFull(Exception):
+    """As many texts wait as may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many texts are worked on at a time, and how many more may wait."""
+
+    parallel: int
+    queue: int
+
+
+class Scheduler:
+    """`post` is called by the scheduler's thread, once a step, with all that happened in it.
+
+    `submit`, `cancel` and `stop` are for other threads; `run` is for the one that has the engine."""
+
+    def __init__(
+        self, engine: TextEngine, shelf: Shelf, limits: Limits, post: Callable[[Batch], None]
+    ) -> None:
+        self.engine, self.shelf, self.limits, self._post = engine, shelf, limits, post
+        self._waiting: deque[Text] = deque()
+        self._running: list[Text] = []
+        self._change = threading.Condition()
+        self._is_stopped = False
+        self._row_s = 0.0  # what a row of a prompt takes, lately
+        self.on_step: Callable[[float, int], None] = lambda seconds, rows: None  # for metrics
+        self._batch: Batch = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._running and not self._waiting
+
+    def submit(self, jobs: Sequence[Job], listen: Listen) -> list[Text]:
+        """Queues the texts of a request. Raises QueueFull, or Stopping after `stop`."""
+        texts = [Text(job, number, listen) for number, job in enumerate(jobs)]
+        with self._change:
+            if self._is_stopped:
+                raise Stopping
+            known = len(self._running) + len(self._waiting)
+            if known + len(texts) > self.limits.parallel + self.limits.queue:
+                raise QueueFull
+            self._waiting.extend(texts)
+            self._change.notify()
+        return texts
+
+    def cancel(self, texts: Sequence[Text]) -> None:
+        """Nobody wants these any more. They end before the next step, and nothing is told."""
+        for text in texts:
+            text.is_cancelled = True
+        with self._change:
+            self._change.notify()
+
+    def stop(self) -> None:
+        """Ends `run` after the step that it is in; what is not finished fails as Stopping."""
+        with self._change:
+            self._is_stopped = True
+            self._change.notify()
+
+    def run(self) -> None:
+        while True:
+            with self._change:
+                while self.is_idle and not self._is_stopped:
+                    self._change.wait()
+                if self._is_stopped:
+                    break
+            self.step()
+        self._fail_all(Stopping())
+
+    def step(self) -> None:
+        """One step of the engine, for whoever needs it."""
+        self._sweep()
+        self._admit()
+        parts = self._parts()
+        if parts:
+            self._compute(parts)
+        self._flush()
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._change:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for text in (*self._running, *waiting):
+            self._end(text, Failed(error), is_kept=False)
+        self._flush()
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            self._post(batch)
+
+    def _sweep(self) -> None:
+        """Lets go of texts that nobody wants, or that have taken too long."""
+        now = time.monotonic()
+        with self._change:
+            texts = [*self._running, *self._waiting]
+        for text in texts:
+            deadline = text.job.deadline
+            if text.is_cancelled:
+                self._end(text, None, is_kept=text.job.reuses)
+            elif deadline is not None and now > deadline:
+                self._end(text, Failed(Late()), is_kept=text.job.reuses)
+
+    def _admit(self) -> None:
+        with self._change:
+            while self._waiting and len(self._running) < self.limits.parallel:
+                self._running.append(self._waiting.popleft())
+
+    def _end(self, text: Text, event: Event | None, *, is_kept: bool) -> None:
+        with self._change:
+            if text in self._running:
+                self._running.remove(text)
+            elif text in self._waiting:
+                self._waiting.remove(text)
+        sequence, text.sequence = text.sequence, None
+        if sequence is not None and is_kept:
+            self.shelf.keep(sequence)
+        elif sequence is not None:
+            self.shelf.drop(sequence)
+        if event is not None:
+            self._batch.append((text, event))
+
+    def _fail(self, text: Text, error: Exception) -> None:
+        log.debug("a text failed", exc_info=error)
+        self._end(text, Failed(error), is_kept=False)
+
+    def _parts(self) -> list[tuple[Text, Part]]:
+        """What the step computes: a row of every text that is written, then pieces of prompts."""
+        writing = [text for text in self._running if text.is_writing]
+        parts = [found for text in writing if (found := self._part(text, 1))]
+        rows = STEP_ROWS - len(writing)
+        if writing and self._row_s:
+            rows = min(rows, int(READ_S / self._row_s))
+        rows = max(rows, LEAST_ROWS)
+        for text, share in self._shares(rows):
+            if found := self._part(text, share):
+                parts.append(found)
+        return parts
+
+    def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
+        try:
+            return text, text.part(most)
+        except Exception as error:  # whatever it is, the other texts go on
+            self._fail(text, error)
+            return None
+
+    def _shares(self, rows: int) -> list[tuple[Text, int]]:
+        """Which prompts are read by how many tokens: of the oldest as much as half of the rows, so
+        that it ends, then the shortest first, so that they need not wait for long ones."""
+        reading = [text for text in self._running if not text.is_writing and self._has_begun(text)]
+        if not reading:
+            return []
+        oldest, *others = reading
+        others.sort(key=lambda text: text.num_unread)
+        shares = {oldest: min(oldest.num_unread, rows if not others else -(-rows // 2))}
+        left = rows - shares[oldest]
+        for text in others:
+            shares[text] = min(text.num_unread, left)
+            left -= shares[text]
+        shares[oldest] += min(left, oldest.num_unread - shares[oldest])
+        return [(text, share) for text, share in shares.items() if share]
+
+    def _has_begun(self, text: Text) -> bool:
+        """Whether it has a place; gives it one, unless a part of its prompt is about to be read."""
+        if text.sequence is not None:
+            return True
+        job = text.job
+        if job.reuses and self._is_being_read(job.ids):
+            return False
+        try:
+            sequence = self.shelf.take(job.ids, reuses=job.reuses)
+        except Exception as error:
+            self._fail(text, error)
+            return False
+        text.sequence = sequence
+        try:
+            text.begin(sequence, self.engine.traffic)
+        except Exception as error:
+            self._fail(text, error)
+            return False
+        return True
+
+    def _is_being_read(self, ids: Sequence[int]) -> bool:
+        """Whether waiting gives many more tokens of a prompt than are known."""
+        coming = 0
+        for other in self._running:
+            if other.sequence is not None and not other.is_writing and other.job.reuses:
+                shared = common(other.job.ids, ids[:-1])
+                if other.sequence.length < shared:
+                    coming = max(coming, shared)
+        return coming >= WORTH_WAITING and coming >= self.shelf.known(ids) + WORTH_WAITING
+
+    def _compute(self, parts: list[tuple[Text, Part]]) -> None:
+        began = time.perf_counter()
+        try:
+            found = self.engine.run([part for _, part in parts])
+        except Exception as error:
+            log.warning("a step failed (%s); its texts are computed one by one", error)
+            self._compute_alone(parts)
+            return
+        seconds = time.perf_counter() - began
+        self._learn(parts, seconds)
+        for (text, part), logits_RV in zip(parts, found, strict=True):
+            self._draw(text, part, logits_RV, seconds)
+
+    def _compute_alone(self, parts: list[tuple[Text, Part]]) -> None:
+        """As a step that fails adds nothing to any sequence, only the texts that fail alone, too,
+        are at fault."""
+        for text, part in parts:
+            began = time.perf_counter()
+            try:
+                (logits_RV,) = self.engine.run([part])
+            except Exception as error:
+                self._fail(text, error)
+                continue
+            self._draw(text, part, logits_RV, time.perf_counter() - began)
+
+    def _learn(self, parts: list[tuple[Text, Part]], seconds: float) -> None:
+        rows = sum(len(part.tokens) for _, part in parts)
+        self.on_step(seconds, rows)
+        if rows >= LEAST_ROWS + self.limits.parallel:
+            row_s = seconds / rows
+            self._row_s = row_s if not self._row_s else 0.7 * self._row_s + 0.3 * row_s
+
+    def _draw(self, text: Text, part: Part, logits_RV: Tensor, seconds: float) -> None:
+        if part.wanted == "none":
+            return
+        assert text.generation is not None
+        try:
+            text.generation.take(logits_RV, seconds)
+            tokens = text.draw()
+        except Exception as error:
+            self._fail(text, error)
+            return
+        if tokens:
+            self._batch.append((text, Said(tokens)))
+        if text.is_over:
+            self._end(text, Ended(text.report()), is_kept=text.job.reuses)

@@ -1,0 +1,157 @@
+"""The model of a server as requests need it: tokens, template, samplers. Safe for several threads.
+
+What this module does not know: how tokens are made."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from threading import Lock
+
+from tokenizers import pre_tokenizers
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.chain import SamplerChain
+from sparkinfer.runtime.generate.dry import Breakers, dry_breakers
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.text.chat_template import ChatTemplate, Message
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.serve.api_error import ApiError, wrong
+
+MAX_BREAKER_SETS = 16  # that are remembered: each is looked for in the whole vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """`template` is a line that says why there is none, where there is none."""
+
+    name: str
+    created: int
+    codec: TextCodec
+    template: ChatTemplate | str
+    vocab_size: int
+    context_length: int
+    trained_context_length: int
+    num_parameters: int
+    num_bytes: int
+    longest_token: int  # in characters
+    defaults: SamplingOptions
+    max_tokens: int
+    _breakers: dict[tuple[str, ...], Breakers] = field(default_factory=dict, compare=False)
+    _lock: Lock = field(default_factory=Lock, compare=False, repr=False)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Refuses, before it is tokenised, what cannot fit into the context."""
+        most = self.context_length * self.longest_token
+        if len(text) > most:
+            raise wrong(
+                param,
+                f"the prompt has {len(text)} characters; this model's context of"
+                f" {self.context_length} tokens holds at most {most}",
+                "context_length_exceeded",
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """As a prompt: with what the tokenizer puts before it. Raises ApiError."""
+        try:
+            return self.codec.encode(text)
+        except SparkinferError as error:
+            raise wrong("prompt", str(error)) from error
+
+    def encode_plain(self, text: str, param: str = "content") -> list[int]:
+        """Nothing is added. Raises ApiError."""
+        try:
+            return self.codec.encode_rendered(text)
+        except SparkinferError as error:
+            raise wrong(param, str(error)) from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None,
+        variables: Mapping[str, object],
+        continues: bool,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The text of a conversation. Raises ApiError where the template does not take it."""
+        if isinstance(self.template, str):
+            raise ApiError(501, self.template, code="no_chat_template")
+        try:
+            return self.template.render(
+                messages,
+                tools=tools,
+                variables=variables,
+                continue_final_message=continues,
+                add_generation_prompt=add_generation_prompt and not continues,
+            )
+        except SparkinferError as error:
+            raise wrong("messages", str(error)) from error
+
+    def chain(self, sampling: SamplingOptions) -> SamplerChain:
+        breakers = None
+        if sampling.dry_multiplier and sampling.dry_sequence_breakers:
+            breakers = self._breakers_of(sampling.dry_sequence_breakers)
+        return SamplerChain(sampling, self.vocab_size, breakers)
+
+    def _breakers_of(self, texts: tuple[str, ...]) -> Breakers:
+        with self._lock:
+            if texts not in self._breakers:
+                while len(self._breakers) >= MAX_BREAKER_SETS:
+                    del self._breakers[next(iter(self._breakers))]
+                self._breakers[texts] = dry_breakers(self.codec, texts)
+            return self._breakers[texts]
+
+    def chat_codec(self) -> tuple[TextCodec, tuple[str, ...]]:
+        """(codec whose end tokens end an answer, strings that do)."""
+        turn_end = None if isinstance(self.template, str) else self.template.turn_end
+        if turn_end is None:
+            return self.codec, ()
+        token_id = self.codec.tokenizer.token_to_id(turn_end)
+        if token_id is None:
+            return self.codec, (turn_end,)
+        return replace(self.codec, end_ids=self.codec.end_ids | {token_id}), ()
+
+    def hidden_marks(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of some texts that are special tokens, which are left out of what is said."""
+        added = self.codec.tokenizer.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items()
+                if token.special and token.content in texts}  # fmt: skip
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; those of a special one are its name's."""
+        tokenizer = self.codec.tokenizer
+        name = tokenizer.id_to_token(token_id)
+        if name is None:
+            return b""
+        if token_id in self._added_ids:
+            return name.encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF.get(character, 0x3F) for character in name)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self.codec.tokenizer.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        state = self.codec.tokenizer.decoder
+        return state is not None and '"ByteLevel"' in json.dumps(
+            json.loads(state.__getstate__()), separators=(",", ":")
+        )
+
+
+def _byte_of() -> dict[str, int]:
+    """GPT-2's names of bytes: those that can be printed are themselves, the others follow at 256."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    names = {chr(byte): byte for byte in printed}
+    names |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    assert set(names) == set(pre_tokenizers.ByteLevel.alphabet())
+    return names
+
+
+_BYTE_OF = _byte_of()

@@ -1,0 +1,229 @@
+"""A server's life: its socket, the thread of its engine, its signals, its end.
+
+The port is bound before the model is loaded, so that a port in use is told at once; until then
+/health says "loading model". SIGTERM or SIGINT lets running answers finish (drain_s), refuses new
+ones, and ends the process with 0; a second signal ends it at once.
+What this module does not know: paths, how a model is loaded."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
+
+import uvicorn
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.constraints import json_schema_constraint
+from sparkinfer.runtime.generate.text_engine import TextEngine
+from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
+from sparkinfer.serve.app import app_of
+from sparkinfer.serve.config import ServeConfig
+from sparkinfer.serve.connections import connection_class
+from sparkinfer.serve.guard import MAX_HEAD_BYTES
+from sparkinfer.serve.scheduler import Batch, Limits, Scheduler
+from sparkinfer.serve.served_model import ServedModel
+from sparkinfer.serve.service import Service
+from sparkinfer.serve.shelf import Shelf
+
+LAST_S = 2.0  # for answers that are made, to be sent
+
+OpenEngine = Callable[[], AbstractContextManager[TextEngine]]
+
+
+class Server:
+    """`open_engine` is called in the thread that runs it, and gives an engine of `num_places`
+    sequences; `on_ready` hears the server's address when it takes requests."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        num_places: int,
+        open_engine: OpenEngine,
+        on_ready: Callable[[str, ServedModel], None],
+    ) -> None:
+        self.config, self._num_places = config, num_places
+        self._open_engine, self._on_ready = open_engine, on_ready
+        self.service = Service(config, f"sparkinfer-{version('sparkinfer')}")
+        self._scheduler: Scheduler | None = None
+        self._error: BaseException | None = None
+        self._num_signals = 0
+
+    def run(self) -> None:
+        """Until a signal. Raises SparkinferError where the port or the model cannot be had."""
+        listener = _listener(self.config)
+        try:
+            asyncio.run(self._serve(listener))
+        finally:
+            listener.close()
+            self.service.close()
+        if self._error is not None:
+            raise self._error
+
+    async def _serve(self, listener: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._uvicorn = _Uvicorn(_uvicorn_config(self.config, self.service))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        thread = threading.Thread(target=self._run_engine, args=(listener,), name="engine")
+        thread.start()
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        finally:
+            self.service.state = "stopping"
+            self._stop_scheduler()
+            await asyncio.to_thread(thread.join)
+
+    def _run_engine(self, listener: socket.socket) -> None:
+        """The engine's thread, to its end."""
+        try:
+            with self._open_engine() as engine:
+                served = served_of(self.config, engine)
+                shelf = Shelf(engine, self._num_places)
+                parallel = self.config.parallel if engine.has_equal_rows else 1
+                limits = Limits(parallel=parallel, queue=self.config.queue)
+                scheduler = Scheduler(engine, shelf, limits, self._post)
+                self._scheduler = scheduler
+                if self.service.is_stopping:  # while the model was loaded
+                    scheduler.stop()
+                self._tell(lambda: self._begin(served, scheduler, _url(self.config, listener)))
+                scheduler.run()
+        except BaseException as error:
+            self._error = error
+            self._tell(self._leave)
+
+    def _begin(self, served: ServedModel, scheduler: Scheduler, url: str) -> None:
+        self.service.begin(served, scheduler)
+        if self.service.state == "ready":
+            self._on_ready(url, served)
+
+    def _post(self, batch: Batch) -> None:
+        self._tell(lambda: [text.listen(text.number, event) for text, event in batch])
+
+    def _tell(self, what: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError:  # the loop is closed: nobody is left who could hear it
+            assert self._loop.is_closed()
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            os._exit(130)
+        was_loading = self.service.state == "loading"
+        self.service.state = "stopping"
+        if was_loading:
+            self._leave()
+        else:
+            self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        """Lets what is running end, within its time; then what is left fails."""
+        deadline = time.monotonic() + self.config.drain_s
+        while self.service.num_active and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._stop_scheduler()
+        deadline = time.monotonic() + LAST_S
+        while self.service.num_active and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._leave()
+
+    def _stop_scheduler(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.stop()
+
+    def _leave(self) -> None:
+        self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without its own handling of signals, which closes the port before answers are finished."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(config: ServeConfig, service: Service) -> uvicorn.Config:
+    return uvicorn.Config(
+        app_of(service),
+        http=connection_class(config.read_s, config.max_connections),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=round(LAST_S),
+    )
+
+
+def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
+    model, codec = engine.model, engine.codec
+    try:
+        template: ChatTemplate | str = chat_template_of(model, codec, config.template)
+        if isinstance(template, ChatTemplate):
+            template.render([{"role": "user", "content": "Hello"}])  # starts its process
+    except SparkinferError as error:
+        if config.template is not None:
+            raise
+        template = str(error)
+    served = ServedModel(
+        name=config.alias or config.model.stem,
+        created=int(config.model.stat().st_mtime),
+        codec=codec,
+        template=template,
+        vocab_size=model.shape.vocab_size,
+        context_length=engine.context_length,
+        trained_context_length=model.shape.context_length,
+        num_parameters=sum(_count(entry.shape) for entry in model.tensors.values()),
+        num_bytes=config.model.stat().st_size,
+        longest_token=max(map(len, codec.tokenizer.get_vocab(with_added_tokens=True))),
+        defaults=config.sampling,
+        max_tokens=config.max_tokens,
+    )
+    served.chain(config.sampling)  # refuses what cannot be
+    try:
+        json_schema_constraint({"type": "object"}, codec)  # reads the vocabulary, once
+    except SparkinferError:
+        pass  # the request that wants one is told why
+    return served
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _listener(config: ServeConfig) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SparkinferError(f"--host {config.host}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise SparkinferError(
+            f"{config.host}:{config.port} cannot be listened to: {error.strerror}; give another"
+            " --port, or 0 for any"
+        ) from error
+    return listener
+
+
+def _url(config: ServeConfig, listener: socket.socket) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{listener.getsockname()[1]}"

@@ -1,0 +1,137 @@
+"""What all paths of a server share: its model once it is loaded, its scheduler, its state.
+
+What this module does not know: paths, sockets, signals."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from sparkinfer.serve.api_error import ApiError, unavailable
+from sparkinfer.serve.config import ServeConfig
+from sparkinfer.serve.exchange import Exchange, Gone, while_there
+from sparkinfer.serve.fields import Fields, fields_of
+from sparkinfer.serve.metrics import Metrics
+from sparkinfer.serve.request_log import RequestLine, log_line
+from sparkinfer.serve.scheduler import Scheduler
+from sparkinfer.serve.served_model import ServedModel
+from sparkinfer.serve.texts import Job, Report
+
+Result = TypeVar("Result")
+NUM_PREPARING = 2  # threads that render and tokenise
+MAX_RETRY_S = 60
+
+
+class Service:
+    """Used on the loop; `scheduler` has a thread of its own."""
+
+    def __init__(self, config: ServeConfig, fingerprint: str = "sparkinfer") -> None:
+        self.config, self.fingerprint = config, fingerprint
+        self.state: Literal["loading", "ready", "stopping"] = "loading"
+        self.metrics = Metrics()
+        self.num_active = 0  # requests that are being answered
+        self._served: ServedModel | None = None
+        self._scheduler: Scheduler | None = None
+        self._preparing = ThreadPoolExecutor(NUM_PREPARING, thread_name_prefix="prepare")
+        self._text_s = 1.0  # what a text takes, lately
+
+    def begin(self, served: ServedModel, scheduler: Scheduler) -> None:
+        """The model is loaded."""
+        self._served, self._scheduler = served, scheduler
+        scheduler.on_step = self.metrics.step
+        for name, what, value in (
+            ("running", "Texts that are worked on.", lambda: scheduler.num_running),
+            ("waiting", "Texts that wait.", lambda: scheduler.num_waiting),
+            ("kept_texts", "Texts kept for others.", lambda: scheduler.shelf.num_kept),
+            ("kept_tokens", "Their tokens.", lambda: scheduler.shelf.num_kept_tokens),
+        ):
+            self.metrics.gauge(name, what, value)
+        if self.state == "loading":
+            self.state = "ready"
+
+    @property
+    def served(self) -> ServedModel:
+        """Raises ApiError while the model is loaded."""
+        if self._served is None:
+            raise unavailable("the model is being loaded")
+        return self._served
+
+    @property
+    def scheduler(self) -> Scheduler:
+        if self._scheduler is None:
+            raise unavailable("the model is being loaded")
+        return self._scheduler
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.state == "stopping"
+
+    @property
+    def is_idle(self) -> bool:
+        return self._scheduler is None or self._scheduler.is_idle
+
+    def observe(self, line: RequestLine) -> None:
+        self.metrics.request(line)
+        log_line(line)
+
+    def count(self, change: int) -> None:
+        self.num_active += change
+
+    async def fields(self, request: Request) -> Fields:
+        """Of a POST. Raises ApiError for a body that is no JSON object, too long, or too slow."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "send Content-Type: application/json", code="wrong_content_type")
+        pieces, length = [], 0
+        try:
+            async with asyncio.timeout(self.config.read_s):
+                async for piece in request.stream():
+                    length += len(piece)
+                    if length > self.config.max_body_bytes:
+                        raise ApiError(
+                            413, f"the body is longer than {self.config.max_body_bytes} bytes",
+                            code="request_too_large",
+                        )  # fmt: skip
+                    pieces.append(piece)
+        except TimeoutError:
+            raise ApiError(408, f"the body took longer than {self.config.read_s:g} s",
+                           code="request_timeout", headers={"Connection": "close"}) from None  # fmt: skip
+        except ClientDisconnect:
+            raise Gone from None
+        return await self.prepared(lambda: fields_of(b"".join(pieces)))
+
+    async def prepared(self, make: Callable[[], Result]) -> Result:
+        """The result of work that would hold up the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
+
+    def exchange(self, jobs: Sequence[Job], *, is_stream: bool) -> Exchange:
+        """Raises ApiError where there is no room for them."""
+        waiting = self.scheduler.num_waiting + 1
+        retry_s = round(self._text_s * waiting / self.config.parallel)
+        retry_s = max(1, min(MAX_RETRY_S, retry_s))
+        return Exchange(self.scheduler, jobs, retry_s, is_stream=is_stream)
+
+    def report(self, request: Request, reports: Sequence[Report]) -> None:
+        """For the log and the metrics, once the texts of a request have ended."""
+        line: RequestLine = request.scope["state"]["line"]
+        for report in reports:
+            self.metrics.text(report)
+            line.prompt_tokens += report.prompt_tokens
+            line.cached_tokens += report.cached_tokens
+            line.generated_tokens += report.generated_tokens
+            line.queued_s = max(line.queued_s, report.queued_s)
+            self._text_s += 0.1 * (report.prompt_s + report.generated_s - self._text_s)
+
+    async def while_there(
+        self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
+    ) -> Result:
+        """As exchange.while_there; the texts end with it."""
+        try:
+            return await while_there(request.receive, work)
+        finally:
+            exchange.cancel()
+
+    def close(self) -> None:
+        self._preparing.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,150 @@
+"""The paths beside the answers: models, tokens, templates, properties, health, metrics, the page.
+
+What this module does not know: how answers are made."""
+
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sparkinfer.runtime.text.chat_template import ChatTemplate
+from sparkinfer.serve.api_error import ApiError, wrong
+from sparkinfer.serve.chat_requests import take_rendering
+from sparkinfer.serve.exchange import JsonResponse
+from sparkinfer.serve.fields import Fields
+from sparkinfer.serve.service import Service
+
+PAGE = Path(__file__).with_name("page.html")
+MAX_TEXT = 1 << 24
+
+
+async def health(service: Service, request: Request) -> Response:
+    """200 where the server takes requests. llama-server's words."""
+    if service.state == "ready":
+        return JsonResponse({"status": "ok"})
+    word = "loading model" if service.state == "loading" else "stopping"
+    return JsonResponse({"status": word}, status_code=503)
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def page(service: Service, request: Request) -> Response:
+    """The one file that is served: its path is the program's own."""
+    if not PAGE.is_file():
+        raise ApiError(404, "this server has no page; its API is under /v1", code="not_found")
+    headers = {
+        "content-security-policy": "default-src 'none'; connect-src 'self'; img-src 'self' data:;"
+        " style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none';"
+        " form-action 'none'; frame-ancestors 'none'",
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+    }
+    return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=headers)
+
+
+async def models(service: Service, request: Request) -> Response:
+    return JsonResponse({"object": "list", "data": [_model(service)]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name != service.served.name:
+        raise ApiError(404, f"The model {name[:80]!r} does not exist.", code="model_not_found")
+    return JsonResponse(_model(service))
+
+
+def _model(service: Service) -> dict[str, object]:
+    served = service.served
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "sparkinfer",
+        "meta": {
+            "n_vocab": served.vocab_size,
+            "n_ctx": served.context_length,
+            "n_ctx_train": served.trained_context_length,
+            "n_params": served.num_parameters,
+            "size": served.num_bytes,
+        },
+    }
+
+
+async def props(service: Service, request: Request) -> Response:
+    served, config = service.served, service.config
+    template = served.template
+    defaults = {
+        name: value for name, value in vars(served.defaults).items() if name != "logit_bias"
+    }
+    return JsonResponse(
+        {
+            "default_generation_settings": {
+                "n_ctx": served.context_length,
+                "params": {**defaults, "n_predict": served.max_tokens},
+            },
+            "total_slots": config.parallel,
+            "model_alias": served.name,
+            "model_path": config.model.name,
+            "chat_template": template.text if isinstance(template, ChatTemplate) else "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": service.fingerprint,
+            "is_sleeping": False,
+        }
+    )
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """llama-server's: without special tokens before it unless asked; with_pieces tells texts."""
+    fields = await service.fields(request)
+    content = _content(fields)
+    is_special = fields.flag("add_special")
+    has_pieces = fields.flag("with_pieces")
+    fields.flag("parse_special", True)
+    fields.finish()
+    served = service.served
+    encode = served.encode if is_special else served.encode_plain
+    ids = await service.prepared(lambda: encode(content))
+    if not has_pieces:
+        return JsonResponse({"tokens": ids})
+    return JsonResponse(
+        {"tokens": [{"id": i, "piece": _piece(served.token_bytes(i))} for i in ids]}
+    )
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    fields = await service.fields(request)
+    found = fields.items("tokens", MAX_TEXT)
+    fields.finish()
+    size = service.served.vocab_size
+    ids = [i for i in found if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size]
+    if len(ids) < len(found):
+        raise wrong("tokens", f"tokens: wanted token ids, 0 to {size - 1}")
+    tokenizer = service.served.codec.tokenizer
+    text = await service.prepared(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    return JsonResponse({"content": text})
+
+
+async def apply_template(service: Service, request: Request) -> Response:
+    fields = await service.fields(request)
+    fields.ignore("model")
+    rendering = await service.prepared(lambda: take_rendering(fields, service.served))
+    fields.finish()
+    return JsonResponse({"prompt": rendering.text})
+
+
+def _content(fields: Fields) -> str:
+    content = fields.text("content", MAX_TEXT)
+    if content is None:
+        raise wrong("content", "content is missing; wanted a text")
+    return content
+
+
+def _piece(found: bytes) -> str | list[int]:
+    """Its text; where its bytes are no whole characters, these."""
+    try:
+        return found.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(found)

@@ -1,0 +1,266 @@
+"""What requests of all kinds have in common, and a completion's own part: from fields to jobs.
+
+What this module does not know: messages (chat_requests), what is answered."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.constraints import (
+    Constraint,
+    gbnf_constraint,
+    json_schema_constraint,
+)
+from sparkinfer.runtime.generate.generation import ENDLESS, GenerationOptions
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.serve.api_error import wrong
+from sparkinfer.serve.fields import Fields
+from sparkinfer.serve.sampling_fields import take_sampling, texts_of
+from sparkinfer.serve.served_model import ServedModel
+from sparkinfer.serve.texts import Job
+
+MAX_CHOICES = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_LOGPROBS = 20
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_PROMPTS = 64
+# Of OpenAI's clients and llama-server's: they say nothing about an answer's text.
+NEUTRAL = (
+    "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "id_slot", "timings_per_token", "return_tokens",
+    "return_progress", "sse_ping_interval", "n_cache_reuse",
+)  # fmt: skip
+# What is not done here, with the values that ask for nothing, as llama-server's clients send them.
+UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("n_keep", (0, -1), "the context is not shifted"),
+    ("n_discard", (0,), "the context is not shifted"),
+    ("n_indent", (0,), "a grammar can say it"),
+    ("t_max_predict_ms", (0, -1), "max_tokens and timeout bound an answer"),
+    ("post_sampling_probs", (False,), "logprobs are the model's own"),
+    ("response_fields", ([],), "an answer has all its fields"),
+    ("lora", ([],), "adapters are merged when a model is converted"),
+    ("verbosity", ("medium",), "a model can be told so in a message"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How each text of a request is made, and how it is told."""
+
+    count: int  # of each prompt
+    is_stream: bool
+    has_usage: bool  # in a stream
+    sampling: SamplingOptions
+    options: GenerationOptions
+    constraint: Constraint | None
+    reuses: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """A completion, ready to be submitted."""
+
+    wanted: Wanted
+    prompts: tuple[tuple[str, list[int]], ...]  # texts ("" where it came as ids) and their tokens
+    echoes: bool
+    jobs: list[Job]
+
+
+def completion_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
+    """Of /v1/completions. Raises ApiError."""
+    prompts = _prompts(fields.take("prompt"), served)
+    echoes = fields.flag("echo")
+    logprobs = fields.take("logprobs")
+    count = _logprobs(logprobs) if logprobs is not False else None
+    if (number := fields.whole("n_probs", 0, MAX_LOGPROBS)) is not None and number > 0:
+        count = number
+    if echoes and count is not None:
+        raise wrong("echo", "echo with logprobs is not supported: prompts have no logprobs here")
+    fields.only("suffix", "", why="filling a gap needs tokens that models mark gaps with")
+    best_of = fields.whole("best_of", 1, MAX_CHOICES)
+    wanted = take_wanted(fields, served, count, served.codec, timeout_s)
+    if best_of not in (None, wanted.count):
+        raise wrong(
+            "best_of", f"best_of is {best_of}, n is {wanted.count}: both have to be the same"
+        )
+    fields.finish()
+    jobs = [
+        job for _, ids in prompts for job in jobs_of(served, ids, wanted, served.codec, "prompt")
+    ]
+    return TextRequest(wanted=wanted, prompts=tuple(prompts), echoes=echoes, jobs=jobs)
+
+
+def take_wanted(
+    fields: Fields,
+    served: ServedModel,
+    num_logprobs: int | None,
+    codec: TextCodec,
+    timeout_s: float,
+    stops: Sequence[str] = (),
+) -> Wanted:
+    """The fields that completions and chats have in common; `stops` are the template's."""
+    fields.ignore(*NEUTRAL)
+    for name, values, why in UNSUPPORTED:
+        fields.only(name, *values, why=why)
+    is_stream = fields.flag("stream")
+    stream_options = fields.inner("stream_options")
+    has_usage = False
+    if stream_options is not None:
+        if not is_stream:
+            raise wrong("stream_options", "stream_options is only allowed when stream is true")
+        has_usage = stream_options.flag("include_usage")
+        stream_options.ignore("include_obfuscation", "continuous_usage_stats")
+        stream_options.finish()
+    count = fields.whole("n", 1, MAX_CHOICES) or fields.whole("n_cmpl", 1, MAX_CHOICES) or 1
+    sampling = take_sampling(fields, served.defaults, served.encode_plain, served.vocab_size)
+    options = GenerationOptions(
+        max_tokens=_max_tokens(fields, served),
+        stops=(*texts_of(fields, "stop", MAX_STOPS, MAX_STOP_LENGTH), *stops),
+        ignores_end=fields.flag("ignore_eos"),
+        num_logprobs=num_logprobs,
+    )
+    asked_s = fields.number("timeout")
+    return Wanted(
+        count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
+        constraint=_constraint(fields, codec), reuses=fields.flag("cache_prompt", True),
+        timeout_s=timeout_s if asked_s is None else min(timeout_s, max(asked_s, 0.0)),
+    )  # fmt: skip
+
+
+def jobs_of(
+    served: ServedModel, ids: list[int], wanted: Wanted, codec: TextCodec, param: str
+) -> list[Job]:
+    """A job for each choice: with a seed, that of the n-th is the seed + n."""
+    if not ids:
+        raise wrong(param, f"{param} has no tokens; give it some text")
+    if len(ids) >= served.context_length:
+        raise wrong(
+            param,
+            f"This model's context is {served.context_length} tokens; the prompt has {len(ids)},"
+            " which leaves no room for an answer. Shorten it, or start the server with --context.",
+            "context_length_exceeded",
+        )
+    deadline = time.monotonic() + wanted.timeout_s
+    jobs = []
+    for number in range(wanted.count):
+        sampling, mask = wanted.sampling, wanted.constraint
+        if sampling.seed is not None and number:
+            sampling = replace(sampling, seed=(sampling.seed + number) % (1 << 64))
+        job = Job(
+            ids=ids, codec=codec, draws=served.chain(sampling), options=wanted.options,
+            mask=mask.fork() if mask is not None else None, deadline=deadline,
+            reuses=wanted.reuses,
+        )  # fmt: skip
+        jobs.append(job)
+    return jobs
+
+
+def _prompts(value: object, served: ServedModel) -> list[tuple[str, list[int]]]:
+    """A text, its tokens, or a list of either."""
+    if isinstance(value, str):
+        return [(value, _encoded(value, served))]
+    if isinstance(value, list) and value and all(_is_id(item) for item in value):
+        return [("", _ids(value, served))]
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_PROMPTS:
+        raise wrong("prompt", f"prompt: wanted a text, token ids, or a list of up to {MAX_PROMPTS}")
+    found = []
+    for item in value:
+        if isinstance(item, str):
+            found.append((item, _encoded(item, served)))
+        elif isinstance(item, list) and item and all(_is_id(part) for part in item):
+            found.append(("", _ids(item, served)))
+        else:
+            raise wrong("prompt", "prompt: wanted a list of texts, or of lists of token ids")
+    return found
+
+
+def _encoded(text: str, served: ServedModel) -> list[int]:
+    served.check_length(text, "prompt")
+    return served.encode(text)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ids(value: list[int], served: ServedModel) -> list[int]:
+    strange = next((i for i in value if not 0 <= i < served.vocab_size), None)
+    if strange is not None:
+        raise wrong("prompt", f"there is no token {strange}, wanted 0 to {served.vocab_size - 1}")
+    return value
+
+
+def _logprobs(value: object) -> int | None:
+    """Of completions: a number of them."""
+    if value is None:
+        return None
+    if value is True:
+        return 1
+    if not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
+        raise wrong("logprobs", f"logprobs: wanted a whole number, 0 to {MAX_LOGPROBS}")
+    return value
+
+
+def _max_tokens(fields: Fields, served: ServedModel) -> int:
+    """By any of its names; never more than the server allows."""
+    asked = None
+    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
+        found = fields.whole(name, -1, (1 << 31) - 1)
+        if found == 0:
+            raise wrong(name, f"{name} is 0, wanted 1 or more")
+        asked = found if asked is None else asked
+    if asked in (None, ENDLESS):
+        return served.max_tokens
+    assert asked is not None
+    return asked if served.max_tokens == ENDLESS else min(asked, served.max_tokens)
+
+
+def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
+    """Of response_format, json_schema or grammar; at most one of them."""
+    given = [name for name in ("json_schema", "grammar") if fields.has(name)]
+    schema, param = fields.take("json_schema"), "json_schema"
+    grammar = fields.text("grammar", MAX_GRAMMAR_BYTES)
+    if (shape := fields.inner("response_format")) is not None:
+        kind = shape.choice("type", ("text", "json_object", "json_schema"))
+        if kind is None:
+            raise wrong("response_format.type", "response_format.type is missing")
+        if kind != "text":
+            given.append("response_format")
+            schema, param = _schema(shape, kind), "response_format"
+        shape.ignore("type")
+        shape.finish()
+    if len(given) > 1:
+        raise wrong(given[-1], f"{' and '.join(given)} exclude each other; give one")
+    try:
+        if grammar:
+            return gbnf_constraint(grammar, codec)
+        if schema is None:
+            return None
+        return schema_constraint(schema, codec, param)
+    except SparkinferError as error:
+        raise wrong("grammar" if grammar else param, str(error)) from error
+
+
+def schema_constraint(schema: object, codec: TextCodec, param: str) -> Constraint:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
+        raise wrong(param, f"{param}: the schema has more than {MAX_GRAMMAR_BYTES} bytes")
+    return json_schema_constraint(text, codec)
+
+
+def _schema(shape: Fields, kind: str) -> object:
+    if kind == "json_object":  # llama-server: with a schema beside
+        return shape.take("schema") or {"type": "object"}
+    if shape.has("schema"):
+        return shape.take("schema")
+    named = shape.inner("json_schema")
+    if named is None or not named.has("schema"):
+        raise wrong("response_format.json_schema", "response_format.json_schema.schema is missing")
+    named.ignore("name", "description", "strict")
+    schema = named.take("schema")
+    named.finish()
+    return schema

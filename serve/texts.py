@@ -1,0 +1,148 @@
+"""One text of a request: what is asked for, where it stands, and what is told about it.
+
+What this module does not know: other texts, HTTP."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sparkinfer.runtime.generate.generation import (
+    Draws,
+    Generation,
+    GenerationOptions,
+    Mask,
+    Token,
+)
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from sparkinfer.runtime.text.codec import TextCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be continued. `deadline`: when it fails, by time.monotonic. `reuses`: whether it
+    may begin with keys and values that others have computed, and leave its own for others."""
+
+    ids: Sequence[int]
+    codec: TextCodec
+    draws: Draws
+    options: GenerationOptions
+    mask: Mask | None = None
+    deadline: float | None = None
+    reuses: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Of a text that has ended; times in seconds by the clock, so with the steps that it shared."""
+
+    stopped_by: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    queued_s: float
+    prompt_s: float
+    generated_s: float
+
+
+class Stopping(Exception):
+    """The server ends before the text does."""
+
+
+class Late(Exception):
+    """The text's deadline is over."""
+
+
+@dataclass(frozen=True)
+class Said:
+    tokens: Sequence[Token]
+
+
+@dataclass(frozen=True)
+class Ended:
+    report: Report
+
+
+@dataclass(frozen=True)
+class Failed:
+    error: Exception
+
+
+Event = Said | Ended | Failed
+Listen = Callable[[int, Event], None]  # the number of the text within its request, what happened
+
+
+class Text:
+    """A job on its way: it waits, reads its prompt, writes, and ends.
+
+    `listen` is not called here: the scheduler hands its events over in batches."""
+
+    def __init__(self, job: Job, number: int, listen: Listen) -> None:
+        self.job, self.number, self.listen = job, number, listen
+        self.is_cancelled = False  # by any thread; heard before the next step
+        self.sequence: TextSequence | None = None
+        self.generation: Generation | None = None
+        self.is_writing = False
+        self.num_cached = self.num_said = 0
+        self._submitted_s = time.monotonic()
+        self._began_s = self._first_s = self._submitted_s
+        self.last_s = self._submitted_s  # of the latest token
+
+    @property
+    def is_over(self) -> bool:
+        return self.generation is not None and self.generation.is_over
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt that are to be computed."""
+        known = 0 if self.sequence is None else self.sequence.length
+        return 0 if self.is_writing else len(self.job.ids) - known
+
+    def begin(self, sequence: TextSequence, traffic: Traffic) -> None:
+        """Goes on with what the sequence has, which is a part of the prompt."""
+        job = self.job
+        self.sequence, self.num_cached = sequence, sequence.length
+        self._began_s = time.monotonic()
+        self.generation = Generation(
+            sequence, job.ids, job.codec, job.draws, job.options, traffic, job.mask
+        )
+
+    def part(self, most: int) -> Part:
+        """What it wants computed next: at most `most` tokens of its prompt, or its last token."""
+        assert self.sequence is not None and self.generation is not None
+        if self.num_unread <= most:
+            part = self.generation.part()
+            assert part is not None, "there are no drafts"
+            return part
+        start = self.sequence.length
+        return Part(
+            sequence=self.sequence, tokens=self.job.ids[start : start + most], wanted="none"
+        )
+
+    def draw(self) -> Sequence[Token]:
+        """The next token; `generation` has its logits."""
+        assert self.generation is not None
+        self.last_s = time.monotonic()
+        if not self.is_writing:
+            self.is_writing, self._first_s = True, self.last_s
+        tokens = self.generation.draw()
+        self.num_said += sum(token.id is not None for token in tokens)
+        return tokens
+
+    @property
+    def first_token_s(self) -> float:
+        """From its arrival to its first token."""
+        return self._first_s - self._submitted_s
+
+    def report(self) -> Report:
+        assert self.generation is not None
+        return Report(
+            stopped_by=self.generation.run.stopped_by,
+            prompt_tokens=len(self.job.ids),
+            cached_tokens=self.num_cached,
+            generated_tokens=self.num_said,
+            queued_s=self._began_s - self._submitted_s,
+            prompt_s=self._first_s - self._began_s,
+            generated_s=self.last_s - self._first_s,
+        )

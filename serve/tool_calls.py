@@ -1,0 +1,163 @@
+"""Tool calls in answers, for the templates whose form of them is known.
+
+A template tells its model how to write a call, so the form is recognised by the template's text.
+Where it is not known, tools are refused: the calls would come as text that no client understands.
+What this module does not know: what a tool does, tokens."""
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_CALLS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+    def body(self, index: int | None = None) -> dict[str, object]:
+        """As OpenAI has it; with an index, as a part of a stream."""
+        function = {"name": self.name, "arguments": self.arguments}
+        found: dict[str, object] = {"id": self.id, "type": "function", "function": function}
+        return found if index is None else {"index": index, **found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolForm:
+    """How a template's model calls tools. From `begin` on a text is no text any more; `where` says
+    whether it may come anywhere or at the beginning alone. `read` gives the calls of what begins
+    there, or None where these are none. `marks` may be special tokens."""
+
+    name: str
+    begin: tuple[str, ...]
+    marks: tuple[str, ...]
+    where: Literal["anywhere", "first"]
+    read: Callable[[str], list[tuple[str, object]] | None]
+
+
+def form_of(template: str) -> ToolForm | None:
+    """None where the template has no tools, or none in a form that is known."""
+    if "tools" not in template:
+        return None
+    return next((form for marks, form in _FORMS if all(mark in template for mark in marks)), None)
+
+
+def _read_hermes(text: str) -> list[tuple[str, object]] | None:
+    calls = []
+    for piece in text.split("<tool_call>")[1:]:
+        call = _call(_json(piece.partition("</tool_call>")[0]), "arguments")
+        if call is None:
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def _read_mistral(text: str) -> list[tuple[str, object]] | None:
+    found = _json(text.removeprefix("[TOOL_CALLS]"))
+    calls = [_call(item, "arguments") for item in found] if isinstance(found, list) else []
+    return None if not calls or None in calls else calls  # type: ignore[return-value]
+
+
+def _read_llama(text: str) -> list[tuple[str, object]] | None:
+    """One call, or several with semicolons between."""
+    rest, calls = text.strip().removeprefix("<|python_tag|>"), []
+    while rest := rest.lstrip(" \n;"):
+        try:
+            found, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return None
+        call = _call(found, "parameters")
+        if call is None:
+            return None
+        calls.append(call)
+        rest = rest[end:]
+    return calls or None
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(found: object, arguments: str) -> tuple[str, object] | None:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    return found["name"], found.get(arguments, {})
+
+
+_FORMS: tuple[tuple[tuple[str, ...], ToolForm], ...] = (
+    (("<tool_call>", '"arguments"'),
+     ToolForm(name="hermes", begin=("<tool_call>",), marks=("<tool_call>", "</tool_call>"),
+              where="anywhere", read=_read_hermes)),
+    (("[TOOL_CALLS]",),
+     ToolForm(name="mistral", begin=("[TOOL_CALLS]",), marks=("[TOOL_CALLS]",),
+              where="anywhere", read=_read_mistral)),
+    (("<|start_header_id|>", '"parameters"'),
+     ToolForm(name="llama 3", begin=("{", "<|python_tag|>"), marks=("<|python_tag|>",),
+              where="first", read=_read_llama)),
+)  # fmt: skip
+
+
+class ToolSplitter:
+    """Lets text through up to the first call, and reads the calls at its end."""
+
+    def __init__(self, form: ToolForm, *, most: int = MAX_CALLS) -> None:
+        self._form, self._most = form, most
+        self._held, self._said = "", False
+        self._is_call = False
+
+    def push(self, text: str) -> str:
+        """What is certainly text."""
+        self._held += text
+        if self._is_call:
+            return ""
+        if self._form.where == "first":
+            return self._first()
+        places = [at for mark in self._form.begin if (at := self._held.find(mark)) >= 0]
+        if places:
+            self._is_call = True
+            return self._take(min(places))
+        keep = max(_overlap(self._held, mark) for mark in self._form.begin)
+        return self._take(len(self._held) - keep)
+
+    def _first(self) -> str:
+        begun = self._held.lstrip()
+        if not self._said and any(begun.startswith(mark) for mark in self._form.begin):
+            self._is_call = True
+            return ""
+        if not self._said and any(mark.startswith(begun) for mark in self._form.begin):
+            return ""
+        self._said = True
+        return self._take(len(self._held))
+
+    def finish(self) -> tuple[str, Sequence[ToolCall]]:
+        """(what was held and is text, calls). A call that cannot be read is text."""
+        text = self._take(len(self._held))
+        found = self._form.read(text) if self._is_call else None
+        if found is None:
+            return text, ()
+        return "", [
+            ToolCall(
+                id=f"call_{secrets.token_hex(12)}",
+                name=name,
+                arguments=arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments, ensure_ascii=False),
+            )
+            for name, arguments in found[: self._most]
+        ]
+
+    def _take(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Characters at the end of a text that `mark` begins with."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,0 +1,130 @@
+"""Which mode a plan is for: the fastest by the solver's own model, of those that cost no quality.
+
+Modes that the model file has something for and whose recorded loss is within the limit
+(sparkinfer.mode_choice) are each given their best plan in the same memories. Mode dense is always
+among them, and its plan is never slower than a split by whole layers, which is one of its own
+placements (`layer_split`). The fastest wins; what the others take is told.
+
+What this module does not know: how a plan is found, or what is done with it."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_choice import refusal, sparse_modes
+from sparkinfer.solver.inputs import Inputs, Workspace, check_budgets, too_small
+from sparkinfer.solver.layer_split import as_plan, layer_split
+from sparkinfer.solver.optimise import Answer, find_plan
+from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
+from sparkinfer.split_file import PlanMode
+
+AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another way to run the model in the same memories. Seconds a token, or why there are none.
+
+    `is_unproven`: its plan may be slower than its best one, which cannot beat the chosen one."""
+
+    name: AlternativeName
+    seconds: float | None
+    why_not: str | None = None
+    is_unproven: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The plan and what it was found for; `others` are slower or not allowed."""
+
+    inputs: Inputs
+    pipeline: Pipeline
+    answer: Answer
+    others: tuple[Alternative, ...]
+
+
+def find(inputs: Inputs, *, time_limit_s: float) -> Found:
+    """The best plan for the mode of the inputs.
+
+    Raises SparkinferError where none fits, naming the smallest memory that works."""
+    pipeline = inputs.pipeline()
+    check_budgets(inputs, pipeline)
+    return _find(inputs, pipeline, time_limit_s=time_limit_s, beat_s=np.inf)
+
+
+def find_fastest(
+    inputs: Inputs, *, max_loss: float, time_limit_s: float, workspace: Workspace
+) -> Found:
+    """The best plan of all modes that may be run. Raises SparkinferError where none fits."""
+    allowed, others = allowed_modes(inputs, max_loss)
+    best: Found | None = None
+    refused: list[tuple[tuple[int, int], SparkinferError]] = []
+    for mode in allowed:
+        of_mode = in_mode(inputs, mode, workspace)
+        pipeline = of_mode.pipeline()
+        beat_s = np.inf if best is None else best.answer.objective_s
+        try:
+            check_budgets(of_mode, pipeline)
+            found = _find(of_mode, pipeline, time_limit_s=time_limit_s, beat_s=beat_s)
+        except SparkinferError as error:
+            needs = (pipeline.model.minimum_bytes, pipeline.model.placeable_bytes)
+            refused.append((needs, error))
+            others.append(Alternative(name=mode, seconds=None, why_not="no plan of it fits"))
+            continue
+        others += found.others
+        if found.answer.objective_s < beat_s:
+            others += [] if best is None else [_told(best)]
+            best = found
+        else:
+            others.append(_told(found))
+    if best is None:
+        raise min(refused, key=lambda pair: pair[0])[1]
+    return replace(best, others=tuple(others))
+
+
+def in_mode(inputs: Inputs, mode: PlanMode, workspace: Workspace) -> Inputs:
+    """The same for another mode."""
+    size = workspace(inputs.model, inputs.context_length, mode)
+    return replace(inputs, mode=mode, workspace=size)
+
+
+def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list[Alternative]]:
+    """The modes to plan for, and those that cost too much."""
+    allowed: list[PlanMode] = []
+    others = []
+    for mode in sparse_modes(inputs.model):
+        why_not = refusal(inputs.model, mode, max_loss)
+        if why_not is None:
+            allowed.append(mode)
+        else:
+            others.append(Alternative(name=mode, seconds=None, why_not=why_not))
+    return [*allowed, "dense"], others
+
+
+def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: float) -> Found:
+    known = whole_layers(inputs)
+    others = [
+        Alternative(name="whole layers", seconds=plan_seconds(pipeline, plan))
+        for plan in known
+        if plan_is_feasible(pipeline, plan)
+    ]
+    answer = find_plan(pipeline, time_limit_s=time_limit_s, known=known, beat_s=beat_s)
+    if answer is None:
+        raise too_small(inputs, pipeline)
+    return Found(inputs=inputs, pipeline=pipeline, answer=answer, others=tuple(others))
+
+
+def whole_layers(inputs: Inputs) -> list[PipelinePlacement]:
+    """In mode dense: the split by whole layers, which the plan must not be slower than."""
+    return [as_plan(inputs, layer_split(inputs))] if inputs.mode == "dense" else []
+
+
+def _told(found: Found) -> Alternative:
+    answer = found.answer
+    return Alternative(
+        name=found.inputs.mode,
+        seconds=answer.objective_s,
+        is_unproven=answer.status == "time_limit",
+    )

@@ -1,0 +1,118 @@
+"""What a user may ask of `sparsify`."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sparsify.feed_forward import RULES, Rule
+from sparkinfer.sparsify.limits import ALLOCATIONS, Allocation
+from sparkinfer.sparsify.schedule import check_shares
+
+Precision = Literal["auto", "f32", "bf16"]
+SAVE_EVERY_S = 600.0
+DEFAULT_SHARE = 0.6
+# Replaced activations whose zeros are given by themselves: nothing is chosen.
+UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsifyConfig:
+    """Sizes are in tokens; a step is `batch_tokens` of each process."""
+
+    model: Path
+    corpora: tuple[Path, ...]
+    output: Path  # the model file; with several shares one each, see `of_share`
+    shares: tuple[float, ...] = ()  # (): DEFAULT_SHARE, or what ReLU gives
+    tokens: int = 1_000_000  # for each share, over all processes
+    held_out: tuple[Path, ...] = ()  # the first decides which state is the best
+    held_out_tokens: int = 16_384  # of each file, at the end of a share
+    check_tokens: int = 4_096  # of the first file, now and then
+    checks: int = 12  # of each share
+    rule: Rule = "threshold"
+    allocation: Allocation = "uniform"
+    rank: int | None = None  # of low-rank updates; None: whole matrices
+    learning_rate: float = 3e-4
+    warmup_steps: int = 10
+    layer_weight: float = 0.0  # of the relative squared error of every layer's output
+    window: int = 256
+    batch_tokens: int = 1024
+    micro_tokens: int = 1024  # of one pass; more passes are added up
+    precision: Precision = "auto"
+    text_key: str = "text"
+    start_from: Path | None = None  # a trained checkpoint of the same model
+    save_checkpoint: Path | None = None  # folder of a Hugging Face checkpoint for each share
+    device: str | None = None
+    seed: int = 0
+    force: bool = False
+    save_every_s: float = SAVE_EVERY_S
+
+    def __post_init__(self) -> None:
+        if not self.corpora:
+            raise SparkinferError("no corpus; give one or more text files with --corpus")
+        for name in ("tokens", "held_out_tokens", "check_tokens", "checks", "window",
+                     "batch_tokens", "micro_tokens"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise SparkinferError(f"{name} is {getattr(self, name)}, wanted 1 or more")
+        if self.window < 16 or self.batch_tokens % self.window or self.micro_tokens % self.window:
+            raise SparkinferError(
+                f"batches of {self.batch_tokens} tokens in passes of {self.micro_tokens} and windows"
+                f" of {self.window}: wanted windows of 16 or more, and whole windows in both"
+            )
+        if self.batch_tokens % self.micro_tokens:
+            raise SparkinferError(
+                f"a batch of {self.batch_tokens} tokens is no whole number of passes of"
+                f" {self.micro_tokens}"
+            )
+        if self.rule in UNCHOSEN and self.shares:
+            raise SparkinferError(
+                f"{self.rule} decides by itself which neurons are silent; leave --share out, or take"
+                " --activation fatrelu"
+            )
+        if self.start_from is not None and (self.rule, self.rank) != ("threshold", None):
+            raise SparkinferError(
+                "only whole matrices with thresholds go on from a trained checkpoint; leave"
+                " --start-from, --rank and --activation out"
+            )
+        check_shares(self.targets)
+        if not 0 < self.learning_rate < math.inf:
+            raise SparkinferError(f"learning rate is {self.learning_rate}, wanted e.g. 3e-4")
+        if not 0 <= self.layer_weight < math.inf:
+            raise SparkinferError(f"layer weight is {self.layer_weight}, wanted 0 or more")
+        if self.rule not in RULES or self.allocation not in ALLOCATIONS:
+            raise SparkinferError(
+                f"rule {self.rule!r} with allocation {self.allocation!r}; known:"
+                f" {', '.join(RULES)}; {', '.join(ALLOCATIONS)}"
+            )
+        if self.rank is not None and self.rank < 1:
+            raise SparkinferError(f"rank is {self.rank}, wanted 1 or more")
+        if self.seed < 0 or self.warmup_steps < 0:
+            raise SparkinferError("seed and warm-up steps are 0 or more")
+
+    @property
+    def targets(self) -> tuple[float, ...]:
+        """The shares to reach, one after the other; of ReLU one that says nothing."""
+        return self.shares or (DEFAULT_SHARE,)
+
+    @property
+    def chooses_share(self) -> bool:
+        return self.rule not in UNCHOSEN
+
+    def of_share(self, path: Path, share: float) -> Path:
+        """`path`; where there are several shares "model-60.gguf" of "model.gguf"."""
+        if len(self.targets) == 1:
+            return path
+        return path.with_name(f"{path.stem}-{100 * share:g}{path.suffix}")
+
+    def output_of(self, share: float) -> Path:
+        return self.of_share(self.output, share)
+
+    def checkpoint_of(self, share: float) -> Path:
+        """Where the trained checkpoint goes."""
+        return self.of_share(self.save_checkpoint or self.work_folder / "trained", share)
+
+    @property
+    def work_folder(self) -> Path:
+        """Where a run keeps what it needs to go on."""
+        return self.output.with_name(self.output.name + ".sparsify")

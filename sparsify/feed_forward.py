@@ -1,0 +1,203 @@
+"""The feed-forward layer in training: the trained matrices, the dense ones beside them, limits.
+
+Neuron j is silent for a token where |act(gate_j x)| <= limit_j. Where the activation is replaced
+it goes from the model's own to ReLU by and by (`blend`): relu has limits of 0, fatrelu (ProSparse,
+arXiv 2402.13516) one limit for all neurons, drelu (TurboSparse, arXiv 2406.05955) ReLU of up too. Attention, norms and embeddings are shared by the model
+in training and by its dense self, so both are one module: `is_dense` says which one it is now.
+
+What this module does not know: how limits are found, and what the loss is.
+
+Letters: L layers, T tokens, D model width, F neurons, R rank of an update."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparkinfer.errors import SparkinferError
+
+Rule = Literal["threshold", "relu", "fatrelu", "drelu"]
+RULES: tuple[Rule, ...] = ("threshold", "relu", "fatrelu", "drelu")
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+Watch = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
+def silence(value_TF: Tensor, limit_F: Tensor) -> Tensor:
+    """What is at most its neuron's limit in size becomes 0; NaN passes."""
+    return torch.where(value_TF.abs() <= limit_F.to(value_TF.dtype), 0.0, value_TF)
+
+
+class Update(nn.Module):
+    """A matrix and the low-rank update that is trained: x (W + up down)^T; it starts at nothing.
+
+    `weight` is the dense matrix in the type of the products, shared with the dense model."""
+
+    def __init__(self, linear: nn.Linear, weight: Tensor, rank: int, start: Tensor) -> None:
+        super().__init__()
+        num_out, num_in = weight.shape
+        assert start.shape == (rank, num_in), (start.shape, rank, num_in)
+        self.weight, self.bias = weight, linear.bias
+        self.down_RD = nn.Parameter(start.to(weight.device) / num_in**0.5)
+        self.up_FR = nn.Parameter(torch.zeros(num_out, rank, device=weight.device))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TF = F.linear(x_TD, self.weight, self.bias)
+        return y_TF + F.linear(F.linear(x_TD, self.down_RD), self.up_FR)
+
+    def change(self) -> Tensor:
+        """f32: what is added to the matrix."""
+        return self.up_FR.detach() @ self.down_RD.detach()
+
+
+class FeedForward(nn.Module):
+    """Takes the place of a layer's `mlp`; its matrices keep their names.
+
+    `dense` are the weights of the dense model in the type of the products, by MATRICES."""
+
+    def __init__(self, mlp: nn.Module, layer: int, rule: Rule, dtype: torch.dtype) -> None:
+        super().__init__()
+        parts: Any = mlp
+        self.gate_proj: nn.Linear | Update = parts.gate_proj
+        self.up_proj: nn.Linear | Update = parts.up_proj
+        self.down_proj: nn.Linear | Update = parts.down_proj
+        self.act_fn: Callable[[Tensor], Tensor] = parts.act_fn
+        self.layer, self.rule, self.is_dense = layer, rule, False
+        self.blend = 0.0  # of a replaced activation: from the model's own, 0, to ReLU, 1
+        self.dense = tuple(getattr(mlp, name).weight.detach().to(dtype, copy=True)
+                           for name in MATRICES)  # fmt: skip
+        device = self.dense[0].device
+        self.limit_F = torch.zeros(self.dense[0].shape[0], device=device)
+        self.watch: Watch | None = None
+        self.keeps_outputs = False
+        self.dense_output: Tensor | None = None
+        self.difference: Tensor | None = None  # of the outputs, relative; see keeps_outputs
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if self.is_dense:
+            dense_TD = self._dense(x_TD)
+            self.dense_output = dense_TD if self.keeps_outputs else None
+            return dense_TD
+        gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
+        value_TF = self._activated(gate_TF)
+        if self.watch is not None:
+            self.watch(self.layer, value_TF.detach(), up_TF.detach(), x_TD.detach())
+        if self.rule == "drelu":
+            up_TF = torch.lerp(up_TF, F.relu(up_TF), self.blend)
+        y_TD: Tensor = self.down_proj(silence(value_TF, self.limit_F) * up_TF)
+        if self.keeps_outputs and self.dense_output is not None:
+            want_TD = self.dense_output.float()
+            self.difference = (y_TD.float() - want_TD).square().mean() / want_TD.square().mean()
+        return y_TD
+
+    def _activated(self, gate_TF: Tensor) -> Tensor:
+        if self.rule == "threshold":
+            return self.act_fn(gate_TF)
+        return torch.lerp(self.act_fn(gate_TF), F.relu(gate_TF), self.blend)
+
+    def _dense(self, x_TD: Tensor) -> Tensor:
+        gate_FD, up_FD, down_DF = self.dense
+        gate_TF = F.linear(x_TD, gate_FD, self.gate_proj.bias)
+        up_TF = F.linear(x_TD, up_FD, self.up_proj.bias)
+        return F.linear(self.act_fn(gate_TF) * up_TF, down_DF, self.down_proj.bias)
+
+
+def install(model: nn.Module, rule: Rule, dtype: torch.dtype) -> list[FeedForward]:
+    """Puts a FeedForward into every layer of a transformers model; nothing is trained yet.
+
+    Raises SparkinferError for a layer that is not down(act(gate) * up)."""
+    model.requires_grad_(False)
+    found = []
+    for index, layer in enumerate(decoder_of(model).layers):
+        mlp: Any = getattr(layer, "mlp", None)
+        parts = [getattr(mlp, name, None) for name in MATRICES]
+        if not all(isinstance(part, nn.Linear) for part in parts) or not hasattr(mlp, "act_fn"):
+            raise SparkinferError(
+                f"{type(model).__name__}: layer {index} has no gate, up and down projections of its"
+                " own; wanted a model such as Llama, Mistral, Qwen2 or Qwen3"
+            )
+        layer.mlp = FeedForward(mlp, index, rule, dtype)
+        found.append(layer.mlp)
+    return found
+
+
+def decoder_of(model: Any) -> Any:
+    """Of a transformers model the layers and the final norm, without the output head."""
+    return model.get_decoder()
+
+
+def make_trainable(
+    layers: Sequence[FeedForward], rank: int | None, seed: int
+) -> dict[str, nn.Parameter]:
+    """What is trained, in f32, by name: the three matrices of every layer, or low-rank updates."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, nn.Parameter] = {}
+    for layer in layers:
+        for name, weight in zip(MATRICES, layer.dense, strict=True):
+            linear, place = getattr(layer, name), f"{layer.layer}.{name}"
+            if rank is None:
+                linear.weight = nn.Parameter(linear.weight.detach().float())
+                found[f"{place}.weight"] = linear.weight
+                continue
+            start = torch.randn(rank, weight.shape[1], generator=generator)
+            update = Update(linear, weight, rank, start)
+            setattr(layer, name, update)
+            found[f"{place}.down"], found[f"{place}.up"] = update.down_RD, update.up_FR
+    return found
+
+
+def whole_matrices(
+    layers: Sequence[FeedForward], source: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint, f32 matrix on the CPU) of all that is trained; `source` gives the
+    dense matrices by that name, which updates are added to."""
+    for layer in layers:
+        for part_name in MATRICES:
+            part, name = getattr(layer, part_name), checkpoint_name(layer.layer, part_name)
+            if isinstance(part, Update):
+                yield name, source(name).float() + part.change().cpu()
+            else:
+                yield name, part.weight.detach().float().cpu()
+
+
+def matrix_names(layers: Sequence[FeedForward]) -> list[str]:
+    """Their names in the checkpoint."""
+    return [checkpoint_name(layer.layer, name) for layer in layers for name in MATRICES]
+
+
+@torch.no_grad()
+def put_matrices(layers: Sequence[FeedForward], matrices: Mapping[str, Tensor]) -> None:
+    """Other matrices in place of those that are computed with; the dense ones stay."""
+    for layer in layers:
+        for name in MATRICES:
+            getattr(layer, name).weight.copy_(matrices[checkpoint_name(layer.layer, name)])
+
+
+def checkpoint_name(layer: int, matrix: str) -> str:
+    return f"model.layers.{layer}.mlp.{matrix}.weight"
+
+
+@contextmanager
+def dense(layers: Sequence[FeedForward]) -> Iterator[None]:
+    """Within, the model is its dense self."""
+    for layer in layers:
+        layer.is_dense = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_dense = False
+
+
+@contextmanager
+def watched(layers: Sequence[FeedForward], watch: Watch) -> Iterator[None]:
+    """Within, `watch` is given (layer, act(gate), up, the layer's input) of every token."""
+    for layer in layers:
+        layer.watch = watch
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.watch = None

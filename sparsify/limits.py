@@ -1,0 +1,129 @@
+"""Which neurons are silent: a limit for each, so that a wanted share of a layer stays silent.
+
+What neuron j adds to the output for a token is about |act(gate_j x)| w_j with the weight
+w_j = E|up_j x| |down_j|, measured on the dense model and scaled to mean 1 in a layer. It is silent
+where that product is at most t, so limit_j = t / w_j. t follows the share: it moves towards the
+quantile of |act(gate)| w of every batch (`Limits.follow`), until it is frozen.
+
+One t for each layer gives every layer the same share (`uniform`). With `global` there is one for
+all layers, and w is scaled by 1 / E|FFN output| of its layer: what is small beside its layer's
+output goes first.
+
+Letters: L layers, T tokens, D model width, F neurons."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.sparsify.feed_forward import FeedForward
+
+Allocation = Literal["uniform", "global"]
+ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "global")
+SAMPLES = 1 << 17  # values of a layer and batch that a quantile is taken of
+SPEED = 0.2  # of t towards the quantile of a batch
+LAG_STEPS = 10  # fewer steps to reach a share need more speed
+
+
+class Measure:
+    """A watcher: what the weights of the neurons are made of, summed in float64."""
+
+    def __init__(self, layers: Sequence[FeedForward]) -> None:
+        size = (len(layers), len(layers[0].limit_F))
+        self.layers = layers
+        self.up_LF = torch.zeros(size, dtype=torch.float64)
+        self.output_L = torch.zeros(len(layers), dtype=torch.float64)
+        self.num_tokens_L = [0] * len(layers)
+
+    def __call__(self, layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
+        up_TF, value_TF = up_TF.flatten(0, -2), value_TF.flatten(0, -2)
+        down_DF = self.layers[layer].dense[2]
+        output_TD = (value_TF * up_TF).to(down_DF.dtype) @ down_DF.T
+        self.up_LF[layer] += up_TF.float().abs().sum(dim=0).double().cpu()
+        self.output_L[layer] += output_TD.float().norm(dim=1).sum().double().cpu()
+        self.num_tokens_L[layer] += len(up_TF)
+
+    def weights(self, allocation: Allocation, ranks: Ranks) -> Tensor:
+        """f32 [L, F]: w of every neuron, never 0."""
+        tokens_L = ranks.sum(torch.tensor(self.num_tokens_L, dtype=torch.float64))
+        up_LF = ranks.sum(self.up_LF) / tokens_L[:, None]
+        down_LF = torch.stack([layer.dense[2].double().norm(dim=0).cpu() for layer in self.layers])
+        weight_LF = up_LF * down_LF
+        if allocation == "global":
+            weight_LF = weight_LF / (ranks.sum(self.output_L) / tokens_L)[:, None]
+            weight_LF = weight_LF / weight_LF.mean()
+        else:
+            weight_LF = weight_LF / weight_LF.mean(dim=1, keepdim=True)
+        return weight_LF.clamp(min=1e-6).float()
+
+
+@dataclass(kw_only=True)
+class Limits:
+    """t of every layer and w of every neuron; `set` gives the layers their limits."""
+
+    weight_LF: Tensor
+    threshold_L: Tensor  # f64
+    allocation: Allocation
+
+    @classmethod
+    def of(cls, weight_LF: Tensor, allocation: Allocation) -> "Limits":
+        threshold_L = torch.zeros(len(weight_LF), dtype=torch.float64)
+        return cls(weight_LF=weight_LF, threshold_L=threshold_L, allocation=allocation)
+
+    @classmethod
+    def from_limits(cls, limit_LF: Tensor, allocation: Allocation) -> "Limits":
+        """Those whose `limit_LF` these are. Raises ValueError where a layer has none above 0."""
+        if not (limit_LF > 0).all():
+            raise ValueError("a limit of 0 says nothing about its neuron's weight")
+        inverse_LF = 1 / limit_LF.double()
+        threshold_L = 1 / inverse_LF.mean(dim=1)
+        return cls(
+            weight_LF=(threshold_L[:, None] * inverse_LF).float(),
+            threshold_L=threshold_L,
+            allocation=allocation,
+        )
+
+    @property
+    def limit_LF(self) -> Tensor:
+        return (self.threshold_L[:, None] / self.weight_LF.double()).float()
+
+    def set(self, layers: Sequence[FeedForward]) -> None:
+        for layer, limit_F in zip(layers, self.limit_LF, strict=True):
+            layer.limit_F = limit_F.to(layer.dense[0].device)
+
+    def move(self, quantile_L: Tensor, speed: float) -> None:
+        """Towards the quantiles of a batch; with `speed` 1 onto them."""
+        self.threshold_L += speed * (quantile_L - self.threshold_L)
+
+
+class Scores:
+    """A watcher: a sample of |act(gate)| w of every layer, of one batch."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.values: dict[int, list[Tensor]] = {}
+
+    def __call__(self, layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
+        value_TF = value_TF.flatten(0, -2)
+        step = max(1, value_TF.numel() // SAMPLES)
+        weight_F = self.limits.weight_LF[layer].to(value_TF.device)
+        scores = value_TF[::step].float().abs() * weight_F
+        self.values.setdefault(layer, []).append(scores.flatten())
+
+    def quantiles(self, share: float, ranks: Ranks) -> Tensor:
+        """f64 [L]: what a share of the scores of a layer is at most (`global`: of all layers)."""
+        of_layer = [torch.cat(self.values[layer]) for layer in sorted(self.values)]
+        if self.limits.allocation == "global":
+            found = [_quantile(torch.cat(of_layer), share)] * len(of_layer)
+        else:
+            found = [_quantile(scores, share) for scores in of_layer]
+        self.values.clear()
+        return ranks.sum(torch.tensor(found, dtype=torch.float64)) / ranks.size
+
+
+def _quantile(scores: Tensor, share: float) -> float:
+    rank = max(1, round(share * len(scores)))
+    return float(scores.kthvalue(rank).values)

@@ -1,0 +1,138 @@
+"""What is settled before a run loads its model: source, sizes, memory, outputs; and the end of it.
+
+What this module does not know: training."""
+
+import math
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.families.table import read_blueprint
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import check_output, check_output_folder
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.profile.resume import Settings
+from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.memory import check_memory, needs_of
+from sparkinfer.sparsify.schedule import Schedule
+from sparkinfer.sparsify.source import as_checkpoint
+from sparkinfer.sparsify.student import dtype_of
+
+# Of a config, what does not change what a run computes, and what is told in other words.
+NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
+                "save_checkpoint", "device", "force", "save_every_s")  # fmt: skip
+OURS = (".json", ".safetensors", ".model", ".txt", ".jinja", ".md")  # files of a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    config: SparsifyConfig
+    source: Path  # the dense checkpoint's folder
+    model_id: str
+    device: str
+    dtype: torch.dtype
+    schedule: Schedule
+    num_processes: int
+    memory: str
+
+    @classmethod
+    def of(cls, config: SparsifyConfig, ranks: Ranks) -> "Plan":
+        """After `make_checkpoint`. Raises SparkinferError for a model that convert does not know, and
+        for one that cannot be trained in this memory."""
+        source = dense_folder(config)
+        checkpoint = Checkpoint.open(source)
+        shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
+        device = ranks.device(config.device) or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype_of(config.precision, device)
+        is_tied = checkpoint.config.get("tie_word_embeddings") is True
+        needs = needs_of(shape, config, dtype, is_tied)
+        steps = max(1, math.ceil(config.tokens / (config.batch_tokens * ranks.size)))
+        return cls(
+            config=config,
+            source=source,
+            model_id=checkpoint.model_id(),
+            device=device,
+            dtype=dtype,
+            schedule=Schedule(
+                shares=config.targets, steps_of_share=steps, learning_rate=config.learning_rate,
+                warmup_steps=min(config.warmup_steps, steps // 2),
+            ),
+            num_processes=ranks.size,
+            memory=check_memory(needs, torch.device(device), ranks.size),
+        )  # fmt: skip
+
+    @property
+    def state_path(self) -> Path:
+        return self.config.work_folder / "state.safetensors"
+
+    @property
+    def start_id(self) -> str | None:
+        """Names the weights that training starts from, where they are not the dense ones."""
+        folder = self.config.start_from
+        return None if folder is None else Checkpoint.open(folder).model_id()
+
+    @property
+    def batch_windows(self) -> int:
+        """Of one process and step."""
+        return self.config.batch_tokens // self.config.window
+
+    @property
+    def step_tokens(self) -> int:
+        """Of all processes."""
+        return self.config.batch_tokens * self.num_processes
+
+    @property
+    def settings(self) -> Settings:
+        """What a run must have in common with the one that it goes on with."""
+        values = {k: v for k, v in asdict(self.config).items() if k not in NOT_SETTINGS}
+        return values | {
+            "model_id": self.model_id,
+            "shares": ", ".join(map(str, self.config.targets)),
+            "corpora": ", ".join(map(_name_and_size, self.config.corpora)),
+            "held_out": ", ".join(map(_name_and_size, self.config.held_out)),
+            "start_from": self.start_id,
+            "processes": self.num_processes,
+            "products": str(self.dtype).removeprefix("torch."),
+        }
+
+
+def check_outputs(config: SparsifyConfig) -> None:
+    """Refuses outputs that exist or cannot be written; those of a run that goes on may exist."""
+    goes_on = (config.work_folder / "state.safetensors").exists()
+    inputs = [config.model, *config.corpora, *config.held_out]
+    for share in config.targets:
+        check_output(config.output_of(share), force=config.force, inputs=inputs)
+        folder = config.checkpoint_of(share)
+        check_output_folder(
+            folder, force=config.force or goes_on, is_ours=lambda name: name.endswith(OURS)
+        )
+
+
+def finish(config: SparsifyConfig) -> None:
+    """Removes the folder that a run goes on from; called when the outputs are written."""
+    shutil.rmtree(config.work_folder, ignore_errors=True)
+
+
+def dense_folder(config: SparsifyConfig) -> Path:
+    """Of the dense checkpoint: the model, or what `make_checkpoint` makes of a model file."""
+    return config.model if config.model.is_dir() else config.work_folder / "dense"
+
+
+def make_checkpoint(config: SparsifyConfig) -> None:
+    """Raises SparkinferError for a model that cannot be trained."""
+    folder = config.work_folder / "dense"
+    try:
+        as_checkpoint(config.model, folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        raise SparkinferError(
+            f"{folder}: cannot be written ({reason}); make room for it"
+        ) from error
+
+
+def _name_and_size(file: Path) -> str:
+    return f"{file.name} {file.stat().st_size}" if file.is_file() else file.name

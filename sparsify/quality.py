@@ -1,0 +1,122 @@
+"""How good the model in training is: beside its dense self, on windows that it never trains on.
+
+Letters: L layers, T tokens, V vocabulary."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.sparsify.distillation import chunks, log_words
+from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, dense, watched
+
+SURE = 1.96  # standard errors of a 95 % interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """`kl_95` is half the 95 % interval of `kl`: windows, not tokens, are taken as independent."""
+
+    num_tokens: int
+    kl: float
+    kl_95: float
+    perplexity: float
+    dense_perplexity: float
+    same_top: float
+    silent_share_L: tuple[float, ...] = field(repr=False)
+
+    @property
+    def silent_share(self) -> float:
+        return sum(self.silent_share_L) / len(self.silent_share_L)
+
+    @property
+    def line(self) -> str:
+        return (
+            f"silent {self.silent_share:.1%}, KL {self.kl:.4f} +- {self.kl_95:.4f}, perplexity"
+            f" {self.perplexity:.2f} (dense {self.dense_perplexity:.2f}), same top token"
+            f" {self.same_top:.1%}, {self.num_tokens:,} held-out tokens"
+        )
+
+
+class SilentCounter:
+    """A watcher: how many neurons are silent in each layer."""
+
+    def __init__(self, layers: Sequence[FeedForward]) -> None:
+        self.layers = layers
+        self.silent_L = torch.zeros(len(layers), dtype=torch.float64)
+        self.all_L = torch.zeros(len(layers), dtype=torch.float64)
+
+    def __call__(self, layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
+        block = self.layers[layer]
+        fires_TF = value_TF.abs() > block.limit_F.to(value_TF.dtype)
+        if block.rule == "drelu":
+            fires_TF &= up_TF > 0
+        self.silent_L[layer] += (~fires_TF).sum().double().cpu()
+        self.all_L[layer] += fires_TF.numel()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    layers: Sequence[FeedForward],
+    head_VD: Tensor,
+    windows: Sequence[Tensor],
+    ranks: Ranks,
+    dtype: torch.dtype,
+) -> Quality:
+    """Of the model as it is now; every process takes its share of the windows."""
+    counter = SilentCounter(layers)
+    rows_W = torch.zeros(len(windows), 5, dtype=torch.float64)
+    for number in range(ranks.rank, len(windows), ranks.size):
+        ids_T = windows[number].to(head_VD.device)
+        with autocast(head_VD.device.type, dtype):
+            with watched(layers, counter):
+                sparse_TD = hidden_states(model, ids_T[None])[0]
+            with dense(layers):
+                dense_TD = hidden_states(model, ids_T[None])[0]
+        rows_W[number] = _sums(sparse_TD, dense_TD, head_VD, ids_T)
+    rows_W = ranks.sum(rows_W)
+    silent_L = ranks.sum(counter.silent_L) / ranks.sum(counter.all_L)
+    tokens_W, kl_W = rows_W[:, 0], rows_W[:, 1]
+    tokens, predicted = float(tokens_W.sum()), float(tokens_W.sum()) - len(windows)
+    kl = float(kl_W.sum()) / tokens
+    # Of a ratio of sums: the windows' deviations from it, by their lengths.
+    variance = (kl_W - kl * tokens_W).square().sum() * len(windows) / max(1, len(windows) - 1)
+    return Quality(
+        num_tokens=int(tokens),
+        kl=kl,
+        kl_95=SURE * float(variance.sqrt()) / tokens,
+        perplexity=math.exp(min(700.0, float(rows_W[:, 2].sum()) / predicted)),
+        dense_perplexity=math.exp(min(700.0, float(rows_W[:, 3].sum()) / predicted)),
+        same_top=float(rows_W[:, 4].sum()) / tokens,
+        silent_share_L=tuple(silent_L.tolist()),
+    )
+
+
+def _sums(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor, ids_T: Tensor) -> Tensor:
+    """f64 [5] of a window: tokens, KL, surprise sparse and dense, same top tokens."""
+    sums = torch.zeros(5, dtype=torch.float64)
+    sums[0] = len(ids_T)
+    for start, stop in chunks(len(ids_T), len(head_VD)):
+        sparse_TV = log_words(sparse_TD[start:stop], head_VD)
+        dense_TV = log_words(dense_TD[start:stop], head_VD)
+        sums[4] += (sparse_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum().cpu()
+        next_T = ids_T[start + 1 : stop + 1][:, None]
+        sums[2] -= sparse_TV[: len(next_T)].gather(1, next_T).double().sum().cpu()
+        sums[3] -= dense_TV[: len(next_T)].gather(1, next_T).double().sum().cpu()
+        sums[1] += (dense_TV.exp() * (dense_TV - sparse_TV)).double().sum().cpu()
+    return sums
+
+
+def hidden_states(model: nn.Module, ids_BT: Tensor) -> Tensor:
+    """[B, T, D]: what the output head reads."""
+    found: Tensor = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+    return found
+
+
+def autocast(device: str, dtype: torch.dtype) -> torch.autocast:
+    """Products in `dtype`; in f32 it does nothing."""
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)

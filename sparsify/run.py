@@ -1,0 +1,254 @@
+"""Makes a dense model sparse: it is trained to say what its dense self says, with fewer neurons.
+
+    checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share, with limits
+
+The neurons' weights and first limits are measured on the first windows of the corpus; then every
+step trains on a batch while the silent share follows the schedule; now and then the model is
+compared with its dense self on held-out text; the best state of every share is written.
+
+What this module does not know: model files; the command line has convert make them."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.profile.resume import Position, load_position
+from sparkinfer.sparsify import state
+from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.feed_forward import matrix_names, whole_matrices
+from sparkinfer.sparsify.limits import Limits
+from sparkinfer.sparsify.plan import Plan, check_outputs, make_checkpoint
+from sparkinfer.sparsify.quality import Quality, evaluate
+from sparkinfer.sparsify.record import Made, Point, Record
+from sparkinfer.sparsify.schedule import Schedule
+from sparkinfer.sparsify.signals import Signals
+from sparkinfer.sparsify.state import Best
+from sparkinfer.sparsify.student import load_student
+from sparkinfer.sparsify.texts import read_texts, up_to
+from sparkinfer.sparsify.trained_checkpoint import read_trained, write_trained
+from sparkinfer.sparsify.trainer import NotFinite, Trainer
+
+SAVE_SHARE = 0.05  # of the time may go into saving
+Say = Callable[[str], None]
+OnTokens = Callable[[float], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsifyReport:
+    """`record` has the curve, what was made, and the untrained model's quality by share."""
+
+    model_id: str  # of the dense model
+    precision: str  # of the products
+    num_processes: int
+    num_trained: int  # values
+    num_tokens: int
+    memory: str
+    record: Record
+
+
+class Run:
+    """A run of the command in one process."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, say: Say, on_tokens: OnTokens) -> None:
+        self.plan, self.ranks, self.config = plan, ranks, plan.config
+        self.say = say if ranks.is_first else (lambda line: None)
+        self.on_tokens = on_tokens
+        self.texts = read_texts(plan.config, plan.source)
+        self.student = load_student(plan.source, plan.config.rule, plan.dtype, plan.device)
+        self.trainer = Trainer(plan.config, self.student, plan.schedule, ranks)
+        self.best, self.record = Best(), Record()
+        self.saved_at, self.save_s = time.monotonic(), 0.0
+
+    def begin(self, position: Position) -> None:
+        """Goes on from where an earlier run stood; from nothing, measures."""
+        if position.arrays:
+            self.best, self.record = state.restore(self.trainer, position)
+            self._set_first_share()
+            self.say(f"goes on at step {self.trainer.step:,} of {self.schedule.num_steps:,}")
+            return
+        if self.config.start_from is not None:
+            self._start_from(self.config.start_from)
+            return
+        self.trainer.measure(self.texts.measured)
+        if not self.config.chooses_share:
+            return
+        for share in self.config.targets:
+            self.trainer.set_share(share, self.texts.measured)
+            found = self.check(self.config.check_tokens)
+            self.record.untrained[f"{share:g}"] = found
+            self.say(f"untrained: {found.line}")
+        self.trainer.set_share(self.schedule.share(0), self.texts.measured)
+
+    def _start_from(self, folder: Path) -> None:
+        """The weights and limits of a trained checkpoint, and the share they silence."""
+        names = matrix_names(self.student.layers)
+        matrices, limit_LF = read_trained(folder, names)
+        shapes = [matrix.shape for layer in self.student.layers for matrix in layer.dense]
+        if [matrices[name].shape for name in names] != shapes:
+            raise SparkinferError(f"{folder}: its matrices are of other sizes than the model's")
+        self.trainer.start_from(matrices, Limits.from_limits(limit_LF, self.config.allocation))
+        self.record.started = self.check(self.config.check_tokens)
+        self._set_first_share()
+        self.say(f"from {folder}: {self.record.started.line}")
+
+    def _set_first_share(self) -> None:
+        """Where the run began with a trained checkpoint, the share that this one silences."""
+        if self.record.started is not None:
+            share = self.record.started.silent_share
+            self.trainer.schedule = replace(self.trainer.schedule, first_share=share)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.trainer.schedule
+
+    def check(self, max_tokens: int, name: str | None = None) -> Quality:
+        """The quality now, on the first windows of a held-out text."""
+        windows = up_to(self.texts.held_out[name or self.texts.deciding], max_tokens)
+        student = self.student
+        return evaluate(
+            student.model, student.layers, student.head_VD, windows, self.ranks, student.dtype
+        )
+
+    def train(self, signals: Signals) -> None:
+        """All steps that are left. Raises Interrupted, with the state saved."""
+        size, schedule = self.plan.batch_windows, self.schedule
+        windows = islice(self.texts.training, self.trainer.step * size * self.ranks.size, None)
+        self.on_tokens(self.trainer.step * self.plan.step_tokens)
+        every = max(1, schedule.steps_of_share // self.config.checks)
+        losses: list[float] = []
+        while self.trainer.step < schedule.num_steps:
+            batch = list(islice(windows, size * self.ranks.size))
+            losses.append(self._step(batch[self.ranks.rank * size :][:size]))
+            step = self.trainer.step - 1
+            if schedule.ends_stage(step) or (step + 1) % every == 0:
+                self._note(step, sum(losses) / len(losses))
+                losses = []
+            if schedule.ends_stage(step):
+                self._finish_share(self.config.targets[schedule.stage(step)])
+            self._pause(signals, must_save=schedule.ends_stage(step))
+
+    def _step(self, windows: list) -> float:
+        began = time.monotonic()
+        try:
+            report = self.trainer.train(windows)
+        except NotFinite as error:  # in all processes
+            self.save()
+            if not self.ranks.is_first:
+                raise SystemExit(1) from error
+            raise SparkinferError(
+                f"{error}: a learning rate of {self.config.learning_rate:g} may be too high;"
+                f" {self.plan.state_path} has the last good state; start over with a lower"
+                " --learning-rate and --force"
+            ) from error
+        self.record.seconds += time.monotonic() - began
+        self.on_tokens(self.plan.step_tokens)
+        return report.kl
+
+    def _note(self, step: int, loss: float) -> None:
+        """A point of the curve, told; and the state, where it is the best so far."""
+        quality = self.check(self.config.check_tokens)
+        point = Point(
+            step=self.trainer.step, tokens=self.trainer.step * self.plan.step_tokens,
+            seconds=self.record.seconds, wanted_share=self.schedule.share(step),
+            trained_kl=loss, quality=quality,
+        )  # fmt: skip
+        self.record.curve.append(point)
+        if self.schedule.is_held(step):
+            self.best.offer(quality.kl, self.trainer)
+        self.say(
+            f"step {point.step:,} of {self.schedule.num_steps:,}, {point.tokens:,} tokens,"
+            f" {point.seconds:,.0f} s, KL in training {loss:.4f}: {quality.line}"
+        )
+
+    def _finish_share(self, share: float) -> None:
+        """Writes the checkpoint of the best state, and goes on from the last."""
+        last = state.copied(state.model_arrays(self.trainer))
+        state.load_model_arrays(self.trainer, self.best.arrays)
+        found = {n: self.check(self.config.held_out_tokens, n) for n in self.texts.held_out}
+        folder = self.config.checkpoint_of(share)
+        self.ranks.first_only(lambda: self._write(folder))
+        for name, quality in found.items():
+            self.say(f"best, of step {self.best.step:,}, on {name}: {quality.line}")
+        self.record.made.append(
+            Made(share=share, checkpoint=folder, best_step=self.best.step, quality=found)
+        )
+        state.load_model_arrays(self.trainer, last)
+        self.best = Best()
+
+    def _write(self, folder: Path) -> None:
+        limit_LF = self.trainer.limits.limit_LF.numpy()
+        source = Checkpoint.open(self.plan.source).read
+        matrices = dict(whole_matrices(self.student.layers, source))
+        write_trained(self.plan.source, folder, matrices, limit_LF, self.config.rule)
+
+    def _pause(self, signals: Signals, must_save: bool) -> None:
+        """Saves when it is time, and stops when told to: all processes or none."""
+        since = time.monotonic() - self.saved_at
+        is_due = since > max(self.config.save_every_s, self.save_s / SAVE_SHARE)
+        is_stop = signals.wants_stop(self.ranks)
+        if is_stop or must_save or self.ranks.largest(int(is_due and self.ranks.is_first)):
+            self.save()
+        if is_stop:
+            raise signals.interrupted(self.plan.state_path)
+
+    def save(self) -> None:
+        """Where the run stands, written by the first process."""
+        began = time.monotonic()
+        self.ranks.first_only(
+            lambda: state.save(
+                self.plan.state_path,
+                self.plan.settings,
+                state.position_of(self.trainer, self.best, self.record),
+            )
+        )
+        self.saved_at = time.monotonic()
+        self.save_s = self.saved_at - began
+
+    def report(self) -> SparsifyReport:
+        return SparsifyReport(
+            model_id=self.plan.model_id,
+            precision=str(self.student.dtype).removeprefix("torch."),
+            num_processes=self.ranks.size,
+            num_trained=sum(p.numel() for p in self.trainer.parameters.values()),
+            num_tokens=self.trainer.step * self.plan.step_tokens,
+            memory=self.plan.memory,
+            record=self.record,
+        )
+
+
+def sparsify(
+    config: SparsifyConfig,
+    say: Say = lambda line: None,
+    on_tokens: OnTokens = lambda count: None,
+) -> SparsifyReport:
+    """Trains, and writes a checkpoint for every share. `plan.finish` removes what it worked with.
+
+    Raises SparkinferError for what cannot be trained, and Interrupted, with the state saved, when
+    told to stop."""
+    with Ranks() as ranks, Signals() as signals:
+        ranks.first_only(lambda: check_outputs(config))
+        ranks.first_only(lambda: make_checkpoint(config))
+        plan = ranks.together(lambda: Plan.of(config, ranks))
+        if ranks.is_first:
+            say(f"training {plan.memory}")
+        found = ranks.first_only(
+            lambda: load_position(plan.state_path, plan.settings, force=config.force)
+        )
+        run = ranks.together(lambda: Run(plan, ranks, say, on_tokens))
+        run.begin(_in_all(found, ranks))
+        signals.train(ranks)
+        run.train(signals)
+        return run.report()
+
+
+def _in_all(found: Position | None, ranks: Ranks) -> Position:
+    """What the first process found, in every one."""
+    position = found or Position()
+    if ranks.size == 1:
+        return position
+    return Position.from_bytes(ranks.spread_bytes(position.to_bytes() if ranks.is_first else None))

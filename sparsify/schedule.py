@@ -1,0 +1,90 @@
+"""What changes over a run: the silent share, the learning rate, when limits stand still.
+
+Several shares are reached one after the other, each with the same number of steps: the share rises
+along half a cosine from where it was (ProSparse, arXiv 2402.13516, raises its penalty like that),
+is held, and in the last part the limits themselves stand still. The learning rate warms up and
+falls along half a cosine in each."""
+
+import math
+from dataclasses import dataclass
+
+from sparkinfer.errors import SparkinferError
+
+RAMP = 0.4  # of a share's steps
+FROZEN = 0.2  # of a share's steps, the last ones
+FIRST_SHARE = 0.5  # of the first target: silencing that many costs little (docs/sparsify.md)
+LAST_RATE = 0.05  # of the learning rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """`steps_of_share` steps for each of `shares`, in rising order."""
+
+    shares: tuple[float, ...]
+    steps_of_share: int
+    learning_rate: float
+    warmup_steps: int
+    first_share: float | None = None  # where the first share starts from; None: see FIRST_SHARE
+
+    def __post_init__(self) -> None:
+        check_shares(self.shares)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.shares) * self.steps_of_share
+
+    def stage(self, step: int) -> int:
+        """Which share is being reached or held."""
+        return min(step // self.steps_of_share, len(self.shares) - 1)
+
+    def share(self, step: int) -> float:
+        """The silent share wanted at this step."""
+        stage, progress = self.stage(step), self._progress(step)
+        start = self.shares[stage - 1] if stage else self._first_share
+        rise = 0.5 - 0.5 * math.cos(math.pi * min(1.0, progress / RAMP))
+        return start + (self.shares[stage] - start) * rise
+
+    def blend(self, step: int) -> float:
+        """How far a replaced activation is ReLU: it is when the first share is reached."""
+        return min(1.0, step / self.steps_of_share / RAMP)
+
+    def is_held(self, step: int) -> bool:
+        """Whether the share of this stage is reached."""
+        return self._progress(step) >= RAMP
+
+    def is_frozen(self, step: int) -> bool:
+        """Whether limits stand still."""
+        return self._progress(step) >= 1 - FROZEN
+
+    def ends_stage(self, step: int) -> bool:
+        return (step + 1) % self.steps_of_share == 0
+
+    def rate(self, step: int) -> float:
+        """The learning rate of this step."""
+        done = step - self.stage(step) * self.steps_of_share
+        if done < self.warmup_steps:
+            return self.learning_rate * (done + 1) / (self.warmup_steps + 1)
+        left = self.steps_of_share - self.warmup_steps
+        fall = 0.5 + 0.5 * math.cos(math.pi * (done - self.warmup_steps) / max(1, left))
+        return self.learning_rate * (LAST_RATE + (1 - LAST_RATE) * fall)
+
+    @property
+    def _first_share(self) -> float:
+        return FIRST_SHARE * self.shares[0] if self.first_share is None else self.first_share
+
+    def _progress(self, step: int) -> float:
+        return step / self.steps_of_share - self.stage(step)
+
+
+def check_shares(shares: tuple[float, ...]) -> None:
+    """Raises SparkinferError for shares that no layer can have, and for falling ones."""
+    wrong = [share for share in shares if not 0 < share < 1]
+    if wrong or not shares:
+        raise SparkinferError(
+            f"share is {wrong[0] if wrong else 'missing'}: a layer must lose some neurons and keep"
+            " some; wanted more than 0 and less than 1, e.g. 0.6"
+        )
+    if list(shares) != sorted(set(shares)):
+        raise SparkinferError(
+            f"shares are {', '.join(map(str, shares))}; wanted each once, the smallest first"
+        )

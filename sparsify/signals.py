@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM: the step in hand is finished, the state saved, and the run ends."""
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from sparkinfer.errors import Interrupted
+from sparkinfer.profile.ranks import Ranks
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """A context manager. The first signal is noted, a second one ends the program at once; under
+    torchrun, which sends every signal twice, no signal does."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.is_training, self.num_processes = False, 1
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.is_training or (self.number is not None and self.num_processes == 1):
+            raise Interrupted("interrupted; nothing half-written was left", number)
+        self.number = number
+
+    def train(self, ranks: Ranks) -> None:
+        """From here on a signal ends the run after the step."""
+        self.is_training, self.num_processes = True, ranks.size
+
+    def wants_stop(self, ranks: Ranks) -> bool:
+        """Whether any process was told to stop."""
+        return ranks.largest(int(self.number is not None)) > 0
+
+    def interrupted(self, state: Path) -> Interrupted:
+        return Interrupted(
+            f"interrupted; {state} has what was done, the same command goes on from there",
+            self.number or signal.SIGTERM,
+        )

@@ -1,0 +1,165 @@
+"""The model to train: a Hugging Face checkpoint folder, or a model file (GGUF) made into one.
+
+What this module does not know: training."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkinfer.architecture import SMOOTH
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_folder
+from sparkinfer.gguf_file import TensorEntry, type_of
+from sparkinfer.json_file import read_object
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.text.codec import TextCodec
+
+# By llama.cpp's name of the graph: transformers' class and type. They share the tensors' names.
+CLASSES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+TRAINABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TURNED_IN_PAIRS = ("llama",)  # graphs whose queries and keys have rotary pairs beside each other
+OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+INNER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "ffn_down_t": "mlp.down_proj",
+}  # fmt: skip
+
+
+def check_trainable(path: Path, config: Mapping[str, object]) -> None:
+    """Raises SparkinferError for a config of a model that cannot be trained, or need not be."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    activation = config.get("hidden_act", "silu")
+    if name in TRAINABLE and activation in ("silu", "swish", "gelu_pytorch_tanh", "gelu"):
+        return
+    if name in TRAINABLE or name in ("SparseLlamaForCausalLM", "BambooForCausalLM"):
+        raise SparkinferError(
+            f"{path}: its activation is {activation}: the model is sparse by itself and needs no"
+            " training; convert and profile it as it is"
+        )
+    raise SparkinferError(
+        f"{path}: {name} cannot be trained here; wanted one of {', '.join(TRAINABLE)}"
+    )
+
+
+def as_checkpoint(source: Path, folder: Path) -> Path:
+    """`source` where it is a checkpoint folder; otherwise `folder`, made of the model file.
+
+    Raises SparkinferError for a model that cannot be trained."""
+    if source.is_dir():
+        check_trainable(source, read_object(source / "config.json", "checkpoint's config.json"))
+        return source
+    model = ModelFile.load(source)
+    if model.activation not in SMOOTH:
+        raise SparkinferError(
+            f"{source}: its activation is {model.activation}: the model is sparse by itself and"
+            " needs no training; profile it as it is"
+        )
+    if model.architecture not in CLASSES or "rope_freqs.weight" in model.tensors:
+        raise SparkinferError(
+            f"{source}: a {model.architecture} graph"
+            f"{' with scaled rotary angles' if model.architecture in CLASSES else ''} cannot be"
+            " trained from a GGUF; give its checkpoint folder"
+        )
+    if not (folder / "config.json").exists():
+        with partial_folder(folder) as unfinished:
+            write_checkpoint(model, unfinished)
+    return folder
+
+
+def write_checkpoint(model: ModelFile, folder: Path) -> None:
+    """config.json, tokenizer and weights of a model file, as transformers reads them."""
+    (folder / "config.json").write_text(json.dumps(_config(model), indent=1) + "\n")
+    save_file(dict(_tensors(model)), folder / "model.safetensors", {"format": "pt"})
+    codec = TextCodec.of(model)
+    codec.tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(_tokenizer_config(model, codec), indent=1) + "\n"
+    )
+
+
+def _config(model: ModelFile) -> dict[str, object]:
+    name, kind = CLASSES[model.architecture]
+    s, has = model.shape, model.tensors.__contains__
+    codec = TextCodec.of(model)
+    config: dict[str, object] = {
+        "architectures": [name], "model_type": kind, "vocab_size": s.vocab_size,
+        "hidden_size": s.width, "intermediate_size": s.num_neurons,
+        "num_hidden_layers": s.num_layers, "num_attention_heads": s.num_heads,
+        "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_width,
+        # as it was before it was stored in f32: 1e-05, and not 9.999999747378752e-06
+        "rms_norm_eps": float(str(np.float32(s.norm_epsilon))),
+        "rope_parameters": {"rope_type": "default", "rope_theta": s.rope_theta},
+        "max_position_embeddings": s.context_length, "hidden_act": "silu",
+        "tie_word_embeddings": model.is_tied, "bos_token_id": codec.begin_id,
+        "eos_token_id": sorted(codec.end_ids) or None, "dtype": "float32",
+    }  # fmt: skip
+    if name == "LlamaForCausalLM":
+        config |= {"attention_bias": has("blk.0.attn_q.bias"), "mlp_bias": has("blk.0.ffn_up.bias")}
+    if s.rope_linear_factor != 1.0:
+        config["rope_parameters"] = {
+            "rope_type": "linear", "factor": s.rope_linear_factor, "rope_theta": s.rope_theta,
+        }  # fmt: skip
+    return config
+
+
+def _tokenizer_config(model: ModelFile, codec: TextCodec) -> dict[str, object]:
+    names = {"bos_token": codec.begin_id, "eos_token": min(codec.end_ids, default=None)}
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    number = model.extra_keys.get("tokenizer.ggml.eos_token_id")
+    if isinstance(number, np.integer):
+        names["eos_token"] = int(number)
+    for name, token in names.items():
+        if token is not None:
+            config[name] = codec.tokenizer.id_to_token(token)
+    template = model.text("tokenizer.chat_template")
+    return config | ({"chat_template": template} if template else {})
+
+
+def _tensors(model: ModelFile) -> Iterator[tuple[str, Tensor]]:
+    for name, entry in model.tensors.items():
+        if "ffn_pred_" in name:
+            continue
+        yield _name_of(name), _values(model, name, entry)
+
+
+def _name_of(name: str) -> str:
+    if name in OUTER:
+        return OUTER[name]
+    _, layer, inner, end = name.split(".")
+    return f"model.layers.{layer}.{INNER[inner]}.{end}"
+
+
+def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
+    """As it is in f16 and f32, otherwise unpacked to f32."""
+    if entry.kind == "bf16":
+        values = torch.from_numpy(entry.read().copy()).view(torch.bfloat16).view(entry.shape)
+    elif entry.kind in ("f16", "f32"):
+        values = torch.from_numpy(np.array(entry.read()))
+    else:
+        values = torch.from_numpy(dequantize(entry.read(), type_of(entry.kind)).copy())
+    if "ffn_down_t" in name:
+        return values.T.contiguous()
+    inner = name.split(".")[2] if name.startswith("blk.") else ""
+    if model.architecture in TURNED_IN_PAIRS and inner in ("attn_q", "attn_k"):
+        heads = model.shape.num_heads if inner == "attn_q" else model.shape.num_kv_heads
+        pairs = values.reshape(heads, model.shape.head_width // 2, 2, -1)
+        return pairs.transpose(1, 2).reshape(values.shape).contiguous()
+    return values

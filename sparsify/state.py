@@ -1,0 +1,106 @@
+"""Where a training run stands: everything that its next step depends on, as arrays of one file.
+
+The file is profile.resume's. Nothing is drawn at random after the start: the order of the corpus
+follows from the seed and the step.
+
+What this module does not know: when it is saved."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.resume import Position, Settings, save_position
+from sparkinfer.sparsify.limits import Limits
+from sparkinfer.sparsify.record import Record
+from sparkinfer.sparsify.trainer import Trainer
+
+
+@dataclass(kw_only=True)
+class Best:
+    """The best state of the share that is held; `kl` is infinite where there is none."""
+
+    kl: float = float("inf")
+    step: int = 0
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+
+    def offer(self, kl: float, trainer: Trainer) -> None:
+        """Keeps a copy of the trainer's weights and limits where they are better."""
+        if kl < self.kl:
+            self.kl, self.step, self.arrays = kl, trainer.step, copied(model_arrays(trainer))
+
+
+def model_arrays(trainer: Trainer) -> dict[str, Tensor]:
+    """What the function of the model depends on."""
+    limits = {"weight_LF": trainer.limits.weight_LF, "threshold_L": trainer.limits.threshold_L}
+    return {**limits, **trainer.parameters}
+
+
+def copied(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in arrays.items()}
+
+
+@torch.no_grad()
+def load_model_arrays(trainer: Trainer, arrays: Mapping[str, Tensor]) -> None:
+    """Makes the trainer's model what `model_arrays` told of."""
+    trainer.limits = Limits(
+        weight_LF=arrays["weight_LF"].clone(),
+        threshold_L=arrays["threshold_L"].clone(),
+        allocation=trainer.limits.allocation,
+    )
+    trainer.limits.set(trainer.student.layers)
+    for name, parameter in trainer.parameters.items():
+        parameter.copy_(arrays[name])
+
+
+def position_of(trainer: Trainer, best: Best, record: Record) -> Position:
+    """Everything, for `restore`."""
+    arrays = {f"model/{name}": _numpy(t) for name, t in model_arrays(trainer).items()}
+    for name, parameter in trainer.parameters.items():
+        for key, value in trainer.optimizer.state[parameter].items():
+            arrays[f"optimizer/{name}/{key}"] = _numpy(value)
+    arrays |= {f"best/{name}": _numpy(t) for name, t in best.arrays.items()}
+    arrays |= {"best_kl": np.array(best.kl), "best_step": np.array(best.step, np.int64)}
+    return Position(done=trainer.step, arrays=arrays | {"record": record.to_array()})
+
+
+def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
+    """Makes the trainer what it was."""
+    tensors = {n: torch.from_numpy(a) for n, a in position.arrays.items() if "/" in n}
+    load_model_arrays(trainer, _part(tensors, "model/"))
+    for name, parameter in trainer.parameters.items():
+        state = _part(tensors, f"optimizer/{name}/")
+        if state:
+            trainer.optimizer.state[parameter] = {
+                key: value.clone().to(parameter.device) for key, value in state.items()
+            }
+    trainer.step = position.done
+    best = Best(
+        kl=float(position.arrays["best_kl"]),
+        step=int(position.arrays["best_step"]),
+        arrays={name: tensor.clone() for name, tensor in _part(tensors, "best/").items()},
+    )
+    return best, Record.from_array(position.arrays["record"])
+
+
+def save(path: Path, settings: Settings, position: Position) -> None:
+    """Raises SparkinferError where there is no room; an older file then stays as it was."""
+    try:
+        save_position(path, settings, position)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        kept = "the state saved before is kept" if path.exists() else "nothing was saved"
+        raise SparkinferError(f"{path}: cannot be written ({reason}); {kept}; make room") from error
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().numpy()

@@ -1,0 +1,78 @@
+"""The corpus as a stream of windows of the same length, in an order drawn by a seed.
+
+The blocks of all files (see profile.sources) are read in the seed's order and their tokens stand
+one behind the other: no token is padding, and a window may hold the end of one text and the
+beginning of another. When all blocks were read they are read again in another order. Blocks that
+are held out come first in the first order and are never read again.
+
+What this module does not know: what is trained."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.sources import Source
+
+Encode = Callable[[list[str]], list[list[int]]]
+BATCH = 16  # blocks tokenised at a time
+
+
+class Stream:
+    """Windows of `length` tokens. The same arguments give the same windows."""
+
+    def __init__(
+        self, sources: Sequence[Source], encode: Encode, *, length: int, seed: int
+    ) -> None:
+        self.sources, self.encode, self.length, self.seed = sources, encode, length, seed
+        self._first = np.cumsum([0, *(source.num_blocks for source in sources)])
+        self.held_out: frozenset[int] = frozenset()
+
+    def hold_out(self, num_tokens: int) -> list[Tensor]:
+        """Windows of about `num_tokens` tokens, from blocks that `windows` then leaves out."""
+        places: list[int] = []
+        ids: list[int] = []
+        for place in self._order(0):
+            if len(ids) >= num_tokens:
+                break
+            places.append(int(place))
+            ids += self._ids([int(place)])
+        self.held_out = frozenset(places)
+        return list(torch.tensor(ids[:num_tokens]).split(self.length))
+
+    def windows(self, *, least: int = 1) -> Iterator[Tensor]:
+        """int64 [length] each, without end.
+
+        Raises SparkinferError, in place of the first repetition, for a corpus of fewer windows
+        than `least`."""
+        rest: list[int] = []
+        num_given = 0
+        for turn in count():
+            places = [int(p) for p in self._order(turn) if int(p) not in self.held_out]
+            for start in range(0, len(places), BATCH):
+                rest += self._ids(places[start : start + BATCH])
+                whole = len(rest) // self.length * self.length
+                yield from torch.tensor(rest[:whole], dtype=torch.int64).view(-1, self.length)
+                num_given += whole // self.length
+                rest = rest[whole:]
+            if num_given < least:
+                raise SparkinferError(
+                    f"{self.sources[0].path}: {num_given * self.length + len(rest):,} tokens are"
+                    f" there to train on, wanted {least * self.length:,} or more; give a longer text"
+                )
+
+    def _order(self, turn: int) -> np.ndarray:
+        total = int(self._first[-1])
+        return np.random.default_rng([self.seed, turn]).permutation(
+            np.arange(total, dtype=np.uint32)
+        )
+
+    def _ids(self, places: Sequence[int]) -> list[int]:
+        texts = []
+        for place in places:
+            number = int(np.searchsorted(self._first, place, side="right")) - 1
+            texts.append("\n".join(self.sources[number].texts(place - int(self._first[number]))))
+        return [token for ids in self.encode(texts) for token in ids]

@@ -1,0 +1,83 @@
+"""The text of a run: windows to measure the model on, to find the first limits on, to train on.
+
+What this module does not know: the model, beyond its tokenizer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.corpus import read_windows
+from sparkinfer.profile.sources import STDIN, find_sources
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.stream import Stream
+
+MEASURED_WINDOWS = 16  # that the neurons' weights are measured on; they are trained on too
+HELD_OUT_WINDOW = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """`held_out` by the file, the first is the one that decides; `training` has no end."""
+
+    held_out: dict[str, tuple[Tensor, ...]]
+    measured: tuple[Tensor, ...]
+    training: Iterator[Tensor]
+
+    @property
+    def deciding(self) -> str:
+        return next(iter(self.held_out))
+
+
+def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
+    """Raises SparkinferError for a corpus that is too short, or no text."""
+    codec = codec_of(folder)
+    if STDIN in config.corpora:
+        raise SparkinferError("-: the corpus is read more than once; give files, or a folder")
+    sources = find_sources(config.corpora, config.text_key)
+    encode = _encoder(codec.tokenizer)
+    stream = Stream(sources, encode, length=config.window, seed=config.seed)
+    held_out = {
+        str(file): read_windows(
+            [file], codec, context_length=HELD_OUT_WINDOW, max_tokens=config.held_out_tokens,
+            seed=config.seed, text_key=config.text_key,
+        ).ids
+        for file in config.held_out
+    }  # fmt: skip
+    if not held_out:
+        held_out = {"held out of the corpus": tuple(stream.hold_out(config.held_out_tokens))}
+    windows = stream.windows(least=MEASURED_WINDOWS)
+    measured = tuple(islice(windows, MEASURED_WINDOWS))
+    return Texts(held_out=held_out, measured=measured, training=chain(measured, windows))
+
+
+def up_to(windows: Sequence[Tensor], num_tokens: int) -> tuple[Tensor, ...]:
+    """The first windows, until there are so many tokens; at least one."""
+    found: list[Tensor] = []
+    for window in windows:
+        if found and sum(map(len, found)) >= num_tokens:
+            break
+        found.append(window)
+    return tuple(found)
+
+
+def codec_of(folder: Path) -> TextCodec:
+    """The checkpoint's tokenizer. Raises SparkinferError for a folder without a fast one."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise SparkinferError(
+            f"{folder}: no tokenizer.json; save the tokenizer with save_pretrained of transformers"
+        )
+    return TextCodec(Tokenizer.from_file(str(file)), None, frozenset())
+
+
+def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    return encode

@@ -1,0 +1,105 @@
+"""A trained checkpoint: a Hugging Face folder, and beside its weights the neurons' limits.
+
+transformers loads the folder and computes the dense function of the trained weights; the limits
+are in limits.FILE_NAME, which convert reads. The trained matrices are f32, all others are as they were.
+
+What this module does not know: training."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_folder
+from sparkinfer.limits import FILE_NAME, LayerLimits, Limits
+
+SHARD_BYTES = 4 << 30
+TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README*")
+INDEX = "model.safetensors.index.json"
+
+
+def write_trained(
+    source: Path, folder: Path, matrices: Mapping[str, Tensor], limit_LF: np.ndarray, rule: str
+) -> None:
+    """The checkpoint `source` with other `matrices`, by their names there, as `folder`."""
+    checkpoint = Checkpoint.open(source)
+    unknown = matrices.keys() - checkpoint.tensors.keys()
+    assert not unknown, sorted(unknown)[:3]
+    with partial_folder(folder) as unfinished:
+        for pattern in TEXTS:
+            for file in source.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, unfinished / file.name)
+        if rule != "threshold":
+            _rename_activation(unfinished / "config.json", rule, float(limit_LF.max()))
+        _write_weights(checkpoint, unfinished, matrices)
+        if rule == "threshold":
+            layers = tuple(LayerLimits(gate_F=limit_F) for limit_F in limit_LF)
+            Limits(model_id=None, layers=layers, is_trained=True).save(unfinished / FILE_NAME)
+
+
+def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:
+    """(matrices by `names`, limits f32 [L, F]) of a folder that `write_trained` wrote.
+
+    Raises SparkinferError where it has no limits, or not these matrices."""
+    if not (folder / FILE_NAME).is_file():
+        raise SparkinferError(f"{folder}: no {FILE_NAME}; wanted a checkpoint that sparsify wrote")
+    checkpoint = Checkpoint.open(folder)
+    missing = [name for name in names if name not in checkpoint.tensors]
+    if missing:
+        raise SparkinferError(f"{folder}: no tensor {missing[0]!r}; it is of another model")
+    gates = [layer.gate_F for layer in Limits.load(folder / FILE_NAME).layers]
+    if any(gate is None for gate in gates):
+        raise SparkinferError(f"{folder / FILE_NAME}: a layer has no limits of its gates")
+    limit_LF = torch.from_numpy(np.stack([gate for gate in gates if gate is not None]))
+    return {name: checkpoint.read(name).clone() for name in names}, limit_LF
+
+
+def _rename_activation(path: Path, rule: str, threshold: float) -> None:
+    """FATReLU has one threshold for all neurons, the others none."""
+    config = json.loads(path.read_text())
+    config["hidden_act"] = rule
+    if rule == "fatrelu":
+        config["hidden_act_param"] = threshold
+    path.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, Tensor]) -> None:
+    """In files of about SHARD_BYTES, with an index where there are several."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.same_as is not None:
+            continue
+        count = int(np.prod(tensor.shape)) * 4
+        if size and size + count > SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += count
+    names = ["model.safetensors"] if len(groups) == 1 else [
+        f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))
+    ]  # fmt: skip
+    for file, group in zip(names, groups, strict=True):
+        tensors = {n: _tensor(checkpoint, n, matrices) for n in group}
+        save_file(tensors, folder / file, {"format": "pt"})
+        (folder / file).chmod(0o644)
+    if len(groups) > 1:
+        weight_map = {n: file for file, group in zip(names, groups, strict=True) for n in group}
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _tensor(checkpoint: Checkpoint, name: str, matrices: Mapping[str, Tensor]) -> Tensor:
+    found = matrices.get(name)
+    if found is None:
+        return checkpoint.read(name).clone()
+    assert tuple(found.shape) == tuple(checkpoint.tensors[name].shape), name
+    return found.to(torch.float32).contiguous()

@@ -1,0 +1,174 @@
+"""One step of training, and all that a step changes.
+
+What this module does not know: the corpus, when it is evaluated, and files.
+
+Letters: B windows, T tokens of one, D model width, L layers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.distillation import divergence
+from sparkinfer.sparsify.feed_forward import (
+    Watch,
+    dense,
+    make_trainable,
+    put_matrices,
+    watched,
+)
+from sparkinfer.sparsify.limits import LAG_STEPS, SPEED, Limits, Measure, Scores
+from sparkinfer.sparsify.quality import autocast, hidden_states
+from sparkinfer.sparsify.schedule import Schedule
+from sparkinfer.sparsify.student import Student
+
+MAX_NORM = 1.0  # of the gradient
+PASSES = 2  # for limits of a share: those of the lower layers change what the upper ones see
+BETAS = (0.9, 0.95)
+
+
+class NotFinite(SparkinferError):
+    """The loss or a gradient is NaN or infinite; nothing was changed by the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    kl: float
+    gradient_norm: float
+
+
+class Trainer:
+    """The student, its optimizer and its limits; `step` counts the steps done."""
+
+    def __init__(
+        self, config: SparsifyConfig, student: Student, schedule: Schedule, ranks: Ranks
+    ) -> None:
+        self.config, self.student, self.schedule, self.ranks = config, student, schedule, ranks
+        self.parameters = make_trainable(student.layers, config.rank, config.seed)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=0.0, betas=BETAS, weight_decay=0.0, fused=True
+        )
+        self.step = 0
+        self.speed = min(1.0, max(SPEED, LAG_STEPS / schedule.steps_of_share))
+        num_layers, num_neurons = len(student.layers), len(student.layers[0].limit_F)
+        # FATReLU: one threshold, which is all that a checkpoint's config can say
+        allocation = "global" if config.rule == "fatrelu" else config.allocation
+        self.limits = Limits.of(torch.ones(num_layers, num_neurons), allocation)
+        for layer in student.layers:
+            layer.keeps_outputs = config.layer_weight > 0
+
+    @torch.no_grad()
+    def measure(self, windows: Sequence[Tensor]) -> None:
+        """Finds the neurons' weights and the first limits on `windows`; before the first step."""
+        if self.config.rule == "threshold":
+            measure = Measure(self.student.layers)
+            self._watch(measure, windows)
+            allocation = self.limits.allocation
+            self.limits = Limits.of(measure.weights(allocation, self.ranks), allocation)
+
+    def start_from(self, matrices: Mapping[str, Tensor], limits: Limits) -> None:
+        """Goes on from another run's result; `matrices` by their names in the checkpoint."""
+        put_matrices(self.student.layers, matrices)
+        self.limits = limits
+        limits.set(self.student.layers)
+
+    @torch.no_grad()
+    def set_share(self, share: float, windows: Sequence[Tensor]) -> None:
+        """Limits that silence a share of the neurons on `windows`, by the model as it is now."""
+        for _ in range(PASSES):
+            scores = Scores(self.limits)
+            self._watch(scores, windows)
+            self.limits.move(scores.quantiles(share, self.ranks), 1.0)
+            self.limits.set(self.student.layers)
+
+    def _watch(self, watch: Watch, windows: Sequence[Tensor]) -> None:
+        with autocast(self.student.device.type, self.student.dtype):
+            with watched(self.student.layers, watch):
+                for ids_T in windows:
+                    hidden_states(self.student.model, ids_T[None].to(self.student.device))
+
+    def train(self, windows: Sequence[Tensor]) -> StepReport:
+        """One step on windows of the same length, this process's share of a batch.
+
+        Raises NotFinite, in all processes, with nothing changed."""
+        moves = self.config.chooses_share and not self.schedule.is_frozen(self.step)
+        self.set_blend()
+        scores = Scores(self.limits)
+        size = self.config.micro_tokens // self.config.window
+        kl = torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(windows), size):
+            ids_BT = torch.stack(list(windows[start : start + size])).to(self.student.device)
+            kl += self._backward(ids_BT, len(ids_BT) / len(windows), scores if moves else None)
+        kl = self.ranks.sum(kl) / self.ranks.size
+        norm = self._join_gradients()
+        if not (kl.isfinite() and norm.isfinite()):
+            layer = self._first_broken(windows)
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(f"NaN in layer {layer} at step {self.step + 1}")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.rate(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if moves:
+            share = self.schedule.share(self.step)
+            self.limits.move(scores.quantiles(share, self.ranks), self.speed)
+            self.limits.set(self.student.layers)
+        self.step += 1
+        return StepReport(kl=float(kl), gradient_norm=float(norm))
+
+    def set_blend(self) -> None:
+        """The activation of this step."""
+        for layer in self.student.layers:
+            layer.blend = self.schedule.blend(self.step)
+
+    def _backward(self, ids_BT: Tensor, weight: float, scores: Scores | None) -> Tensor:
+        """Adds the gradients of one pass; its KL, weighted."""
+        model, layers = self.student.model, self.student.layers
+        with autocast(self.student.device.type, self.student.dtype):
+            with torch.no_grad(), dense(layers):
+                dense_TD = hidden_states(model, ids_BT).flatten(0, 1)
+            if scores is None:
+                sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
+            else:
+                with watched(layers, scores):
+                    sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
+        kl = divergence(sparse_TD, dense_TD, self.student.head_VD).mean()
+        loss = kl
+        if self.config.layer_weight:
+            found = [layer.difference for layer in layers if layer.difference is not None]
+            loss = loss + self.config.layer_weight * torch.stack(found).mean()
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        return kl.detach().double().cpu() * weight
+
+    def _join_gradients(self) -> Tensor:
+        """Means over the processes, clipped; the norm before."""
+        if self.ranks.size > 1:
+            for name, parameter in self.parameters.items():
+                assert parameter.grad is not None, name
+                parameter.grad.copy_(self.ranks.sum(parameter.grad) / self.ranks.size)
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), MAX_NORM, foreach=True)
+        return norm.cpu()
+
+    def _first_broken(self, windows: Sequence[Tensor]) -> int:
+        """The layer that NaN comes from: the first that gives one forward; backward, the last."""
+        found: list[int] = []
+
+        def watch(layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
+            is_finite = all(bool(t.isfinite().all()) for t in (value_TF, up_TF, x_TD))
+            if not is_finite:
+                found.append(layer)
+
+        with torch.no_grad(), autocast(self.student.device.type, self.student.dtype):
+            with watched(self.student.layers, watch):
+                hidden_states(
+                    self.student.model, torch.stack(list(windows)).to(self.student.device)
+                )
+        if found:
+            return found[0]
+        broken = [int(name.split(".")[0]) for name, parameter in self.parameters.items()
+                  if parameter.grad is not None and not parameter.grad.isfinite().all()]  # fmt: skip
+        return max(broken, default=len(self.student.layers) - 1)

@@ -1,0 +1,178 @@
+"""`sparkinfer serve`: an OpenAI-compatible server.
+
+What this module does not know: requests, and how they are answered together."""
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparkinfer.commands.sampling import sampling_options, take_sampling_options
+from sparkinfer.commands.shared import (
+    FILE,
+    Size,
+    device_option,
+    json_option,
+    mode_option,
+    say,
+    split_option,
+    threads_option,
+    thresholds_option,
+)
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.serve.config import ServeConfig
+    from sparkinfer.serve.served_model import ServedModel
+
+KEY_VARIABLE = "SPARKINFER_API_KEY"
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+
+
+@click.command()
+@click.argument("model", type=FILE)
+@split_option
+@click.option("-cffn", "--cpu-ffn", is_flag=True,
+              help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+@click.option("--host", default="127.0.0.1", show_default=True,
+              help="Address to listen at; 0.0.0.0 for all, best with --api-key.")  # fmt: skip
+@click.option("--port", default=8080, show_default=True, help="0 for any that is free.")
+@click.option("-np", "--parallel", type=int, default=4, show_default=True,
+              help="Texts that are worked on at a time, each with a whole --context.")  # fmt: skip
+@click.option("--kept", type=int,
+              help="More texts whose state is kept for requests that begin alike; as --parallel.")  # fmt: skip
+@click.option("--queue", default=64, show_default=True,
+              help="Texts that may wait; more are refused with 429.")  # fmt: skip
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
+              help="Tokens of a text; the model's own, up to 4,096.")  # fmt: skip
+@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
+              help="Most tokens of an answer; -1: as many as the context has room for.")  # fmt: skip
+@click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,
+              help="Seconds that a request may take.")  # fmt: skip
+@click.option("--drain", "drain_s", default=30.0, show_default=True,
+              help="Seconds that running answers get when the server is stopped.")  # fmt: skip
+@click.option("--read-timeout", "read_s", default=30.0, show_default=True,
+              help="Seconds for a client to send a request, or to take a piece of an answer.")  # fmt: skip
+@click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
+              help="Longest request; 8MiB.")  # fmt: skip
+@click.option("--api-key", metavar="KEY",
+              help=f"Wanted of every request but /health; better by {KEY_VARIABLE}.")  # fmt: skip
+@click.option("--cors", "origins", multiple=True, metavar="ORIGIN",
+              help="Pages that may ask, say http://localhost:3000, or *; may be repeated.")  # fmt: skip
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
+              help="A name that this machine is asked by, where there is no key; may be repeated.")  # fmt: skip
+@click.option("-a", "--alias", metavar="NAME", help="The model's name; that of its file.")
+@click.option("--chat-template", "template", metavar="NAME|FILE",
+              help="Instead of the model's own: a name, or a file of Jinja.")  # fmt: skip
+@click.option("--log-json", is_flag=True, help="The log's lines as JSON.")
+@sampling_options
+@thresholds_option
+@mode_option
+@threads_option
+@device_option
+@json_option
+def serve(
+    model: Path, split: Path | None, context_length: int | None, as_json: bool,
+    api_key: str | None, threads: int | None, mode: str | None, device: str | None,
+    thresholds: Path | None, cpu_ffn: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Serve a model by OpenAI's API.
+
+    Sampling options are the defaults of requests. With --json, one line on stdout says the address
+    once requests are taken."""
+    _check_packages()
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.kernels.threads import use_threads
+    from sparkinfer.serve.config import ServeConfig
+    from sparkinfer.serve.request_log import start_log
+    from sparkinfer.serve.server import Server
+
+    options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
+    sampling = take_sampling_options(options)
+    is_single = _single_reason(split, device, cpu_ffn=cpu_ffn)
+    if is_single:
+        options |= {"parallel": 1, "kept": 0}
+    config = ServeConfig(model=model, sampling=sampling, **options)
+    num_places = config.parallel + config.num_kept
+    start_log(is_json=config.log_json)
+
+    def open_engine() -> "Engine":
+        use_threads(threads)
+        say(f"{model}: loading")
+        engine = Engine.load(
+            model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
+            thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
+        )  # fmt: skip
+        _check_memory(engine)
+        _say_loaded(engine, config, is_single)
+        return engine
+
+    def on_ready(url: str, served: "ServedModel") -> None:
+        say(f"serving {served.name} at {url}/v1; Ctrl-C stops")
+        if as_json and sys.stdout is not None:
+            line = {"url": url, "model": served.name, "context": served.context_length,
+                    "parallel": config.parallel, "kept": config.num_kept, "pid": os.getpid()}  # fmt: skip
+            click.echo(json.dumps(line))
+            sys.stdout.flush()
+
+    Server(config, num_places, open_engine, on_ready).run()
+
+
+def _check_packages() -> None:
+    for name in PACKAGES:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise SparkinferError(
+                f"a server needs the package {name}: pip install 'sparkinfer[serve]'"
+            ) from error
+
+
+def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> str | None:
+    """Why there is one text at a time, where an engine has room for no more."""
+    import torch
+
+    if split is not None:
+        return "a plan budgets the cache of one text"
+    is_cuda = torch.cuda.is_available() if device is None else not device.startswith("cpu")
+    return "several texts run on the CPU alone so far" if is_cuda or cpu_ffn else None
+
+
+def _check_memory(engine: "Engine") -> None:
+    """The cache is taken page by page as texts grow: it has to be there when they do."""
+    from sparkinfer.system_memory import free_memory_bytes
+
+    cache, free = _cache_bytes(engine), free_memory_bytes()
+    if engine.device.type == "cpu" and cache > free:
+        raise SparkinferError(
+            f"the texts' cache may take {format_bytes(cache)}, and {format_bytes(free)} are free;"
+            " give a smaller --context, --parallel or --kept"
+        )
+
+
+def _cache_bytes(engine: "Engine") -> int:
+    return sum(items.get("kv_cache", 0) for items in engine.bytes_by_role.values())
+
+
+def _say_loaded(engine: "Engine", config: "ServeConfig", single: str | None) -> None:
+    """What the server takes of the machine, once and for all."""
+    total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
+    places = config.parallel + config.num_kept
+    say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
+        f" {format_bytes(total)} in all, {format_bytes(_cache_bytes(engine))} of it for {places} texts"
+        f" of {engine.context_length:,} tokens ({config.parallel} at a time,"
+        f" {config.num_kept} kept)")  # fmt: skip
+    if single:
+        say(f"note: {single}: requests are answered one at a time")
+    elif not engine.has_equal_rows:
+        say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
+            " are answered one at a time")  # fmt: skip
+    if not engine.has_equal_rows:
+        say("note: what is kept of earlier requests may change the last bits of numbers here;"
+            ' "cache_prompt": false goes without')  # fmt: skip

@@ -1,0 +1,100 @@
+"""What a mode costs against the same model computed densely, and what it reads: a measured record.
+
+`profile` measures it and writes it into the profile and the predictors, `convert` puts it into the
+model file; whoever chooses a mode goes by it (mode_choice). What this module does not know: how it
+is measured, or what cost is too much."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import Fields
+
+RunMode = Literal["dense", "exact", "predicted"]
+SparseMode = Literal["exact", "predicted"]
+# Of a perplexity, which a mode that is chosen without being asked for may cost.
+MAX_LOSS = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeQuality:
+    """Of one mode, on text that nothing was fitted to. Shares and increases are relative: 0.01 is
+    1 %. Bytes are weights of the whole model that a token reads: attention, norms, predictor,
+    neurons and head, but no embedding."""
+
+    perplexity_increase: float
+    perplexity_half_width: float  # with 95 % confidence the increase is within this of the truth
+    kl_mean: float  # nats
+    top1_agreement: float  # of tokens, the share whose most likely next token is the same
+    num_tokens: int
+    bytes_per_token: int
+    dense_bytes_per_token: int  # of the file that it was measured on
+    corpus_sha256: str
+
+    def validate(self, mode: str) -> None:
+        """Raises SparkinferError for a number that no measurement gives."""
+        found = asdict(self)
+        for name, (least, most) in _RANGES.items():
+            if not least <= found[name] <= most:
+                raise SparkinferError(
+                    f"quality of mode {mode}: {name} is {found[name]}, wanted {least:g} to {most:g}"
+                )
+
+
+_RANGES = {
+    "perplexity_increase": (-1.0, 1e12),
+    "perplexity_half_width": (0.0, 1e12),
+    "kl_mean": (0.0, 1e6),
+    "top1_agreement": (0.0, 1.0),
+    "num_tokens": (1, 1 << 53),
+    "bytes_per_token": (1, 1 << 53),
+    "dense_bytes_per_token": (1, 1 << 53),
+}
+_NAMES = {field.name for field in fields(ModeQuality)}
+
+
+def is_recordable(quality: ModeQuality) -> bool:
+    """Whether all of it is finite and in range: a broken mode has no record."""
+    try:
+        quality.validate("")
+    except SparkinferError:
+        return False
+    return all(math.isfinite(v) for v in asdict(quality).values() if isinstance(v, float))
+
+
+def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
+    """By mode, of what `quality_values` gave; `name` stands for it in a refusal.
+
+    Raises SparkinferError for other modes, other fields, and numbers that cannot be."""
+    read = Fields(values, name)
+    unknown = sorted(set(map(str, read.values)) - set(get_args(SparseMode)))
+    if unknown:
+        raise SparkinferError(f"{name} has {unknown[0][:60]!r}, wanted exact and predicted")
+    modes: tuple[SparseMode, ...] = get_args(SparseMode)
+    return {mode: _of(read.part(mode, _NAMES), mode) for mode in modes if mode in read.values}
+
+
+def quality_values(
+    quality: Mapping[SparseMode, ModeQuality],
+) -> dict[str, dict[str, float | int | str]]:
+    """As JSON and GGUF hold it; validated."""
+    for mode, of_mode in quality.items():
+        of_mode.validate(mode)
+    return {mode: asdict(of_mode) for mode, of_mode in quality.items()}
+
+
+def _of(read: Fields, mode: str) -> ModeQuality:
+    quality = ModeQuality(
+        perplexity_increase=read.number("perplexity_increase"),
+        perplexity_half_width=read.number("perplexity_half_width"),
+        kl_mean=read.number("kl_mean"),
+        top1_agreement=read.number("top1_agreement"),
+        num_tokens=read.count("num_tokens"),
+        bytes_per_token=read.count("bytes_per_token"),
+        dense_bytes_per_token=read.count("dense_bytes_per_token"),
+        corpus_sha256=read.text("corpus_sha256"),
+    )
+    quality.validate(mode)
+    return quality

@@ -1,0 +1,264 @@
+"""limits.safetensors, the tensors that it becomes in a model file, and what is refused of both."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from checkpoints import random_model
+from models import make_model, make_shape
+from reference import rel_error, weights
+from transformers import FalconConfig, LlamaConfig, Qwen2Config
+
+from sparkinfer import Engine
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import array_entry
+from sparkinfer.inspection.inspect_file import inspect_file
+from sparkinfer.limits import FILE_NAME, PLACES, LayerLimits, Limits, limit_shapes
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.verify import verify
+from sparkinfer.safetensors_file import save_arrays
+
+D, F = 64, 96
+SHAPE = make_shape(width=D, num_neurons=F)
+SIZES = {name: limit_shapes(SHAPE)[place.tensor][0] for name, place in PLACES.items()}
+IDS = [5, 17, 30, 4, 9, 5, 5, 21, 33, 0, 25, 7]
+CHECKPOINT = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+    "initializer_range": 0.1,
+}  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**CHECKPOINT, intermediate_size=96, num_key_value_heads=2,
+                         hidden_act="silu", attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**CHECKPOINT, intermediate_size=96, num_key_value_heads=2),
+    "falcon": FalconConfig(**CHECKPOINT, ffn_hidden_size=96, new_decoder_architecture=True,
+                           num_kv_heads=2, alibi=False, bias=True),
+}  # fmt: skip
+
+
+def limits_of(fields=tuple(PLACES), *, scale=0.3, layers=2, seed=0) -> Limits:
+    random = np.random.default_rng(seed)
+
+    def limit(name: str) -> np.ndarray:
+        return (scale * np.abs(random.standard_normal(SIZES[name]))).astype(np.float32)
+
+    own = tuple(LayerLimits(**{name: limit(name) for name in fields}) for _ in range(layers))
+    return Limits(model_id=None, layers=own)
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path):
+    whole = limits_of()
+    some = dataclasses.replace(
+        whole, model_id="m", layers=(LayerLimits(), LayerLimits(qkv_D=whole.layers[0].qkv_D))
+    )
+    for limits in (whole, some, Limits(model_id=None, layers=(LayerLimits(),))):
+        limits.save(tmp_path / "l.safetensors")
+        again = Limits.load(tmp_path / "l.safetensors")
+        assert again.model_id == limits.model_id and len(again.layers) == len(limits.layers)
+        assert again.arrays().keys() == limits.arrays().keys()
+        for name, limit in limits.arrays().items():
+            assert np.array_equal(again.arrays()[name], limit)
+    assert whole and whole.has_inputs and some.has_inputs
+    assert not Limits(model_id=None, layers=(LayerLimits(),))
+    assert not limits_of(("gate_F", "hidden_F")).has_inputs
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"blk.0.ffn_gate.limit": -np.ones(3, np.float32)}, "not all finite and from 0"),
+        ({"blk.0.ffn_gate.limit": np.full(3, np.nan, np.float32)}, "not all finite and from 0"),
+        ({"blk.0.ffn_gate.limit": np.full(3, np.inf, np.float32)}, "not all finite and from 0"),
+        ({"blk.0.ffn_gate.limit": np.zeros((3, 1), np.float32)}, "wanted a vector of float32"),
+        ({"blk.0.ffn_gate.limit": np.zeros(3)}, "float64.*wanted a vector of float32"),
+        ({"blk.0.ffn_gate.limit": np.zeros(0, np.float32)}, "wanted a vector of float32"),
+        ({"blk.2.ffn_gate.limit": np.zeros(3, np.float32)}, "unknown array 'blk.2.ffn_gate.limit'"),
+        ({"blk.0.ffn_up.limit": np.zeros(3, np.float32)}, "unknown array 'blk.0.ffn_up.limit'"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path, change, message):
+    path = tmp_path / "l.safetensors"
+    save_arrays(path, "sparkinfer.limits", 1, {"model_id": None, "num_layers": 2}, change)
+    with pytest.raises(SparkinferError, match=message) as refusal:
+        Limits.load(path)
+    assert "\n" not in str(refusal.value) and str(path) in str(refusal.value)
+
+
+def test_wrong_metadata_are_refused(tmp_path):
+    path, good = tmp_path / "l.safetensors", {"model_id": None, "num_layers": 2}
+    for metadata, version, message in (
+        (good, 2, "version '2', this program reads 1"),
+        (good | {"num_layers": 0}, 1, "num_layers is 0"),
+        (good | {"num_layers": 1 << 40}, 1, "num_layers is"),
+        (good | {"more": 1}, 1, "'more' is unknown"),
+        (good | {"model_id": 3}, 1, "model_id is 3"),
+    ):
+        arrays = {"blk.0.ffn_gate.limit": np.zeros(3, np.float32)}
+        save_arrays(path, "sparkinfer.limits", version, metadata, arrays)
+        with pytest.raises(SparkinferError, match=message):
+            Limits.load(path)
+
+
+def model_of(**options) -> ModelFile:
+    return make_model(shape=SHAPE, **({"activation": "silu"} | options))
+
+
+def with_tensor(model: ModelFile, name: str, values: np.ndarray, kind="f32") -> ModelFile:
+    return dataclasses.replace(model, tensors=model.tensors | {name: array_entry(values, kind)})
+
+
+@pytest.mark.parametrize(
+    "name, values, message",
+    [
+        ("blk.0.ffn_gate.limit", np.full(F, -1.0), "not all finite and from 0 on"),
+        ("blk.1.ffn_down.limit", np.full(F, np.nan), "not all finite and from 0 on"),
+        ("blk.1.attn_qkv.limit", np.zeros(D + 1), r"is f32 \[65\],"),
+        ("blk.1.attn_output.limit", np.zeros((D, 1)), "wanted a vector of f32"),
+        ("blk.1.ffn_up.limit", np.zeros(F), "unknown tensor 'blk.1.ffn_up.limit'"),
+        ("blk.2.ffn_input.limit", np.zeros(D), "unknown tensor 'blk.2.ffn_input.limit'"),
+    ],
+)  # fmt: skip
+def test_a_model_file_with_wrong_limits_is_refused(tmp_path, name, values, message):
+    with pytest.raises(SparkinferError, match=message):
+        with_tensor(model_of(), name, values).save(tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_limits_that_a_model_cannot_have_are_refused(tmp_path):
+    zero = np.zeros(F)
+    model = dataclasses.replace(model_of(), threshold_L=(0.0, 0.1))
+    with_tensor(model, "blk.0.ffn_gate.limit", zero).validate()
+    for wrong, message in (
+        (with_tensor(model, "blk.1.ffn_gate.limit", zero), "a threshold .0.1. and limits"),
+        (with_tensor(model_of(activation="relu"), "blk.0.ffn_gate.limit", zero), "this relu model"),
+        (with_tensor(model_of(), "blk.0.ffn_gate.limit", zero, "f16"), "wanted a vector of f32"),
+    ):
+        with pytest.raises(SparkinferError, match=message):
+            wrong.validate()
+
+
+def test_matrices_with_one_input_are_transposed_together():
+    model = model_of()
+    tensors = dict(model.tensors)
+    entry = tensors.pop("blk.0.attn_q.weight")
+    tensors["blk.0.attn_q_t.weight"] = array_entry(entry.read().T, "f32")
+    with pytest.raises(SparkinferError, match="unknown tensor 'blk.0.attn_k.weight'"):
+        dataclasses.replace(model, tensors=tensors).validate()
+
+
+def test_a_model_gives_its_limits():
+    limits = limits_of()
+    model = model_of().with_limits(limits, "here")
+    assert model.has_limits and not model_of().has_limits
+    for name, limit in limits.arrays().items():
+        assert np.array_equal(model.limits.arrays()[name], limit)
+    assert not model.with_limits(Limits(model_id=None, layers=(LayerLimits(),) * 2), "x").has_limits
+
+
+def saved(model: ModelFile, tmp_path, name="base.gguf"):
+    model = dataclasses.replace(model, path=tmp_path / name)
+    model.save(model.path)
+    return model.path
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_convert_writes_limits_and_transposes(tmp_path, kind):
+    """Values are those of the source, rounded along the outputs; a second time takes them back."""
+    base, limits = saved(model_of(), tmp_path), limits_of()
+    limits.save(tmp_path / "l.safetensors")
+    config = ConvertConfig(
+        source=base, output=tmp_path / "m.gguf", outtype=kind, limits=tmp_path / "l.safetensors"
+    )
+    report = convert(config, verify=lambda written: [verify(written).line])
+    assert report.verified and "verified: logits equal" in report.verified
+    model, source = ModelFile.load(tmp_path / "m.gguf"), ModelFile.load(base)
+    for name, limit in limits.arrays().items():
+        assert np.array_equal(model.limits.arrays()[name], limit)
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        entry = model.tensors[f"blk.1.{name}_t.weight"]
+        assert entry.kind == kind and f"blk.1.{name}.weight" not in model.tensors
+        stored = "blk.1.ffn_down_t.weight" if name == "ffn_down" else f"blk.1.{name}.weight"
+        want = weights(source, stored)
+        got = weights(model, f"blk.1.{name}_t.weight")
+        got = got if name == "ffn_down" else got.T
+        assert rel_error(got, want) < {"f32": 1e-12, "f16": 1e-3, "bf16": 1e-2}.get(kind, 0.12)
+    with Engine.load(tmp_path / "m.gguf") as engine, Engine.load(base, limits=config.limits) as own:
+        assert engine.mode == own.mode == "exact"
+        if kind == "f32":
+            assert rel_error(engine.logits(IDS), own.logits(IDS)) < 1e-5
+    limits_of(("gate_F",)).save(tmp_path / "g.safetensors")
+    back = ConvertConfig(
+        source=tmp_path / "m.gguf", output=tmp_path / "b.gguf", limits=tmp_path / "g.safetensors"
+    )
+    convert(back, verify=lambda written: [verify(written).line])
+    again = ModelFile.load(tmp_path / "b.gguf")
+    assert {n for n in again.tensors if "_t.weight" in n} == {
+        f"blk.{layer}.ffn_down_t.weight" for layer in range(2)
+    }
+    assert {n for n in again.tensors if n.endswith(".limit")} == {
+        f"blk.{layer}.ffn_gate.limit" for layer in range(2)
+    }
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_checkpoint_brings_its_own_limits(tmp_path, family):
+    """Without gates, with one matrix for query, key and value, with permuted rows and biases."""
+    folder = random_model(tmp_path / "checkpoint", CONFIGS[family])
+    base = convert(ConvertConfig(source=folder, output=tmp_path / "base.gguf", outtype="f32"))
+    limits = limits_of(scale=0.5)
+    limits.save(folder / FILE_NAME)
+    convert(
+        ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="f32"),
+        verify=lambda written: [verify(written).line],
+    )
+    found = ModelFile.load(tmp_path / "m.gguf")
+    assert found.model_id == base.model_id and found.has_limits
+    assert found.is_transposed(0, "attn_output") and found.is_transposed(1, "ffn_up")
+    with Engine.load(tmp_path / "m.gguf") as engine, Engine.load(base.output, mode="exact") as rows:
+        dense = rows.logits(IDS)
+        rows.set_limits(limits)
+        want = rows.logits(IDS)
+        assert rel_error(engine.logits(IDS), want) < 1e-5 < 1e-2 < rel_error(dense, want)
+    wanted = "made to run with these limits" if family != "falcon" else "graph has no"
+    with pytest.raises(SparkinferError, match=wanted):
+        convert(ConvertConfig(source=folder, output=tmp_path / "s.gguf", layout="stock"))
+
+
+def test_what_convert_cannot_write_is_refused(tmp_path):
+    base = saved(model_of(), tmp_path)
+    relu = saved(model_of(activation="relu"), tmp_path, "relu.gguf")
+    good, few, other = (tmp_path / f"{n}.safetensors" for n in ("good", "few", "other"))
+    limits_of().save(good)
+    limits_of(layers=1).save(few)
+    dataclasses.replace(limits_of(), model_id="another model").save(other)
+    output = tmp_path / "m.gguf"
+    for source, path, message in (
+        (base, few, "limits of 1 layers, the model has 2"),
+        (base, other, "limits of model another mode"),
+        (relu, good, "this relu model cannot have them"),
+        (base, tmp_path / "none.safetensors", "none.safetensors"),
+        (base, base, "wanted a sparkinfer.limits file"),
+    ):
+        with pytest.raises(SparkinferError, match=message) as refusal:
+            convert(ConvertConfig(source=source, output=output, limits=path))
+        assert "\n" not in str(refusal.value) and not output.exists()
+    with pytest.raises(SparkinferError, match="stock layout cannot hold limits"):
+        ConvertConfig(source=base, output=output, limits=good, layout="stock")
+    convert(ConvertConfig(source=base, output=output, limits=good))
+    with pytest.raises(SparkinferError, match="the stock layout cannot have them"):
+        convert(ConvertConfig(source=output, output=tmp_path / "s.gguf", layout="stock"))
+
+
+def test_a_file_with_limits_can_be_inspected(tmp_path):
+    limits_of().save(tmp_path / "l.safetensors")
+    convert(
+        ConvertConfig(source=saved(model_of(), tmp_path), output=tmp_path / "m.gguf",
+                      limits=tmp_path / "l.safetensors")
+    )  # fmt: skip
+    summary = inspect_file(tmp_path / "m.gguf")
+    assert summary.refusal is None
+    shown = {fact.name: fact.part for fact in summary.tensors}
+    assert shown["blk.0.attn_qkv.limit"] == shown["blk.0.attn_q_t.weight"] == "attention"
+    assert shown["blk.0.ffn_input.limit"] == shown["blk.0.ffn_gate_t.weight"] == "ffn"

@@ -1,0 +1,271 @@
+"""What a mode costs, with the error of the measure: against plain sums, on text as messages, and as
+`profile` records and tells it."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from chat_templates import CHATML
+from checkpoints import random_llama
+from models import byte_level_keys, make_model, make_shape
+
+from sparkinfer import Engine
+from sparkinfer.cli import main
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_choice import choose_mode, dense_bytes
+from sparkinfer.model_file import ModelFile
+from sparkinfer.predictor_file import FILE_NAME, Predictors
+from sparkinfer.profile.chat_windows import read_chat_windows
+from sparkinfer.profile.collect import profile
+from sparkinfer.profile.comparison import Comparison, batch_mean, increase_of, student_t
+from sparkinfer.profile.config import ProfileConfig
+from sparkinfer.profile.predictor_options import PredictorOptions
+from sparkinfer.profile.quality import EvalConfig, ShareCounter, bytes_read, compare_all, evaluate
+from sparkinfer.profile.report import warnings
+from sparkinfer.profile_file import Profile
+from sparkinfer.runtime.model.feed_forward import Traffic
+
+# ---- the measure -----------------------------------------------------------------------------
+
+
+def test_student_t():
+    for freedom, want in ((3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1000, 1.9623)):
+        assert student_t(freedom) == pytest.approx(want, rel=8e-3)
+    assert student_t(10) == pytest.approx(2.2281, rel=1e-4)
+
+
+def correlated(random, num_windows, length):
+    """Windows whose tokens hang together, with mean 0: AR(1) of 0.9."""
+    noise = random.standard_normal((num_windows, length))
+    values = np.zeros_like(noise)
+    for t in range(1, length):
+        values[:, t] = 0.9 * values[:, t - 1] + noise[:, t]
+    return torch.from_numpy(values)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    random, inside, naive = np.random.default_rng(0), 0, 0
+    for _ in range(200):
+        values = correlated(random, 12, 512).flatten()
+        found = batch_mean(values, [512] * 12)
+        inside += abs(found.mean) <= found.half_width
+        naive += abs(found.mean) <= 1.96 * values.std().item() / math.sqrt(len(values))
+    assert 0.85 < inside / 200 < 0.99  # 95 %, less what batches of 128 still have in common
+    assert naive / 200 < 0.6, "a checker that takes tokens for independent would pass, too"
+
+
+def test_too_short_a_text_has_no_interval():
+    assert batch_mean(torch.rand(3), [3]).half_width is None
+    assert batch_mean(torch.rand(64), [64]).half_width > 0
+    assert batch_mean(torch.ones(640), [512, 128]).half_width == 0
+
+
+def test_a_comparison_is_that_of_plain_sums():
+    generator = torch.Generator().manual_seed(0)
+    dense, other = (torch.randn(300, 40, generator=generator) for _ in range(2))
+    other = dense + 0.3 * other
+    next_T = torch.randint(40, (300,), generator=generator)
+    comparison = Comparison(2)
+    for start in (0, 200):
+        comparison.begin_window()
+        piece = slice(start, min(start + 200, 300))
+        comparison.add(dense[piece], [other[piece], dense[piece]], next_T[piece])
+    found, same = comparison.result(0), comparison.result(1)
+    p, q = dense.double().softmax(1), other.double().softmax(1)
+    assert found.divergence.mean == pytest.approx((p * (p / q).log()).sum(1).mean().item())
+    losses = [-x.gather(1, next_T[:, None]).log().mean().item() for x in (p, q)]
+    assert [found.dense_loss, found.loss] == pytest.approx(losses)
+    increase = increase_of(found.loss_difference)
+    assert increase.mean == pytest.approx(math.exp(losses[1] - losses[0]) - 1)
+    assert found.agreement.mean == (p.argmax(1) == q.argmax(1)).double().mean().item()
+    # Paired: the difference is known far better than either loss.
+    alone = batch_mean(-q.gather(1, next_T[:, None]).log()[:, 0], [200, 100]).half_width
+    assert found.loss_difference.half_width < 0.6 * alone
+    assert same.loss_difference.mean == same.divergence.mean == 0.0
+    assert same.loss_difference.half_width == 0.0 and same.agreement.mean == 1.0
+
+
+# ---- bytes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
+    """Of the feed-forward layers, by the runtime's own count while it decodes the same tokens."""
+    model = make_model(predictor_rank=8, kind="f16")
+    model.save(tmp_path / "m.gguf")
+    ids = torch.arange(20)
+    shares = ShareCounter(model)
+    with Engine.load(tmp_path / "m.gguf", mode=mode) as engine:
+        with engine.observe(shares.observe, shares.wants):
+            engine.logits(ids)
+        assert isinstance(engine.traffic, Traffic)
+        engine.hidden(ids[:1])
+        before = engine.traffic.total
+        for position in range(1, 20):
+            engine._step(int(ids[position]), position)
+        read = (engine.traffic.total - before) / 19
+    neurons = 2 * 96 * 3 * 2 * 64
+    others = dense_bytes(model) - neurons
+    assert bytes_read(model, mode, shares) - others == pytest.approx(read, rel=0.04)
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    keys, vocab_size = byte_level_keys()
+    model = make_model(
+        shape=make_shape(vocab_size=vocab_size, context_length=512), kind="f16",
+        extra_keys={**keys, "tokenizer.chat_template": CHATML},
+    )  # fmt: skip
+    model.save(tmp_path / "m.gguf")
+    return ModelFile.load(tmp_path / "m.gguf")
+
+
+TEXT = "The first paragraph,\nof two lines.\n\n  \nshort\n\nThe second one is of a single line."
+
+
+def test_paragraphs_are_messages_and_only_they_count(tmp_path, chat_model):
+    (tmp_path / "t.txt").write_text(TEXT)
+    with Engine.load(chat_model.path, mode="dense") as engine:
+        codec = engine.codec
+        windows, counted = read_chat_windows(
+            [tmp_path / "t.txt"], chat_model, codec, template=None, context_length=512,
+            max_tokens=1000, seed=0,
+        )  # fmt: skip
+        texts = [codec.tokenizer.decode(ids.tolist()) for ids in windows]
+        kept = [
+            codec.tokenizer.decode(ids[mask].tolist())
+            for ids, mask in zip(windows, counted, strict=True)
+        ]
+    paragraphs = [p for p in TEXT.split("\n\n") if len(p.strip()) > 16]
+    assert kept == paragraphs
+    wanted = [f"<|im_start|>user\n{p}<|im_end|>\n" for p in paragraphs]
+    assert texts == wanted
+
+
+def test_eval_counts_messages(tmp_path, chat_model, capsys):
+    (tmp_path / "t.txt").write_text(TEXT * 3)
+    plain = ["eval", str(chat_model.path), "--corpus", str(tmp_path / "t.txt"), "--json"]
+    found = {}
+    for name, more in (("plain", []), ("own", ["--chat-template"]),
+                       ("named", ["--chat-template", "chatml"])):  # fmt: skip
+        assert main([*plain, *more]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    paragraphs = [p.strip() for p in (TEXT * 3).split("\n\n") if len(p.strip()) >= 16]
+    assert found["own"]["num_tokens"] == sum(map(len, paragraphs)) == found["named"]["num_tokens"]
+    assert found["own"]["dense_perplexity"] != found["plain"]["dense_perplexity"]
+    assert found["own"]["dense_perplexity"] == found["named"]["dense_perplexity"]
+    assert main([*plain[:-1], "--tokens", "20", "--chat-template"]) == 0
+    said = capsys.readouterr().err
+    assert "20 tokens" in said and "±" in said
+
+
+def test_texts_without_paragraphs_and_templates_that_change_them_are_refused(tmp_path, chat_model):
+    (tmp_path / "t.txt").write_text("a\n\nb\n\nc")
+    config = EvalConfig(model=chat_model.path, corpora=(tmp_path / "t.txt",), chat_template="")
+    with pytest.raises(SparkinferError, match="no paragraph of 16 tokens"):
+        evaluate(config)
+    (tmp_path / "t.txt").write_text("This is a paragraph of enough tokens.")
+    (tmp_path / "upper").write_text("{{ messages[0]['content'] | upper }}")
+    with pytest.raises(SparkinferError, match="does not write a message as it is"):
+        evaluate(dataclasses.replace(config, chat_template=str(tmp_path / "upper")))
+
+
+def test_masked_tokens_do_not_count(chat_model):
+    ids = torch.randint(200, (60,), generator=torch.Generator().manual_seed(1))
+    counted = torch.zeros(60, dtype=torch.bool)
+    counted[20:] = True
+    with (
+        Engine.load(chat_model.path, mode="dense") as dense,
+        Engine.load(chat_model.path, mode="exact") as engine,
+    ):
+        (part,) = compare_all(dense, [engine], [ids], counted=[counted])
+        logits_TV = dense.logits(ids)
+    loss = -logits_TV.double().log_softmax(1)[19:59].gather(1, ids[20:, None]).mean()
+    assert part.num_tokens == 40 and math.log(part.dense_perplexity) == pytest.approx(loss.item())
+
+
+# ---- what profile records --------------------------------------------------------------------
+
+
+def test_profile_records_both_modes_and_convert_takes_them(tmp_path):
+    folder = random_llama(tmp_path / "hf", hidden_act="silu")
+    convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="f16"))
+    random = np.random.default_rng(0)
+    words = ["the", "quick", "brown", "fox", "def", "add(a,", "return", "jumps", "lazy", "dog"]
+    (tmp_path / "t.txt").write_text(" ".join(words[i] for i in random.integers(0, 10, 5000)))
+    report = profile(
+        ProfileConfig(
+            model=tmp_path / "m.gguf", corpora=(tmp_path / "t.txt",), output=tmp_path / "p",
+            max_tokens=6000, target_sparsity=0.5, train_predictors=tmp_path,
+            predictors=PredictorOptions(rank=32),
+        )
+    )  # fmt: skip
+    record = Profile.load(tmp_path / "p").quality
+    assert set(record) == {"exact", "predicted"} == set(report.record)
+    assert record == Predictors.load(tmp_path / FILE_NAME).quality
+    assert report.quality.mode == "predicted"
+    assert record["predicted"].perplexity_increase == report.quality.perplexity_increase
+    assert record["exact"].num_tokens == record["predicted"].num_tokens > 100
+    assert record["exact"].kl_mean > 0 and record["exact"].perplexity_half_width > 0
+    dense = dense_bytes(ModelFile.load(tmp_path / "m.gguf"))
+    assert record["exact"].dense_bytes_per_token == dense > record["exact"].bytes_per_token
+    convert(ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf",
+                          thresholds=tmp_path / "p", predictors=tmp_path))  # fmt: skip
+    assert ModelFile.load(tmp_path / "m2.gguf").quality == record
+    # As eval finds it, on the same text as a whole.
+    found = evaluate(EvalConfig(model=tmp_path / "m2.gguf", corpora=(tmp_path / "t.txt",),
+                                mode="exact", max_tokens=1000))  # fmt: skip
+    assert found.hidden_share_L == pytest.approx([0.5] * 3, abs=0.1)
+    assert found.bytes_per_token == pytest.approx(record["exact"].bytes_per_token, rel=0.05)
+    tell(report)
+    assert "Predictors" in (tmp_path / "p.report.md").read_text()
+
+
+def tell(report) -> None:
+    """The warnings are there where predictors do not pay or modes cost too much, and only there."""
+    quality = report.quality_L[0]
+    bad = dataclasses.replace(quality, break_even_density=0.3)
+    good = dataclasses.replace(quality, break_even_density=0.99)
+    cheap = {
+        mode: dataclasses.replace(q, perplexity_increase=0.001) for mode, q in report.record.items()
+    }
+    silent = dataclasses.replace(report, quality_L=(good,) * 3, record=cheap)
+    assert warnings(silent) == []
+    (line,) = warnings(dataclasses.replace(silent, quality_L=(bad, good, bad)))
+    assert "in 2 of 3 layers the predictor reads more than it saves" in line and "30%" in line
+    costly = {m: dataclasses.replace(q, perplexity_increase=0.18) for m, q in cheap.items()}
+    (line,) = warnings(dataclasses.replace(silent, record=costly))
+    assert "exact +18.0%" in line and "predicted +18.0%" in line and "runs dense" in line
+    one = cheap | {"predicted": costly["predicted"]}
+    (line,) = warnings(dataclasses.replace(silent, record=one))
+    assert "exact" not in line and "only where it is asked to" in line
+
+
+def test_a_relu_model_is_known_to_lose_nothing_in_exact(tmp_path):
+    folder = random_llama(tmp_path / "hf")
+    convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="f16"))
+    (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    profile(
+        ProfileConfig(
+            model=tmp_path / "m.gguf", corpora=(tmp_path / "t.txt",), output=tmp_path / "p",
+            max_tokens=4000, train_predictors=tmp_path, predictors=PredictorOptions(rank=32),
+        )
+    )  # fmt: skip
+    record = Profile.load(tmp_path / "p").quality
+    assert record["exact"].perplexity_increase == record["exact"].kl_mean == 0.0
+    assert record["exact"].bytes_per_token < record["exact"].dense_bytes_per_token
+    convert(ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf",
+                          predictors=tmp_path))  # fmt: skip
+    model = ModelFile.load(tmp_path / "m2.gguf")
+    assert model.quality == record
+    best = min(record, key=lambda mode: record[mode].bytes_per_token)
+    if record["predicted"].perplexity_increase <= 0.01:
+        assert choose_mode(model).mode == best

@@ -1,0 +1,663 @@
+"""The server as its clients see it: a process with a small random model, asked over HTTP."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+from models import make_model, make_shape
+
+from sparkinfer import Engine
+from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+TOKENIZER = Path(__file__).parent.parent / "examples" / "tiny-relu" / "tokenizer.json"
+CONTEXT = 256
+TEMPLATE = """\
+{%- if tools %}{{ 'Tools: ' + tools | tojson + ' as <tool_call>{"name": ..., "arguments": ...}\n' }}{% endif %}
+{%- for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}
+{%- for call in message.tool_calls or [] %}{{ call.function.arguments['a'] }}{% endfor %}{% endfor %}
+{%- if enable_shouting %}{{ 'SHOUT\n' }}{% endif %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = r'root ::= "Well. <tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}}</tool_call>"'
+SAID = [{"role": "user", "content": "Hello"}]
+
+
+def save_model(folder):
+    """Random weights, a real tokenizer; token 0 ends a text."""
+    keys = {
+        "tokenizer.huggingface.json": TOKENIZER.read_text(encoding="utf-8"),
+        "tokenizer.ggml.eos_token_id": np.uint32(0),
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    shape = make_shape(vocab_size=4096, context_length=CONTEXT)
+    path = folder / "tiny.gguf"
+    model = make_model(shape=shape, kind="q8_0", extra_keys=keys)
+    dataclasses.replace(model, path=path).save(path)
+    return path
+
+
+class Served:
+    """A server's process. `url` without /v1."""
+
+    def __init__(self, model, *options, key=None):
+        self.key = key
+        arguments = [str(model), "--port", "0", "--json", "--threads", "1", *options]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sparkinfer", "serve", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.log = []
+        threading.Thread(target=self._read_log, daemon=True).start()
+        line = self.process.stdout.readline()
+        assert line, self.log
+        self.start = json.loads(line)
+        self.url = self.start["url"]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def _read_log(self):
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    def ask(self, path, body=None, *, method=None, headers=None, raw=None):
+        """(status, what came, as JSON where it is)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            sent = raw if raw is not None else None if body is None else json.dumps(body)
+            given = {"Content-Type": "application/json"} if sent is not None else {}
+            if self.key:
+                given["Authorization"] = f"Bearer {self.key}"
+            method = method or ("GET" if sent is None else "POST")
+            connection.request(method, path, sent, given | (headers or {}))
+            answer = connection.getresponse()
+            content = answer.read()
+            self.headers = dict(answer.getheaders())
+            with contextlib.suppress(ValueError):
+                return answer.status, json.loads(content)
+            return answer.status, content.decode()
+
+    def chat(self, **fields):
+        status, answer = self.ask("/v1/chat/completions", {"messages": SAID, **fields})
+        assert status == 200, answer
+        return answer
+
+    def stream(self, path, body):
+        """The objects of a stream, whose last line is [DONE]."""
+        status, text = self.ask(path, {**body, "stream": True})
+        assert status == 200, text
+        *lines, last = [line for line in text.split("\n\n") if line]
+        assert last == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    def metric(self, name):
+        _, page = self.ask("/metrics")
+        found = [line.split()[-1] for line in page.splitlines() if line.startswith(name)]
+        return sum(map(float, found))
+
+    def until(self, is_true, seconds=30):
+        end = time.monotonic() + seconds
+        while not is_true():
+            assert time.monotonic() < end, self.log[-5:]
+            time.sleep(0.02)
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    served = Served(model, "--parallel", "4", "--kept", "3", "--queue", "40")
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with Engine.load(model, context_length=CONTEXT) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def alone(engine, prompt, max_tokens=20, stops=(), **sampling):
+    """What the engine gives for a text by itself."""
+    ids = prompt if isinstance(prompt, list) else engine.codec.encode_rendered(prompt)
+    options = GenerationOptions(max_tokens=max_tokens, stops=stops)
+    tokens = engine.generate(ids, sampling=SamplingOptions(**sampling), options=options)
+    return "".join(token.text for token in tokens)
+
+
+def text_of(answer, index=0):
+    return answer["choices"][index]["message"]["content"]
+
+
+def test_what_is_told_at_the_start(served):
+    assert served.start["model"] == "tiny" and served.start["context"] == CONTEXT
+    assert any("for 7 texts of 256 tokens (4 at a time, 3 kept)" in line for line in served.log)
+
+
+def test_a_chat_is_what_the_engine_gives(served, engine):
+    answer = served.chat(max_tokens=20, temperature=0)
+    assert text_of(answer) == alone(engine, "user: Hello\nassistant: ", temperature=0.0)
+    (choice,) = answer["choices"]
+    assert choice["index"] == 0 and choice["finish_reason"] == "length"
+    assert choice["message"]["role"] == "assistant" and choice["logprobs"] is None
+    assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
+    usage, timings = answer["usage"], answer["timings"]
+    assert usage["completion_tokens"] == timings["predicted_n"] == 20
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 20
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert timings["cache_n"] == cached and timings["prompt_n"] + cached == usage["prompt_tokens"]
+    assert timings["predicted_per_second"] > 0
+
+
+def test_a_stream_says_the_same(served):
+    body = {
+        "messages": SAID,
+        "max_tokens": 20,
+        "seed": 3,
+        "stream_options": {"include_usage": True},
+    }
+    chunks = served.stream("/v1/chat/completions", body)
+    whole = served.chat(max_tokens=20, seed=3)
+    *parts, end, usage = chunks
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    said = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
+    assert said == text_of(whole)
+    assert end["choices"][0]["finish_reason"] == "length" and end["timings"]["predicted_n"] == 20
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
+    assert all(part["usage"] is None for part in (*parts, end))
+    assert {part["object"] for part in chunks} == {"chat.completion.chunk"}
+    assert len({part["id"] for part in chunks}) == 1
+
+
+def test_choices_have_the_seeds_after_one_another(served, engine):
+    answer = served.chat(max_tokens=12, seed=5, n=3, temperature=1.2)
+    texts = [text_of(answer, index) for index in range(3)]
+    prompt = "user: Hello\nassistant: "
+    assert texts == [alone(engine, prompt, 12, seed=5 + i, temperature=1.2) for i in range(3)]
+    assert len(set(texts)) == 3
+    assert answer["usage"]["completion_tokens"] == 36
+    chunks = served.stream(
+        "/v1/chat/completions",
+        {"messages": SAID, "max_tokens": 12, "seed": 5, "n": 3, "temperature": 1.2},
+    )
+    found = ["", "", ""]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            found[choice["index"]] += choice["delta"].get("content", "")
+    assert found == texts
+
+
+@pytest.mark.parametrize(
+    "fields, sampling",
+    [
+        ({"min_p": 0.2, "top_k": 0, "top_p": 1}, {"min_p": 0.2, "top_k": 0, "top_p": 1.0}),
+        ({"typical_p": 0.4}, {"typ_p": 0.4}),
+        ({"mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2},
+         {"mirostat": 2, "mirostat_ent": 3.0, "mirostat_lr": 0.2}),
+        ({"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3},
+         {"repeat_penalty": 1.5, "repeat_last_n": -1, "presence_penalty": 0.3}),
+        ({"samplers": ["temperature", "top_k"], "top_k": 5},
+         {"samplers": ("temperature", "top_k"), "top_k": 5}),
+        ({"samplers": "kt", "top_k": 5}, {"samplers": ("top_k", "temperature"), "top_k": 5}),
+        ({"logit_bias": {"17": -100, "99": 5}}, {"logit_bias": ((17, -100.0), (99, 5.0))}),
+        ({"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5},
+         {"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 1.5}),
+        ({"dynatemp_range": 0.5, "dynatemp_exponent": 2},
+         {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0}),
+    ],
+)  # fmt: skip
+def test_samplers_by_llama_servers_names(served, engine, fields, sampling):
+    answer = served.chat(max_tokens=15, seed=1, temperature=1.5, **fields)
+    expected = alone(
+        engine, "user: Hello\nassistant: ", 15, **{"seed": 1, "temperature": 1.5, **sampling}
+    )
+    plain = alone(engine, "user: Hello\nassistant: ", 15, seed=1, temperature=1.5)
+    assert text_of(answer) == expected != plain
+
+
+def test_stop_strings(served):
+    whole = text_of(served.chat(max_tokens=30, temperature=0))
+    stop = whole[10:14]
+    answer = served.chat(max_tokens=30, temperature=0, stop=[stop, "never there"])
+    assert text_of(answer) == whole[: whole.index(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    chunks = served.stream(
+        "/v1/chat/completions",
+        {"messages": SAID, "max_tokens": 30, "temperature": 0, "stop": stop},
+    )
+    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert said == text_of(answer)
+
+
+def test_the_end_token_ends_a_text_unless_it_is_ignored(served):
+    forced = {"logit_bias": {"0": 1000}, "max_tokens": 5}
+    assert served.chat(**forced)["choices"][0]["finish_reason"] == "stop"
+    assert served.chat(**forced)["usage"]["completion_tokens"] == 0
+    assert served.chat(**forced, ignore_eos=True)["usage"]["completion_tokens"] == 5
+
+
+def test_logprobs(served):
+    answer = served.chat(max_tokens=8, temperature=0, logprobs=True, top_logprobs=3)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 8
+    assert b"".join(bytes(token["bytes"]) for token in content).decode() == text_of(answer)
+    for token in content:
+        assert token["logprob"] <= 0 and len(token["top_logprobs"]) == 3
+        assert token["top_logprobs"][0]["token"] == token["token"]  # greedy
+    chunks = served.stream(
+        "/v1/chat/completions",
+        {"messages": SAID, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 3},
+    )
+    streamed = []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            streamed += (choice["logprobs"] or {}).get("content", [])
+    assert streamed == content
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": SCHEMA},
+            }
+        },
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
+    ],
+)
+def test_json_schemas(served, field):
+    for seed in range(3):
+        answer = served.chat(max_tokens=120, seed=seed, temperature=1.0, n=2, **field)
+        for choice in answer["choices"]:
+            if choice["finish_reason"] == "stop":
+                jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert any(choice["finish_reason"] == "stop" for choice in answer["choices"])
+
+
+def test_tool_calls(served):
+    body = {"messages": SAID, "tools": [TOOL], "grammar": CALL, "max_tokens": 100}
+    answer = served.chat(**body)
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well. "
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'} and call["id"]
+    chunks = served.stream("/v1/chat/completions", body)
+    said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert said == "Well. " and [c["function"] for c in calls] == [call["function"]]
+    assert calls[0]["index"] == 0 and chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    as_text = served.chat(**body, tool_choice="none")
+    assert "<tool_call>" in text_of(as_text)
+
+
+def test_an_answer_to_a_tool_call_is_rendered(served):
+    messages = [
+        *SAID,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "42"}]},
+    ]  # fmt: skip
+    status, answer = served.ask("/apply-template", {"messages": messages})
+    assert (status, answer["prompt"]) == (200, "user: Hello\nassistant: \n7tool: 42\nassistant: ")
+
+
+def test_reasoning_is_told_apart(served):
+    grammar = {"grammar": 'root ::= "<think>hm</think>ok"', "max_tokens": 50}
+    message = served.chat(**grammar)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "ok")
+    plain = served.chat(**grammar, reasoning_format="none")["choices"][0]["message"]
+    assert plain["content"] == "<think>hm</think>ok" and "reasoning_content" not in plain
+
+
+def test_messages_that_end_with_the_assistant_are_continued(served):
+    messages = [*SAID, {"role": "assistant", "content": "Well,"}]
+    _, answer = served.ask("/apply-template", {"messages": messages})
+    assert answer["prompt"] == "user: Hello\nassistant: Well,"
+    _, answer = served.ask(
+        "/apply-template", {"messages": messages, "continue_final_message": False}
+    )
+    assert answer["prompt"] == "user: Hello\nassistant: Well,\nassistant: "
+    _, answer = served.ask(
+        "/apply-template", {"messages": SAID, "chat_template_kwargs": {"enable_shouting": True}}
+    )
+    assert answer["prompt"] == "user: Hello\nSHOUT\nassistant: "
+
+
+def test_completions(served, engine):
+    ids = engine.codec.encode("Once upon")
+    body = {"prompt": ["Once upon", ids], "max_tokens": 10, "temperature": 0, "n": 2}
+    status, answer = served.ask("/v1/completions", body)
+    assert status == 200 and answer["object"] == "text_completion"
+    assert {choice["text"] for choice in answer["choices"]} == {
+        alone(engine, ids, 10, temperature=0.0)
+    }
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 2 * len(ids)
+    echoed = {"prompt": "Once upon", "max_tokens": 10, "temperature": 0, "echo": True}
+    _, answer = served.ask("/v1/completions", echoed)
+    said = "".join(
+        chunk["choices"][0]["text"] for chunk in served.stream("/v1/completions", echoed)
+    )
+    expected = "Once upon" + alone(engine, ids, 10, temperature=0.0)
+    assert answer["choices"][0]["text"] == said == expected
+
+
+def test_completions_with_logprobs(served):
+    body = {"prompt": "Once upon", "max_tokens": 6, "temperature": 0, "logprobs": 2}
+    _, answer = served.ask("/v1/completions", body)
+    found = answer["choices"][0]["logprobs"]
+    assert "".join(found["tokens"]) == answer["choices"][0]["text"]
+    assert len(found["token_logprobs"]) == 6 and all(len(top) == 2 for top in found["top_logprobs"])
+    assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
+
+
+def test_responses_by_openais_client(client, engine):
+    answer = client.responses.create(
+        model="any", input="Hello", instructions="Be brief", max_output_tokens=8, temperature=0
+    )
+    expected = alone(engine, "system: Be brief\nuser: Hello\nassistant: ", 8, temperature=0.0)
+    assert answer.output_text == expected
+    assert answer.status == "incomplete" and answer.usage.output_tokens == 8
+    events = list(
+        client.responses.create(
+            model="any", input=[{"role": "user", "content": "Hello"}], instructions="Be brief",
+            max_output_tokens=8, temperature=0, stream=True,
+        )
+    )  # fmt: skip
+    kinds = [event.type for event in events]
+    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added",
+                         "response.content_part.added"]  # fmt: skip
+    assert kinds[-4:] == ["response.output_text.done", "response.content_part.done",
+                          "response.output_item.done", "response.incomplete"]  # fmt: skip
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == expected == events[-1].response.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_responses_with_tools(client):
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    given = {"model": "any", "tools": [tool], "extra_body": {"grammar": CALL}}
+    first = client.responses.create(input="Hello", **given)
+    text, call = first.output
+    assert (text.type, call.type, call.name, call.arguments) == (
+        "message", "function_call", "f", '{"a": 1}',
+    )  # fmt: skip
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+    items = [{"role": "user", "content": "Hello"}, *(i.model_dump() for i in first.output), output]
+    assert client.responses.create(input=items, **given).output[1].name == "f"
+
+
+def test_openais_client(client):
+    answer = client.chat.completions.create(
+        model="gpt-4o", messages=SAID, max_completion_tokens=5, user="me", store=False,
+        metadata={"a": "b"}, service_tier="auto", logprobs=True, seed=1,
+    )  # fmt: skip
+    assert answer.usage.completion_tokens == 5 and len(answer.choices[0].logprobs.content) == 5
+    stream = client.chat.completions.create(
+        model="x", messages=SAID, max_tokens=5, seed=1, stream=True
+    )
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert said == answer.choices[0].message.content
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("none")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="x", messages=SAID, temperature="hot")
+    assert caught.value.param == "temperature" and caught.value.code == "invalid_value"
+
+
+def test_tokens_and_templates(served, engine):
+    text = "def add(a, b): # naïve \U0001f600"
+    _, found = served.ask("/tokenize", {"content": text, "with_pieces": True})
+    ids = [token["id"] for token in found["tokens"]]
+    assert ids == engine.codec.encode_rendered(text)
+    pieces = [token["piece"] for token in found["tokens"]]
+    joined = b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in pieces)
+    assert joined.decode() == text
+    assert served.ask("/tokenize", {"content": text})[1] == {"tokens": ids}
+    assert served.ask("/detokenize", {"tokens": ids})[1] == {"content": text}
+
+
+def test_properties_and_health(served):
+    assert served.ask("/health") == (200, {"status": "ok"})
+    _, props = served.ask("/props")
+    assert props["total_slots"] == 4 and props["chat_template"] == TEMPLATE
+    assert props["default_generation_settings"]["n_ctx"] == CONTEXT
+    assert "/" not in props["model_path"]
+    assert served.headers["x-request-id"].startswith("req_")
+
+
+def chat_with(**fields):
+    return {"messages": SAID, **fields}
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"temperatur": 1}, "temperatur"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 1e999}, None),
+        ({"top_p": 2}, "top_p"),
+        ({"typical_p": 7}, "typical_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
+        ({"samplers": ["top_q"]}, None),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"json_schema": {"type": "object", "nonsense": 1}}, "json_schema"),
+        ({"json_schema": {"description": "x" * (64 << 10)}}, "json_schema"),
+        ({"grammar": "root ::= oops"}, "grammar"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"functions": [{}]}, "functions"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused(served, fields, param):
+    status, answer = served.ask("/v1/chat/completions", chat_with(**fields))
+    assert status == 400, answer
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == param, error
+    assert error["code"] and error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw, status",
+    [
+        ("", 400), ("{", 400), ("[]", 400), ("null", 400), ("\"a\"", 400), ('{"n": NaN}', 400),
+        (b"\xff{}", 400), ("[" * 100_000, 400), ('{"a":' * 5000 + "1" + "}" * 5000, 400),
+        ('{"messages": [' + "[" * 100 + "]" * 100 + "]}", 400),
+        ('{"seed": ' + "9" * 10_000 + "}", 400),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_what_is_no_json_is_refused(served, path, raw, status):
+    found, answer = served.ask(path, raw=raw, method="POST")
+    assert found == status and answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": [99999]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", 1]}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/responses", {}, "input"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
+        ("/v1/responses", {"input": "a", "background": True}, "background"),
+        ("/v1/responses", {"input": [{"type": "computer_call"}]}, "input[0]"),
+        ("/tokenize", {}, "content"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/apply-template", {}, "messages"),
+    ],
+)
+def test_other_paths_refuse_wrong_values_too(served, path, body, param):
+    status, answer = served.ask(path, body)
+    assert status == 400 and answer["error"]["param"] == param, answer
+
+
+def test_the_context_bounds_prompt_and_answer(served):
+    status, answer = served.ask("/v1/completions", {"prompt": [5] * CONTEXT, "max_tokens": 1})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    status, answer = served.ask(
+        "/v1/completions", {"prompt": [5] * (CONTEXT - 3), "ignore_eos": True}
+    )
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] in (3, 4)
+
+
+def test_requests_together_are_what_they_are_alone(served, engine):
+    """Twelve clients, four texts at a time: streams, whole answers, and some that go away."""
+    chance = random.Random(4)
+    stem = [chance.randrange(1, 4096) for _ in range(100)]
+    failures, checked = [], []
+
+    def client(number):
+        own = random.Random(number)
+        for _ in range(4):
+            ids = stem[: own.choice((0, 50, 100))] + [own.randrange(1, 4096) for _ in range(3)]
+            seed, count = own.randrange(1000), own.choice((1, 10, 40))
+            body = {
+                "prompt": ids,
+                "max_tokens": count,
+                "seed": seed,
+                "cache_prompt": own.random() < 0.8,
+            }
+            if own.random() < 0.3:
+                leave(served, {**body, "max_tokens": 100, "stream": True})
+                continue
+            if own.random() < 0.5:
+                chunks = served.stream("/v1/completions", body)
+                text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            else:
+                text = served.ask("/v1/completions", body)[1]["choices"][0]["text"]
+            checked.append((ids, count, seed, text))
+
+    def guarded(number):
+        try:
+            client(number)
+        except Exception as error:  # for the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures and len(checked) > 20
+    for ids, count, seed, text in checked:
+        assert text == alone(engine, ids, count, seed=seed)
+    served.until(lambda: served.metric("sparkinfer_running") == 0)
+
+
+def leave(served, body):
+    """Reads a little of a stream, and closes the connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    connection.getresponse().read(20)
+    connection.close()
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_goes_away_ends_its_text(served, is_stream):
+    before = len(served.log)
+    body = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "stream": is_stream, "n": 4}
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    if is_stream:
+        connection.getresponse().read(10)
+    connection.close()
+    served.until(lambda: any(" 499 " in line for line in served.log[before:]))
+    served.until(lambda: served.metric("sparkinfer_running") == 0)
+
+
+def test_cached_tokens_are_told(served):
+    ids = list(range(900, 1000))
+    first = served.ask("/v1/completions", {"prompt": [*ids, 1], "max_tokens": 1})[1]
+    second = served.ask("/v1/completions", {"prompt": [*ids, 2], "max_tokens": 1})[1]
+    fresh = {"prompt": [*ids, 2], "max_tokens": 1, "cache_prompt": False}
+    third = served.ask("/v1/completions", fresh)[1]
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in (first, second, third)]
+    assert cached == [0, 100, 0]
+
+
+def test_metrics(served):
+    before = served.metric("sparkinfer_generated_tokens_total")
+    served.chat(max_tokens=7, ignore_eos=True)
+    assert served.metric("sparkinfer_generated_tokens_total") == before + 7
+    served.ask("/made/up/path")
+    _, page = served.ask("/metrics")
+    assert 'path="other"' in page and "made" not in page

@@ -1,0 +1,298 @@
+"""What a request passes before it is read: the key, the host, CORS, sizes, and slow clients.
+
+The application is called in this process, without a model: what these tests ask never gets there."""
+
+import asyncio
+import base64
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.serve.api_error import ApiError
+from sparkinfer.serve.app import ROUTES, app_of
+from sparkinfer.serve.config import ServeConfig
+from sparkinfer.serve.connections import connection_class
+from sparkinfer.serve.request_log import RequestLine, _Format
+from sparkinfer.serve.service import Service
+
+KEY = "correct horse"
+PATHS = [(method, path.replace("{name:path}", "tiny")) for method, path, _ in ROUTES]
+
+
+def service_of(**fields):
+    return Service(ServeConfig(model=Path("none.gguf"), **fields))
+
+
+def ask(service, method, path, headers=(), body=(b"",), scope=()):
+    """(status, headers, JSON) of a request. `body`: pieces; None waits for ever."""
+    pieces = list(body)
+    sent = []
+
+    async def receive():
+        if not pieces:
+            await asyncio.sleep(3600)
+        piece = pieces.pop(0)
+        if piece is None:
+            await asyncio.sleep(3600)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def send(message):
+        sent.append(message)
+
+    given = {"host": "localhost:8080"} | dict(headers)
+    request = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+        **dict(scope),
+    }  # fmt: skip
+    asyncio.run(app_of(service)(request, receive, send))
+    assert sent[0]["type"] == "http.response.start"
+    content = b"".join(message.get("body", b"") for message in sent[1:])
+    found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    is_json = found.get("content-type") == "application/json"
+    return sent[0]["status"], found, json.loads(content) if is_json else content
+
+
+def basic(password):
+    return "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize("method, path", [*PATHS, ("GET", "/docs"), ("PUT", "/"), ("GET", "//")])
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {KEY}x"},
+     {"Authorization": "Bearer "}, {"Authorization": basic("wrong")}, {"X-Api-Key": "wrong"},
+     {"Authorization": "Basic %%%"}, {"Authorization": f"Bearer {KEY[:-1]}"},
+     {"Authorization": "Bearer caf\u00e9"}],
+)  # fmt: skip
+def test_every_path_but_health_wants_the_key(method, path, headers):
+    status, _, content = ask(service_of(api_key=KEY), method, path, headers)
+    if path == "/health":
+        assert status == 503 and content == {"status": "loading model"}
+    else:
+        assert status == 401 and content["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer {KEY}"},
+                {"X-Api-Key": KEY}, {"Authorization": basic(KEY)}],
+)  # fmt: skip
+def test_the_key_opens_every_path(headers):
+    service = service_of(api_key=KEY)
+    for method, path in PATHS:
+        sent = {**headers, "Content-Type": "application/json"}
+        status, _, _ = ask(service, method, path, sent, [b"{}"])
+        assert status in (200, 400, 404, 503), (path, status)
+
+
+def test_a_browser_is_asked_for_the_key_of_the_page_alone():
+    service = service_of(api_key=KEY)
+    assert ask(service, "GET", "/")[1]["www-authenticate"].startswith("Basic")
+    assert ask(service, "GET", "/v1/models")[1]["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "host, is_ours",
+    [("localhost:8080", True), ("127.0.0.1:8080", True), ("[::1]:8080", True), ("LOCALHOST", True),
+     ("evil.example:8080", False), ("localhost.evil.example", False), ("", False),
+     ("127.0.0.1.evil.example", False), ("my.name", True)],
+)  # fmt: skip
+def test_without_a_key_a_local_server_is_asked_by_its_address(host, is_ours):
+    service = service_of(hosts=("my.name",))
+    status, _, content = ask(service, "GET", "/health", {"host": host})
+    assert (status, content.get("error", {}).get("code")) == (
+        (503, None) if is_ours else (403, "wrong_host")
+    )
+    assert ask(service_of(api_key=KEY), "GET", "/health", {"host": host})[0] == 503
+    assert ask(service_of(host="0.0.0.0"), "GET", "/health", {"host": host})[0] == 503
+
+
+ORIGIN = {"origin": "http://page.example"}
+PREFLIGHT = {**ORIGIN, "access-control-request-method": "POST"}
+
+
+def test_cors_is_off_unless_it_is_told():
+    for origins in ((), ("http://other.example",)):
+        service = service_of(origins=origins)
+        _, headers, _ = ask(service, "GET", "/health", ORIGIN)
+        assert not [name for name in headers if "access-control" in name]
+        assert ask(service, "OPTIONS", "/v1/completions", PREFLIGHT)[0] == 405
+
+
+@pytest.mark.parametrize("known, told", [("*", "*"), ("http://page.example",) * 2])
+def test_cors(known, told):
+    service = service_of(origins=(known,), api_key=KEY)
+    status, headers, _ = ask(service, "OPTIONS", "/v1/completions", PREFLIGHT)
+    assert status == 204 and headers["access-control-allow-origin"] == told
+    assert "Authorization" in headers["access-control-allow-headers"]
+    status, headers, _ = ask(service, "GET", "/v1/models", ORIGIN)
+    assert status == 401 and headers["access-control-allow-origin"] == told
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_is_json_by_its_type(kind):
+    """Pages of other origins may send these without asking first."""
+    headers = {"Content-Type": kind} if kind else {}
+    status, _, content = ask(service_of(), "POST", "/v1/completions", headers, [b"{}"])
+    assert status == 415 and "application/json" in content["error"]["message"]
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_long_body_is_refused(is_announced):
+    service = service_of(max_body_bytes=2000)
+    length = {"Content-Length": "2001"} if is_announced else {}
+    pieces = [None] if is_announced else [b" " * 1000] * 3
+    status, _, content = ask(service, "POST", "/v1/completions", {**JSON, **length}, pieces)
+    assert status == 413 and content["error"]["code"] == "request_too_large"
+    short = {**JSON, "Content-Length": "2000"}
+    assert ask(service, "POST", "/v1/completions", short, [b" " * 2000])[0] == 400
+
+
+def test_a_slow_body_is_cut():
+    service = service_of(read_s=0.1)
+    status, _, content = ask(service, "POST", "/v1/completions", JSON, [b"{", None])
+    assert status == 408 and content["error"]["code"] == "request_timeout"
+
+
+def test_while_loading_and_stopping():
+    service = service_of()
+    status, headers, content = ask(service, "GET", "/v1/models")
+    assert status == 503 and "loaded" in content["error"]["message"] and headers["retry-after"]
+    service.state = "stopping"
+    assert ask(service, "GET", "/health")[2] == {"status": "stopping"}
+    status, headers, content = ask(service, "POST", "/v1/completions", JSON, [b"{}"])
+    assert status == 503 and "stopping" in content["error"]["message"] and headers["retry-after"]
+
+
+def test_errors_of_paths():
+    service = service_of()
+    status, _, content = ask(service, "GET", "/v1/nothing/../../etc/passwd")
+    assert status == 404 and content["error"]["code"] == "not_found"
+    status, headers, content = ask(service, "GET", "/v1/completions")
+    assert status == 405 and content["error"]["code"] == "method_not_allowed"
+    assert headers["allow"] == "POST"
+
+
+def test_an_unexpected_error_ends_its_request_alone(monkeypatch, caplog):
+    service = service_of()
+    monkeypatch.setattr(service.metrics, "page", lambda: 1 / 0)
+    with caplog.at_level(logging.ERROR):
+        status, headers, content = ask(service, "GET", "/metrics")
+    assert status == 500 and content["error"]["type"] == "server_error"
+    assert "division" not in content["error"]["message"]
+    assert headers["x-request-id"] in caplog.text
+    assert ask(service, "GET", "/health")[0] == 503
+
+
+def test_a_line_of_the_log_is_one_line():
+    line = RequestLine(id="req_1", method="GET", path="/a\nb\x1b[2J", status=404, error="x\ny")
+    record = logging.LogRecord("a", logging.INFO, "", 0, "request", (), None)
+    record.line = line
+    for is_json in (True, False):
+        text = _Format(is_json=is_json).format(record)
+        assert "\n" not in text and "\x1b" not in text and "404" in text
+    assert json.loads(_Format(is_json=True).format(record))["path"] == "/a\nb\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"parallel": 0}, {"port": 70000}, {"queue": -1}, {"max_tokens": 0}, {"api_key": ""},
+               {"api_key": "a\nb"}, {"timeout_s": 0.0}, {"drain_s": float("nan")}, {"kept": -1}],
+)  # fmt: skip
+def test_a_config_that_cannot_be(fields):
+    with pytest.raises(SparkinferError):
+        service_of(**fields)
+
+
+def test_the_key_is_not_shown():
+    assert KEY not in repr(ServeConfig(model=Path("a"), api_key=KEY))
+
+
+@pytest.fixture
+def listening():
+    """(port, connections) of a server with a limit of 0.3 s for heads, and of two connections."""
+    service = service_of(read_s=0.3)
+    config = uvicorn.Config(app_of(service), http=connection_class(0.3, 2), port=0, lifespan="off",
+                            log_config=None, ws="none", timeout_keep_alive=1)  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join(20)
+
+
+def closed_after(port, pieces, wait=0.1):
+    """What comes of pieces sent slowly, until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        found = b""
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(wait)
+            while piece := connection.recv(1 << 16):
+                found += piece
+        except (ConnectionError, BrokenPipeError):
+            pass
+        return found
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def test_slow_heads_are_cut(listening):
+    began = time.monotonic()
+    assert closed_after(listening, [HEAD]) == b""
+    assert closed_after(listening, [HEAD, *[b"A: b\r\n"] * 30]) == b""
+    assert closed_after(listening, []) == b""
+    assert time.monotonic() - began < 15
+    assert b"loading" in closed_after(listening, [HEAD + b"Connection: close\r\n\r\n"])
+
+
+def test_the_second_head_of_a_connection_is_cut_too(listening):
+    found = closed_after(listening, [HEAD + b"\r\n", HEAD])
+    assert found.count(b"HTTP/1.1 503") == 1
+
+
+def test_connections_are_bounded(listening):
+    waiting = [socket.create_connection(("127.0.0.1", listening)) for _ in range(2)]
+    time.sleep(0.05)
+    assert closed_after(listening, [HEAD + b"\r\n"], wait=0) == b""
+    for connection in waiting:
+        connection.close()
+
+
+def test_a_head_of_any_size_is_no_request(listening):
+    found = closed_after(listening, [b"GET /health HTTP/1.1\r\n" + b"A: " + b"b" * 200_000], wait=0)
+    assert b"200" not in found[:20]
+
+
+def test_without_the_packages_the_command_says_which():
+    probe = (
+        "import sys; sys.modules['starlette'] = None\n"
+        "from sparkinfer.cli import main\n"
+        "sys.exit(main(['serve', 'none.gguf']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "sparkinfer[serve]" in done.stderr
+
+
+def test_api_errors_are_openais():
+    error = ApiError(400, "m", param="p", code="c").body()["error"]
+    assert error == {"message": "m", "type": "invalid_request_error", "param": "p", "code": "c"}

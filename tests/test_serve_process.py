@@ -1,0 +1,137 @@
+"""A server's process: its start, its end, and its limits, with clients that wait."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from test_serve_api import Served, leave, save_model
+
+from sparkinfer.cli import main
+from sparkinfer.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture
+def narrow(model):
+    """One text at a time, and two may wait."""
+    served = Served(
+        model, "-np", "1", "--kept", "1", "--queue", "2", "--drain", "60", "--log-json", key="k"
+    )
+    yield served
+    if served.process.poll() is None:
+        served.process.kill()
+        served.process.wait()
+
+
+def in_background(served, body, found):
+    def ask():
+        found.append(served.ask("/v1/completions", body))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_queue_the_timeout_and_a_stop_that_lets_answers_finish(narrow):
+    """One process for all three, as each takes seconds to start."""
+    found = []
+    first = in_background(narrow, {**LONG, "n": 3}, found)
+    narrow.until(lambda: narrow.metric("sparkinfer_running") == 1)
+    status, answer = narrow.ask("/v1/completions", LONG)
+    assert status == 429 and answer["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(narrow.headers["retry-after"]) <= 60
+    first.join(120)
+    assert found[0][0] == 200 and narrow.ask("/v1/completions", {**LONG, "max_tokens": 1})[0] == 200
+
+    status, answer = narrow.ask("/v1/completions", {**LONG, "timeout": 0.02})
+    assert status == 504 and answer["error"]["code"] == "timeout"
+
+    found.clear()
+    running = in_background(narrow, {**LONG, "n": 2}, found)
+    narrow.until(lambda: narrow.metric("sparkinfer_running") == 1)
+    narrow.process.send_signal(signal.SIGTERM)
+    narrow.until(lambda: narrow.ask("/health") == (503, {"status": "stopping"}))
+    status, answer = narrow.ask("/v1/completions", LONG)
+    assert status == 503 and narrow.headers["retry-after"]
+    running.join(120)
+    status, answer = found[0]
+    assert status == 200 and answer["usage"]["completion_tokens"] == 500
+    assert narrow.process.wait(60) == 0
+    lines = [json.loads(line) for line in narrow.log if line.startswith("{")]
+    ended = next(line for line in lines if line.get("generated_tokens") == 500)
+    assert ended["status"] == 200 and ended["path"] == "/v1/completions" and ended["id"]
+
+
+def test_a_stop_whose_time_is_over_fails_what_is_left(model):
+    served = Served(model, "--drain", "0.1")
+    found = []
+    waiting = in_background(served, {**LONG, "n": 16}, found)
+    served.until(lambda: served.metric("sparkinfer_running") > 0)
+    served.process.send_signal(signal.SIGINT)
+    waiting.join(60)
+    assert served.process.wait(60) == 0
+    status, answer = found[0]
+    assert status in (200, 503), answer
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_model_is_loaded_ends_the_process(model):
+    arguments = [sys.executable, "-m", "sparkinfer", "serve", str(model), "--port", "0"]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    assert "loading" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_leave_nothing_behind(model):
+    served = Served(model, "-np", "4")
+    pid = served.process.pid
+    for number in range(1000):
+        body = {"prompt": [number % 4000 + 1], "max_tokens": 3}
+        if number % 5 == 0:
+            leave(served, {**body, "max_tokens": 100, "stream": True})
+        else:
+            assert served.ask("/v1/completions", body)[0] == 200
+        if number in (300, 999):
+            served.until(lambda: served.metric("sparkinfer_running") == 0)
+            files = len(os.listdir(f"/proc/{pid}/fd"))
+            memory = int(open(f"/proc/{pid}/statm").read().split()[1]) * 4096
+            if number == 300:
+                before = files, memory
+    assert files <= before[0] + 3 and memory < before[1] + (32 << 20)
+    served.close()
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "none.gguf", "--port", str(port)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"127.0.0.1:{port} cannot be listened to" in line
+
+
+def test_a_model_that_is_not_there_ends_the_process(capsys, tmp_path):
+    assert main(["serve", str(tmp_path / "none.gguf"), "--port", "0", "--threads", "1"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "none.gguf" in lines[-1] and len(lines) == 2, lines
+
+
+def test_a_key_in_the_environment_is_one(monkeypatch, capsys):
+    monkeypatch.setenv("SPARKINFER_API_KEY", "a\nb")
+    assert main(["serve", "none.gguf"]) == 1
+    assert "API key" in capsys.readouterr().err

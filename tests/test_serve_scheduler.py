@@ -1,0 +1,398 @@
+"""Continuous batching: whatever joins, leaves or fails beside it, a text is the one that it is alone;
+places and queue are bounded, order is fair, and beginnings are shared."""
+
+import random
+import threading
+import time
+
+import pytest
+from models import byte_level_keys, make_model, make_shape
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.drawing import chain_of
+from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.serve import scheduler as scheduler_module
+from sparkinfer.serve.scheduler import Limits, QueueFull, Scheduler
+from sparkinfer.serve.shelf import Shelf, common
+from sparkinfer.serve.texts import Ended, Failed, Job, Late, Said, Stopping
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+CONTEXT = 300
+PARALLEL, KEPT = 4, 3
+SAMPLINGS = (
+    SamplingOptions(temperature=0.0),
+    SamplingOptions(seed=5),
+    SamplingOptions(seed=6, temperature=1.4, repeat_penalty=1.3, top_k=0),
+    SamplingOptions(seed=7, mirostat=2),
+    SamplingOptions(seed=8, xtc_probability=0.5, dry_multiplier=0.8, dry_sequence_breakers=()),
+)
+
+
+class Bench:
+    """An engine of several sequences under a scheduler that is stepped by hand, and one of a single
+    sequence, which says what each text is alone."""
+
+    def __init__(self, model, *, parallel=PARALLEL, kept=KEPT, queue=64):
+        self.engine = Engine.load(model, context_length=CONTEXT, num_sequences=parallel + kept)
+        self.single = Engine.load(model, context_length=CONTEXT)
+        self.shelf = Shelf(self.engine, parallel + kept)
+        self.batches = []
+        limits = Limits(parallel=parallel, queue=queue)
+        self.scheduler = Scheduler(self.engine, self.shelf, limits, self._post)
+        self.said, self.tokens, self.ended, self.failed = {}, {}, {}, {}
+
+    def _post(self, batch):
+        for text, event in batch:
+            text.listen(text.number, event)
+
+    def submit(self, key, ids, sampling=SAMPLINGS[0], *, listen=None, draws=None, **more):
+        given = {name: more.pop(name) for name in ("deadline", "reuses", "mask") if name in more}
+        options = GenerationOptions(**{"max_tokens": 20, **more})
+        codec = self.engine.codec
+        draws = draws or chain_of(sampling, codec, self.engine.model.shape.vocab_size)
+        job = Job(ids=ids, codec=codec, draws=draws, options=options, **given)
+        self.said[key], self.tokens[key] = "", []
+
+        def hear(number, event):
+            if isinstance(event, Said):
+                self.said[key] += "".join(token.text for token in event.tokens)
+                self.tokens[key] += [token.id for token in event.tokens if token.id is not None]
+            elif isinstance(event, Ended):
+                self.ended[key] = event.report
+            else:
+                self.failed[key] = event.error
+
+        return self.scheduler.submit([job], listen or hear)[0]
+
+    def alone(self, ids, sampling, **options):
+        found = self.single.generate(
+            ids, sampling=sampling, options=GenerationOptions(**{"max_tokens": 20, **options})
+        )
+        return [token.id for token in found if token.id is not None]
+
+    def finish(self, most=3000):
+        for _ in range(most):
+            if self.scheduler.is_idle:
+                return
+            self.scheduler.step()
+            self.shelf.check_integrity()
+        raise AssertionError("it never ends")
+
+    def close(self):
+        self.engine.close()
+        self.single.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(vocab_size=vocab_size, context_length=CONTEXT)
+    path = tmp_path_factory.mktemp("serve") / "model.gguf"
+    make_model(shape=shape, kind="q8_0", extra_keys=keys).save(path)
+    return path
+
+
+@pytest.fixture
+def bench(model):
+    bench = Bench(model)
+    yield bench
+    bench.close()
+
+
+def prompts_of(chance, count):
+    """Texts of 1 to 250 tokens, many of which begin alike."""
+    stems = [[chance.randrange(256) for _ in range(length)] for length in (30, 90, 200)]
+    found = []
+    for _ in range(count):
+        stem = chance.choice(stems)[: chance.randint(1, 200)] if chance.random() < 0.7 else []
+        found.append(stem + [chance.randrange(256) for _ in range(chance.choice((1, 5, 45)))])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_are_those_that_they_are_alone(model, seed):
+    check_random_life(model, seed, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 40))
+def test_texts_are_those_that_they_are_alone_many(model, seed):
+    check_random_life(model, seed, 80)
+
+
+def check_random_life(model, seed, count):
+    """Texts come at random, some are cancelled, some have a deadline in the past, some fail."""
+    chance = random.Random(seed)
+    bench = Bench(model, parallel=chance.choice((1, 2, 4)), kept=chance.choice((0, 1, 3)))
+    wanted, texts = {}, {}
+    for key, ids in enumerate(prompts_of(chance, count)):
+        sampling = chance.choice(SAMPLINGS)
+        options = {"max_tokens": chance.choice((1, 3, 20, 60, -1))} if len(ids) > 150 else {}
+        reuses = chance.random() < 0.8
+        deed = chance.random()
+        if deed < 0.1:
+            bench.submit(key, ids, sampling, deadline=time.monotonic() - 1)
+        elif deed < 0.2:
+            bench.submit(key, ids, draws=Failing(chance.randint(0, 5)))
+        else:
+            texts[key] = bench.submit(key, ids, sampling, reuses=reuses, **options)
+            wanted[key] = (ids, sampling, options)
+        for _ in range(chance.choice((0, 0, 1, 5))):
+            bench.scheduler.step()
+            bench.shelf.check_integrity()
+        if deed > 0.9 and texts:
+            gone = chance.choice(list(texts))
+            if gone not in bench.ended:
+                bench.scheduler.cancel([texts.pop(gone)])
+                del wanted[gone]
+    bench.finish()
+    assert len(wanted) > count / 3
+    for key, (ids, sampling, options) in wanted.items():
+        assert bench.tokens[key] == bench.alone(ids, sampling, **options), key
+        assert bench.ended[key].generated_tokens == len(bench.tokens[key])
+    assert {type(error) for error in bench.failed.values()} == {Late, ZeroDivisionError}
+    bench.close()
+
+
+class Failing:
+    """Draws the token 65 a few times, then raises what nobody expects."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def sample(self, logits_V, history, mask_V=None):
+        self.times -= 1
+        if self.times < 0:
+            raise ZeroDivisionError("of a test")
+        return 65
+
+    def logprobs(self, logits_V, count, chosen):
+        return ()
+
+
+def test_the_comparison_rejects_another_text(bench):
+    """Were texts mixed up, the test above would notice."""
+    bench.submit("a", [1, 2, 3], SAMPLINGS[1])
+    bench.finish()
+    assert bench.tokens["a"] != bench.alone([1, 2, 4], SAMPLINGS[1])
+    assert bench.tokens["a"] != bench.alone([1, 2, 3], SAMPLINGS[2])
+
+
+def test_a_step_that_fails_fails_the_one_at_fault_alone(bench, monkeypatch):
+    for key in range(3):
+        bench.submit(key, [10 + key] * 5, SAMPLINGS[1])
+    bench.scheduler.step()
+    victim = bench.scheduler._running[1].sequence
+    run = bench.engine.run
+
+    def failing(parts):
+        parts = list(parts)
+        if any(part.sequence is victim for part in parts):
+            raise RuntimeError("of a test")
+        return run(parts)
+
+    monkeypatch.setattr(bench.engine, "run", failing)
+    bench.finish()
+    assert isinstance(bench.failed[1], RuntimeError) and 1 not in bench.ended
+    for key in (0, 2):
+        assert bench.tokens[key] == bench.alone([10 + key] * 5, SAMPLINGS[1])
+
+
+def test_a_constraint_that_fails_fails_its_text_alone(bench):
+    class Stuck:
+        def mask_V(self, vocab_size):
+            raise SparkinferError("nothing is allowed")
+
+        def accept(self, token_id):
+            raise AssertionError
+
+    bench.submit("stuck", [1, 2], mask=Stuck())
+    bench.submit("free", [1, 2, 3])
+    bench.finish()
+    assert isinstance(bench.failed["stuck"], SparkinferError)
+    assert bench.tokens["free"] == bench.alone([1, 2, 3], SAMPLINGS[0])
+
+
+def test_the_queue_is_bounded(model):
+    bench = Bench(model, parallel=2, kept=0, queue=3)
+    for key in range(5):
+        bench.submit(key, [key + 1])
+    with pytest.raises(QueueFull):
+        bench.submit("late", [9])
+    bench.finish()
+    bench.submit("again", [9])
+    bench.finish()
+    assert len(bench.ended) == 6
+    bench.close()
+
+
+def test_first_come_first_served(model):
+    bench = Bench(model, parallel=1, kept=1)
+    order = []
+    for key in range(4):
+        bench.submit(key, [key] * 3, listen=lambda number, event, key=key: (
+            order.append(key) if isinstance(event, Ended) else None))  # fmt: skip
+    bench.finish()
+    assert order == [0, 1, 2, 3]
+    bench.close()
+
+
+def test_a_long_prompt_does_not_hold_up_a_running_answer(bench):
+    bench.submit("short", [1], max_tokens=200)
+    bench.scheduler.step()
+    bench.scheduler._row_s = 0.25 / 16  # as if a row took long: pieces of 16
+    bench.submit("long", list(range(250)), max_tokens=1)
+    steps_before = len(bench.tokens["short"])
+    while "long" not in bench.ended:
+        before = len(bench.tokens["short"])
+        bench.scheduler.step()
+        assert len(bench.tokens["short"]) == before + 1, "a step without a token for the short one"
+        bench.scheduler._row_s = 0.25 / 16
+    assert len(bench.tokens["short"]) - steps_before >= 250 // 16
+
+
+def test_short_prompts_pass_a_long_one(bench):
+    bench.scheduler._row_s = 1.0
+    bench.submit("first", [1], max_tokens=100)
+    bench.scheduler.step()
+    bench.submit("long", list(range(250)), max_tokens=1)
+    bench.submit("short", [7, 8, 9], max_tokens=1)
+    while "short" not in bench.ended:
+        bench.scheduler.step()
+    assert "long" not in bench.ended
+
+
+def test_beginnings_are_shared(bench):
+    stem = list(range(150))
+    bench.submit("first", [*stem, 1], max_tokens=5)
+    bench.finish()
+    bench.submit("alike", [*stem, 2], max_tokens=5)
+    bench.finish()
+    bench.submit("on", [*stem, 1, *bench.tokens["first"], 3], max_tokens=5)
+    bench.finish()
+    bench.submit("not", [*stem, 2], max_tokens=5, reuses=False)
+    bench.finish()
+    cached = {key: report.cached_tokens for key, report in bench.ended.items()}
+    assert cached == {"first": 0, "alike": 150, "on": 155, "not": 0}
+    assert bench.tokens["not"] == bench.tokens["alike"]
+
+
+def test_what_is_kept_is_kept_once(bench):
+    """A text that is the beginning of another adds nothing."""
+    stem = list(range(100))
+    for key, tail in enumerate(([7] * 40, [], [7] * 20, [8])):
+        bench.submit(key, [*stem, *tail], max_tokens=1)
+        bench.finish()
+        assert bench.shelf.num_kept == (1 if key < 3 else 2)
+    assert bench.shelf.num_kept_tokens == 140 + 101
+
+
+def test_texts_that_come_together_share_their_beginning(bench):
+    """The second waits until the first has read what both begin with."""
+    stem = list(range(200))
+    for key in range(3):
+        bench.submit(key, [*stem, key])
+    bench.finish()
+    assert sorted(report.cached_tokens for report in bench.ended.values()) == [0, 200, 200]
+    for key in range(3):
+        assert bench.tokens[key] == bench.alone([*stem, key], SAMPLINGS[0])
+
+
+def test_the_one_that_is_waited_for_may_be_cancelled(bench):
+    stem = list(range(250))
+    first = bench.submit("gone", stem)
+    bench.submit("waits", stem)
+    bench.scheduler.step()
+    bench.scheduler.cancel([first])
+    bench.finish()
+    assert bench.tokens["waits"] == bench.alone(stem, SAMPLINGS[0])
+    assert "gone" not in bench.ended and bench.tokens["gone"] == []
+
+
+def test_the_oldest_kept_text_goes_first(model):
+    bench = Bench(model, parallel=1, kept=2)
+    stems = {name: [number] * 100 for number, name in enumerate("abcd")}
+
+    def cached(name):
+        bench.submit(name, [*stems[name], 99], max_tokens=1)
+        bench.finish()
+        return bench.ended[name].cached_tokens
+
+    assert [cached(name) for name in "abc"] == [0, 0, 0]
+    assert cached("a") == 100  # and is the latest now
+    assert cached("d") == 0  # b goes
+    assert cached("a") == 100
+    assert cached("b") == 0
+    bench.close()
+
+
+def test_a_place_without_a_text_beside_it_is_taken_over(model):
+    """One sequence, as by a plan: nothing can be forked, and what fits is still kept."""
+    bench = Bench(model, parallel=1, kept=0)
+    for key, tail in enumerate(([1], [2], [2, 3])):
+        bench.submit(key, [*range(100), *tail], max_tokens=2)
+        bench.finish()
+        assert bench.tokens[key] == bench.alone([*range(100), *tail], SAMPLINGS[0], max_tokens=2)
+    assert [bench.ended[key].cached_tokens for key in range(3)] == [0, 100, 101]
+    bench.close()
+
+
+def test_stop_fails_what_is_left(bench):
+    bench.submit("running", [1], max_tokens=-1)
+    bench.scheduler.step()
+    bench.submit("waiting", [2])
+    thread = threading.Thread(target=bench.scheduler.run, daemon=True)
+    bench.scheduler.stop()
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert {type(error) for error in bench.failed.values()} == {Stopping}
+    with pytest.raises(Stopping):
+        bench.submit("late", [3])
+
+
+def test_the_thread_sleeps_where_there_is_nothing_to_do_and_wakes(bench):
+    thread = threading.Thread(target=bench.scheduler.run, daemon=True)
+    thread.start()
+    done = threading.Event()
+
+    def hear(number, event):
+        if isinstance(event, Ended | Failed):
+            done.set()
+
+    bench.submit("a", [1, 2], listen=hear)
+    assert done.wait(60)
+    bench.scheduler.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "a, b, count",
+    [([], [1], 0), ([1], [1], 1), ([1, 2], [1, 3], 1), ([2], [1], 0), ([1, 2, 3], [1, 2], 2)],
+)
+def test_common(a, b, count):
+    assert common(a, b) == count == common(b, a)
+
+
+def test_common_at_random():
+    chance = random.Random(0)
+    for _ in range(300):
+        a = [chance.randrange(2) for _ in range(chance.randrange(40))]
+        b = a[: chance.randrange(len(a) + 1)] + [chance.randrange(2) for _ in range(5)]
+        expected = 0
+        while expected < min(len(a), len(b)) and a[expected] == b[expected]:
+            expected += 1
+        assert common(a, b) == expected
+
+
+def test_a_step_takes_no_more_rows_than_the_native_one(bench, monkeypatch):
+    seen = []
+    bench.scheduler.on_step = lambda seconds, rows: seen.append(rows)
+    for key in range(4):
+        bench.submit(key, [key, *range(200)], max_tokens=3)
+    bench.finish()
+    assert max(seen) <= scheduler_module.STEP_ROWS

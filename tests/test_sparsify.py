@@ -1,0 +1,311 @@
+"""Training to be sparse: the loss, the limits, the schedule, and what a run leaves behind.
+
+Models are tiny and random; what a real one gains is measured by benchmarks/sparsify.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import random_llama
+from safetensors.torch import load_file
+from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
+from transformers import AutoModelForCausalLM
+
+from sparkinfer import Engine
+from sparkinfer.cli import main
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.limits import FILE_NAME
+from sparkinfer.limits import Limits as LimitsFile
+from sparkinfer.sparsify import state
+from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.feed_forward import Update, matrix_names, whole_matrices
+from sparkinfer.sparsify.run import sparsify
+from sparkinfer.sparsify.source import as_checkpoint
+from sparkinfer.sparsify.student import load_student
+from sparkinfer.sparsify.trained_checkpoint import read_trained
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[Path, Path]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def config(inputs, tmp_path) -> SparsifyConfig:
+    return tiny_config(inputs, tmp_path)
+
+
+# ---- a run ----------------------------------------------------------------------------------
+
+
+def test_training_brings_the_model_back_to_its_dense_self(config):
+    report = sparsify(replace(config, tokens=128 * 48))
+    untrained, made = report.record.untrained["0.6"], report.record.made[0]
+    (found,) = made.quality.values()
+    assert found.silent_share == pytest.approx(0.6, abs=0.03)
+    assert found.kl < 0.85 * untrained.kl
+    assert found.kl_95 < found.kl and 0 < found.same_top < 1
+    assert report.num_tokens == 128 * 48 and len(report.record.curve) == 4
+    trained = load_file(made.checkpoint / "model.safetensors")
+    dense = load_file(config.model / "model.safetensors")
+    changed = {name.split(".")[-2] for name in dense if not torch.equal(trained[name], dense[name])}
+    assert changed == {"gate_proj", "up_proj", "down_proj"}
+    limits = LimitsFile.load(made.checkpoint / FILE_NAME)
+    assert [layer.gate_F.shape for layer in limits.layers] == [(160,)] * 3
+
+
+def interrupted_after(num_steps: int):
+    """To be told of tokens: interrupts the process after so many steps."""
+    told = []
+
+    def on_tokens(count: float) -> None:
+        told.append(count)
+        if len(told) == num_steps + 1:  # the first says what was done before
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return on_tokens
+
+
+def test_stopped_and_resumed_gives_the_same_to_the_bit(config, tmp_path):
+    config = replace(config, tokens=128 * 8, shares=(0.5, 0.6))
+    other = replace(config, output=tmp_path / "b.gguf", save_checkpoint=tmp_path / "b")
+    whole = sparsify(config)
+    for num_steps in (3, 7):
+        with pytest.raises(Interrupted, match="the same command goes on from there"):
+            sparsify(other, on_tokens=interrupted_after(num_steps))
+    stopped = sparsify(other)
+    assert [m.quality for m in stopped.record.made] == [m.quality for m in whole.record.made]
+    assert [p.quality for p in stopped.record.curve] == [p.quality for p in whole.record.curve]
+    for a, b in zip(whole.record.made, stopped.record.made, strict=True):
+        for name in ("model.safetensors", FILE_NAME):
+            want, found = (load_file(made.checkpoint / name) for made in (a, b))
+            assert want.keys() == found.keys()
+            assert all(torch.equal(want[key], found[key]) for key in want)
+
+
+def test_the_state_of_another_run_is_refused(config):
+    with pytest.raises(Interrupted):
+        sparsify(config, on_tokens=interrupted_after(2))
+    with pytest.raises(SparkinferError, match="learning_rate 0.001, this run has 0.002; delete it"):
+        sparsify(replace(config, learning_rate=2e-3))
+
+
+def test_a_run_goes_on_from_a_trained_checkpoint(config, tmp_path):
+    made = sparsify(config).record.made[0]
+    more = replace(config, shares=(0.7,), start_from=made.checkpoint, tokens=128 * 4,
+                   output=tmp_path / "more.gguf", save_checkpoint=tmp_path / "more")  # fmt: skip
+    record = sparsify(more).record
+    (quality,) = made.quality.values()
+    assert record.started == quality
+    assert record.curve[0].wanted_share > 0.55
+    with pytest.raises(SparkinferError, match="wanted a checkpoint that sparsify wrote"):
+        sparsify(replace(more, start_from=config.model, force=True))
+
+
+@pytest.mark.parametrize("rule", ["relu", "fatrelu", "drelu"])
+def test_replaced_activations_are_there_when_the_share_is_reached(config, rule):
+    shares = (0.6,) if rule == "fatrelu" else ()
+    report = sparsify(replace(config, rule=rule, shares=shares, tokens=128 * 5))
+    made = report.record.made[0]
+    (found,) = made.quality.values()
+    assert found.silent_share > {"relu": 0.4, "fatrelu": 0.55, "drelu": 0.65}[rule]
+    file = config.output.with_name("m.gguf")
+    convert(ConvertConfig(source=made.checkpoint, output=file, outtype="f32"))
+    with Engine.load(file, mode="exact") as engine:
+        assert engine.model.activation == rule
+        assert (engine.model.threshold_L[0] > 0) == (rule == "fatrelu")
+
+
+def test_low_rank_updates_start_at_the_dense_model_and_are_written_whole(config):
+    trainer = trainer_of(replace(config, rank=4))
+    dense = load_file(config.model / "model.safetensors")
+
+    def matrices():
+        return dict(whole_matrices(trainer.student.layers, dense.__getitem__))
+
+    assert all(torch.equal(matrix, dense[name]) for name, matrix in matrices().items())
+    trainer.measure(windows_of())
+    for _ in range(2):  # the first step moves `up` alone
+        trainer.train(windows_of())
+    part, name = trainer.student.layers[0].gate_proj, "model.layers.0.mlp.gate_proj.weight"
+    assert isinstance(part, Update)
+    x_TD = torch.randn(5, 64)
+    assert torch.allclose(part(x_TD), x_TD @ matrices()[name].T, atol=1e-4)
+    assert not torch.equal(matrices()[name], dense[name])
+    made = sparsify(replace(config, rank=4, tokens=128 * 2)).record.made[0]
+    assert not torch.equal(load_file(made.checkpoint / "model.safetensors")[name], dense[name])
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(config, tmp_path):
+    """Each takes half of every batch; their gradients add up to the whole batch's, up to rounding."""
+    options = ["--tokens", "768", "--held-out-tokens", "256", "--check-tokens", "256", "--checks",
+               "2", "--window", "32", "--micro-tokens", "64", "--precision", "f32", "--device",
+               "cpu", "--outtype", "f32"]  # fmt: skip
+
+    def run(name: str, launcher: list[str], batch: int) -> dict:
+        command = [*launcher, "-m", "sparkinfer", "sparsify", str(config.model), "--corpus",
+                   str(config.corpora[0]), "-o", str(tmp_path / f"{name}.gguf"), "--save-checkpoint",
+                   str(tmp_path / name), "--batch-tokens", str(batch), "--json", *options]  # fmt: skip
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+        return json.loads(done.stdout)
+
+    torchrun = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    one, two = run("one", [sys.executable], 128), run("two", torchrun, 64)
+    assert (one["num_processes"], two["num_processes"]) == (1, 2)
+    want, found = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    dense = load_file(config.model / "model.safetensors")
+    for name in want:
+        moved = (want[name] - dense[name]).norm()
+        assert (
+            found[name] - want[name]
+        ).norm() <= 0.3 * moved  # Adam takes steps of one size, whatever the gradient
+    assert (tmp_path / "two.gguf").exists() and not (tmp_path / "two.gguf.sparsify").exists()
+
+
+# ---- what it writes -------------------------------------------------------------------------
+
+
+def test_the_checkpoint_is_transformers_and_the_engines_own(config, tmp_path):
+    made = sparsify(replace(config, tokens=128 * 4)).record.made[0]
+    file = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=made.checkpoint, output=file, outtype="f32"))
+    ids_T = torch.randint(1, 257, (40,), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(made.checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        want_TV = model(ids_T[None]).logits[0].double()
+    assert error_of(file, "dense", ids_T, want_TV) < 1e-5
+    dense = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert (dense(ids_T[None]).logits[0] - want_TV).norm() / want_TV.norm() > 1e-3
+
+
+def error_of(file: Path, mode: str, ids_T: torch.Tensor, want_TV: torch.Tensor) -> float:
+    """Of the engine's logits, relative."""
+    with Engine.load(file, mode=mode) as engine:
+        found_TV = engine.logits(ids_T).double()
+    return float((found_TV - want_TV).norm() / want_TV.norm())
+
+
+def test_the_engine_computes_what_was_trained_with_its_limits(config, tmp_path):
+    made = sparsify(replace(config, tokens=128 * 4)).record.made[0]
+    file = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=made.checkpoint, output=file, outtype="f32"))
+    student = load_student(made.checkpoint, "threshold", torch.float32, "cpu")
+    _, limit_LF = read_trained(made.checkpoint, matrix_names(student.layers))
+    ids_T = torch.randint(1, 257, (40,), generator=torch.Generator().manual_seed(0))
+    for layer, limit_F in zip(student.layers, limit_LF, strict=True):
+        layer.limit_F = limit_F
+    with torch.no_grad():
+        want_TV = student.model(ids_T[None]).logits[0].double()
+    assert error_of(file, "exact", ids_T, want_TV) < 1e-4
+    assert error_of(file, "dense", ids_T, want_TV) > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["sparse", "stock"])
+def test_a_model_file_becomes_the_checkpoint_it_was_made_of(inputs, tmp_path, layout):
+    model, _ = inputs
+    file = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=model, output=file, outtype="f32", layout=layout))
+    folder = as_checkpoint(file, tmp_path / "again")
+    found, want = (load_file(path / "model.safetensors") for path in (folder, model))
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    ids_T = torch.arange(1, 30)
+    logits = [
+        AutoModelForCausalLM.from_pretrained(path)(ids_T[None]).logits for path in (folder, model)
+    ]
+    assert torch.equal(*logits)
+
+
+# ---- what it refuses ------------------------------------------------------------------------
+
+
+def test_a_rate_that_is_too_high_leaves_the_last_good_state(config):
+    with pytest.raises(SparkinferError, match="start over with a lower --learning-rate") as error:
+        sparsify(replace(config, learning_rate=1e30, warmup_steps=0))
+    assert "NaN in layer" in str(error.value) and "\n" not in str(error.value)
+    saved = load_file(config.work_folder / "state.safetensors")
+    assert saved["model/0.up_proj.weight"].isfinite().all()
+
+
+def test_a_full_disk_is_one_line(config, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "save_position", full)
+    with pytest.raises(SparkinferError, match="No space left on device.*nothing was saved"):
+        sparsify(config, on_tokens=interrupted_after(1))
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"shares": (1.0,)}, "share is 1.0: a layer must lose some neurons and keep some"),
+        ({"shares": (0.7, 0.6)}, "the smallest first"),
+        ({"rule": "relu"}, "leave --share out"),
+        ({"corpora": ()}, "no corpus"),
+        ({"micro_tokens": 96}, "is no whole number of passes"),
+        ({"learning_rate": 0.0}, "learning rate is 0.0"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(config, changes, line):
+    with pytest.raises(SparkinferError, match=line):
+        replace(config, **changes)
+
+
+def test_a_short_corpus_is_refused(config, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
+    with pytest.raises(SparkinferError, match=r"tokens are there to train on, wanted 512 or more"):
+        sparsify(replace(config, corpora=(path,)))
+
+
+def test_what_is_sparse_by_itself_needs_no_training(config, tmp_path):
+    folder = random_llama(tmp_path / "relu", hidden_act="relu")
+    with pytest.raises(SparkinferError, match="sparse by itself and needs no training"):
+        sparsify(replace(config, model=folder))
+    file = tmp_path / "relu.gguf"
+    convert(ConvertConfig(source=folder, output=file, outtype="f32"))
+    with pytest.raises(SparkinferError, match="sparse by itself and needs no training"):
+        sparsify(replace(config, model=file))
+
+
+def test_what_does_not_fit_is_refused_before_it_starts(config, monkeypatch):
+    monkeypatch.setattr("sparkinfer.sparsify.memory.free_memory_bytes", lambda: 300 << 20)
+    with pytest.raises(SparkinferError, match="300.00 MiB of memory are free: it does not fit"):
+        sparsify(config)
+
+
+def test_an_output_that_exists_is_refused(config):
+    config.output.write_text("mine")
+    with pytest.raises(SparkinferError, match="exists already"):
+        sparsify(config)
+    assert config.output.read_text() == "mine"
+
+
+def test_the_command_writes_a_model_file_and_removes_what_it_worked_with(config, capsys):
+    arguments = ["sparsify", str(config.model), "--corpus", str(config.corpora[0]), "-o",
+                 str(config.output), "--tokens", "256", "--window", "32", "--batch-tokens", "128",
+                 "--micro-tokens", "128", "--held-out-tokens", "128", "--checks", "1", "--device",
+                 "cpu"]  # fmt: skip
+    assert main([*arguments, "--share", "1.0"]) == 1
+    assert "share is 1.0" in capsys.readouterr().err and not config.output.exists()
+    assert main(arguments) == 0
+    assert f"wrote {config.output}: silent" in capsys.readouterr().err
+    with Engine.load(config.output) as engine:
+        assert (engine.mode, engine.model.activation) == ("exact", "silu")
+    assert sorted(path.name for path in config.output.parent.iterdir()) == ["out.gguf"]

@@ -1,0 +1,156 @@
+"""The parts of training to be sparse: the loss, the limits, the schedule, one step, the corpus."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
+
+from sparkinfer.profile.sources import find_sources
+from sparkinfer.sparsify import state
+from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.distillation import divergence, divergence_ref
+from sparkinfer.sparsify.feed_forward import silence
+from sparkinfer.sparsify.limits import Limits
+from sparkinfer.sparsify.quality import SilentCounter
+from sparkinfer.sparsify.schedule import Schedule
+from sparkinfer.sparsify.stream import Stream
+from sparkinfer.sparsify.student import load_student
+from sparkinfer.sparsify.trainer import NotFinite
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[Path, Path]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def config(inputs, tmp_path) -> SparsifyConfig:
+    return tiny_config(inputs, tmp_path)
+
+
+# ---- the loss -------------------------------------------------------------------------------
+
+
+def test_the_loss_in_chunks_is_torchs_own(monkeypatch):
+    monkeypatch.setattr("sparkinfer.sparsify.distillation.CHUNK_VALUES", 7 * 50)
+    torch.manual_seed(0)
+    sparse_TD, dense_TD = torch.randn(16, 12, requires_grad=True), torch.randn(16, 12)
+    head_VD, weight_T = torch.randn(50, 12), torch.rand(16)
+    kl_T = divergence(sparse_TD, dense_TD, head_VD)
+    (kl_T * weight_T).sum().backward()
+    exact_TD = sparse_TD.detach().double().requires_grad_()
+    logits_TV = exact_TD @ head_VD.double().T
+    want_T = torch.nn.functional.kl_div(
+        logits_TV.log_softmax(1), (dense_TD.double() @ head_VD.double().T).log_softmax(1),
+        log_target=True, reduction="none",
+    ).sum(dim=1)  # fmt: skip
+    (want_T * weight_T.double()).sum().backward()
+    assert torch.allclose(kl_T.double(), want_T, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(sparse_TD.grad.double(), exact_TD.grad, rtol=1e-4, atol=1e-5)
+    reference_T = divergence_ref(sparse_TD @ head_VD.T, dense_TD @ head_VD.T)
+    assert torch.allclose(reference_T, want_T, rtol=1e-5, atol=1e-6)
+    flipped_T = divergence(dense_TD.flip(0), dense_TD, head_VD)
+    assert not torch.allclose(flipped_T.double(), want_T, rtol=0.1)
+
+
+# ---- limits ---------------------------------------------------------------------------------
+
+
+def test_limits_are_applied_as_defined(config):
+    layer = load_student(config.model, "threshold", torch.float32, "cpu").layers[1]
+    x_TD = torch.randn(9, 64)
+    layer.limit_F = torch.rand(160) * 0.3
+    gate_FD, up_FD, down_DF = (matrix.double() for matrix in layer.dense)
+    value_TF = torch.nn.functional.silu(x_TD.double() @ gate_FD.T)
+    fires_TF = value_TF.abs() > layer.limit_F
+    assert 0.2 < fires_TF.double().mean() < 0.8
+    want_TD = (value_TF * fires_TF * (x_TD.double() @ up_FD.T)) @ down_DF.T
+    assert torch.allclose(layer(x_TD).double(), want_TD, rtol=1e-4, atol=1e-5)
+    layer.is_dense = True
+    assert not torch.allclose(layer(x_TD).double(), want_TD, rtol=0.05, atol=0.01)
+
+
+def test_a_value_at_its_limit_is_silent_and_nan_passes():
+    value_F = torch.tensor([0.5, -0.5, 0.51, -0.51, 0.0, torch.nan])
+    found_F = silence(value_F, torch.tensor([0.5] * 4 + [0.0, 1.0]))
+    assert found_F[:5].tolist() == [0, 0, pytest.approx(0.51), pytest.approx(-0.51), 0]
+    assert found_F[5].isnan()
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "global"])
+def test_limits_silence_the_share_that_is_wanted(config, allocation):
+    trainer = trainer_of(replace(config, allocation=allocation))
+    windows = windows_of()
+    trainer.measure(windows)
+    trainer.set_share(0.7, windows)
+    counter = SilentCounter(trainer.student.layers)
+    trainer._watch(counter, windows)
+    share_L = counter.silent_L / counter.all_L
+    assert share_L.mean().item() == pytest.approx(0.7, abs=0.02)
+    if allocation == "uniform":
+        assert torch.allclose(share_L, share_L.mean(), atol=0.02)
+    assert (len(set(trainer.limits.threshold_L.tolist())) == 1) == (allocation == "global")
+
+
+def test_limits_tell_the_weights_they_were_made_of():
+    weight_LF = torch.rand(3, 50) + 0.1
+    weight_LF /= weight_LF.mean(dim=1, keepdim=True)
+    limits = Limits(
+        weight_LF=weight_LF, threshold_L=torch.rand(3).double() + 0.1, allocation="uniform"
+    )
+    again = Limits.from_limits(limits.limit_LF, "uniform")
+    assert torch.allclose(again.weight_LF, weight_LF, rtol=1e-5)
+    assert torch.allclose(again.threshold_L, limits.threshold_L, rtol=1e-5)
+
+
+# ---- the schedule ---------------------------------------------------------------------------
+
+
+def test_shares_rise_and_are_held_and_the_rate_falls():
+    schedule = Schedule(shares=(0.6, 0.75), steps_of_share=100, learning_rate=1.0, warmup_steps=10)
+    shares = [schedule.share(step) for step in range(schedule.num_steps)]
+    assert shares == sorted(shares) and shares[0] == 0.3
+    assert shares[99] == 0.6 and shares[199] == 0.75 and shares[150] == 0.75
+    assert schedule.rate(0) < schedule.rate(9) <= schedule.rate(10) == 1.0
+    assert schedule.rate(99) < 0.06 and schedule.rate(100) == schedule.rate(0)
+    assert not schedule.is_frozen(79) and schedule.is_frozen(80) and not schedule.is_frozen(100)
+    assert [step for step in range(200) if schedule.ends_stage(step)] == [99, 199]
+
+
+# ---- a step and the corpus ------------------------------------------------------------------
+
+
+def test_nan_is_said_with_its_layer_and_step_and_changes_nothing(config):
+    trainer = trainer_of(config)
+    trainer.measure(windows_of())
+    trainer.train(windows_of())
+    trainer.parameters["1.up_proj.weight"].data[3, 5] = torch.nan
+    before = state.copied(state.model_arrays(trainer))
+    with pytest.raises(NotFinite, match="NaN in layer 1 at step 2"):
+        trainer.train(windows_of())
+    after = state.model_arrays(trainer)
+    assert all(torch.equal(before[n].nan_to_num(7), after[n].nan_to_num(7)) for n in before)
+    assert trainer.step == 1
+
+
+def test_held_out_text_is_never_trained_on(inputs):
+    _, corpus = inputs
+
+    def bytes_of(texts):
+        return [list(text.encode()) for text in texts]
+
+    sources = find_sources([corpus], "text")
+    stream = Stream(sources, bytes_of, length=32, seed=0)
+    every = sum(len(bytes_of(source.texts(b))[0]) for source in sources
+                for b in range(source.num_blocks))  # fmt: skip
+    held_out = stream.hold_out(64)
+    assert sum(map(len, held_out)) == 64 and len(stream.held_out) == 1
+    block = len(bytes_of(sources[0].texts(min(stream.held_out)))[0])
+    turn = (every - block) // 32
+    first, second = list(islice(stream.windows(), turn)), list(islice(stream.windows(), turn))
+    assert all(map(torch.equal, first, second))
+    text = bytes(torch.cat(first).tolist())
+    assert bytes(held_out[0].tolist()) not in text
