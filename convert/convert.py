@@ -245,9 +245,9 @@ def _from_model_file(config: ConvertConfig) -> Draft:
         optional = optional_layer_shapes(model.graph, model.shape, None)
         options = [name for name in optional if f"blk.0.{name}" in model.tensors]
         _refuse_stock(config.source, model.graph, model.activation, options)
-        if model.predictor is not None or any(model.threshold_L) or model.has_limits:
+        if model.predictor is not None or any(model.threshold_L):
             raise SparkinferError(
-                f"{config.source}: has predictors, thresholds or limits, which the stock layout cannot"
+                f"{config.source}: has predictors or thresholds, which the stock layout cannot"
                 " hold; convert its checkpoint"
             )
     return Draft(

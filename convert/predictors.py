@@ -82,9 +82,10 @@ def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, Mode
     SiLU and GELU models only where the model has those of the same run."""
     if model.activation not in SMOOTH:
         return dict(source.quality)
-    own = {mode: quality for mode, quality in model.quality.items() if mode == "exact"}
-    is_same = bool(own) and own.get("exact") == source.quality.get("exact")
-    return dict(source.quality) if is_same else own
+    own = model.quality.get("exact")
+    if own is not None and own == source.quality.get("exact"):
+        return dict(source.quality)
+    return {} if own is None else {"exact": own}
 
 
 def _read_rows(

@@ -26,7 +26,7 @@ from sparkinfer.budget import (
 )
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.mode_choice import sparse_modes
+from sparkinfer.mode_choice import mode_meant
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
@@ -126,7 +126,7 @@ class Engine(TextEngine):
                 )
             file = with_thresholds(file, Path(thresholds))
             if mode is None and split is None:
-                mode = (*sparse_modes(file), "dense")[0]
+                mode = mode_meant(file)
         if limits is not None:
             if mode == "dense":
                 raise SparkinferError(

@@ -66,6 +66,8 @@ def mode_of(
         line = choice.line
         if plan is not None and plan.mode != choice.mode:
             line = loss_line(model, plan.mode, max_loss)
+        elif plan is not None and line is not None:
+            line += f"; the plan is for mode {plan.mode}: run sparkinfer solve again with either"
         found = choice.mode if plan is None else plan.mode
     else:
         line, found = loss_line(model, mode, max_loss), mode

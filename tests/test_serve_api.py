@@ -1,21 +1,14 @@
 """The server as its clients see it: a process with a small random model, asked over HTTP."""
 
-import contextlib
-import dataclasses
 import http.client
 import json
 import random
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import jsonschema
-import numpy as np
 import openai
 import pytest
-from models import make_model, make_shape
+from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model
 
 from sparkinfer import Engine
 from sparkinfer.runtime.generate.generation import GenerationOptions
@@ -23,99 +16,6 @@ from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
-TOKENIZER = Path(__file__).parent.parent / "examples" / "tiny-relu" / "tokenizer.json"
-CONTEXT = 256
-TEMPLATE = """\
-{%- if tools %}{{ 'Tools: ' + tools | tojson + ' as <tool_call>{"name": ..., "arguments": ...}\n' }}{% endif %}
-{%- for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}
-{%- for call in message.tool_calls or [] %}{{ call.function.arguments['a'] }}{% endfor %}{% endfor %}
-{%- if enable_shouting %}{{ 'SHOUT\n' }}{% endif %}
-{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-CALL = r'root ::= "Well. <tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1}}</tool_call>"'
-SAID = [{"role": "user", "content": "Hello"}]
-
-
-def save_model(folder):
-    """Random weights, a real tokenizer; token 0 ends a text."""
-    keys = {
-        "tokenizer.huggingface.json": TOKENIZER.read_text(encoding="utf-8"),
-        "tokenizer.ggml.eos_token_id": np.uint32(0),
-        "tokenizer.chat_template": TEMPLATE,
-    }
-    shape = make_shape(vocab_size=4096, context_length=CONTEXT)
-    path = folder / "tiny.gguf"
-    model = make_model(shape=shape, kind="q8_0", extra_keys=keys)
-    dataclasses.replace(model, path=path).save(path)
-    return path
-
-
-class Served:
-    """A server's process. `url` without /v1."""
-
-    def __init__(self, model, *options, key=None):
-        self.key = key
-        arguments = [str(model), "--port", "0", "--json", "--threads", "1", *options]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sparkinfer", "serve", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.log = []
-        threading.Thread(target=self._read_log, daemon=True).start()
-        line = self.process.stdout.readline()
-        assert line, self.log
-        self.start = json.loads(line)
-        self.url = self.start["url"]
-        self.port = int(self.url.rpartition(":")[2])
-
-    def _read_log(self):
-        for line in self.process.stderr:
-            self.log.append(line)
-
-    def ask(self, path, body=None, *, method=None, headers=None, raw=None):
-        """(status, what came, as JSON where it is)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with contextlib.closing(connection):
-            sent = raw if raw is not None else None if body is None else json.dumps(body)
-            given = {"Content-Type": "application/json"} if sent is not None else {}
-            if self.key:
-                given["Authorization"] = f"Bearer {self.key}"
-            method = method or ("GET" if sent is None else "POST")
-            connection.request(method, path, sent, given | (headers or {}))
-            answer = connection.getresponse()
-            content = answer.read()
-            self.headers = dict(answer.getheaders())
-            with contextlib.suppress(ValueError):
-                return answer.status, json.loads(content)
-            return answer.status, content.decode()
-
-    def chat(self, **fields):
-        status, answer = self.ask("/v1/chat/completions", {"messages": SAID, **fields})
-        assert status == 200, answer
-        return answer
-
-    def stream(self, path, body):
-        """The objects of a stream, whose last line is [DONE]."""
-        status, text = self.ask(path, {**body, "stream": True})
-        assert status == 200, text
-        *lines, last = [line for line in text.split("\n\n") if line]
-        assert last == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-    def metric(self, name):
-        _, page = self.ask("/metrics")
-        found = [line.split()[-1] for line in page.splitlines() if line.startswith(name)]
-        return sum(map(float, found))
-
-    def until(self, is_true, seconds=30):
-        end = time.monotonic() + seconds
-        while not is_true():
-            assert time.monotonic() < end, self.log[-5:]
-            time.sleep(0.02)
-
-    def close(self):
-        self.process.terminate()
-        self.process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -463,108 +363,6 @@ def test_properties_and_health(served):
     assert served.headers["x-request-id"].startswith("req_")
 
 
-def chat_with(**fields):
-    return {"messages": SAID, **fields}
-
-
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"temperatur": 1}, "temperatur"),
-        ({"messages": "Hello"}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": True}, "temperature"),
-        ({"temperature": 1e999}, None),
-        ({"top_p": 2}, "top_p"),
-        ({"typical_p": 7}, "typical_p"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"seed": 1 << 64}, "seed"),
-        ({"n": 0}, "n"),
-        ({"n": 17}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": "9"}, "max_tokens"),
-        ({"stop": [""]}, "stop"),
-        ({"stop": ["a"] * 17}, "stop"),
-        ({"stop": "a" * 257}, "stop"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-        ({"logit_bias": {"1": "x"}}, "logit_bias"),
-        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
-        ({"samplers": ["top_q"]}, None),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"json_schema": {"type": "object", "nonsense": 1}}, "json_schema"),
-        ({"json_schema": {"description": "x" * (64 << 10)}}, "json_schema"),
-        ({"grammar": "root ::= oops"}, "grammar"),
-        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"functions": [{}]}, "functions"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort"),
-        ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
-    ],
-)  # fmt: skip
-def test_wrong_values_are_refused(served, fields, param):
-    status, answer = served.ask("/v1/chat/completions", chat_with(**fields))
-    assert status == 400, answer
-    error = answer["error"]
-    assert error["type"] == "invalid_request_error" and error["param"] == param, error
-    assert error["code"] and error["message"] and "\n" not in error["message"]
-
-
-@pytest.mark.parametrize(
-    "raw, status",
-    [
-        ("", 400), ("{", 400), ("[]", 400), ("null", 400), ("\"a\"", 400), ('{"n": NaN}', 400),
-        (b"\xff{}", 400), ("[" * 100_000, 400), ('{"a":' * 5000 + "1" + "}" * 5000, 400),
-        ('{"messages": [' + "[" * 100 + "]" * 100 + "]}", 400),
-        ('{"seed": ' + "9" * 10_000 + "}", 400),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_what_is_no_json_is_refused(served, path, raw, status):
-    found, answer = served.ask(path, raw=raw, method="POST")
-    assert found == status and answer["error"]["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    "path, body, param",
-    [
-        ("/v1/completions", {}, "prompt"),
-        ("/v1/completions", {"prompt": []}, "prompt"),
-        ("/v1/completions", {"prompt": [99999]}, "prompt"),
-        ("/v1/completions", {"prompt": ["a", 1]}, "prompt"),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
-        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
-        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
-        ("/v1/completions", {"prompt": ""}, "prompt"),
-        ("/v1/responses", {}, "input"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
-        ("/v1/responses", {"input": "a", "background": True}, "background"),
-        ("/v1/responses", {"input": [{"type": "computer_call"}]}, "input[0]"),
-        ("/tokenize", {}, "content"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/apply-template", {}, "messages"),
-    ],
-)
-def test_other_paths_refuse_wrong_values_too(served, path, body, param):
-    status, answer = served.ask(path, body)
-    assert status == 400 and answer["error"]["param"] == param, answer
-
-
 def test_the_context_bounds_prompt_and_answer(served):
     status, answer = served.ask("/v1/completions", {"prompt": [5] * CONTEXT, "max_tokens": 1})
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
@@ -617,16 +415,6 @@ def test_requests_together_are_what_they_are_alone(served, engine):
     for ids, count, seed, text in checked:
         assert text == alone(engine, ids, count, seed=seed)
     served.until(lambda: served.metric("sparkinfer_running") == 0)
-
-
-def leave(served, body):
-    """Reads a little of a stream, and closes the connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    connection.request(
-        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-    )
-    connection.getresponse().read(20)
-    connection.close()
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

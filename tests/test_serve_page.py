@@ -8,12 +8,12 @@ import re
 import threading
 import time
 
-from page_driver import act, answer, needs_browser, say, settled, stats
+from page_actions import act, answer, needs_browser, say, settled, stats
 from scripted_server import PAGE, Script, page_policy
 from serve_client import ServerProcess
 from test_chat import chat_model
 
-pytest_plugins = ("page_driver",)
+pytest_plugins = ("page_fixtures",)
 
 
 @needs_browser

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from chromium import Browser
-from page_driver import act, needs_browser, say, settled
+from page_actions import MARKDOWN, act, needs_browser, say, settled
 from scripted_server import PAGE, Script, ScriptedServer
 
-pytest_plugins = ("page_driver",)
+pytest_plugins = ("page_fixtures",)
 
 AXE = Path(__file__).parent.parent / "build" / "axe" / "package" / "axe.min.js"
 

@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from page_driver import answer, needs_browser, say, settled
+from page_actions import MARKDOWN, answer, needs_browser, say, settled
 from scripted_server import Script
 
-pytest_plugins = ("page_driver",)
+pytest_plugins = ("page_fixtures",)
 
 HOSTILE = [
     "<script>window.attacked = 1</script>\n\n<img src=x onerror='window.attacked = 2'>\n\n",
@@ -16,37 +16,6 @@ HOSTILE = [
     "```html\n<svg onload='window.attacked = 6'></svg>\n```\n\n",
     "| <u>cell</u> |\n|---|\n| <img src=y onerror='window.attacked=7'> |\n",
 ]
-
-
-MARKDOWN = """# Title
-
-Some **bold**, *slanted*, ***both***, ~~gone~~ and `co*d*e`, snake_case_name, 2 * 3 * 4.
-Next line, \\*escaped\\*, [link](https://example.org/a_(b)), https://example.org/x_y_z.
-
-1. one
-2. two
-   - deep **er**
-     still deeper
-
-   second paragraph
-3. three
-
-- [not a link](nowhere)
-
-> quoted
-> twice
-
-```python
-if a < b:
-    print("**not bold**")
-```
-
-| left | right |
-|------|------:|
-| `a`  | *b*   |
-
----
-Unclosed **bold and `code"""
 
 
 @needs_browser

@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from test_serve_api import Served, leave, save_model
+from serving import Served, leave, save_model
 
 from sparkinfer.cli import main
 from sparkinfer.runtime.kernels.cpu import library

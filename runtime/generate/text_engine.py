@@ -24,7 +24,7 @@ from sparkinfer.runtime.generate.generation import (
 )
 from sparkinfer.runtime.generate.prompt_cache import PromptKey, weights_digest
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.generate.speculation import check_rows
+from sparkinfer.runtime.generate.speculation import check_rows, has_equal_rows
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.step.batch import Wanted
@@ -199,6 +199,11 @@ class TextEngine:
             vocab_size=self.model.shape.vocab_size,
             thresholds=tuple(self.model.threshold_L),
         )
+
+    @property
+    def has_equal_rows(self) -> bool:
+        """Whether a row of a step has the bits that it has alone, whatever else is in the step."""
+        return has_equal_rows(self._live)
 
     @property
     def not_native(self) -> str | None:

@@ -35,6 +35,7 @@ class Sequences:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder: Decoder | None = decoder
+        self.context_length = decoder.weights.cache.table.context_length
         self._open: dict[int, Sequence] = {}  # by their numbers, the oldest first
 
     @property
@@ -47,25 +48,18 @@ class Sequences:
     def cache(self) -> KVCache:
         return self.live.weights.cache
 
-    @property
-    def room(self) -> int:
-        return self.cache.table.num_sequences
-
-    @property
-    def context_length(self) -> int:
-        return self.cache.table.context_length
-
     def open(self, *, yields: bool = False, beside: "Sequence | None" = None) -> "Sequence":
         """An empty one. One that `yields` loses its place to the next where there is no other, but
         not to one that is opened `beside` it.
 
         Raises SparkinferError where all are in use."""
-        free = next((n for n in range(self.room) if n not in self._open), None)
+        num_places = self.cache.table.num_sequences
+        free = next((n for n in range(num_places) if n not in self._open), None)
         if free is None:
             yielding = [s for s in self._open.values() if s.yields and s is not beside]
             if not yielding:
                 raise SparkinferError(
-                    f"all {self.room} sequences of this engine are in use; close one, or load the"
+                    f"all {num_places} sequences of this engine are in use; close one, or load the"
                     " engine with more (num_sequences)"
                 )
             free = yielding[0].number
@@ -96,7 +90,10 @@ class Sequences:
         for part in parts:
             part.sequence.ids.extend(part.tokens)
         counts = [_num_logits(part) for part in parts]
-        return list(torch.cat(pieces).split(counts)) if pieces else []
+        if not pieces:
+            return []
+        logits_RV = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return list(logits_RV.split(counts))
 
     def _check(self, parts: Several[Part]) -> None:
         for part in parts:

@@ -147,10 +147,13 @@ class Linear:
 
     def apply(self, x_TD: Tensor) -> Tensor:
         """f32 [T, N]: the single-token product where T is 1."""
-        one, many = self.weight.dot, self.weight.product
+        weight, is_one = self.weight, len(x_TD) == 1
         if self.is_transposed:
-            one, many = self.weight.combine, self.weight.combine_many
-        y_TN = one(x_TD[0].contiguous())[None] if len(x_TD) == 1 else many(x_TD)
+            y_TN = (
+                weight.combine(x_TD[0].contiguous())[None] if is_one else weight.combine_many(x_TD)
+            )
+        else:
+            y_TN = weight.dot(x_TD[0].contiguous())[None] if is_one else weight.product(x_TD)
         return y_TN if self.bias_N is None else y_TN + self.bias_N
 
     @property

@@ -33,6 +33,30 @@ class Ahead {
     int64_t step_, at_ = 0, asked_ = 0;
 };
 
+// Asks for whole rows, one after the other and a line at a time, so that rows with small gaps between
+// them are one stream to the processor's prefetcher.
+//
+// They go into the second cache: a core waits for more lines there than in the first. GB/s of one Zen 4
+// core from memory, three of four rows of 2560 values: q8_0 8.9 with each row asking for its own next
+// 512 values, 15.9 so; f16 15 with four rows asking for the next four.
+class AheadRows {
+  public:
+    AheadRows(const uint8_t* const* rows, int64_t count, int64_t bytes)
+        : row_(rows), left_(count), bytes_(bytes) {}
+
+    template <int LINES = 1>
+    inline void ask() {
+        if (left_ == 0) return;
+        for (int i = 0; i < LINES; ++i) __builtin_prefetch(*row_ + at_ + 64 * i, 0, 2);
+        at_ += 64 * LINES;
+        if (at_ >= bytes_) at_ = 0, ++row_, --left_;
+    }
+
+  private:
+    const uint8_t* const* row_;
+    int64_t left_, bytes_, at_ = 0;
+};
+
 // Rows that lie one behind the other are one run through memory, which is asked for so many bytes ahead.
 // GB/s of one Zen 4 core from memory, f16 rows of 576 and 2048 values: one row at a time 23 and 24 with
 // 2048 ahead, 25 and 27 with 4096, 21 and 21 with 8192; four rows at a time, each asking for the

@@ -93,6 +93,10 @@ struct Rows {
     // Or what to ask the memory for while row a0 + i is used, for each i; null: rows of this matrix.
     const uint8_t* const* next = nullptr;
     const uint8_t* const* also = nullptr;  // likewise, beside `next`
+    // Where rows lie close together, instead of `next`: where those parts of rows begin that are wanted
+    // after these, in order of memory, and how long each is. accumulate_rows of SUM_ROWS rows at most.
+    const uint8_t* const* then = nullptr;
+    int64_t num_then = 0, then_bytes = 0;
 };
 
 // A level is one instruction set: kernels for each kind, over part of the work.

@@ -185,7 +185,7 @@ inline void finish_unit(const Ints (*sum)[Format::PARTS], const SumFactors& fact
 // in a row's quants.
 template <class Format>
 inline void add_unit(const uint8_t* const* quants, int64_t at, int64_t k, const SumFactors& factors,
-                     int64_t first, float* y) {
+                     int64_t first, float* y, AheadRows* then = nullptr) {
     constexpr int64_t PARTS = Format::PARTS, TIMES = Format::QUANT_BYTES / 4;
     Ints sum[2][PARTS];
     for (Ints* half : sum) Format::start(spread<TIMES>(factors.offset, first), half);
@@ -193,6 +193,7 @@ inline void add_unit(const uint8_t* const* quants, int64_t at, int64_t k, const 
         const Ints factor = spread<TIMES>(factors.pair[r / 2], first);
         const Ints a = load_ints(quants[r] + at);
         const Ints b = r + 1 < k ? load_ints(quants[r + 1] + at) : a;
+        if (then) then->ask(), then->ask();
         Ints part[2][PARTS];
         Format::split(interleave_low(a, b), part[0]);
         Format::split(interleave_high(a, b), part[1]);
@@ -236,6 +237,30 @@ inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k
 
 // More rows than these read their own next chunk ahead: fewer were asked for before.
 constexpr int64_t ASKED_ROWS = 8;
+
+// The same of rows that are in the second cache, while those wanted next are asked for.
+template <class Format>
+inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t k, int64_t n,
+                            const float* c, float* y, int64_t d0, int64_t d1) {
+    constexpr int64_t UNIT = Format::UNIT;
+    SumFactors factors;
+    alignas(64) float scale[SUM_ROWS][CHUNK];
+    const uint8_t* quants[SUM_ROWS];
+    alignas(64) uint8_t copy[Format::IS_PLANAR ? 1 : SUM_ROWS][CHUNK * 32];
+    for (int64_t b0 = d0 / BLOCK, b1; b0 < d1 / BLOCK; b0 = b1) {
+        b1 = b0 + CHUNK < d1 / BLOCK ? b0 + CHUNK : d1 / BLOCK;
+        const int64_t m = b1 - b0;
+        read_scales<Format>(rows, k, n, b0, m, scale);
+        fill<Format>(factors, scale, k, m, c);
+        find_quants<Format>(rows, k, n, b0, m, copy, quants);
+        int64_t d = 0, at = 0;
+        for (; d + UNIT <= m * BLOCK; d += UNIT, at += 4 * LANES)
+            add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d, &then);
+        if (d < m * BLOCK)
+            add_part_of_unit<Format>(quants, at, k, factors, d / BLOCK, m * BLOCK - d,
+                                     y + b0 * BLOCK + d);
+    }
+}
 
 // y[d0..d1) += the sum of c[r] * rows[r][d0..d1) over a group of k rows of n blocks, in the order of
 // add_unit(). Meanwhile the memory is asked for the next four rows.

@@ -161,6 +161,40 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1);
 }
 
+// Rows that are in the second cache, while those wanted next are asked for.
+template <class Format>
+inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
+                           int64_t d0, int64_t d1) {
+    constexpr int64_t BYTES = Format::BLOCK_BYTES;
+    constexpr int LINES = BYTES > 64 ? 2 : 1;
+    const uint8_t* list[SUM_ROWS];
+    const int64_t k = a1 - a0;
+    for (int64_t i = 0; i < k; ++i) list[i] = row_of(rows, a0 + i) + d0 * Format::VALUE_BYTES;
+    AheadRows ahead(rows.then, rows.num_then, rows.then_bytes);
+    auto add = [&](auto count, int64_t i) {
+        constexpr int ROWS = decltype(count)::VALUE;
+        int64_t d = 0;
+        for (; d + BLOCK <= d1 - d0; d += BLOCK) {
+            Floats out[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d0 + d + v * LANES);
+            for (int r = 0; r < ROWS; ++r) {
+                ahead.template ask<LINES>();
+                const Floats factor = broadcast(c[a0 + i + r]);
+                Floats w[VECTORS];
+                Format::unpack(list[i + r] + d / BLOCK * BYTES, w);
+                for (int v = 0; v < VECTORS; ++v) out[v] = multiply_add(w[v], factor, out[v]);
+            }
+            for (int v = 0; v < VECTORS; ++v) store_floats(y + d0 + d + v * LANES, out[v]);
+        }
+        for (; d < d1 - d0; ++d)
+            for (int r = 0; r < ROWS; ++r)
+                y[d0 + d] += c[a0 + i + r] * Format::value(list[i + r] + d * Format::VALUE_BYTES);
+    };
+    int64_t i = 0;
+    for (; i + 4 <= k; i += 4) add(Count<4>{}, i);
+    for (; i < k; ++i) add(Count<1>{}, i);
+}
+
 template <class Format>
 void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                      int64_t d0, int64_t d1) {
@@ -169,6 +203,11 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
             const int64_t k = a1 - a < SUM_ROWS ? a1 - a : SUM_ROWS;
             const uint8_t *row[SUM_ROWS], *next[4];
             for (int64_t r = 0; r < k; ++r) row[r] = row_of(rows, a + r);
+            if (rows.then) {
+                const AheadRows then(rows.then, rows.num_then, rows.then_bytes);
+                add_close_group<Format>(row, then, k, rows.D / BLOCK, c + a, y, d0, d1);
+                continue;
+            }
             for (int64_t r = 0; r < 4; ++r)
                 next[r] = rows.next                ? rows.next[r]
                           : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
@@ -185,6 +224,8 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
                 }
                 return;
             }
+        if constexpr (!Format::SCALED)
+            if (rows.then) return add_close_rows<Format>(rows, c, y, a0, a1, d0, d1);
         for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
                                    const uint8_t* const* next) {
             constexpr int ROWS = decltype(count)::VALUE;

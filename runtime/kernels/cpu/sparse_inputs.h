@@ -37,13 +37,16 @@ class SparseInputs {
         const int64_t chunk = groups_of_chunk(inputs) * SUM_ROWS, chunks = (inputs + chunk - 1) / chunk;
         int64_t bytes = 0;
         for (int m = 0; m < count; ++m) bytes += num_active * row_bytes(matrix[m]);
-        split(bytes, chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
-            for (int64_t c = c0; c < c1; ++c) {
-                float* out = sums_.part + c * D;
-                const int64_t begin = begin_of(c * chunk, num_active);
-                const int64_t end = begin_of((c + 1) * chunk, num_active);
-                for (int m = 0; m < count; out += matrix[m++].num_columns)
-                    add_chunk(matrix[m], begin, end, out);
+        split(bytes, chunks, 1, PIECES_PER_THREAD, [&](int64_t c0, int64_t c1) {
+            std::fill(sums_.part + c0 * D, sums_.part + c1 * D, 0.0f);
+            const int64_t begin = begin_of(c0 * chunk, num_active), end = begin_of(c1 * chunk, num_active);
+            Walk walk(matrix, count, begin, end);
+            const Piece behind = Walk(matrix, count, end, num_active).next(*this);
+            for (Piece piece = walk.next(*this); piece.begin < piece.end;) {
+                const Piece then = walk.next(*this);
+                float* out = sums_.part + active_[piece.begin] / chunk * D;
+                add(piece, then.begin < then.end ? then : behind, out);
+                piece = then;
             }
         });
         int64_t units[4] = {0};
@@ -72,20 +75,82 @@ class SparseInputs {
         return std::lower_bound(active_, active_ + num_active, place) - active_;
     }
 
-    // Sums of the active inputs begin .. end-1, a group at a time.
-    void add_chunk(const SparkMatrix& m, int64_t begin, int64_t end, float* out) const {
-        std::fill_n(out, m.num_columns, 0.0f);
-        const bool is_in_blocks = kernels().order_sums[m.kind] != nullptr;
-        for (int64_t a0 = begin, a1; a0 < end; a0 = a1) {
-            a1 = a0;
-            while (a1 < end && active_[a1] / SUM_ROWS == active_[a0] / SUM_ROWS) ++a1;
-            const uint8_t* next[4];
-            Rows rows = {m.data, m.stride, m.num_columns, active_, end};
-            for (int64_t i = 0; is_in_blocks && i < 4; ++i)
-                next[i] = m.data + active_[a1 + i < end ? a1 + i : a0] * m.stride;
-            if (is_in_blocks) rows.next = next;
-            kernels().accumulate_rows[m.kind](rows, active_x_, out, a0, a1, 0, m.num_columns);
+    // A piece begins with rows that nobody has asked for, unless the same thread had the one before it.
+    static constexpr int64_t PIECES_PER_THREAD = 3;
+
+    // Active inputs of one group, and columns of a matrix whose first output is `first`.
+    struct Piece {
+        const SparkMatrix* matrix;
+        int64_t begin, end, d0, d1, first;
+
+        // Where in a row the columns begin; the first ones with all scales of a planar row.
+        int64_t begin_byte() const { return byte_of(d0); }
+        int64_t bytes() const { return byte_of(d1) - byte_of(d0); }
+        int64_t byte_of(int64_t d) const {
+            const int32_t kind = matrix->kind;
+            const bool is_planar = kind == KIND_Q8_0_PLANAR || kind == KIND_Q4_0_PLANAR;
+            const int64_t scales = is_planar ? matrix->num_columns / BLOCK * 2 : 0;
+            return d ? scales + (row_bytes(*matrix) - scales) * d / matrix->num_columns : 0;
         }
+    };
+
+    // The pieces of active inputs begin .. end-1, in the order in which memory is read: matrix by matrix,
+    // of long rows some columns at a time, so that a group and the next are in the second cache together.
+    class Walk {
+      public:
+        Walk(const SparkMatrix* matrix, int count, int64_t begin, int64_t end)
+            : begin_(begin), end_(end), last_(matrix + count), at_{matrix, begin, begin, 0, 0, 0} {
+            at_.d1 = columns_to(0);
+        }
+
+        // The next one; an empty one behind the last.
+        Piece next(const SparseInputs& inputs) {
+            at_.begin = at_.end;
+            if (at_.begin == end_ && begin_ < end_) {
+                at_.begin = begin_, at_.d0 = at_.d1;
+                if (at_.d0 == at_.matrix->num_columns) {
+                    at_.first += at_.matrix->num_columns, at_.d0 = 0;
+                    if (++at_.matrix == last_) begin_ = at_.begin = end_, --at_.matrix;
+                }
+                at_.d1 = columns_to(at_.d0);
+            }
+            at_.end = inputs.end_of_group(at_.begin, end_);
+            return at_;
+        }
+
+      private:
+        int64_t columns_to(int64_t d0) const {
+            const SparkMatrix& m = *at_.matrix;
+            const bool is_whole = block_values(m.kind) == SUPER_BLOCK || row_bytes(m) <= 2 * PIECE_BYTES;
+            const int64_t size = PIECE_BYTES * m.num_columns / row_bytes(m) / PIECE_GRAIN * PIECE_GRAIN;
+            return is_whole || d0 + 2 * size > m.num_columns ? m.num_columns : d0 + size;
+        }
+
+        int64_t begin_;
+        const int64_t end_;
+        const SparkMatrix* const last_;
+        Piece at_;
+    };
+
+    static constexpr int64_t PIECE_BYTES = 2048, PIECE_GRAIN = 512;  // of a row
+
+    int64_t end_of_group(int64_t a, int64_t end) const {
+        const int64_t first = a;
+        while (a < end && active_[a] / SUM_ROWS == active_[first] / SUM_ROWS) ++a;
+        return a;
+    }
+
+    // Sums of a piece onto out [D], while the memory is asked for the one behind it.
+    void add(const Piece& piece, const Piece& then, float* out) const {
+        const SparkMatrix& m = *piece.matrix;
+        const uint8_t* next[SUM_ROWS];
+        Rows rows = {m.data, m.stride, m.num_columns, active_, piece.end};
+        rows.then = next, rows.num_then = then.end - then.begin;
+        if (rows.num_then) rows.then_bytes = then.bytes();
+        for (int64_t i = 0; i < rows.num_then; ++i)
+            next[i] = then.matrix->data + active_[then.begin + i] * then.matrix->stride + then.begin_byte();
+        kernels().accumulate_rows[m.kind](rows, active_x_, out + piece.first, piece.begin, piece.end,
+                                          piece.d0, piece.d1);
     }
 
     static constexpr int64_t UNIT = 128;  // columns that are put in order together

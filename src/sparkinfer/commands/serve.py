@@ -17,6 +17,7 @@ from sparkinfer.commands.shared import (
     Size,
     device_option,
     json_option,
+    max_loss_option,
     mode_option,
     say,
     split_option,
@@ -74,13 +75,14 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @sampling_options
 @thresholds_option
 @mode_option
+@max_loss_option
 @threads_option
 @device_option
 @json_option
 def serve(
     model: Path, split: Path | None, context_length: int | None, as_json: bool,
     api_key: str | None, threads: int | None, mode: str | None, device: str | None,
-    thresholds: Path | None, cpu_ffn: bool, **options: Any,
+    thresholds: Path | None, cpu_ffn: bool, max_loss: float, **options: Any,
 ) -> None:  # fmt: skip
     """Serve a model by OpenAI's API.
 
@@ -108,6 +110,7 @@ def serve(
         engine = Engine.load(
             model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
             thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
+            max_loss=max_loss,
         )  # fmt: skip
         _check_memory(engine)
         _say_loaded(engine, config, is_single)

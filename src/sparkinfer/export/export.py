@@ -104,8 +104,10 @@ def _export_plan(config: ExportConfig) -> ExportReport:
     split.check_files(config.source, profile=config.profile)
     num_neurons = profile.active_count_LF.shape[1]
     notes = []
-    if split.mode == "exact":
-        notes.append("the plan was solved for exact mode; the other engine runs with predictors")
+    if split.mode != "predicted":
+        notes.append(
+            f"the plan was solved for mode {split.mode}; the other engine runs with predictors"
+        )
     group_size = None
     if config.format == "gpuidx":
         notes += index_notes(split, dense_on_cpu(split), config.output)

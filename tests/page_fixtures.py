@@ -1,0 +1,32 @@
+"""Fixtures of the tests of the page of `sparkinfer serve`; they name this module in pytest_plugins."""
+
+import pytest
+from chromium import Browser
+from scripted_server import Script, ScriptedServer
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def serve(browser):
+    """Opens the page on a server that plays these scripts, in a browser that kept nothing."""
+    opened: list[ScriptedServer] = []
+
+    def open_page(key: str = "", **scripts: Script) -> ScriptedServer:
+        server = ScriptedServer(scripts, key=key).__enter__()
+        opened.append(server)
+        browser.said.clear()
+        browser.open(server.address)
+        browser.until("server.model" if not key else "!!document.querySelector('#notice button')")
+        return server
+
+    browser.resize(1200, 800)
+    browser.prefer(prefers_color_scheme="light")
+    yield open_page
+    for server in opened:
+        server.__exit__()
+    assert not [line for line in browser.said if "Failed to load resource" not in line]

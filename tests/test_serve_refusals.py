@@ -1,0 +1,117 @@
+"""What the server refuses, and by which field: values that would change an answer in silence."""
+
+import pytest
+from serving import SAID, TOOL, Served, save_model
+
+from sparkinfer.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(save_model(tmp_path_factory.mktemp("serve")), "--parallel", "1")
+    yield served
+    served.close()
+
+
+def chat_with(**fields):
+    return {"messages": SAID, **fields}
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"temperatur": 1}, "temperatur"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 1e999}, None),
+        ({"top_p": 2}, "top_p"),
+        ({"typical_p": 7}, "typical_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
+        ({"samplers": ["top_q"]}, None),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"json_schema": {"type": "object", "nonsense": 1}}, "json_schema"),
+        ({"json_schema": {"description": "x" * (64 << 10)}}, "json_schema"),
+        ({"grammar": "root ::= oops"}, "grammar"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"functions": [{}]}, "functions"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused(served, fields, param):
+    status, answer = served.ask("/v1/chat/completions", chat_with(**fields))
+    assert status == 400, answer
+    error = answer["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == param, error
+    assert error["code"] and error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw, status",
+    [
+        ("", 400), ("{", 400), ("[]", 400), ("null", 400), ("\"a\"", 400), ('{"n": NaN}', 400),
+        (b"\xff{}", 400), ("[" * 100_000, 400), ('{"a":' * 5000 + "1" + "}" * 5000, 400),
+        ('{"messages": [' + "[" * 100 + "]" * 100 + "]}", 400),
+        ('{"seed": ' + "9" * 10_000 + "}", 400),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_what_is_no_json_is_refused(served, path, raw, status):
+    found, answer = served.ask(path, raw=raw, method="POST")
+    assert found == status and answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": [99999]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", 1]}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/responses", {}, "input"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id"),
+        ("/v1/responses", {"input": "a", "background": True}, "background"),
+        ("/v1/responses", {"input": [{"type": "computer_call"}]}, "input[0]"),
+        ("/tokenize", {}, "content"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/apply-template", {}, "messages"),
+    ],
+)
+def test_other_paths_refuse_wrong_values_too(served, path, body, param):
+    status, answer = served.ask(path, body)
+    assert status == 400 and answer["error"]["param"] == param, answer
