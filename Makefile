@@ -58,7 +58,7 @@ help:
 
 # ---- set-up -------------------------------------------------------------------------------
 
-SOURCES := CMakeLists.txt $(shell find src convert profile solver runtime -name '*.py' \
+SOURCES := CMakeLists.txt $(shell find src convert profile solver sparsify runtime serve -name '*.py' \
              -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 
 setup: build  ## .venv with sparkinfer in it, editable, and all it needs
@@ -252,7 +252,7 @@ check: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p $(TYPES)
-	@ln -sfn $(CURDIR)/src/sparkinfer/* $(addprefix $(CURDIR)/,convert profile solver runtime) \
+	@ln -sfn $(CURDIR)/src/sparkinfer/* $(addprefix $(CURDIR)/,convert profile solver sparsify runtime serve) \
 	  $(TYPES)
 	$(BIN)/mypy
 

@@ -51,6 +51,7 @@ class ScriptedServer:
     def __init__(self, scripts: dict[str, Script], *, key: str = "") -> None:
         self.scripts, self.key = scripts, key
         self.asked: list[dict[str, Any]] = []
+        self.is_closed = False
         self.num_broken = 0  # answers that the other end did not wait for
         handler = type("Handler", (_Handler,), {"owner": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -68,12 +69,17 @@ class ScriptedServer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.is_closed = True
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     owner: ScriptedServer
+
+    def parse_request(self) -> bool:
+        """False where a connection that a browser opened in advance is used after the end."""
+        return super().parse_request() and not self.owner.is_closed
 
     def do_GET(self) -> None:
         if self.path == "/":

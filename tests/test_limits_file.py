@@ -1,6 +1,7 @@
 """limits.safetensors, the tensors that it becomes in a model file, and what is refused of both."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -262,3 +263,44 @@ def test_a_file_with_limits_can_be_inspected(tmp_path):
     shown = {fact.name: fact.part for fact in summary.tensors}
     assert shown["blk.0.attn_qkv.limit"] == shown["blk.0.attn_q_t.weight"] == "attention"
     assert shown["blk.0.ffn_input.limit"] == shown["blk.0.ffn_gate_t.weight"] == "ffn"
+
+
+def test_a_prompt_is_of_the_limits_that_it_was_computed_with(tmp_path: Path) -> None:
+    from sparkinfer.runtime.generate.prompt_cache import weights_digest
+
+    model = make_model(tmp_path / "m.gguf", activation="silu")
+    size = model.shape.num_neurons
+    digests = {weights_digest(model)}
+    for last in (0.1, 0.2):
+        limit_F = np.full(size, 0.1, np.float32)
+        limit_F[-1] = last
+        layers = (LayerLimits(gate_F=limit_F),) * model.shape.num_layers
+        limits = Limits(model_id=model.model_id, layers=layers)
+        digests.add(weights_digest(model.with_limits(limits, "limits")))
+    assert len(digests) == 3
+
+
+def test_trained_limits_and_what_they_cost_travel_with_the_file(tmp_path: Path) -> None:
+    from sparkinfer.mode_choice import choose_mode
+    from sparkinfer.mode_quality import ModeQuality
+
+    model = make_model(tmp_path / "m.gguf", activation="silu")
+    quality = ModeQuality(
+        perplexity_increase=0.5, perplexity_half_width=0.1, kl_mean=0.4, top1_agreement=0.7,
+        num_tokens=100, bytes_per_token=10, dense_bytes_per_token=20, corpus_sha256="0" * 64,
+    )  # fmt: skip
+    limit_F = np.full(model.shape.num_neurons, 0.1, np.float32)
+    layers = (LayerLimits(gate_F=limit_F),) * model.shape.num_layers
+    for is_trained, mode in ((False, "dense"), (True, "exact")):
+        path = tmp_path / f"{is_trained}.safetensors"
+        limits = Limits(
+            model_id=model.model_id, layers=layers, is_trained=is_trained,
+            quality={"exact": quality},
+        )  # fmt: skip
+        limits.save(path)
+        sparse = model.with_limits(Limits.load(path), "limits")
+        sparse.save(tmp_path / f"{is_trained}.gguf")
+        read = ModelFile.load(tmp_path / f"{is_trained}.gguf")
+        assert read.is_trained_sparse == is_trained
+        assert read.quality["exact"] == quality
+        assert choose_mode(read).mode == mode

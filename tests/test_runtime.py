@@ -315,6 +315,7 @@ def test_observers_come_and_go(tmp_path):
         (n, 1)
         for n in (
             "attn_norm",
+            "attn_heads",
             "attn_out",
             "ffn_norm",
             "ffn_gate",

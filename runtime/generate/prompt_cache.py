@@ -35,13 +35,15 @@ class PromptKey:
 
 
 def weights_digest(model: ModelFile) -> str:
-    """Of the names, types and shapes of all tensors and the first row of each: files of one
-    checkpoint in several types have one model_id."""
+    """Of the names, types and shapes of all tensors, the first row of each, and whole limits: files of
+    one checkpoint in several types or with other limits have one model_id."""
     digest = hashlib.sha256()
     for name in sorted(model.tensors):
         entry = model.tensors[name]
         digest.update(f"{name} {entry.kind} {entry.shape};".encode())
-        digest.update(np.ascontiguousarray(entry.read()[:1]).tobytes())
+        rows = entry.read()
+        is_whole = name.endswith(".limit")
+        digest.update(np.ascontiguousarray(rows if is_whole else rows[:1]).tobytes())
     return digest.hexdigest()
 
 
