@@ -29,7 +29,7 @@ from sparkinfer.files import partial_file
 from sparkinfer.limits import LayerLimits
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.profile.limit_meter import LimitMeter
-from sparkinfer.profile.limit_scores import LayerScores, sample_scores
+from sparkinfer.profile.limit_scores import INPUTS, LayerScores, sample_scores
 from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate
 from sparkinfer.profile.thresholds import up_to
 
@@ -107,8 +107,8 @@ def _limits(
     if choice is None:
         return None
     means = {"gate": float(np.mean(choice.gate_L)), "hidden": float(np.mean(choice.hidden_L))}
-    for name in choice.inputs_L[0]:
-        means[name] = float(np.mean([shares[name] for shares in choice.inputs_L]))
+    for name in INPUTS:
+        means[name] = float(np.mean([shares.get(name, 0.0) for shares in choice.inputs_L]))
     return choice.limits(scores, None).layers, choice.saved_share, means
 
 

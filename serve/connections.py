@@ -4,7 +4,7 @@ may take for the head of a request and for what is left of an answer.
 What this module does not know: what is asked."""
 
 import asyncio
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -23,6 +23,17 @@ class Connection(H11Protocol):
             transport.abort()
             return
         self._wait_for_head()
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.app_state = {**self.app_state, "abort": self._abort}  # becomes scope["state"]
+
+    def _abort(self) -> None:
+        """For an answer that is not finished, as its client does not take it. That is no fault of the
+        application, which uvicorn would log."""
+        self.cycle.disconnected = True
+        if not self.transport.is_closing():
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

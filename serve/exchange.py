@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Said, Stoppi
 log = logging.getLogger("sparkinfer.serve")
 Result = TypeVar("Result")
 STATUS_GONE = 499  # nginx's for a client that has closed the connection; for the log alone
+MAX_DROPPED_BYTES, DROP_S = 16 << 20, 1.0
 DONE = b"data: [DONE]\n\n"
 
 
@@ -70,8 +72,11 @@ class Exchange:
             yield batch
 
     def cancel(self) -> None:
+        """Ends what has not ended, and forgets the texts: as these know their exchange, only Python's
+        collector, which comes after minutes, would free either."""
+        texts, self.texts = self.texts, []
         if self._num_open:
-            self._scheduler.cancel(self.texts)
+            self._scheduler.cancel(texts)
 
     def _listen(self, number: int, event: Event) -> None:
         self._events.append((number, event))
@@ -104,6 +109,20 @@ async def while_there(receive: Receive, work: Coroutine[object, object, Result])
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+        del each, task, watch  # an error's traceback has this frame, and the task has the error
+
+
+async def drop_body(receive: Receive) -> None:
+    """Reads what a client has left to send of a request that is refused, within bounds: where the
+    connection is closed while it writes, it sees that and not the answer."""
+    left = MAX_DROPPED_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DROP_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 async def _until_gone(receive: Receive) -> None:

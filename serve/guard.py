@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparkinfer.serve.api_error import ApiError
 from sparkinfer.serve.config import ServeConfig
-from sparkinfer.serve.exchange import STATUS_GONE, Gone, error_response
+from sparkinfer.serve.exchange import STATUS_GONE, Gone, drop_body, error_response
 from sparkinfer.serve.request_log import RequestLine
 
 log = logging.getLogger("sparkinfer.serve")
@@ -60,6 +60,7 @@ class Guard:
             await self._answer(scope, receive, self._marked(scope, send, line))
         except Gone:
             line.status = STATUS_GONE
+            scope["state"].get("abort", _nothing)()
         except Exception as error:  # a request never ends the process
             log.exception("%s failed", line.id)
             line.error = f"{type(error).__name__}: {error}"
@@ -83,6 +84,8 @@ class Guard:
             self._check(scope, headers)
         except ApiError as error:
             scope["state"]["line"].error = error.message
+            if "expect" not in headers:  # else nothing is sent before it is asked for
+                await drop_body(receive)
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -154,6 +157,10 @@ class Guard:
                 raise Gone from error
 
         return marked
+
+
+def _nothing() -> None:
+    """Where the application is not called by a Connection."""
 
 
 async def _preflight(send: Send) -> None:

@@ -14,7 +14,7 @@ from sparkinfer.runtime.generate.sampling_options import (
 from sparkinfer.serve.api_error import ApiError, wrong
 from sparkinfer.serve.fields import Fields
 
-MAX_BIASES, MAX_BIAS = 1024, 1e6
+MAX_BIASES, MAX_BIAS, MAX_BIASED_LENGTH = 1024, 1e6, 256
 MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 256
 RANDOM_SEEDS = (-1, 0xFFFFFFFF)  # llama.cpp's, for another one each time
 # The names of requests, where they are not those of SamplingOptions.
@@ -99,9 +99,9 @@ def _biased(token: object, encode: Callable[[str], list[int]], *, is_key: bool) 
         return [token]
     if isinstance(token, str) and is_key and token.lstrip("-").isdecimal() and len(token) < 20:
         return [int(token)]
-    if isinstance(token, str) and not is_key:
+    if isinstance(token, str) and not is_key and len(token) <= MAX_BIASED_LENGTH:
         return encode(token)
-    raise wrong("logit_bias", f"logit_bias: {str(token)[:40]!r} is no token id")
+    raise wrong("logit_bias", f"logit_bias: {str(token)[:40]!r} is no token id, or too long")
 
 
 def texts_of(fields: Fields, name: str, most: int, longest: int) -> tuple[str, ...]:

@@ -154,6 +154,7 @@ class Scheduler:
             elif text in self._waiting:
                 self._waiting.remove(text)
         sequence, text.sequence = text.sequence, None
+        text.let_go()
         if sequence is not None and is_kept:
             self.shelf.keep(sequence)
         elif sequence is not None:

@@ -18,6 +18,7 @@ from sparkinfer.runtime.text.chat_template import ChatTemplate, Message
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.serve.api_error import ApiError, wrong
 
+LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
 MAX_BREAKER_SETS = 16  # that are remembered: each is looked for in the whole vocabulary
 
 
@@ -54,16 +55,30 @@ class ServedModel:
     def encode(self, text: str) -> list[int]:
         """As a prompt: with what the tokenizer puts before it. Raises ApiError."""
         try:
-            return self.codec.encode(text)
+            return self._long_ids(text, is_special=True) or self.codec.encode(text)
         except SparkinferError as error:
             raise wrong("prompt", str(error)) from error
 
     def encode_plain(self, text: str, param: str = "content") -> list[int]:
         """Nothing is added. Raises ApiError."""
         try:
-            return self.codec.encode_rendered(text)
+            return self._long_ids(text, is_special=False) or self.codec.encode_rendered(text)
         except SparkinferError as error:
             raise wrong(param, str(error)) from error
+
+    def _long_ids(self, text: str, *, is_special: bool) -> list[int] | None:
+        """The tokens of a long text; None for a short one, and one that the codec has to refuse.
+
+        For one text tokenizers holds Python's lock, and with it every answer, for seconds a MiB; for
+        a batch it does not."""
+        if len(text) < LONG_TEXT:
+            return None
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return None
+        (found,) = self.codec.tokenizer.encode_batch([text], add_special_tokens=is_special)
+        return list(found.ids)
 
     def render(
         self,

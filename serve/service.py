@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from sparkinfer.serve.api_error import ApiError, unavailable
 from sparkinfer.serve.config import ServeConfig
-from sparkinfer.serve.exchange import Exchange, Gone, while_there
+from sparkinfer.serve.exchange import Exchange, Gone, drop_body, while_there
 from sparkinfer.serve.fields import Fields, fields_of
 from sparkinfer.serve.metrics import Metrics
 from sparkinfer.serve.request_log import RequestLine, log_line
@@ -83,13 +83,17 @@ class Service:
         """Of a POST. Raises ApiError for a body that is no JSON object, too long, or too slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, "send Content-Type: application/json", code="wrong_content_type")
+            await drop_body(request.receive)
+            shown = f"the body's type is {kind[:60]!r}" if kind else "the body has no type"
+            raise ApiError(415, f"{shown}; with curl, add -H 'Content-Type: application/json'",
+                           code="wrong_content_type")  # fmt: skip
         pieces, length = [], 0
         try:
             async with asyncio.timeout(self.config.read_s):
                 async for piece in request.stream():
                     length += len(piece)
                     if length > self.config.max_body_bytes:
+                        await drop_body(request.receive)
                         raise ApiError(
                             413, f"the body is longer than {self.config.max_body_bytes} bytes",
                             code="request_too_large",

@@ -123,11 +123,11 @@ def take_wanted(
         ignores_end=fields.flag("ignore_eos"),
         num_logprobs=num_logprobs,
     )
-    asked_s = fields.number("timeout")
+    asked_s = _timeout_s(fields)
     return Wanted(
         count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
         constraint=_constraint(fields, codec), reuses=fields.flag("cache_prompt", True),
-        timeout_s=timeout_s if asked_s is None else min(timeout_s, max(asked_s, 0.0)),
+        timeout_s=timeout_s if asked_s is None else min(timeout_s, asked_s),
     )  # fmt: skip
 
 
@@ -217,6 +217,13 @@ def _max_tokens(fields: Fields, served: ServedModel) -> int:
         return served.max_tokens
     assert asked is not None
     return asked if served.max_tokens == ENDLESS else min(asked, served.max_tokens)
+
+
+def _timeout_s(fields: Fields) -> float | None:
+    asked_s = fields.number("timeout")
+    if asked_s is not None and asked_s <= 0:
+        raise wrong("timeout", f"timeout is {asked_s}, wanted a number over 0, in seconds")
+    return asked_s
 
 
 def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:

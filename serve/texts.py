@@ -130,6 +130,11 @@ class Text:
         self.num_said += sum(token.id is not None for token in tokens)
         return tokens
 
+    def let_go(self) -> None:
+        """Frees what an ended text was made with. Its last logits, a view of those of all the texts of
+        a step, would otherwise live for as long as anybody knows the text."""
+        self.generation = None
+
     @property
     def first_token_s(self) -> float:
         """From its arrival to its first token."""

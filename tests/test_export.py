@@ -173,7 +173,7 @@ def test_notes_say_what_the_index_cannot(tmp_path, make):
     make(dense_on_gpu=False, head_on_gpu=False)
     notes = " ".join(export(plan(tmp_path, "gpuidx", "x")).notes)
     assert "attention, norms and predictors of 3 layers and the output head on the CPU" in notes
-    assert ".generated.gpuidx" in notes and "exact mode" in notes
+    assert ".generated.gpuidx" in notes and "mode exact" in notes
     make()
     notes = " ".join(export(plan(tmp_path, "gpuidx", "m.generated.gpuidx")).notes)
     assert "on the CPU" not in notes and ".generated.gpuidx" not in notes

@@ -4,6 +4,7 @@ The application is called in this process, without a model: what these tests ask
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
 import socket
@@ -15,12 +16,15 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from scripted_server import page_policy
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.serve.api_error import ApiError
 from sparkinfer.serve.app import ROUTES, app_of
 from sparkinfer.serve.config import ServeConfig
 from sparkinfer.serve.connections import connection_class
+from sparkinfer.serve.exchange import Gone, drop_body
+from sparkinfer.serve.guard import Guard
 from sparkinfer.serve.request_log import RequestLine, _Format
 from sparkinfer.serve.service import Service
 
@@ -101,6 +105,14 @@ def test_a_browser_is_asked_for_the_key_of_the_page_alone():
     assert ask(service, "GET", "/v1/models")[1]["www-authenticate"] == "Bearer"
 
 
+def test_the_page_runs_its_own_script_alone():
+    """By hashes, computed here once more."""
+    _, headers, page = ask(service_of(), "GET", "/")
+    policy = headers["content-security-policy"]
+    assert policy == page_policy(page.decode()) and "unsafe" not in policy
+    assert policy.count("sha256-") == 2
+
+
 @pytest.mark.parametrize(
     "host, is_ours",
     [("localhost:8080", True), ("127.0.0.1:8080", True), ("[::1]:8080", True), ("LOCALHOST", True),
@@ -147,7 +159,9 @@ def test_a_body_is_json_by_its_type(kind):
     """Pages of other origins may send these without asking first."""
     headers = {"Content-Type": kind} if kind else {}
     status, _, content = ask(service_of(), "POST", "/v1/completions", headers, [b"{}"])
-    assert status == 415 and "application/json" in content["error"]["message"]
+    assert status == 415
+    assert "add -H 'Content-Type: application/json'" in content["error"]["message"]
+    assert kind in content["error"]["message"]
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
@@ -223,8 +237,13 @@ def test_the_key_is_not_shown():
 @pytest.fixture
 def listening():
     """(port, connections) of a server with a limit of 0.3 s for heads, and of two connections."""
-    service = service_of(read_s=0.3)
-    config = uvicorn.Config(app_of(service), http=connection_class(0.3, 2), port=0, lifespan="off",
+    with served_by(app_of(service_of(read_s=0.3))) as port:
+        yield port
+
+
+@contextlib.contextmanager
+def served_by(app):
+    config = uvicorn.Config(app, http=connection_class(0.3, 2), port=0, lifespan="off",
                             log_config=None, ws="none", timeout_keep_alive=1)  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -279,6 +298,59 @@ def test_connections_are_bounded(listening):
 def test_a_head_of_any_size_is_no_request(listening):
     found = closed_after(listening, [b"GET /health HTTP/1.1\r\n" + b"A: " + b"b" * 200_000], wait=0)
     assert b"200" not in found[:20]
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_client_that_sends_too_much_reads_why(is_announced):
+    """It sends all of it before it reads: more than what sockets hold."""
+    length = f"Content-Length: {12 << 20}" if is_announced else "Transfer-Encoding: chunked"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    piece = bytes(1 << 20)
+    pieces = [piece if is_announced else b"100000\r\n" + piece + b"\r\n"] * 12
+    with (
+        served_by(app_of(service_of(max_body_bytes=2000))) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=20) as connection,
+    ):
+        connection.sendall(f"{head}{length}\r\n\r\n".encode() + b"".join(pieces))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
+
+
+def test_what_is_dropped_is_bounded():
+    num_read = 0
+
+    async def receive():
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    async def never():
+        await asyncio.sleep(3600)
+
+    asyncio.run(drop_body(receive))
+    assert num_read == 16
+    began = time.monotonic()
+    asyncio.run(drop_body(never))
+    assert 0.9 < time.monotonic() - began < 10
+
+
+def test_an_answer_that_is_not_taken_leaves_one_line_in_the_log(caplog):
+    """The connection is cut, and uvicorn has nothing to say of it."""
+    lines = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        raise Gone
+
+    config = ServeConfig(model=Path("none.gguf"))
+    guard = Guard(app, config, lambda: False, lines.append, lambda change: None)
+    with caplog.at_level(logging.INFO), served_by(guard) as port:
+        found = closed_after(port, [HEAD + b"\r\n"])
+        while not lines:
+            time.sleep(0.01)
+    assert not found.endswith(b"0\r\n\r\n")  # the end of a whole answer
+    assert [line.status for line in lines] == [499]
+    assert "ASGI" not in caplog.text
 
 
 def test_without_the_packages_the_command_says_which():

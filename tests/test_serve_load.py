@@ -345,6 +345,7 @@ def test_a_template_that_wants_out_is_not_obeyed(open_server):
 # ---- the end of a server -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_ends_and_another_takes_its_port(tiny, tmp_path):
     """One is killed in the middle of an answer; the next is told to end under load."""
     options = ("--parallel", "2", "--queue", "64", "--threads", "1", "--drain", "3")

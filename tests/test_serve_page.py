@@ -275,7 +275,7 @@ def test_the_server_itself(browser, tmp_path):
         act(browser, "Regenerate answer")
         settled(browser)
         assert browser.run("talk.messages[1].content") == first["content"] != ""
-        browser.run("settings = {max_tokens: 900}")
+        browser.run("settings = {temperature: 0, max_tokens: 900}")
         say(browser, "Go on")
         browser.until("document.querySelectorAll('.text')[1]?.innerText.length > 3")
         browser.press("Escape")

@@ -102,7 +102,9 @@ cli.add_command(sparsify)
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
               help="0: they read their own layer's input; 1: that of the layer before.")  # fmt: skip
 @click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
-@click.option("--limits", type=FILE, help="Limits that go into the file, as sparkinfer advise made.")
+@click.option(
+    "--limits", type=FILE, help="Limits that go into the file, as sparkinfer advise made."
+)
 @click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
               help="Compare logits with the source's before the file is kept.")  # fmt: skip
 @force_option

@@ -107,12 +107,13 @@ def serve(
     def open_engine() -> "Engine":
         use_threads(threads)
         say(f"{model}: loading")
+        if not is_single:
+            _check_memory(model, context_length, num_places)
         engine = Engine.load(
             model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
             thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
             max_loss=max_loss,
         )  # fmt: skip
-        _check_memory(engine)
         _say_loaded(engine, config, is_single)
         return engine
 
@@ -147,14 +148,22 @@ def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> 
     return "several texts run on the CPU alone so far" if is_cuda or cpu_ffn else None
 
 
-def _check_memory(engine: "Engine") -> None:
-    """The cache is taken page by page as texts grow: it has to be there when they do."""
+def _check_memory(model: Path, context_length: int | None, num_places: int) -> None:
+    """Before the model is loaded: its cache is zeros, which torch writes, so that all of it is taken
+    then."""
+    import torch
+
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.runtime.engine_options import bytes_by_role_of, context_of
     from sparkinfer.system_memory import free_memory_bytes
 
-    cache, free = _cache_bytes(engine), free_memory_bytes()
-    if engine.device.type == "cpu" and cache > free:
+    file, device = ModelFile.load(model), torch.device("cpu")
+    context_length = context_of(file, None, context_length)
+    items = bytes_by_role_of(file.row_major, None, context_length, device, num_sequences=num_places)
+    cache, free = items["cpu"]["kv_cache"], free_memory_bytes()
+    if cache > free:
         raise SparkinferError(
-            f"the texts' cache may take {format_bytes(cache)}, and {format_bytes(free)} are free;"
+            f"the texts' cache takes {format_bytes(cache)}, and {format_bytes(free)} are free;"
             " give a smaller --context, --parallel or --kept"
         )
 
@@ -168,7 +177,7 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", single: str | None) -> 
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
-        f" {format_bytes(total)} in all, {format_bytes(_cache_bytes(engine))} of it for {places} texts"
+        f" {format_bytes(total)} in all, {format_bytes(_cache_bytes(engine))} of it, taken now, for {places} texts"
         f" of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)")  # fmt: skip
     if single:

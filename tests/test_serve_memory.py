@@ -1,0 +1,137 @@
+"""What the server's process takes of main memory: the cache at its start, and nothing for each text.
+
+Python's collector is off where something has to be freed without it."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+from serving import TOKENIZER, save_model
+from tokenizers import Tokenizer
+
+from sparkinfer import Engine
+from sparkinfer.commands.serve import _cache_bytes, _check_memory
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.generate.chain import SamplerChain
+from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.serve.api_error import ApiError
+from sparkinfer.serve.exchange import Exchange
+from sparkinfer.serve.scheduler import Limits, Scheduler
+from sparkinfer.serve.served_model import LONG_TEXT, ServedModel
+from sparkinfer.serve.shelf import Shelf
+from sparkinfer.serve.texts import Job
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("serve"))
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_the_cache_is_taken_at_the_start(model):
+    """Not as texts reach it: the memory that a server has is the memory that it needs."""
+    before = resident_bytes()
+    with Engine.load(model, num_sequences=1024) as engine:
+        cache = _cache_bytes(engine)
+        assert cache >= 64 << 20 and resident_bytes() - before > cache * 7 / 8
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):
+    with Engine.load(model, context_length=100, num_sequences=7) as engine:
+        cache = _cache_bytes(engine)
+    monkeypatch.setattr("sparkinfer.system_memory.free_memory_bytes", lambda: cache)
+    _check_memory(model, 100, 7)
+    monkeypatch.setattr("sparkinfer.system_memory.free_memory_bytes", lambda: cache - 1)
+    with pytest.raises(SparkinferError, match="--context"):
+        _check_memory(model, 100, 7)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_text_that_is_over_is_freed_at_once(model, is_cancelled):
+    """With its logits, which are a view of those of a whole step."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Engine.load(model, num_sequences=2) as engine:
+            left = asyncio.run(asked(engine, is_cancelled=is_cancelled))
+            assert {name: ref() for name, ref in left.items()} == dict.fromkeys(left)
+    finally:
+        gc.enable()
+
+
+async def asked(engine, *, is_cancelled):
+    """Weak references to what a request was answered with."""
+    batches = []
+    limits = Limits(parallel=2, queue=2)
+    scheduler = Scheduler(engine, Shelf(engine, 2), limits, batches.append)
+    draws = SamplerChain(SamplingOptions(temperature=0.0), engine.model.shape.vocab_size, None)
+    options = GenerationOptions(max_tokens=4, ignores_end=True)
+    jobs = [Job(ids=[1, 2, 3], codec=engine.codec, draws=draws, options=options)] * 2
+    exchange = Exchange(scheduler, jobs, 1, is_stream=False)
+    scheduler.step()
+    text = exchange.texts[0]
+    left = {"text": text, "exchange": exchange, "logits": text.generation._logits_RV}
+    assert left["logits"] is not None
+    left = {name: weakref.ref(thing) for name, thing in left.items()}
+    del text
+    if is_cancelled:
+        exchange.cancel()
+    while not scheduler.is_idle:
+        scheduler.step()
+    while batches:
+        for text, event in batches.pop(0):
+            text.listen(text.number, event)
+    if not is_cancelled:
+        assert [number async for found in exchange.batches() for number, _ in found]
+        exchange.cancel()  # as every request does at its end
+    return left
+
+
+@pytest.fixture(scope="module")
+def served():
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    return ServedModel(
+        name="a", created=0, codec=TextCodec(tokenizer, None, frozenset()), template="none",
+        vocab_size=4096, context_length=256, trained_context_length=256, num_parameters=0,
+        num_bytes=0, longest_token=20, defaults=SamplingOptions(), max_tokens=-1,
+    )  # fmt: skip
+
+
+def test_a_long_text_has_the_tokens_that_the_codec_gives_it(served):
+    for text in ("Hello, world. " * LONG_TEXT, "caf\u00e9 " * LONG_TEXT):
+        assert served.encode_plain(text) == served.codec.encode_rendered(text)
+        assert served.encode(text) == served.codec.encode(text)
+    with pytest.raises(ApiError, match="UTF-8"):
+        served.encode("a" * LONG_TEXT + "\ud800")
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised(served):
+    text = "Hello, world. " * (1 << 15)
+    ticks, is_over = [], threading.Event()
+
+    def tick():
+        while not is_over.wait(0.002):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.perf_counter()
+    served.encode_plain(text)
+    ended = time.perf_counter()
+    is_over.set()
+    thread.join()
+    early = [at for at in ticks if began + 0.01 < at < began + 0.6 * (ended - began)]
+    assert len(early) >= 3, (ended - began, len(ticks))
