@@ -268,7 +268,7 @@ def test_a_file_with_limits_can_be_inspected(tmp_path):
 def test_a_prompt_is_of_the_limits_that_it_was_computed_with(tmp_path: Path) -> None:
     from sparkinfer.runtime.generate.prompt_cache import weights_digest
 
-    model = make_model(tmp_path / "m.gguf", activation="silu")
+    model = make_model(path=tmp_path / "m.gguf", activation="silu")
     size = model.shape.num_neurons
     digests = {weights_digest(model)}
     for last in (0.1, 0.2):
@@ -284,7 +284,7 @@ def test_trained_limits_and_what_they_cost_travel_with_the_file(tmp_path: Path) 
     from sparkinfer.mode_choice import choose_mode
     from sparkinfer.mode_quality import ModeQuality
 
-    model = make_model(tmp_path / "m.gguf", activation="silu")
+    model = make_model(path=tmp_path / "m.gguf", activation="silu")
     quality = ModeQuality(
         perplexity_increase=0.5, perplexity_half_width=0.1, kl_mean=0.4, top1_agreement=0.7,
         num_tokens=100, bytes_per_token=10, dense_bytes_per_token=20, corpus_sha256="0" * 64,

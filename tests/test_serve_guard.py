@@ -304,7 +304,8 @@ def test_a_head_of_any_size_is_no_request(listening):
 def test_a_client_that_sends_too_much_reads_why(is_announced):
     """It sends all of it before it reads: more than what sockets hold."""
     length = f"Content-Length: {12 << 20}" if is_announced else "Transfer-Encoding: chunked"
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += "Content-Type: application/json\r\n"
     piece = bytes(1 << 20)
     pieces = [piece if is_announced else b"100000\r\n" + piece + b"\r\n"] * 12
     with (

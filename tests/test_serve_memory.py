@@ -1,4 +1,4 @@
-"""What the server's process takes of main memory: the cache at its start, and nothing for each text.
+"""What the server's process takes of main memory: what is announced, and nothing for each text.
 
 Python's collector is off where something has to be freed without it."""
 
@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 from serving import TOKENIZER, save_model
@@ -34,19 +33,6 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kerne
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("serve"))
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
-def test_the_cache_is_taken_at_the_start(model):
-    """Not as texts reach it: the memory that a server has is the memory that it needs."""
-    before = resident_bytes()
-    with Engine.load(model, num_sequences=1024) as engine:
-        cache = _cache_bytes(engine)
-        assert cache >= 64 << 20 and resident_bytes() - before > cache * 7 / 8
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):
