@@ -6,7 +6,7 @@ Histograms and the greedy search see the training text of examples/tiny-relu/cor
 reported is measured on its held-out modules, dense and sparse in one run. Three ways to divide the
 same mean sparsity: the same for every layer (`uniform`), the greedy search's (`greedy`), and the
 greedy search's with neurons weighed (`weighed`): |act(gate_j)| times the mean |up_j| times
-|down_j|, an estimate of what a neuron adds, which the file format has no place for.
+|down_j|, an estimate of what a neuron adds: limits (docs/rules.md) can say it, thresholds cannot.
 
 FFN sparsity is the share of the neurons that add nothing: their rows of up and down are not read
 in mode exact. The rows of the gate are, so the bytes of a layer fall by 2/3 of it."""

@@ -162,8 +162,6 @@ class Engine(TextEngine):
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
         notice = partial(_notice, file)
-        if mode is None and plan is None and _needs_exact(file):
-            mode = "exact"
         mode = mode_of(file.row_major, mode, plan, max_loss, notice)
         gpu = device_of(device)
         _check_limits(file, plan, gpu)
@@ -321,11 +319,6 @@ class Engine(TextEngine):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _needs_exact(file: ModelFile) -> bool:
-    """Whether a model without predictors has limits, which mode dense would do without."""
-    return file.has_limits and file.predictor is None
 
 
 def _check_limits(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:

@@ -189,7 +189,7 @@ def test_logits_are_those_of_float64_with_masks(tmp_path, restore_library, kind,
     assert rel_error(unlimited, want) > 0.05
     bits = None
     for is_resident in (True, False):
-        with Engine.load(path, is_resident=is_resident) as engine:
+        with Engine.load(path, mode="exact", is_resident=is_resident) as engine:
             assert engine.mode == "exact" and not isinstance(engine._live.native, str)
             for threads in (1, 2):
                 library.set_threads(threads)
@@ -223,7 +223,7 @@ def test_layers_may_differ(tmp_path, storage):
     made = chosen_of(model).made()
     limits = dataclasses.replace(made, layers=(made.layers[0], LayerLimits()))
     want = Reference(model, limits=limits).logits(IDS[:5])
-    with Engine.load(saved(model.with_limits(limits, "here"), tmp_path)) as engine:
+    with Engine.load(saved(model.with_limits(limits, "here"), tmp_path), mode="exact") as engine:
         assert rel_error(engine.logits(IDS[:5]), want) < BOUNDS["f32"]
 
 
@@ -308,7 +308,7 @@ def test_bytes_are_those_of_the_rows_that_are_read(tmp_path, storage):
     reference = Reference(model)
     reference.logits(IDS)
     path = saved(model.with_limits(reference.made(), "here"), tmp_path)
-    with Engine.load(path) as engine:
+    with Engine.load(path, mode="exact") as engine:
         engine.hidden(IDS)
         for first, count in ((20, 1), (21, 1), (22, 7), (0, 40)):
             rows = rows_of(IDS[first : first + count], first, "all")
@@ -333,7 +333,9 @@ def test_observed_passes_have_the_same_rules(tmp_path, storage):
     reference = Reference(model)
     want = reference.logits(IDS)
     seen = []
-    with Engine.load(saved(model.with_limits(reference.made(), "here"), tmp_path)) as engine:
+    with Engine.load(
+        saved(model.with_limits(reference.made(), "here"), tmp_path), mode="exact"
+    ) as engine:
         with engine.observe(
             lambda name, layer, tensor: seen.append(tensor.clone()),
             lambda name, layer: name == "attn_heads" and layer == 0,
@@ -353,7 +355,7 @@ def test_without_the_kernels_the_rules_are_the_same(tmp_path, monkeypatch):
         path = saved(model.with_limits(reference.made(), "here"), tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(library, "is_available", lambda: False)
-            with Engine.load(path) as engine:
+            with Engine.load(path, mode="exact") as engine:
                 assert isinstance(engine._live.native, str), storage
                 assert rel_error(engine.logits(IDS), want) < BOUNDS["f16"]
                 assert rel_error(one_by_one(engine, IDS[:5]), want[:5]) < BOUNDS["f16"]
@@ -397,9 +399,10 @@ def test_transposed_floats_are_the_product_by_rows(tmp_path):
     model = model_of("f32")
     limits = chosen_of(model).made()
     with (
-        Engine.load(saved(model.with_limits(limits, "x"), tmp_path)) as by_rows,
+        Engine.load(saved(model.with_limits(limits, "x"), tmp_path), mode="exact") as by_rows,
         Engine.load(
-            saved(stored(model, STORED["all"]).with_limits(limits, "x"), tmp_path, "t")
+            saved(stored(model, STORED["all"]).with_limits(limits, "x"), tmp_path, "t"),
+            mode="exact",
         ) as by_inputs,
     ):
         assert rel_error(by_inputs.logits(IDS), by_rows.logits(IDS)) < BOUNDS["f32"]
@@ -440,7 +443,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
     model = stored(model_of(), STORED["all"])
     limits = chosen_of(model).made()
     path = saved(model.with_limits(limits, "here"), tmp_path)
-    with Engine.load(path) as engine:
+    with Engine.load(path, mode="exact") as engine:
         for wrong, message in (
             (dataclasses.replace(limits, layers=limits.layers[:1]), "limits of 1 layers"),
             (dataclasses.replace(limits, model_id="other"), "limits of model other"),

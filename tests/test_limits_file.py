@@ -185,7 +185,10 @@ def test_convert_writes_limits_and_transposes(tmp_path, kind):
         got = weights(model, f"blk.1.{name}_t.weight")
         got = got if name == "ffn_down" else got.T
         assert rel_error(got, want) < {"f32": 1e-12, "f16": 1e-3, "bf16": 1e-2}.get(kind, 0.12)
-    with Engine.load(tmp_path / "m.gguf") as engine, Engine.load(base, limits=config.limits) as own:
+    with (
+        Engine.load(tmp_path / "m.gguf", mode="exact") as engine,
+        Engine.load(base, limits=config.limits) as own,
+    ):
         assert engine.mode == own.mode == "exact"
         if kind == "f32":
             assert rel_error(engine.logits(IDS), own.logits(IDS)) < 1e-5
@@ -217,7 +220,10 @@ def test_a_checkpoint_brings_its_own_limits(tmp_path, family):
     found = ModelFile.load(tmp_path / "m.gguf")
     assert found.model_id == base.model_id and found.has_limits
     assert found.is_transposed(0, "attn_output") and found.is_transposed(1, "ffn_up")
-    with Engine.load(tmp_path / "m.gguf") as engine, Engine.load(base.output, mode="exact") as rows:
+    with (
+        Engine.load(tmp_path / "m.gguf", mode="exact") as engine,
+        Engine.load(base.output, mode="exact") as rows,
+    ):
         dense = rows.logits(IDS)
         rows.set_limits(limits)
         want = rows.logits(IDS)
