@@ -84,7 +84,6 @@ class Advice:
     best: Point
     why: str
     num_tokens: int
-    notes: tuple[str, ...]
 
 
 class Adviser:
@@ -205,9 +204,7 @@ def advise(
         points = timed_points(points, kind, *seconds_of(file, sparse))
     points = with_front(points)
     best, why = choose(points, config.max_loss)
-    advice = Advice(
-        points=tuple(points), best=best, why=why, num_tokens=best.close.num_tokens, notes=()
-    )
+    advice = Advice(points=tuple(points), best=best, why=why, num_tokens=best.close.num_tokens)
     return advice, adviser
 
 
