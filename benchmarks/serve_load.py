@@ -261,7 +261,7 @@ async def _check_rest(server: ServerProcess, tally: Tally) -> None:
 
 
 def growth(rss_bytes: list[int]) -> float:
-    """Of the last fifth over the second one."""
+    """Growth from the second fifth of the samples to the last, as a share."""
     fifth = max(1, len(rss_bytes) // 5)
     return statistics.mean(rss_bytes[-fifth:]) / statistics.mean(rss_bytes[fifth : 2 * fifth]) - 1
 
@@ -297,7 +297,7 @@ def _thinned(values: list[int]) -> list[int]:
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
-    """Of a command line; None for this program's."""
+    """Parses a list of arguments; None takes those of this process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--clients", type=int, default=200)
