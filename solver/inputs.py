@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from sparkinfer.budget import DEFAULT_CONTEXT, embedding_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Figure, Gpu, Machine
@@ -18,7 +16,6 @@ from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import build_problem
 from sparkinfer.split_file import PlanMode
 
-MIB = 1 << 20
 # Bytes that a pass takes beside weights and cache, of a model, a context and a mode.
 Workspace = Callable[[ModelFile, int, PlanMode], int]
 _NONE = Figure(best=1.0)
@@ -62,10 +59,15 @@ class Inputs:
             )
             for gpu, budget in zip(self.gpus, self.budgets, strict=True)
         )
-        for_host = self.host_budget - embedding_bytes(self.model) - self.workspace
+        for_host = self.host_budget - self.always_on_host
         return Pipeline(
             problems=problems, need_bytes=max(0, problems[0].placeable_bytes - for_host)
         )
+
+    @property
+    def always_on_host(self) -> int:
+        """Bytes of main memory of any plan: the embedding's and the workspace's."""
+        return embedding_bytes(self.model) + self.workspace
 
     def with_budget(self, budget: int) -> "Inputs":
         """The same with one GPU of this budget."""
@@ -165,70 +167,3 @@ def _check_machine(inputs: Inputs) -> None:
             " --gpu-from FILE takes them from a file for another card, and --vram-budget 0 plans"
             " for the CPU alone"
         )
-
-
-def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
-    """Raises SparkinferError where no plan can fit, naming the smallest budget that works."""
-    always = embedding_bytes(inputs.model) + inputs.workspace
-    if inputs.host_budget < always:
-        raise SparkinferError(
-            f"{inputs.host_budget:,} bytes of main memory hold no plan: the embedding and the"
-            f" workspace, which are always there, take {always:,} ({-(-always // MIB):,} MiB); give"
-            " a larger --host-budget"
-        )
-    for number, problem in enumerate(pipeline.problems):
-        minimum, budget = problem.minimum_bytes, problem.budget_bytes
-        if 0 < budget < minimum and pipeline.num_gpus == 1 and not pipeline.need_bytes:
-            raise SparkinferError(
-                f"a budget of {budget:,} bytes holds nothing: the smallest that works is"
-                f" {minimum:,} bytes ({-(-minimum // MIB):,} MiB), of which"
-                f" {problem.workspace_bytes:,} are workspace; 0 gives a plan for the CPU alone"
-            )
-        if 0 < budget < minimum:
-            raise SparkinferError(
-                f"GPU {number}: a budget of {budget:,} bytes holds nothing: the smallest that"
-                f" works is {minimum:,} bytes; leave the GPU out or give it more"
-            )
-    if pipeline.room_bytes < pipeline.need_bytes:
-        raise too_small(inputs, pipeline)
-
-
-def least_held(pipeline: Pipeline) -> int:
-    """The least bytes that are at least `need_bytes`, of whole blocks and whole neurons."""
-    model, need = pipeline.model, pipeline.need_bytes
-    dense = np.concatenate([[0], np.cumsum(np.sort(model.dense_bytes_L))])
-    neuron, most = int(model.neuron_bytes_L.min()), model.num_layers * model.num_neurons
-    found = [pipeline.model.placeable_bytes]
-    for blocks in (*dense.tolist(), *(dense + model.head_bytes).tolist()):
-        count = max(0, -(-(need - blocks) // neuron))
-        count = max(count, int(model.min_hot_L.min())) if count else 0
-        found += [blocks + count * neuron] if count <= most else []
-    return min(found)
-
-
-def most_held(pipeline: Pipeline) -> int:
-    """The most bytes that fit into the GPUs' room together, of whole blocks and whole neurons; where
-    there are several GPUs, a neuron of each less, since no neuron is on two."""
-    model, room = pipeline.model, pipeline.room_bytes
-    neuron, most = int(model.neuron_bytes_L.max()), model.num_layers * model.num_neurons
-    dense = np.concatenate([[0], np.cumsum(np.sort(model.dense_bytes_L))])
-    found = [0]
-    for blocks in (*dense.tolist(), *(dense + model.head_bytes).tolist()):
-        count = min((room - blocks) // neuron, most)
-        if blocks <= room and (count == 0 or count >= int(model.min_hot_L.max())):
-            found.append(blocks + count * neuron)
-    return max(0, max(found) - (pipeline.num_gpus - 1) * neuron)
-
-
-def too_small(inputs: Inputs, pipeline: Pipeline) -> SparkinferError:
-    """All memories together are too small: the refusal with what either of them would have to be."""
-    host = inputs.host_budget + max(0, pipeline.need_bytes - most_held(pipeline))
-    used = [p for p in pipeline.problems if p.budget_bytes > 0] or [pipeline.problems[0]]
-    vram = least_held(pipeline) + sum(p.workspace_bytes for p in used)
-    given = sum(p.budget_bytes for p in used)
-    return SparkinferError(
-        f"{inputs.paths[0]}: does not fit into {given:,} bytes of GPU memory and"
-        f" {inputs.host_budget:,} of main memory; the smallest that works is {vram:,} bytes"
-        f" ({-(-vram // MIB):,} MiB) of GPU memory, or {host:,} ({-(-host // MIB):,} MiB) of main"
-        " memory"
-    )

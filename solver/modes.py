@@ -12,10 +12,10 @@ from typing import Literal
 
 import numpy as np
 
-from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_choice import refusal, sparse_modes
-from sparkinfer.solver.inputs import Inputs, Workspace, check_budgets, too_small
+from sparkinfer.solver.inputs import Inputs, Workspace
 from sparkinfer.solver.layer_split import as_plan, layer_split
+from sparkinfer.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from sparkinfer.solver.optimise import Answer, find_plan
 from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
 from sparkinfer.split_file import PlanMode
@@ -60,7 +60,7 @@ def find_fastest(
     """The best plan of all modes that may be run. Raises SparkinferError where none fits."""
     allowed, others = allowed_modes(inputs, max_loss)
     best: Found | None = None
-    refused: list[tuple[tuple[int, int], SparkinferError]] = []
+    refused: list[TooSmallError] = []
     for mode in allowed:
         of_mode = in_mode(inputs, mode, workspace)
         pipeline = of_mode.pipeline()
@@ -68,9 +68,8 @@ def find_fastest(
         try:
             check_budgets(of_mode, pipeline)
             found = _find(of_mode, pipeline, time_limit_s=time_limit_s, beat_s=beat_s)
-        except SparkinferError as error:
-            needs = (pipeline.model.minimum_bytes, pipeline.model.placeable_bytes)
-            refused.append((needs, error))
+        except TooSmallError as error:
+            refused.append(error)
             others.append(Alternative(name=mode, seconds=None, why_not="no plan of it fits"))
             continue
         others += found.others
@@ -80,7 +79,7 @@ def find_fastest(
         else:
             others.append(_told(found))
     if best is None:
-        raise min(refused, key=lambda pair: pair[0])[1]
+        raise least_of(refused)
     return replace(best, others=tuple(others))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
+from sparkinfer.solver.fullest import fullest_plan
 from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
 from sparkinfer.solver.lagrangian import place_neurons, search
 from sparkinfer.solver.pipeline import (
@@ -92,7 +93,7 @@ def find_plan(
     GPU where it fits there and the CPU alone is not faster. Where no plan can take less than
     `beat_s`, the first one found will do.
 
-    None where no plan was found that all memories hold."""
+    None where no plan is held by all memories."""
     nothing = cpu_only_plan(pipeline)
     for gpu, problem in enumerate(pipeline.problems):
         if problem.placeable_bytes <= problem.room_bytes:
@@ -107,9 +108,15 @@ def find_plan(
     plans, bound_s = _start(pipeline)
     plans = [*plans, *known]
     start = _fastest(pipeline, plans)
-    if start is not None and bound_s >= beat_s:
+    if start is None:  # the memories are all but full, or too small
+        start = fullest_plan(pipeline)
+        if not plan_is_feasible(pipeline, start):
+            return None
+        plans = _refined_plan(pipeline, start)
+        start = _fastest(pipeline, plans) or start
+    if bound_s >= beat_s:
         return _answer(pipeline, "time_limit", start, bound_s)
-    start_s = np.inf if start is None else plan_seconds(pipeline, start)
+    start_s = plan_seconds(pipeline, start)
     is_proven = bound_s >= start_s * (1 - GROUPED_GAP)
     grouped = solve_grouped(
         pipeline=pipeline,
@@ -119,8 +126,7 @@ def find_plan(
     if grouped.plan is not None:
         plans = [*plans, *_refined_plan(pipeline, grouped.plan)]
     best = _fastest(pipeline, plans)
-    if best is None:
-        return None
+    assert best is not None
     notes = _disagreements(start_s, bound_s, grouped)
     if not best.placement.uses_gpu:
         notes = (*notes, "nothing on the GPU pays at this budget: everything is on the CPU")

@@ -91,8 +91,8 @@ class Pipeline:
         rising = rising[rising > 0]
         return np.append(0.0, rising[:: max(1, len(rising) // NUM_REWARDS)])
 
-    def cuts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Every row of cuts [C, K + 1] from 0 to I, and a bound of each, least first."""
+    def cut_rows(self) -> np.ndarray:
+        """Every row of cuts from 0 to I, int [C, K + 1]. Raises SparkinferError for too many."""
         num_items, inner = self.model.num_layers + 1, self.num_gpus - 1
         if comb(num_items + inner, inner) > MAX_CUTS:
             raise SparkinferError(
@@ -101,7 +101,11 @@ class Pipeline:
             )
         rows = list(combinations_with_replacement(range(num_items + 1), inner))
         cut_CK = np.array(rows, np.int64).reshape(len(rows), inner)
-        cut_CK = np.pad(cut_CK, ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_items)))
+        return np.pad(cut_CK, ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_items)))
+
+    def cuts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Every row of cuts [C, K + 1], and a bound of each, least first."""
+        cut_CK = self.cut_rows()
         bound_C = np.zeros(len(cut_CK))
         for reward, bound_KII in zip(self.rewards_N, self.run_bound_NKII, strict=True):
             runs = [

@@ -121,6 +121,7 @@ def test_absurd_inputs_are_refused(folder, capsys):
         ("-vb 700KiB --context 33", 1, "was made for 32"),
         ("-vb 700KiB --host-budget 0", 1, "hold no plan: the embedding and the workspace"),
         ("-vb 700KiB --host-budget 1KiB", 1, "hold no plan: the embedding and the workspace"),
+        ("-vb 1KiB --host-budget 1KiB", 1, "1,024 bytes of GPU memory and 1,024 of main memory"),
         ("-vb 700KiB --time-limit nan", 1, "wanted more than 0"),
         ("--sweep 8GiB:2GiB", 1, "a smaller budget before a larger one"),
         ("--sweep 1:1", 1, "a smaller budget before a larger one"),

@@ -335,7 +335,7 @@ def test_main_memory_that_is_too_small_names_what_works(folder):
     with pytest.raises(SparkinferError, match="smallest that works is") as error:
         solve(predicted(folder, 0, host_budget_bytes=on_cpu - 1000, force=True))
     vram, host = (
-        int(text.split(" bytes")[0].split(" (")[0].replace(",", ""))
+        int(text.split(" bytes")[0].replace(",", ""))
         for text in str(error.value).split("works is ")[1].split(", or ")
     )
     assert host == on_cpu
@@ -348,7 +348,7 @@ def test_main_memory_that_is_too_small_names_what_works(folder):
     short = on_cpu - (some - cpu_bytes["workspace"]) - 1
     with pytest.raises(SparkinferError, match="smallest that works is") as error:
         solve(predicted(folder, some, host_budget_bytes=short, force=True))
-    host = int(str(error.value).split(", or ")[1].split(" (")[0].replace(",", ""))
+    host = int(str(error.value).split(", or ")[1].split(" bytes")[0].replace(",", ""))
     assert solve(predicted(folder, some, host_budget_bytes=host, force=True)).num_hot
     assert solve(predicted(folder, vram, host_budget_bytes=on_cpu - 1000, force=True)).num_hot
 

@@ -1,0 +1,231 @@
+"""How full memories can be made: exact sums of whole blocks and whole neurons.
+
+A plan is refused where the main memory cannot hold what the GPUs leave to it. Whether some plan is
+held by all memories, and which memories would be enough, is a question about sums of bytes alone: a
+layer puts none of its neurons on the GPU or C_l to F of them, a dense block or the head is there or
+not. All sums that a run of layers can have, up to the room there is, are the set bits of one
+integer, in units of what divides all sizes; items of equal size are entered together by doubling.
+The searches for fast plans look at few of these sums; where they find nothing that fits, this
+decides.
+
+What this module does not know: seconds.
+
+Letters: K GPUs, L layers, I = L + 1 items (the head is the last)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+
+import numpy as np
+
+from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement, joined
+from sparkinfer.solver.problem import Placement, Problem, of_counts
+
+Intervals = list[tuple[int, int]]  # of counts, both ends included, rising and apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Class:
+    """Items of one size: neurons of `layers`, or else their dense blocks, or the head."""
+
+    size: int
+    counts: Intervals
+    layers: tuple[int, ...] = ()
+    is_neurons: bool = False
+
+
+def fullest(run: Problem, room_bytes: int) -> Placement:
+    """The placement that takes most bytes of at most `room_bytes`, workspace apart."""
+    classes = list(_classes(run))
+    return _placement(run, classes, _counts_below(classes, max(0, room_bytes)))
+
+
+def emptiest(run: Problem, need_bytes: int) -> Placement | None:
+    """The placement that takes fewest bytes of at least `need_bytes`; None where all are fewer."""
+    classes = list(_classes(run))
+    spare = sum(c.size * c.counts[-1][1] for c in classes) - need_bytes
+    if spare < 0:
+        return None
+    # What is left on the CPU is at most `spare`, and as much as can be.
+    left = [
+        _Class(size=c.size, counts=[(c.counts[-1][1] - b, c.counts[-1][1] - a)
+                                    for a, b in reversed(c.counts)])
+        for c in classes
+    ]  # fmt: skip
+    counts = [
+        c.counts[-1][1] - count
+        for c, count in zip(classes, _counts_below(left, spare), strict=True)
+    ]
+    return _placement(run, classes, counts)
+
+
+def bytes_of(run: Problem, placement: Placement) -> int:
+    """GPU bytes of a placement, workspace apart."""
+    neurons = int(placement.num_hot_L @ run.neuron_bytes_L)
+    return (
+        neurons + int(run.dense_bytes_L[placement.dense_L].sum()) + run.head_bytes * placement.head
+    )
+
+
+def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
+    """The plan that leaves fewest bytes to the main memory."""
+    best: PipelinePlacement | None = None
+    best_bytes = -1
+    known: dict[tuple[int, int, int], Placement] = {}
+    for most, cut in _cuts_by_room(pipeline):
+        if most <= best_bytes:
+            break
+        keys = [(gpu, cut[gpu], cut[gpu + 1]) for gpu in range(pipeline.num_gpus)]
+        for key in keys:
+            if key not in known:
+                run = pipeline.run(*key)
+                known[key] = fullest(run, run.room_bytes)
+        held = sum(bytes_of(pipeline.run(*key), known[key]) for key in keys)
+        if held > best_bytes:
+            best_bytes, best = held, joined(pipeline, np.array(cut), [known[k] for k in keys])
+    assert best is not None
+    return best
+
+
+def least_room(pipeline: Pipeline, gpu: int) -> int | None:
+    """The least room of one GPU, above 0, with which some plan is held by all memories, the other
+    GPUs having the room they have; None where no room is enough."""
+    best: int | None = None
+    for least, cut in _cuts_by_need(pipeline, gpu):
+        if best is not None and least >= best:
+            break
+        others = 0
+        for other in set(range(pipeline.num_gpus)) - {gpu}:
+            run = pipeline.run(other, cut[other], cut[other + 1])
+            others += bytes_of(run, fullest(run, run.room_bytes))
+        run = pipeline.run(gpu, cut[gpu], cut[gpu + 1])
+        found = emptiest(run, max(1, pipeline.need_bytes - others))
+        if found is not None and (best is None or bytes_of(run, found) < best):
+            best = bytes_of(run, found)
+    return best
+
+
+def _cuts_by_room(pipeline: Pipeline) -> list[tuple[int, tuple[int, ...]]]:
+    """Every row of cuts with the most bytes that it could hold, the most first."""
+    rows = []
+    for cut in pipeline.cut_rows().tolist():
+        rows.append((sum(_most(pipeline, k, cut) for k in range(pipeline.num_gpus)), tuple(cut)))
+    return sorted(rows, reverse=True)
+
+
+def _cuts_by_need(pipeline: Pipeline, gpu: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Every row of cuts with the fewest bytes that `gpu` could be left with, the fewest first."""
+    rows = []
+    for cut in pipeline.cut_rows().tolist():
+        others = set(range(pipeline.num_gpus)) - {gpu}
+        held = sum(_most(pipeline, other, cut) for other in others)
+        rows.append((max(1, pipeline.need_bytes - held), tuple(cut)))
+    return sorted(rows)
+
+
+def _most(pipeline: Pipeline, gpu: int, cut: list[int]) -> int:
+    run = pipeline.run(gpu, cut[gpu], cut[gpu + 1])
+    return max(0, min(run.room_bytes, run.placeable_bytes))
+
+
+def _classes(run: Problem) -> Iterator[_Class]:
+    """The items of a run by size; those of no bytes are left out."""
+    if run.head_bytes:
+        yield _Class(size=run.head_bytes, counts=[(0, 1)])
+    for size in sorted(set(run.dense_bytes_L.tolist()) - {0}):
+        layers = tuple(np.flatnonzero(run.dense_bytes_L == size).tolist())
+        yield _Class(size=size, counts=[(0, len(layers))], layers=layers)
+    for size in sorted(set(run.neuron_bytes_L.tolist()) - {0}):
+        layers = tuple(np.flatnonzero(run.neuron_bytes_L == size).tolist())
+        layers = tuple(sorted(layers, key=lambda layer: int(run.min_hot_L[layer])))
+        least = np.cumsum(np.maximum(1, run.min_hot_L[list(layers)])).tolist()
+        counts = [(low, (i + 1) * run.num_neurons) for i, low in enumerate(least)]
+        yield _Class(size=size, counts=_union([(0, 0), *counts]), layers=layers, is_neurons=True)
+
+
+def _union(intervals: Intervals) -> Intervals:
+    """Rising intervals, those that touch made one; an empty one is left out."""
+    found: Intervals = []
+    for low, high in intervals:
+        if low > high:
+            continue
+        if found and low <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return found
+
+
+def _counts_below(classes: list[_Class], limit: int) -> list[int]:
+    """How many of each class take most bytes of at most `limit`."""
+    if not classes:
+        return []
+    unit = reduce(gcd, (c.size for c in classes))
+    mask = (1 << (limit // unit + 1)) - 1
+    sums = [1]  # bit s: the classes so far can take s units
+    for c in classes:
+        sums.append(_with_class(sums[-1], c.size // unit, c.counts, mask))
+    total, counts = sums[-1].bit_length() - 1, []
+    for c, before in zip(reversed(classes), reversed(sums[:-1]), strict=True):
+        count = _count_of(before, total, c.size // unit, c.counts)
+        total -= count * (c.size // unit)
+        counts.append(count)
+    assert total == 0
+    return counts[::-1]
+
+
+def _with_class(sums: int, size: int, counts: Intervals, mask: int) -> int:
+    """The sums with each of the counts of items of `size` more."""
+    found = 0
+    for low, high in counts:
+        part = (sums << low * size) & mask if low * size < mask.bit_length() else 0
+        left = min(high - low, mask.bit_length() // size)
+        step = 1
+        while left > 0:  # `part` has runs of `step` counts
+            more = min(step, left)
+            part |= (part << more * size) & mask
+            left, step = left - more, step + more
+        found |= part
+    return found
+
+
+def _count_of(before: int, total: int, size: int, counts: Intervals) -> int:
+    """The most items of `size` that leave a sum of those `before`."""
+    bits = np.frombuffer(before.to_bytes(before.bit_length() // 8 + 1, "little"), np.uint8)
+    for low, high in reversed(counts):
+        left = total - size * np.arange(min(high, total // size), low - 1, -1, dtype=np.int64)
+        inside = left < 8 * len(bits)
+        at = np.where(inside, left, 0)
+        is_sum = inside & ((bits[at >> 3] >> (at & 7)) & 1).astype(bool)
+        if is_sum.any():
+            return min(high, total // size) - int(is_sum.argmax())
+    raise AssertionError((total, size, counts))
+
+
+def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> Placement:
+    num_hot_L, dense_L = np.zeros(run.num_layers, np.int64), np.zeros(run.num_layers, bool)
+    head = False
+    for c, count in zip(classes, counts, strict=True):
+        if c.is_neurons:
+            num_hot_L[list(c.layers)] = _spread(run, c.layers, count)
+        elif c.layers:
+            dense_L[list(c.layers[:count])] = True
+        else:
+            head = bool(count)
+    return of_counts(run, num_hot_L, dense_L, head)
+
+
+def _spread(run: Problem, layers: tuple[int, ...], count: int) -> list[int]:
+    """So many neurons over layers of rising C_l: in as many layers as can be, which serves every
+    layer's round trip least badly where the hottest of each go first."""
+    least = [max(1, int(run.min_hot_L[layer])) for layer in layers]
+    used = int((np.cumsum(least) <= count).sum()) if count else 0
+    found = least[:used] + [0] * (len(layers) - used)
+    left = count - sum(found)
+    for i in range(used):
+        more = min(left, run.num_neurons - found[i])
+        found[i] += more
+        left -= more
+    assert left == 0, (count, least)
+    return found

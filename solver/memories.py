@@ -1,0 +1,122 @@
+"""Refusals of memories that hold no plan, with the smallest that do.
+
+What is named was found by the same exact sums (`fullest`) that decide whether there is a plan, so
+it works, and one byte less is refused. Where several modes may be planned for, the smallest memory
+is that of the mode that needs least. What this module does not know: how a fast plan is found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.solver.fullest import fullest_plan, least_room
+from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.pipeline import Pipeline, held_bytes
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smallest:
+    """Memories that would be enough: other budgets, or another main memory; None where no size of
+    it is. `together`: neither alone, but both at once."""
+
+    budgets: tuple[int, ...] | None  # of each GPU; those that need not change are as given
+    host: int | None
+    together: bool = False
+
+
+class TooSmallError(SparkinferError):
+    """Memories that hold no plan of one mode."""
+
+    def __init__(self, inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> None:
+        super().__init__(_line(inputs, pipeline, smallest))
+        self.inputs, self.pipeline, self.smallest = inputs, pipeline, smallest
+
+
+def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
+    """Raises TooSmallError for what can be known at once to hold no plan."""
+    is_unusable = any(0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
+    room = min(pipeline.room_bytes, pipeline.model.placeable_bytes)
+    if is_unusable or room < pipeline.need_bytes:
+        raise too_small(inputs, pipeline)
+
+
+def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
+    """The refusal of memories that hold no plan."""
+    usable = tuple(
+        max(p.budget_bytes, p.minimum_bytes) if p.budget_bytes > 0 else 0 for p in pipeline.problems
+    )
+    raised = pipeline if usable == inputs.budgets else replace(inputs, budgets=usable).pipeline()
+    missing = raised.need_bytes - sum(held_bytes(raised, fullest_plan(raised)))
+    host = inputs.host_budget + missing
+    if usable == inputs.budgets:
+        smallest = Smallest(budgets=_more(inputs, raised), host=host)
+    elif missing <= 0:
+        smallest = Smallest(budgets=usable, host=None)
+    else:
+        budgets = _more(inputs, raised)
+        if budgets is None:
+            smallest = Smallest(budgets=usable, host=host, together=True)
+        else:
+            smallest = Smallest(budgets=budgets, host=None)
+    return TooSmallError(inputs, pipeline, smallest)
+
+
+def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
+    """One refusal for several modes: each memory is that of the mode that needs least of it."""
+    alone = [e for e in errors if not e.smallest.together]
+    if not alone:
+        return min(errors, key=lambda e: (e.smallest.host, e.smallest.budgets))
+    budgets = [e.smallest.budgets for e in alone if e.smallest.budgets is not None]
+    hosts = [e.smallest.host for e in alone if e.smallest.host is not None]
+    smallest = Smallest(budgets=min(budgets, key=sum, default=None), host=min(hosts, default=None))
+    first = next((e for e in alone if e.smallest.budgets == smallest.budgets), alone[0])
+    return TooSmallError(first.inputs, first.pipeline, smallest)
+
+
+def _more(inputs: Inputs, pipeline: Pipeline) -> tuple[int, ...] | None:
+    """The budgets of the pipeline, of which the last GPU in use, or the first of all, is given what
+    is missing; None where no budget is enough."""
+    if not inputs.machine.gpus:
+        return None
+    budgets = [problem.budget_bytes for problem in pipeline.problems]
+    gpu = max((gpu for gpu, budget in enumerate(budgets) if budget > 0), default=0)
+    room = least_room(pipeline, gpu)
+    if room is None:
+        return None
+    budgets[gpu] = room + pipeline.problems[gpu].workspace_bytes
+    return tuple(budgets)
+
+
+def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
+    budgets, problem = smallest.budgets, pipeline.model
+    if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
+        return (
+            f"a budget of {problem.budget_bytes:,} bytes holds nothing: the smallest that works is"
+            f" {_size(budgets[0])}, of which {problem.workspace_bytes:,} are workspace; 0 gives a"
+            " plan for the CPU alone"
+        )
+    if budgets is None and inputs.host_budget < inputs.always_on_host:
+        assert smallest.host is not None
+        return (
+            f"{inputs.host_budget:,} bytes of main memory hold no plan: the embedding and the"
+            f" workspace, which are always there, take {inputs.always_on_host:,}; beside these"
+            f" budgets of GPU memory the smallest --host-budget that works is"
+            f" {_size(smallest.host)}"
+        )
+    named = [] if budgets is None else [f"{_budgets(budgets)} of GPU memory"]
+    named += [] if smallest.host is None else [f"{_size(smallest.host)} of main memory"]
+    given = " + ".join(f"{problem.budget_bytes:,}" for problem in pipeline.problems)
+    return (
+        f"{inputs.paths[0]}: does not fit into {given} bytes of GPU memory and"
+        f" {inputs.host_budget:,} of main memory; the smallest that works is"
+        f" {(' and ' if smallest.together else ', or ').join(named)}"
+    )
+
+
+def _budgets(budgets: tuple[int, ...]) -> str:
+    return " + ".join(_size(budget) for budget in budgets)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes:,} bytes ({-(-num_bytes // MIB):,} MiB)"

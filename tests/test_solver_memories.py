@@ -1,0 +1,222 @@
+"""Memories that are too small: what is named works, and one byte less does not."""
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from test_solver_gpus import brute_force, tiny_inputs
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.solver.fullest import bytes_of, emptiest, fullest, fullest_plan, least_room
+from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.memories import TooSmallError, least_of
+from sparkinfer.solver.modes import find, find_fastest
+from sparkinfer.solver.pipeline import plan_is_feasible
+from sparkinfer.solver.problem import Problem, is_feasible
+
+
+def random_run(rng: np.random.Generator) -> Problem:
+    """A run of 0 to 3 layers of few neurons, of sizes that are equal, nearly, or not at all."""
+    num_layers, num_neurons = int(rng.integers(0, 4)), int(rng.integers(1, 6))
+    unit = int(rng.choice([1, 1, 32]))
+    sizes = rng.integers(1, 9, num_layers) if rng.random() < 0.5 else np.full(num_layers, 7)
+    touched_LF = -np.sort(-rng.random((num_layers, num_neurons)), axis=1)
+    return Problem(
+        order_LF=np.tile(np.arange(num_neurons, dtype=np.int32), (num_layers, 1)),
+        touched_LF=touched_LF,
+        neuron_bytes_L=(sizes * unit).astype(np.int64),
+        min_hot_L=rng.integers(1, num_neurons + 1, num_layers),
+        dense_bytes_L=rng.choice([11, 12, int(rng.integers(0, 40))], num_layers) * unit,
+        dense_gpu_s_L=rng.random(num_layers),
+        dense_cpu_s_L=rng.random(num_layers),
+        head_bytes=int(rng.choice([0, 10, 33])) * unit,
+        head_gpu_s=1.0,
+        head_cpu_s=2.0,
+        workspace_bytes=5,
+        budget_bytes=int(rng.integers(0, 150)) * unit,
+        gpu_s_per_byte=0.1,
+        cpu_s_per_byte_L=rng.random(num_layers),
+        launch_s=0.1,
+        round_trip_s=0.1,
+        visit_s=0.1,
+    )
+
+
+def all_sums(run: Problem) -> set[int]:
+    choices = [{0, run.head_bytes}]
+    for layer in range(run.num_layers):
+        counts = [0, *range(int(run.min_hot_L[layer]), run.num_neurons + 1)]
+        choices.append({n * int(run.neuron_bytes_L[layer]) for n in counts})
+        choices.append({0, int(run.dense_bytes_L[layer])})
+    return {sum(one) for one in product(*choices)}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_fullest_and_emptiest_agree_with_all_sums(seed):
+    rng = np.random.default_rng(seed)
+    run = random_run(rng)
+    sums = all_sums(run)
+    for limit in rng.integers(0, max(sums) + 9, 12).tolist():
+        full, few = fullest(run, limit), emptiest(run, limit)
+        assert bytes_of(run, full) == max(s for s in sums if s <= limit)
+        assert is_feasible(replace(run, budget_bytes=limit + run.workspace_bytes), full)
+        enough = [s for s in sums if s >= limit]
+        assert (few is None) == (not enough)
+        if few is not None:
+            assert bytes_of(run, few) == min(enough)
+            assert ((few.num_hot_L == 0) | (few.num_hot_L >= run.min_hot_L)).all()
+
+
+def test_sums_of_a_model_of_many_sizes_are_found_at_once():
+    """80 layers, no two dense blocks alike, as predictors of many ranks make them."""
+    rng = np.random.default_rng(0)
+    num_layers, num_neurons = 80, 8192
+    run = random_run(np.random.default_rng(1))
+    run = replace(
+        run,
+        order_LF=np.zeros((num_layers, num_neurons), np.int32),
+        touched_LF=np.ones((num_layers, num_neurons)),
+        neuron_bytes_L=rng.choice([13_824, 16_128], num_layers),
+        min_hot_L=rng.integers(100, 900, num_layers),
+        dense_bytes_L=rng.integers(1 << 18, 1 << 20, num_layers) * 128,
+        head_bytes=128 << 20,
+    )
+    room = 12 << 30
+    full = bytes_of(run, fullest(run, room))
+    few = emptiest(run, room)
+    assert few is not None
+    assert room - 256 < full <= room <= bytes_of(run, few) < room + 256
+
+
+def refusal_of(inputs: Inputs, max_loss: float | None) -> TooSmallError | None:
+    try:
+        if max_loss is None:
+            find(inputs, time_limit_s=5)
+        else:
+            find_fastest(
+                inputs, max_loss=max_loss, time_limit_s=5,
+                workspace=lambda model, context_length, mode: inputs.workspace,
+            )  # fmt: skip
+    except TooSmallError as error:
+        return error
+    return None
+
+
+def refused_inputs(seed: int, tmp_path) -> Inputs:
+    """A problem whose memories are taken down until there is no plan."""
+    rng = np.random.default_rng(seed)
+    inputs = tiny_inputs(int(rng.integers(0, 10_000)), int(rng.integers(1, 3)), tmp_path)
+    inputs = replace(inputs, mode=str(rng.choice(["exact", "dense"])))
+    while True:
+        pipeline = inputs.pipeline()
+        if refusal_of(inputs, None):
+            return inputs
+        kind = rng.random()
+        if kind < 0.5:
+            held = int(rng.uniform(0.3, 1) * inputs.host_budget)
+            inputs = replace(inputs, host_budget=held)
+        elif kind < 0.8:
+            budgets = tuple(int(rng.uniform(0, 1) * budget) for budget in inputs.budgets)
+            inputs = replace(inputs, budgets=budgets)
+        else:
+            gpu = int(rng.integers(0, len(inputs.budgets)))
+            least = pipeline.problems[gpu].minimum_bytes
+            budgets = list(inputs.budgets)
+            budgets[gpu] = int(rng.choice([0, 1, least - 1, least, least + 1]))
+            inputs = replace(inputs, budgets=tuple(budgets))
+
+
+def check_named(inputs: Inputs, max_loss: float | None) -> int:
+    """How many memories the refusal names; each is tried, and one byte less."""
+    error = refusal_of(inputs, max_loss)
+    assert error is not None
+    smallest, named = error.smallest, 0
+    assert smallest.budgets is not None or smallest.host is not None, error
+    if smallest.budgets is not None:
+        host = smallest.host if smallest.together else inputs.host_budget
+        enough = replace(inputs, budgets=smallest.budgets, host_budget=host)
+        assert refusal_of(enough, max_loss) is None, error
+        for gpu, (now, before) in enumerate(zip(smallest.budgets, inputs.budgets, strict=True)):
+            if now == before:
+                continue
+            named += 1
+            budgets = list(smallest.budgets)
+            budgets[gpu] -= 1
+            assert refusal_of(replace(enough, budgets=tuple(budgets)), max_loss), error
+    if smallest.host is not None:
+        named += 1
+        budgets = smallest.budgets if smallest.together else inputs.budgets
+        enough = replace(inputs, budgets=budgets, host_budget=smallest.host)
+        assert refusal_of(enough, max_loss) is None, error
+        assert refusal_of(replace(enough, host_budget=smallest.host - 1), max_loss), error
+    numbers = {int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", str(error))}
+    assert {smallest.host, *(smallest.budgets or ())} - {None} <= numbers
+    return named
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_named_works_and_one_byte_less_does_not(seed, tmp_path):
+    inputs = refused_inputs(seed, tmp_path)
+    assert check_named(inputs, None)
+    assert check_named(inputs, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1500))
+def test_what_is_named_works_500_times(seed, tmp_path):
+    inputs = refused_inputs(seed, tmp_path)
+    assert check_named(inputs, None)
+    assert check_named(inputs, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_refusal_is_right_by_brute_force(seed, tmp_path):
+    """Whether there is a plan at all, by every home and every set of neurons."""
+    inputs = replace(refused_inputs(seed, tmp_path), mode="exact")
+    pipeline = inputs.pipeline()
+    is_usable = all(not 0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
+    if is_usable:
+        assert (refusal_of(inputs, None) is not None) == np.isinf(brute_force(inputs))
+    error = refusal_of(inputs, None)
+    if error is not None and error.smallest.host is not None and not error.smallest.together:
+        host = error.smallest.host
+        assert np.isfinite(brute_force(replace(inputs, host_budget=host)))
+        assert np.isinf(brute_force(replace(inputs, host_budget=host - 1)))
+
+
+def test_the_fullest_plan_keeps_to_all_memories(tmp_path):
+    for seed in range(20):
+        inputs = replace(tiny_inputs(seed, 2, tmp_path), host_budget=1 << 40)
+        pipeline = inputs.pipeline()
+        assert plan_is_feasible(pipeline, fullest_plan(pipeline))
+
+
+def test_no_memory_of_the_gpu_replaces_what_is_always_in_main_memory(tmp_path):
+    inputs = replace(tiny_inputs(3, 1, tmp_path), host_budget=10)
+    assert least_room(inputs.pipeline(), 0) is None
+    error = refusal_of(inputs, None)
+    assert error is not None and error.smallest.budgets is None
+    assert "of GPU memory, or" not in str(error)
+    check_named(inputs, None)
+    roomy = replace(inputs, budgets=(1 << 30,))
+    assert refusal_of(roomy, None) is not None
+    check_named(roomy, None)
+    # Neither does main memory make a GPU of one byte hold anything: both are named.
+    both = refusal_of(replace(inputs, budgets=(1,)), None)
+    assert both is not None and both.smallest.together and " and " in str(both)
+    check_named(replace(inputs, budgets=(1,)), None)
+
+
+def test_of_several_modes_the_least_is_named(tmp_path):
+    errors = []
+    for mode in ("exact", "dense"):
+        inputs = replace(refused_inputs(5, tmp_path), mode=mode)
+        error = refusal_of(replace(inputs, host_budget=1), None)
+        assert error is not None
+        errors.append(error)
+    found = least_of(errors)
+    hosts = [error.smallest.host for error in errors]
+    assert found.smallest.host == min(host for host in hosts if host is not None)
+    assert isinstance(found, SparkinferError)
