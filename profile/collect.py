@@ -44,6 +44,7 @@ from sparkinfer.profile.thresholds import Found, Goal, ThresholdReport, search, 
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.engine_options import device_of
+from sparkinfer.runtime.kernels.arithmetic import arithmetic
 from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
 OnTokens = Callable[[float], None]
@@ -200,11 +201,12 @@ def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ra
         "tokens": config.max_tokens or DEFAULT_TOKENS,
         "seed": config.seed,
         "windows": windows.sha256,
-        "device": engine.device.type,
+        "arithmetic": arithmetic(engine.device),
         "target sparsity": config.target_sparsity,
         "perplexity budget": config.perplexity_budget,
         "training": trains,
         "predictors": str(config.predictors) if trains else None,
+        "threads": torch.get_num_threads() if trains else None,
         "input layer offset": config.input_layer_offset if trains else None,
         "processes": ranks.size if trains else None,  # counts are the same for any number
     }
@@ -234,7 +236,7 @@ def _run_streamed(
         reports = compare_streamed(model, others, plan, examined, MAX_TOKENS, dense_shares)
         sha256 = sha256_of_corpora(windows.corpora)
         measured = recorded(model, reports, dense_shares, sha256)
-    result = _profile(model, gates, windows, counter.arrays(), measured)
+    result = _profile(model, gates, windows, counter.arrays(), measured, plan.device)
     return Outcome(profile=result, trained=trained, measured=measured)
 
 
@@ -262,7 +264,7 @@ def _run_whole(
             lambda: measure(engine, gates, predictors, examined, sha256)
         )
     return Outcome(
-        profile=_profile(engine.model, gates, windows, counted, measured),
+        profile=_profile(engine.model, gates, windows, counted, measured, engine.device),
         search=found,
         trained=trained,
         measured=measured,
@@ -313,6 +315,7 @@ def _profile(
     windows: Windows,
     counted: dict[str, torch.Tensor],
     measured: Measured | None,
+    device: torch.device,
 ) -> Profile:
     return Profile(
         model_id=model.model_id,
@@ -322,6 +325,7 @@ def _profile(
         active_count_LF=counted["active_count_LF"].numpy(),
         gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
         quality={} if measured is None else measured.record,
+        arithmetic=arithmetic(device),
     )
 
 
@@ -356,8 +360,10 @@ def _report(
 def _save(
     config: ProfileConfig, files: PredictorOutput | None, outcome: Outcome, report: ProfileReport
 ) -> None:
-    outcome.profile.validate()
+    result = outcome.profile
+    result.validate()
     if files and outcome.trained:
-        files.save(replace(outcome.trained[0], quality=outcome.profile.quality))
-    outcome.profile.save(config.output)
+        predictors = outcome.trained[0]
+        files.save(replace(predictors, quality=result.quality, arithmetic=result.arithmetic))
+    result.save(config.output)
     save_report(report)

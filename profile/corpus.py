@@ -66,8 +66,10 @@ def read_windows(
     tokens came from are read once through, for their sha256.
 
     Raises SparkinferError for a file that is missing or not UTF-8 text, for a corpus of less
-    than MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens`), and for tokens that are
-    not below `vocab_size`."""
+    than MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens`), for tokens that are not
+    below `vocab_size`, and for a context of one token."""
+    if context_length < 2:
+        raise SparkinferError("the model has a context of one token, which no text fits into")
     with stdin_as_file(files) as paths:
         sources = find_sources(paths, text_key)
         length = min(WINDOW, context_length)

@@ -13,9 +13,11 @@ from safetensors import SafetensorError
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output, check_output_folder
+from sparkinfer.files import check_output_folder
+from sparkinfer.files import check_outputs as check_files
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import Settings
+from sparkinfer.runtime.kernels.arithmetic import arithmetic
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.memory import check_memory, needs_of
 from sparkinfer.sparsify.schedule import Schedule
@@ -97,16 +99,25 @@ class Plan:
             "start_from": self.start_id,
             "processes": self.num_processes,
             "products": str(self.dtype).removeprefix("torch."),
+            "arithmetic": arithmetic(torch.device(self.device)),
+            "threads": torch.get_num_threads(),
         }
 
 
 def check_outputs(config: SparsifyConfig) -> None:
     """Refuses outputs that exist or cannot be written; those of a run that goes on may exist."""
     goes_on = (config.work_folder / "state.safetensors").exists()
-    inputs = [config.model, *config.corpora, *config.held_out]
-    for share in config.targets:
-        check_output(config.output_of(share), force=config.force, inputs=inputs)
-        folder = config.checkpoint_of(share)
+    read = [config.model, config.start_from, *config.corpora, *config.held_out]
+    inputs = [path for path in read if path is not None]
+    folders = [path for path in (config.model, config.start_from) if path and path.is_dir()]
+    checkpoints = [config.checkpoint_of(share) for share in config.targets]
+    check_files(
+        [config.output_of(share) for share in config.targets], force=config.force, inputs=inputs,
+        folders=folders, output_folders=checkpoints,
+    )  # fmt: skip
+    kept = checkpoints if config.save_checkpoint is not None else []
+    check_files([], force=True, inputs=[*inputs, *kept], output_folders=[config.work_folder])
+    for folder in checkpoints:
         check_output_folder(
             folder, force=config.force or goes_on, is_ours=lambda name: name.endswith(OURS)
         )

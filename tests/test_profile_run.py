@@ -160,6 +160,43 @@ def test_the_resume_file_of_another_run_is_refused(files, monkeypatch, change, w
     assert same_profile(files / "whole", files / "cut")
 
 
+@pytest.fixture
+def another_level():
+    """Another level of the kernels than the best one, for the length of a test."""
+    from sparkinfer.runtime.kernels.cpu import library
+
+    before = library.level()
+    others = [name for name in library.usable_levels() if name != before]
+    library.set_level(others[0])
+    yield others[0]
+    library.set_level(before)
+
+
+def test_a_run_goes_on_with_the_arithmetic_that_it_began_with(files, monkeypatch, request):
+    stopped_at(monkeypatch, 5)
+    with pytest.raises(Interrupted):
+        profile(config(files, "cut"))
+    level = request.getfixturevalue("another_level")
+    with pytest.raises(SparkinferError, match=f'begun with arithmetic .*, this run has "{level},'):
+        profile(config(files, "cut"))
+    profile(config(files, "cut", force=True))
+    assert Profile.load(files / "cut").arithmetic.startswith(f"{level}, torch ")
+
+
+def test_counts_do_not_depend_on_the_number_of_threads(files):
+    """Else it would be a part of what a run that goes on must have in common."""
+    from sparkinfer.runtime.kernels.cpu import library
+
+    before = torch.get_num_threads(), library.num_threads()
+    for name, threads in (("one", 1), ("three", 3)):
+        torch.set_num_threads(threads)
+        library.set_threads(threads)
+        profile(config(files, name))
+    torch.set_num_threads(before[0])
+    library.set_threads(before[1])
+    assert same_profile(files / "one", files / "three")
+
+
 def test_a_damaged_resume_file_is_refused(files):
     (files / "p.resume").write_bytes(b"nonsense" * 10)
     with pytest.raises(SparkinferError, match="not a whole safetensors file.*delete it"):

@@ -18,10 +18,11 @@ from sparkinfer.gguf_file import TensorEntry, array_entry, type_of
 from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.safetensors_file import load_arrays, save_arrays
-from sparkinfer.typed import Fields
+from sparkinfer.typed import Fields, shown
 
 FORMAT = "sparkinfer.predictors"
-VERSION = 2
+VERSION = 3
+OLDER = (2,)  # without arithmetic
 FILE_NAME = "predictors.safetensors"
 CHECKED_VALUES = 1 << 22  # unpacked at a time
 
@@ -160,12 +161,15 @@ class Predictors:
     layers: tuple[LayerPredictor, ...]
     # Of the model with them, and of mode exact with the same thresholds; {} is unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    arithmetic: str | None = None  # that they were trained with; None is unknown
 
     @classmethod
     def load(cls, path: Path) -> "Predictors":
         """Raises SparkinferError for anything but a whole, valid file."""
         keys = {"model_id", "info", "matrix_kind_L"}
-        metadata, arrays = load_arrays(path, FORMAT, VERSION, keys, optional=frozenset({"quality"}))
+        metadata, arrays = load_arrays(
+            path, FORMAT, VERSION, keys, optional=frozenset({"quality", "arithmetic"}), older=OLDER
+        )
         try:
             read = Fields(metadata)
             info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))
@@ -174,12 +178,13 @@ class Predictors:
                 raise SparkinferError("matrix_kind_L is not a list with one type a layer")
             layers = [_take(arrays, layer, kind) for layer, kind in enumerate(kinds)]
             if arrays:
-                raise SparkinferError(f"unknown array {min(arrays)!r}")
+                raise SparkinferError(f"unknown array {shown(min(arrays))}")
             predictors = cls(
                 model_id=read.text_or_none("model_id"),
                 info=info,
                 layers=tuple(layers),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
+                arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
             )
             predictors.validate()
         except (SparkinferError, KeyError) as error:  # KeyError: a layer has no predictor
@@ -199,6 +204,8 @@ class Predictors:
         }
         if self.quality:
             metadata["quality"] = quality_values(self.quality)
+        if self.arithmetic is not None:
+            metadata["arithmetic"] = self.arithmetic
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:
@@ -220,6 +227,8 @@ class Predictors:
             raise SparkinferError("a threshold is NaN")
         if len(self.info.density_L) not in (0, len(self.layers)):
             raise SparkinferError(f"{len(self.info.density_L)} densities, wanted none or all")
+        if not all(0 <= density <= 1 for density in self.info.density_L):
+            raise SparkinferError("a density is no share from 0 to 1")
         for layer, (predictor, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
             if predictor.rank != rank or (rank == 0 and self.info.kind == "relu"):
                 raise SparkinferError(
@@ -233,7 +242,7 @@ def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredi
     """Removes the arrays of a layer; KeyError where there is no predictor."""
     if kind is not None and not (isinstance(kind, str) and kind in STORED):
         raise SparkinferError(
-            f"layer {layer}: matrix kind {str(kind)[:40]!r} is not of {', '.join(STORED)}"
+            f"layer {layer}: matrix kind {shown(kind)} is not of {', '.join(STORED)}"
         )
     stored, prefix = str(kind or "f32"), f"blk.{layer}.ffn_pred_"
     down = arrays.pop(prefix + "down.weight", None)

@@ -14,11 +14,11 @@ import numpy as np
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from sparkinfer.safetensors_file import load_arrays, save_arrays
-from sparkinfer.typed import Fields
+from sparkinfer.typed import MAX_COUNT, Fields, shown
 
 FORMAT = "sparkinfer.profile"
-VERSION = 2
-OLDER = (1,)  # without quality
+VERSION = 3
+OLDER = (1, 2)  # without quality; without arithmetic
 # Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and
 # the last one has no end. Eight bins an octave: a threshold read off is within 9 % of the value.
 EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
@@ -44,6 +44,7 @@ class Profile:
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
     # Of the model with these thresholds, and with the predictors of the same run; {} is unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    arithmetic: str | None = None  # that the counts are of, e.g. the CPU's level; None is unknown
 
     @property
     def frequency_LF(self) -> np.ndarray:
@@ -77,6 +78,7 @@ class Profile:
             corpora=self.corpora + other.corpora,
             active_count_LF=self.active_count_LF + other.active_count_LF,
             gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
+            arithmetic=_of_both(self.arithmetic, other.arithmetic),
         )
 
     @classmethod
@@ -84,10 +86,10 @@ class Profile:
         """Raises SparkinferError for anything but a whole, valid profile."""
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
         metadata, arrays = load_arrays(
-            path, FORMAT, VERSION, names, optional=frozenset({"quality"}), older=OLDER
+            path, FORMAT, VERSION, names, optional=frozenset({"quality", "arithmetic"}), older=OLDER
         )
         if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
-            raise SparkinferError(f"{path}: holds {sorted(arrays)}; profile the model again")
+            raise SparkinferError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
         read = Fields(metadata)
         try:
             profile = cls(
@@ -103,6 +105,7 @@ class Profile:
                     for corpus in read.parts("corpora", {"name", "sha256", "num_tokens"})
                 ),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
+                arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
                 **arrays,
             )
             profile.validate()
@@ -118,6 +121,7 @@ class Profile:
             "threshold_L": list(self.threshold_L),
             "corpora": [vars(corpus) for corpus in self.corpora],
             "quality": quality_values(self.quality),
+            "arithmetic": self.arithmetic,
         }
         arrays = {
             "active_count_LF": self.active_count_LF,
@@ -144,5 +148,19 @@ class Profile:
             raise SparkinferError(
                 f"counts from {counts.min()} to {counts.max()} for {self.num_tokens} tokens"
             )
-        if (histogram.sum(axis=1) != self.num_tokens * counts.shape[1]).any():
+        total = self.num_tokens * counts.shape[1]
+        if total > MAX_COUNT:
+            raise SparkinferError(
+                f"{self.num_tokens} tokens of {counts.shape[1]} neurons are more than is counted"
+            )
+        if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
             raise SparkinferError("the histograms do not hold every neuron once a token")
+        if not all(0 <= threshold < np.inf for threshold in self.threshold_L):
+            raise SparkinferError("the thresholds are not all finite and from 0 on")
+
+
+def _of_both(one: str | None, other: str | None) -> str | None:
+    """What two profiles were counted with, each named once; unknown where one is."""
+    if one is None or other is None:
+        return None
+    return " + ".join(dict.fromkeys([*one.split(" + "), *other.split(" + ")]))
