@@ -66,7 +66,9 @@ setup: build  ## .venv with sparkinfer in it, editable, and all it needs
 .venv/ready: pyproject.toml constraints.txt
 	@echo "== set-up: a virtual environment in .venv (a few minutes, once)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja scikit-build-core
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
+	  -e '.[dev]'
 	@[ "$$(uname)" != Linux ] || $(BIN)/python -c "import triton" 2>/dev/null || \
 	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TRITON)
 	@mkdir -p build && touch build/installed $@
