@@ -1,13 +1,15 @@
 """llama.cpp's decode and prefill speed; run by the Python of a venv that has llama-cpp-python.
 
-Started with a model file, a context length and a number of sequences; each line on stdin is a JSON object, each line on
-stdout a list of seconds:
+Started with a model file, a context length, a number of sequences and the type of keys and values;
+each line on stdin is a JSON object, each line on stdout a list of seconds:
     {"do": "decode", "threads": n, "flash": bool, "ids": [...]}
         one a token, behind a prompt of PROMPT tokens
     {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
         one a repeat, with `ids` in one batch
     {"do": "batch", "threads": n, "flash": bool, "ids": [...], "sequences": b}
         one a token: each of `ids` in so many sequences at once, behind prompts of PROMPT tokens
+    {"do": "deep", "threads": n, "flash": bool, "ids": [...], "depth": d}
+        one a token, behind d tokens, which are computed only if they are not there
 The logits of the last token are included; `flash` says whether flash attention is on."""
 
 import ctypes
@@ -18,6 +20,8 @@ import time
 import llama_cpp as llama
 
 PROMPT = 16
+PIECE = 512  # tokens of a batch, where texts are longer
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml.h
 
 
 @llama.llama_log_callback
@@ -25,12 +29,15 @@ def silent(level: int, text: bytes, user_data: int) -> None:
     pass
 
 
-def main(path: str, context_length: int, num_sequences: int) -> None:
+def main(path: str, context_length: int, num_sequences: int, cache: str) -> None:
     llama.llama_log_set(silent, ctypes.c_void_p(0))
     model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
+    # Values in blocks are for flash attention alone.
+    kinds = (False, True) if cache in ("f32", "f16", "bf16") else (True,)
     contexts = {
-        flash: context_of(model, context_length, num_sequences, flash) for flash in (False, True)
+        flash: context_of(model, context_length, num_sequences, flash, cache) for flash in kinds
     }
+    depths = dict.fromkeys(kinds, 0)
     print(json.dumps(llama.llama_print_system_info().decode()), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -41,14 +48,20 @@ def main(path: str, context_length: int, num_sequences: int) -> None:
             seconds = [forward(context, [token]) for token in ids]
         elif asked["do"] == "batch":
             seconds = batch(context, ids, asked["sequences"])
+        elif asked["do"] == "deep":
+            seconds = deep(context, ids, depths[asked["flash"]], asked["depth"])
+            depths[asked["flash"]] = asked["depth"]
         else:
             seconds = [from_empty(context, ids) for _ in range(asked["repeats"])]
         print(json.dumps(seconds), flush=True)
 
 
-def context_of(model, context_length: int, num_sequences: int, flash: bool):  # type: ignore[no-untyped-def]
+def context_of(  # type: ignore[no-untyped-def]
+    model, context_length: int, num_sequences: int, flash: bool, cache: str
+):
     params = llama.llama_context_default_params()
-    params.n_batch = params.n_ubatch = context_length
+    params.n_batch = params.n_ubatch = min(2048, context_length)
+    params.type_k = params.type_v = TYPES[cache]
     params.n_ctx, params.n_seq_max = context_length * num_sequences, num_sequences
     params.flash_attn_type = int(flash)  # LLAMA_FLASH_ATTN_TYPE_DISABLED, _ENABLED
     return llama.llama_init_from_model(model, params)
@@ -66,6 +79,19 @@ def forward(context, ids: list[int]) -> float:  # type: ignore[no-untyped-def]
     assert status == 0, status
     llama.llama_get_logits_ith(context, -1)[0]
     return time.perf_counter() - began
+
+
+def deep(context, ids: list[int], known: int, depth: int) -> list[float]:  # type: ignore[no-untyped-def]
+    memory = llama.llama_get_memory(context)
+    if known > depth:
+        llama.llama_memory_clear(memory, False)
+        known = 0
+    filler = [3 + 7 * position % 40_000 for position in range(known, depth)]
+    for start in range(0, len(filler), PIECE):
+        forward(context, filler[start : start + PIECE])
+    seconds = [forward(context, [token]) for token in ids]
+    llama.llama_memory_seq_rm(memory, 0, depth, -1)
+    return seconds
 
 
 def batch(context, ids: list[int], num_sequences: int) -> list[float]:  # type: ignore[no-untyped-def]
@@ -87,4 +113,4 @@ def batch(context, ids: list[int], num_sequences: int) -> list[float]:  # type: 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

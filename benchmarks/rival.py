@@ -19,11 +19,16 @@ class Rival:
     """llama.cpp with one model; `about` is what it says of the instructions that it uses."""
 
     def __init__(
-        self, python: str, model: Path, context_length: int, num_sequences: int = 1
+        self,
+        python: str,
+        model: Path,
+        context_length: int,
+        num_sequences: int = 1,
+        cache: str = "f16",
     ) -> None:
         program = Path(__file__).with_name("llamacpp_cpu.py")
         self.process = subprocess.Popen(
-            [python, program, str(model), str(context_length), str(num_sequences)],
+            [python, program, str(model), str(context_length), str(num_sequences), cache],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.about = str(self._line())
@@ -39,6 +44,10 @@ class Rival:
     def batch_s(self, threads: int, flash: bool, ids: list[int], num_sequences: int) -> float:
         """Mean seconds of a step with one token of each of so many sequences."""
         return statistics.mean(self._ask("batch", threads, flash, ids, sequences=num_sequences))
+
+    def deep_s(self, threads: int, flash: bool, ids: list[int], depth: int) -> float:
+        """Median seconds a token that decoding `ids` one by one takes, behind `depth` tokens."""
+        return statistics.median(self._ask("deep", threads, flash, ids, depth=depth))
 
     def close(self) -> None:
         self.process.terminate()

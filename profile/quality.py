@@ -35,6 +35,9 @@ class EvalConfig:
     chat_template: str | None = None
     device: str | None = None
     seed: int = 0
+    # Of keys and values, by name (sparkinfer.cache_types); the dense model has its own
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
 
     def __post_init__(self) -> None:
         if not self.corpora:
@@ -109,6 +112,8 @@ def evaluate(
             thresholds=config.thresholds,
             is_resident=False,  # whole windows only, no decode steps
             max_loss=math.inf,  # it is about to be measured
+            cache_type_k=config.cache_type_k,
+            cache_type_v=config.cache_type_v,
         ) as engine,
     ):
         windows, counted = _windows(config, dense, engine)

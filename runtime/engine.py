@@ -32,6 +32,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
+    cache_types_of,
     context_of,
     device_of,
     mode_of,
@@ -98,6 +99,8 @@ class Engine(TextEngine):
         num_sequences: int = 1,
         max_loss: float = MAX_LOSS,
         limits: str | Path | None = None,
+        cache_type_k: str | None = None,
+        cache_type_v: str | None = None,
     ) -> "Engine":
         """Loads a model file, optionally by a plan.
 
@@ -115,9 +118,11 @@ class Engine(TextEngine):
         plan, all neurons of the feed-forward layers on the CPU and all else on the device.
         num_sequences: texts that are kept at a time, each of up to context_length tokens; more than
         one on the CPU alone. limits: a file of them (sparkinfer.limits), which a SiLU or GELU model
-        runs with instead of its own; mode "dense" does without any.
+        runs with instead of its own; mode "dense" does without any. cache_type_k, cache_type_v: how
+        keys and values are kept (sparkinfer.cache_types), on the CPU alone; None takes f32 for a
+        model in f32 and f16 for others, of values what keys are kept in.
 
-        Raises SparkinferError for a wrong file, plan, mode, device, profile or limits."""
+        Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         file = ModelFile.load(Path(model))
         if thresholds is not None:
             if mode == "dense":
@@ -141,7 +146,7 @@ class Engine(TextEngine):
             plan.check_against(file.row_major, Path(split))
         return cls.of(
             file, plan, mode, device, context_length, is_resident, graph, cpu_ffn, num_sequences,
-            max_loss,
+            max_loss, cache_type_k, cache_type_v,
         )  # fmt: skip
 
     @classmethod
@@ -158,6 +163,8 @@ class Engine(TextEngine):
         cpu_ffn: bool = False,
         num_sequences: int = 1,
         max_loss: float = MAX_LOSS,
+        cache_type_k: str | None = None,
+        cache_type_v: str | None = None,
     ) -> "Engine":
         """As `load`, of a model that was read already or is not in a file at all."""
         began = time.perf_counter()
@@ -168,16 +175,18 @@ class Engine(TextEngine):
         context_length = context_of(file, plan, context_length)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
         num_sequences = sequences_of(num_sequences, plan, gpu)
+        cache_types = cache_types_of(file.row_major, cache_type_k, cache_type_v, plan, gpu)
         bytes_by_role = bytes_by_role_of(
-            file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences
-        )
+            file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,
+            cache_types=cache_types,
+        )  # fmt: skip
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         observers, traffic = Observers(), Traffic()
         memories = memories_of(file, plan, placement, bytes_by_role, context_length, notice)
         with uploading(memories, residence) as uploaders:
             weights = load_weights(
                 file, placement, mode, context_length, observers, traffic, notice, residence,
-                uploaders, num_sequences,
+                uploaders, num_sequences, cache_types,
             )  # fmt: skip
         if not library.is_available():
             print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from sparkinfer.budget import DEFAULT_CONTEXT, Items, plan_bytes, workspace_bytes
+from sparkinfer.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_choice import choose_mode, loss_line
 from sparkinfer.mode_quality import MAX_LOSS
@@ -117,6 +118,7 @@ def bytes_by_role_of(
     *,
     cpu_ffn: bool = False,
     num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
 ) -> dict[str, Items]:
     """Itemised bytes of each side. Without a plan there is one side, that of the device, or with
     `cpu_ffn` all but the neurons on one and they on the other."""
@@ -134,6 +136,7 @@ def bytes_by_role_of(
         ),
         home=plan.home if plan else (),
         num_sequences=num_sequences,
+        cache_types=cache_types,
     )
     if plan is not None or cpu_ffn:
         return {"gpu": gpu_bytes, "cpu": cpu_bytes}
@@ -201,3 +204,24 @@ def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
             f"{asked} sequences asked for, which run on the CPU alone so far; say device cpu"
         )
     return asked
+
+
+def cache_types_of(
+    model: ModelFile, key: str | None, value: str | None, plan: Split | None, device: torch.device
+) -> CacheTypes:
+    """How keys and values are kept; None is the model's own type, of the value that of the key."""
+    own = kv_kind(model)
+    types = CacheTypes.of(key or own, value or key or own)
+    if types == CacheTypes.of(own):
+        return types
+    if plan is not None:
+        raise SparkinferError(
+            f"a cache in {types} asked for, but a plan budgets it in {own}; leave one of the two out"
+        )
+    if device.type != "cpu":
+        raise SparkinferError(
+            f"a cache in {types} asked for, which runs on the CPU alone so far; say device cpu"
+        )
+    for kind in (types.key, types.value):
+        kind.check(model.shape.head_width)
+    return types

@@ -175,7 +175,8 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.head_width = W, step.context_length = C, step.max_rows = R;
     const int32_t one_block[] = {0};
     step.table = {one_block, 1, 1, C, 1};
-    step.epsilon = 1e-5f, step.cache_kind = KIND_F16, step.mode = mode;
+    step.epsilon = 1e-5f, step.mode = mode;
+    step.key_kind = step.value_kind = KIND_F16;
     step.activation = is_gated ? ACTIVATION_SILU : ACTIVATION_RELU;
     const int64_t size = spark_step_bytes(&step);
     if (size < 0) return false;
@@ -228,9 +229,11 @@ void errs(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t 
 void unpacks_nothing(const Rows&, float*, int64_t, int64_t) {}
 void adds_nothing(const Rows&, int64_t, int64_t, const ManySums&) {}
 
-void attends_nothing(const AttendPart& a) {
+void weighs_nothing(const AttendPart& a) {
     for (int64_t g = 0; g < a.num_queries; ++g) a.top[g] = a.total[g] = 0.0f;
 }
+
+void mixes_nothing(const AttendPart& a) { a.out[0] += 1.0f; }
 
 // The probe takes what runs and refuses what faults or errs, at any kind of weight.
 bool probes() {
@@ -246,10 +249,10 @@ bool probes() {
         kernels.unpack_rows[kind] = unpacks_nothing;
         if (runs_here(kernels, kernels_generic)) return false;
     }
-    for (int32_t kind : {KIND_F32, KIND_F16}) {
-        Kernels kernels = kernels_generic;
-        kernels.attend[kind] = attends_nothing;
-        if (runs_here(kernels, kernels_generic)) return false;
+    for (int32_t kind = 0; kind < NUM_CACHE_KINDS; ++kind) {
+        Kernels weighs = kernels_generic, mixes = kernels_generic;
+        weighs.weigh_keys[kind] = weighs_nothing, mixes.mix_values[kind] = mixes_nothing;
+        if (runs_here(weighs, kernels_generic) || runs_here(mixes, kernels_generic)) return false;
     }
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         Kernels kernels = kernels_generic;

@@ -11,6 +11,7 @@ from gpu_matrices import KINDS, block_width, make_matrix, vector
 from reference import rel_error
 
 from sparkinfer.gguf_file import type_of
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
@@ -164,8 +165,11 @@ def test_attention(is_adjacent):
     rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent)
     norms = [attention.Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
-    key_BKPW, value_BKPW = got_cache.clone().transpose(1, 2).contiguous()[:, None]
-    want_cache = LayerCache(key_BKPW=key_BKPW, value_BKPW=value_BKPW, table=BlockTable(1, 6))
+    key_BKPX, value_BKPX = got_cache.clone().transpose(1, 2).contiguous()[:, None]
+    want_cache = LayerCache(
+        key_BKPX=key_BKPX, value_BKPX=value_BKPX, table=BlockTable(1, 6), head_width=width,
+        types=CacheTypes.of("f32"),
+    )  # fmt: skip
     for start, has_norms in ((3, True), (4, False)):
         qkv = vector(8 * width, start)
         query, key, value = qkv.clone().view(1, 8, width).split([num_heads, num_kv, num_kv], dim=1)

@@ -176,7 +176,7 @@ def test_bytes_are_as_announced(tmp_path):
             model.path, device="cpu", num_sequences=count, context_length=150
         ) as engine:
             caches = [layer.attention.cache for layer in engine.layers]
-            held = sum(c.key_BKPW.nbytes + c.value_BKPW.nbytes for c in caches)
+            held = sum(c.key_BKPX.nbytes + c.value_BKPX.nbytes for c in caches)
             assert held == engine.bytes_by_role["cpu"]["kv_cache"]
     assert kv_positions(150, 1) == 150
     assert kv_positions(150, 3) == 3 * 3 * BLOCK_LENGTH

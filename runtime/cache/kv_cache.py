@@ -1,7 +1,7 @@
 """Keys and values of the tokens that were computed, layer by layer, in blocks.
 
 What this module does not know: attention. Letters: B blocks, K key-value heads, P positions of a
-block, C positions of a sequence, W head width, T tokens."""
+block, C positions of a sequence, W head width, X what is kept of it (stored_rows), T tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparkinfer.cache_types import CacheType, CacheTypes
 from sparkinfer.runtime.cache.block_table import BlockTable, Change
+from sparkinfer.runtime.cache.stored_rows import (
+    decode,
+    dtype_of,
+    encode,
+    kept_width,
+    turn_by_hadamard,
+)
 
-# Zeros of a shape; on a GPU out of a memory that was set aside.
-Zeros = Callable[[tuple[int, ...]], Tensor]
+# Zeros of a shape and type; on a GPU out of a memory that was set aside.
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,53 +28,65 @@ class LayerCache:
     """The cache of one layer. Within a block the positions of a head are contiguous, so that a step
     reads them as one run; interleaved by heads, each position would be on another page."""
 
-    key_BKPW: Tensor
-    value_BKPW: Tensor
+    key_BKPX: Tensor
+    value_BKPX: Tensor
     table: BlockTable
+    types: CacheTypes
+    head_width: int
 
     @classmethod
-    def of(cls, table: BlockTable, num_kv_heads: int, width: int, zeros: Zeros) -> "LayerCache":
-        shape = (table.num_blocks, num_kv_heads, table.block_length, width)
-        return cls(key_BKPW=zeros(shape), value_BKPW=zeros(shape), table=table)
+    def of(
+        cls, table: BlockTable, num_kv_heads: int, width: int, types: CacheTypes, zeros: Zeros
+    ) -> "LayerCache":
+        def empty(kind: CacheType) -> Tensor:
+            shape = (table.num_blocks, num_kv_heads, table.block_length, kept_width(kind, width))
+            return zeros(shape, dtype_of(kind))
+
+        return cls(
+            key_BKPX=empty(types.key), value_BKPX=empty(types.value), table=table, types=types,
+            head_width=width,
+        )  # fmt: skip
 
     @property
     def key_CKW(self) -> Tensor:
-        """The keys of the only sequence."""
-        assert self.table.is_whole
-        return self.key_BKPW[0].transpose(0, 1)
+        """The keys of the only sequence, in values."""
+        assert self.table.is_whole and not self.types.key.is_blocks
+        return self.key_BKPX[0].transpose(0, 1)
 
     @property
     def value_CKW(self) -> Tensor:
-        assert self.table.is_whole
-        return self.value_BKPW[0].transpose(0, 1)
+        assert self.table.is_whole and not self.types.value.is_blocks
+        return self.value_BKPX[0].transpose(0, 1)
 
     @property
     def num_kv_heads(self) -> int:
-        return self.key_BKPW.shape[1]
+        return self.key_BKPX.shape[1]
 
     @property
-    def head_width(self) -> int:
-        return self.key_BKPW.shape[3]
+    def _kept(self) -> tuple[tuple[Tensor, CacheType], tuple[Tensor, CacheType]]:
+        return (self.key_BKPX, self.types.key), (self.value_BKPX, self.types.value)
 
     def append(
         self, sequence: int, start: int, key_TKW: Tensor, value_TKW: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Stores T tokens at `start`; returns all keys and values [C, K, W] of the sequence up to
-        them, as they are kept."""
+        them, of the values that are kept. Those of a rotated cache are turned."""
         end = start + len(key_TKW)
-        pairs = ((self.key_BKPW, key_TKW), (self.value_BKPW, value_TKW))
-        if self.table.is_whole:
-            for cache_BKPW, new_TKW in pairs:
-                cache_BKPW[0, :, start:end] = new_TKW.transpose(0, 1)
-            return self.key_CKW[:end], self.value_CKW[:end]
-        block_T, place_T = self._places(sequence, start, end)
-        blocks = self.table.blocks(sequence, end)
-        for cache_BKPW, new_TKW in pairs:
-            cache_BKPW[block_T, :, place_T] = new_TKW.to(cache_BKPW.dtype)
-        key_CKW, value_CKW = (
-            cache_BKPW[blocks].transpose(1, 2).flatten(0, 1)[:end] for cache_BKPW, _ in pairs
-        )
-        return key_CKW, value_CKW
+        found = []
+        for (cache_BKPX, kind), new_TKW in zip(self._kept, (key_TKW, value_TKW), strict=True):
+            if kind.is_rotated:
+                new_TKW = turn_by_hadamard(new_TKW)
+            new_TKX = encode(new_TKW, kind)
+            if self.table.is_whole:
+                cache_BKPX[0, :, start:end] = new_TKX.transpose(0, 1)
+                all_CKX = cache_BKPX[0, :, :end].transpose(0, 1)
+            else:
+                block_T, place_T = self._places(sequence, start, end)
+                cache_BKPX[block_T, :, place_T] = new_TKX
+                blocks = self.table.blocks(sequence, end)
+                all_CKX = cache_BKPX[blocks].transpose(1, 2).flatten(0, 1)[:end]
+            found.append(decode(all_CKX, kind))
+        return found[0], found[1]
 
     def _places(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """(block, position within it) of each position."""
@@ -75,22 +95,35 @@ class LayerCache:
         return self.table.blocks(sequence, end)[position_T // length], position_T % length
 
     def read(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values [T, K, W] at some positions."""
+        """Copies of keys and values [T, K, X] at some positions, as they are kept; bf16 as int16, which
+        files have a type for."""
         block_T, place_T = self._places(sequence, start, end)
-        return self.key_BKPW[block_T, :, place_T], self.value_BKPW[block_T, :, place_T]
+        return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[block_T, :, place_T]
 
-    def write(self, sequence: int, start: int, key_TKW: Tensor, value_TKW: Tensor) -> None:
+    def write(self, sequence: int, start: int, key_TKX: Tensor, value_TKX: Tensor) -> None:
         """The other way round."""
-        block_T, place_T = self._places(sequence, start, start + len(key_TKW))
-        self.key_BKPW[block_T, :, place_T] = key_TKW
-        self.value_BKPW[block_T, :, place_T] = value_TKW
+        block_T, place_T = self._places(sequence, start, start + len(key_TKX))
+        _bits(self.key_BKPX)[block_T, :, place_T] = key_TKX
+        _bits(self.value_BKPX)[block_T, :, place_T] = value_TKX
+
+    def takes(self, count: int, key_TKX: Tensor, value_TKX: Tensor) -> bool:
+        """Whether these are T = `count` rows as `read` gives them."""
+        pairs = zip(self._kept, (key_TKX, value_TKX), strict=True)
+        return all(
+            rows.shape == (count, self.num_kv_heads, cache.shape[3]) and rows.dtype == _bits(cache).dtype
+            for (cache, _), rows in pairs
+        )
 
     def copy(self, changes: Sequence[Change]) -> None:
         for change in changes:
             if change.source is None:
                 continue
-            for cache_BKPW in (self.key_BKPW, self.value_BKPW):
-                cache_BKPW[change.block] = cache_BKPW[change.source]
+            for cache_BKPX, _ in self._kept:
+                cache_BKPX[change.block] = cache_BKPX[change.source]
+
+
+def _bits(kept: Tensor) -> Tensor:
+    return kept.view(torch.int16) if kept.dtype == torch.bfloat16 else kept
 
 
 @dataclass(frozen=True, kw_only=True)

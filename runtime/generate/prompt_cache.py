@@ -18,7 +18,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.step.sequences import Sequence
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
-FORMAT, VERSION = "sparkinfer.prompt", 1
+FORMAT, VERSION = "sparkinfer.prompt", 2
 MAX_HEADER_BYTES = 1 << 20  # that are looked through for the format
 
 
@@ -31,6 +31,7 @@ class PromptKey:
     mode: str
     arithmetic: str
     vocab_size: int
+    cache: str  # how keys and values are kept
     thresholds: tuple[float, ...] = ()
 
 

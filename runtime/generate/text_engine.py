@@ -197,6 +197,7 @@ class TextEngine:
             mode=self.mode,
             arithmetic="torch" if self.not_native else library.level(),
             vocab_size=self.model.shape.vocab_size,
+            cache=str(self._live.weights.cache.layers[0].types),
             thresholds=tuple(self.model.threshold_L),
         )
 

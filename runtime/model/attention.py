@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from sparkinfer.architecture import ModelShape
 from sparkinfer.runtime.cache.kv_cache import LayerCache
+from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import above
@@ -171,11 +172,16 @@ class Attention:
             query, key = self.query_norm.apply(query), self.key_norm.apply(key)
         if turn:
             query, key = turn.apply(query), turn.apply(key)
+        types = self.cache.types
+        if types.key.is_rotated:  # as the cache turns its keys
+            query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)
         if gpu_products.is_gpu(keys.device):
             heads_TH = attend_by_heads(query, keys, values)
         else:
             heads_TH = attend(query, keys.float(), values.float())
+        if types.value.is_rotated:
+            heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
         self.on_heads(heads_TH)
         return self._project((self.output,), heads_TH, self.output_limit_H)
 

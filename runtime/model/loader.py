@@ -15,6 +15,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from sparkinfer.budget import kv_kind, transposed_kind
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.limits import LayerLimits
 from sparkinfer.model_file import ModelFile
@@ -137,13 +138,15 @@ def load_weights(
     residence: Residence | None,
     uploaders: Mapping[torch.device, Uploader] | None = None,
     num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
 ) -> Weights:
     """`notice` hears what a user should know, e.g. the error of a transposed down projection.
     Without a `residence`, what lies on the CPU stays in the mapped file. What a device has an
-    uploader for goes into that one's memory."""
+    uploader for goes into that one's memory. `cache_types`: of keys and values; None is the model's
+    own."""
     builder = Builder(
         model, placement, mode, context_length, observers, traffic, notice, residence,
-        uploaders or {}, num_sequences,
+        uploaders or {}, num_sequences, cache_types,
     )  # fmt: skip
     head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
@@ -195,6 +198,7 @@ class Builder:
     residence: Residence | None = None
     uploaders: Mapping[torch.device, Uploader] = field(default_factory=dict)
     num_sequences: int = 1
+    cache_types: CacheTypes | None = None
 
     @cached_property
     def table(self) -> BlockTable:
@@ -277,8 +281,6 @@ class Builder:
 
     def attention(self, index: int, device: torch.device) -> Attention:
         shape = self.model.shape
-        kind = kv_kind(self.model.row_major)
-        dtype = {"f32": torch.float32, "f16": torch.float16}[kind]
         return Attention(
             inputs=self.attention_inputs(index, device),
             output=self.linear(index, "attn_output", device),
@@ -288,7 +290,8 @@ class Builder:
                 self.table,
                 shape.num_kv_heads,
                 shape.head_width,
-                lambda size: self.cache(size, dtype, device),
+                self.cache_types or CacheTypes.of(kv_kind(self.model.row_major)),
+                lambda size, dtype: self.cache(size, dtype, device),
             ),
             num_heads=shape.num_heads,
             on_bytes=self.count_attention,

@@ -58,9 +58,12 @@ class StepStruct(Structure):
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
                 ("epsilon", c_float),
-                ("is_adjacent", c_int32), ("is_post_norm", c_int32), ("cache_kind", c_int32),
+                ("is_adjacent", c_int32), ("is_post_norm", c_int32),
                 ("activation", c_int32), ("mode", c_int32), ("predictor_kind", c_int32),
-                ("input_layer_offset", c_int32)]  # fmt: skip
+                ("input_layer_offset", c_int32),
+                ("key_kind", c_int32), ("value_kind", c_int32),
+                ("is_key_rotated", c_int32), ("is_value_rotated", c_int32),
+                ("unused", c_int32)]  # fmt: skip
 
 
 class RowStruct(Structure):
@@ -177,7 +180,10 @@ class StepBuilder(Structs):
             epsilon=first.attn_norm.epsilon,
             is_adjacent=bool(rotary and rotary.is_adjacent),
             is_post_norm=first.is_post_norm,
-            cache_kind=library.kind_code("f32" if cache.key_BKPW.dtype == torch.float32 else "f16"),
+            key_kind=library.kind_code(cache.types.key.kind),
+            value_kind=library.kind_code(cache.types.value.kind),
+            is_key_rotated=cache.types.key.is_rotated,
+            is_value_rotated=cache.types.value.is_rotated,
             activation=ACTIVATIONS.index(ffn.gate.activation),
             mode=MODES.index(ffn.mode),
             predictor_kind=0 if predictor is None else _PREDICTORS.index(predictor.kind),
@@ -218,8 +224,8 @@ class StepBuilder(Structs):
             input_limit=self.vector(attention.input_limit_D),
             output_limit=self.vector(attention.output_limit_H),
             ffn_limit=self.vector(ffn.input_limit_D),
-            key=self.pointer(cache.key_BKPW, cache.key_BKPW.dtype),
-            value=self.pointer(cache.value_BKPW, cache.key_BKPW.dtype),
+            key=self.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
+            value=self.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
             block=blocks,
             num_blocks=len(blocks),
             threshold=ffn.gate.threshold,

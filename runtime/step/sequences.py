@@ -155,7 +155,7 @@ class Sequence:
         return other
 
     def read_state(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies of keys and values [T, K, W] of each layer."""
+        """Copies of keys and values [T, K, X] of each layer, as they are kept."""
         cache = self._live.cache
         return [layer.read(self.number, 0, self.length) for layer in cache.layers]
 
@@ -166,16 +166,13 @@ class Sequence:
         assert not self.length, "only an empty sequence can take a state over"
         cache = self._live.cache
         self.check_room(len(ids))
-        shape = (len(ids), cache.layers[0].num_kv_heads, cache.layers[0].head_width)
-        dtype = cache.layers[0].key_BKPW.dtype
-        tensors = [tensor for pair in state for tensor in pair]
-        if len(state) != len(cache.layers) or any(
-            tensor.shape != shape or tensor.dtype != dtype for tensor in tensors
+        if len(state) != len(cache.layers) or not all(
+            layer.takes(len(ids), *pair) for layer, pair in zip(cache.layers, state, strict=True)
         ):
             raise SparkinferError("keys and values are not of this model's shape and type")
         cache.reserve(self.number, 0, len(ids))
-        for layer, (key_TKW, value_TKW) in zip(cache.layers, state, strict=True):
-            layer.write(self.number, 0, key_TKW, value_TKW)
+        for layer, (key_TKX, value_TKX) in zip(cache.layers, state, strict=True):
+            layer.write(self.number, 0, key_TKX, value_TKX)
         self.ids = list(ids)
 
     def check_room(self, count: int) -> None:

@@ -6,6 +6,7 @@ Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C cont
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.gguf_file import TensorEntry, row_bytes
 from sparkinfer.model_file import ModelFile
 
@@ -106,11 +107,12 @@ def kv_kind(model: ModelFile) -> str:
     return "f32" if model.tensors[f"blk.0.{projection}.weight"].kind == "f32" else "f16"
 
 
-def kv_bytes_per_layer(model: ModelFile, context_length: int) -> int:
-    """Keys and values of `context_length` tokens in one layer."""
-    shape = model.shape
-    values = 2 * context_length * shape.num_kv_heads * shape.head_width
-    return values * {"f32": 4, "f16": 2}[kv_kind(model)]
+def kv_bytes_per_layer(
+    model: ModelFile, context_length: int, types: CacheTypes | None = None
+) -> int:
+    """Keys and values of `context_length` tokens in one layer; in the model's own type unless told."""
+    types = types or CacheTypes.of(kv_kind(model))
+    return context_length * model.shape.num_kv_heads * types.row_bytes(model.shape.head_width)
 
 
 def kv_positions(context_length: int, num_sequences: int) -> int:
@@ -161,6 +163,7 @@ def plan_bytes(
     workspace: int | None = None,
     home: Sequence[int] = (),
     num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
 ) -> tuple[Items, Items]:
     """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
 
@@ -174,6 +177,7 @@ def plan_bytes(
         workspace=workspace,
         home=home,
         num_sequences=num_sequences,
+        cache_types=cache_types,
     )
     return {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, cpu
 
@@ -188,6 +192,7 @@ def plan_bytes_of_gpus(
     workspace: int | None = None,
     home: Sequence[int] = (),
     num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (of each GPU, CPU).
 
@@ -204,7 +209,7 @@ def plan_bytes_of_gpus(
         side = gpu if is_on_gpu else cpu
         side["attention"] += sizes.attention
         side["predictor"] += sizes.predictor
-        side["kv_cache"] += kv_bytes_per_layer(model, positions)
+        side["kv_cache"] += kv_bytes_per_layer(model, positions, cache_types)
         gpu["neurons"] += hot * sizes.neuron
         cpu["neurons"] += (model.shape.num_neurons - hot) * sizes.neuron
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)

@@ -83,15 +83,15 @@ inline void mix_tile(const float* tile, const float* weight, int64_t stride, int
 
 // For every tile of the rows in `runs`: body(position, tile, rows of it)
 template <class Format, class Body>
-inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const Body& body) {
+inline void each_tile(const AttendPart& a, const uint8_t* const* runs, int64_t stride,
+                      const Body& body) {
     alignas(64) float tile[TILE * MAX_HEAD_WIDTH];
     for (int64_t start = 0; start < a.n; start += a.run) {
         const int64_t length = a.n - start < a.run ? a.n - start : a.run;
         const uint8_t* first = runs[start / a.run];
         for (int64_t c = 0; c < length; c += TILE) {
             const int64_t left = length - c;
-            unpack_tile<Format>(first + c * a.stride, a.stride, left < TILE ? left : TILE, left, a.W,
-                                tile);
+            unpack_tile<Format>(first + c * stride, stride, left < TILE ? left : TILE, left, a.W, tile);
             body(start + c, tile);
         }
     }
@@ -125,17 +125,22 @@ inline void weigh(float* score, int64_t n, int64_t room, float& top, float& tota
 }
 
 template <class Format>
-void attend(const AttendPart& a) {
+void weigh_keys(const AttendPart& a) {
     const int64_t padded = padded_head(a.W), room = padded_part(a.n);
-    each_tile<Format>(a, a.key, [&](int64_t c, const float* tile) {
+    each_tile<Format>(a, a.key, a.key_bytes, [&](int64_t c, const float* tile) {
         each_query(a.num_queries, [&](int64_t q, auto count) {
             score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c, room);
         });
     });
     for (int64_t q = 0; q < a.num_queries; ++q)
         weigh(a.score + q * room, a.count[q], room, a.top[q], a.total[q]);
+}
+
+template <class Format>
+void mix_values(const AttendPart& a) {
+    const int64_t padded = padded_head(a.W), room = padded_part(a.n);
     for (int64_t i = 0; i < a.num_queries * padded; ++i) a.out[i] = 0.0f;
-    each_tile<Format>(a, a.value, [&](int64_t c, const float* tile) {
+    each_tile<Format>(a, a.value, a.value_bytes, [&](int64_t c, const float* tile) {
         each_query(a.num_queries, [&](int64_t q, auto count) {
             mix_tile<count>(tile, a.score + q * room + c, room, padded, a.out + q * padded);
         });

@@ -1,6 +1,6 @@
 // Attention of the rows of a step over the keys and values of their sequences.
 //
-// Keys and values of a layer lie in blocks of positions, [blocks, K, block_length, W]; a table says
+// Keys and values of a layer lie in blocks of positions, [blocks, K, block_length, row]; a table says
 // which blocks a sequence has. Positions are taken in parts of PART from the first on, each with sums
 // of its own, which are then joined: what comes out for a row depends on its position alone, not on
 // the rows beside it, the blocks or the threads.
@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cache_rows.h"
 #include "vector_math.h"
 #include "work.h"
 
@@ -26,7 +27,8 @@ class Attention {
   public:
     Attention(const SparkStep& step, Arena& arena)
         : s(step), W(s.head_width), H(s.num_heads), K(s.num_kv_heads), G(H / K),
-          padded(padded_head(W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)) {
+          padded(padded_head(W)), key_bytes(cache_row_bytes(s.key_kind, W)),
+          value_bytes(cache_row_bytes(s.value_kind, W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)) {
         const int64_t parts = parts_of(s.context_length) * H;
         const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
         rows_at_once = std::min(s.max_rows, std::max<int64_t>(1, fitting));
@@ -79,32 +81,21 @@ class Attention {
         int64_t unit;                // the first of its pieces of work
     };
 
-    int64_t value_bytes() const { return s.cache_kind == KIND_F32 ? 4 : 2; }
-
-    // From the beginning of the cache to a position of the first head, in bytes.
-    int64_t offset(int32_t sequence, int64_t position) const {
+    // From the beginning of the cache to a position of the first head, in rows.
+    int64_t place_of(int32_t sequence, int64_t position) const {
         const SparkTable& table = s.table;
         const int64_t length = table.block_length;
         const int64_t block = table.block[sequence * table.blocks_per_sequence + position / length];
-        return (block * K * length + position % length) * W * value_bytes();
+        return block * K * length + position % length;
     }
 
     void append(const SparkLayer& l, const Place& place, const float* key, const float* value) const {
-        const int64_t to = offset(place.sequence, place.position);
+        const int64_t first = place_of(place.sequence, place.position);
         for (int64_t k = 0; k < K; ++k) {
-            const int64_t at = to + k * s.table.block_length * W * value_bytes();
-            store(l.key + at, key + k * W);
-            store(l.value + at, value + k * W);
+            const int64_t at = first + k * s.table.block_length;
+            store_cache_row(s.key_kind, key + k * W, W, l.key + at * key_bytes);
+            store_cache_row(s.value_kind, value + k * W, W, l.value + at * value_bytes);
         }
-    }
-
-    void store(uint8_t* to, const float* x) const {
-        if (s.cache_kind == KIND_F32) {
-            std::memcpy(to, x, W * sizeof(float));
-            return;
-        }
-        uint16_t* half = reinterpret_cast<uint16_t*>(to);
-        for (int64_t i = 0; i < W; ++i) half[i] = to_f16(x[i]);
     }
 
     void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
@@ -119,7 +110,7 @@ class Attention {
             chunk[num_chunks++] = {t, n, last, units};
             parts = std::max(parts, parts_of(last + 1));
             units += K * parts_of(last + 1);
-            bytes += 2 * n * (last + 1) * K * W * value_bytes();
+            bytes += n * (last + 1) * K * (key_bytes + value_bytes);
             copy_queries(chunk[num_chunks - 1], qkv, stride, t0);
         }
         split(bytes, units, 1, 4 * std::min<int64_t>(num_chunks, 8), [&](int64_t u0, int64_t u1) {
@@ -163,22 +154,24 @@ class Attention {
         std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count;
         const int64_t n = std::min(PART, c.last + 1 - begin), queries = c.count * G;
         for (int64_t i = 0; i * run < n; ++i) {
-            const int64_t from = offset(places[c.begin].sequence, begin + i * run) +
-                                 kv_head * length * W * value_bytes();
-            key[i] = l.key + from, value[i] = l.value + from;
+            const int64_t from =
+                place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
+            key[i] = l.key + from * key_bytes, value[i] = l.value + from * value_bytes;
         }
         for (int64_t q = 0; q < queries; ++q)
             count[q] = static_cast<int32_t>(
                 std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
         if (score.size() < static_cast<size_t>(queries * PART)) score.resize(queries * PART);
         AttendPart a;
-        a.key = key.data(), a.value = value.data(), a.run = run, a.stride = W * value_bytes();
+        a.key = key.data(), a.value = value.data(), a.run = run;
+        a.key_bytes = key_bytes, a.value_bytes = value_bytes;
         a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
         a.query = query + ((c.begin - t0) * H + kv_head * queries) * padded;
         a.scale = 1.0f / std::sqrt(static_cast<float>(W));
         a.score = score.data();
         a.top = top + at, a.total = total + at, a.out = mixed + at * padded;
-        kernels().attend[s.cache_kind](a);
+        kernels().weigh_keys[s.key_kind](a);
+        kernels().mix_values[s.value_kind](a);
     }
 
     // The parts of one head of row t into its place in `heads`.
@@ -196,10 +189,11 @@ class Attention {
             for (int64_t i = 0; i < W; ++i) out[i] += share * mixed[at(p) * padded + i];
         }
         for (int64_t i = 0; i < W; ++i) out[i] /= sum;
+        if (s.is_value_rotated) turn_by_hadamard(out, W);
     }
 
     const SparkStep& s;
-    const int64_t W, H, K, G, padded, chunk_rows;
+    const int64_t W, H, K, G, padded, key_bytes, value_bytes, chunk_rows;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // parts that the rows at hand have at most
     float *query, *top, *total, *mixed;
     std::array<Place, MAX_ROWS> places;

@@ -27,6 +27,8 @@ enum Kind : int32_t {
     NUM_KINDS
 };
 
+constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // that keys and values may be kept in
+
 enum Activation : int32_t {
     ACTIVATION_RELU,
     ACTIVATION_FATRELU,
@@ -130,8 +132,9 @@ using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
 using Quantise = void(const Input& x, int64_t D);
 // Queries that share a key-value head, over n positions of the cache or the first of them.
 struct AttendPart {
-    const uint8_t *const *key, *const *value;  // runs of rows of W values each, f32 or f16
-    int64_t run, stride;         // rows of a run, a multiple of 16 if there are several; bytes of a row
+    const uint8_t *const *key, *const *value;  // runs of rows of W values each
+    int64_t run;                   // rows of a run, a multiple of 16 if there are several
+    int64_t key_bytes, value_bytes;  // of a row
     int64_t n, W, num_queries;
     const int32_t* count;        // [num_queries] the first rows that a query is over, 0 .. n
     const float* query;          // [num_queries, padded_head(W)], zeros behind W
@@ -140,6 +143,8 @@ struct AttendPart {
     float *top, *total;          // [num_queries] the largest score; the sum of exp(score - top)
     float* out;                  // [num_queries, padded_head(W)] the sum of exp(score - top) * value
 };
+// The keys of a part are weighed first, `score` to `total`, then the values mixed into `out`: one may be
+// of another kind than the other.
 using Attend = void(const AttendPart& part);
 constexpr int64_t MAX_HEAD_WIDTH = 512;
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
@@ -158,7 +163,7 @@ struct Kernels {
     AccumulateMany* accumulate_many[NUM_KINDS];
     UnpackRows* unpack_rows[NUM_KINDS];
     Quantise* quantise[NUM_KINDS];  // null for the float kinds
-    Attend* attend[2];  // of a cache in f32, f16
+    Attend *weigh_keys[NUM_CACHE_KINDS], *mix_values[NUM_CACHE_KINDS];
     OrderSums* order_sums[NUM_KINDS];  // null where they are in order
     Choose* choose;
     Smooth* smooth;

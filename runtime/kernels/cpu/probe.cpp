@@ -92,14 +92,17 @@ bool attend_alike(const Kernels& tried, const Kernels& reference) {
     alignas(64) float query[G * PADDED] = {};
     for (int64_t g = 0; g < G; ++g)
         for (int64_t i = 0; i < W; ++i) query[g * PADDED + i] = x[i] * 0.1f;
-    for (int32_t kind : {KIND_F32, KIND_F16}) {
+    for (int32_t kind = 0; kind < NUM_CACHE_KINDS; ++kind) {
+        const int64_t width = W / block_values(kind) * block_values(kind);
         for (int which = 0; which < 2; ++which) {
             alignas(64) float score[G * ROOM];
             float top[G], total[G];
             const uint8_t* run[] = {weight};
             const int32_t count[G] = {ROWS, ROWS - 1};
-            both[which]->attend[kind]({run, run, ROWS, 2 * D, ROWS, W, G, count, query, 0.1f, score,
-                                       top, total, y[which]});
+            const AttendPart part = {run, run, ROWS, 2 * D, 2 * D, ROWS, width, G, count, query, 0.1f,
+                                     score, top, total, y[which]};
+            both[which]->weigh_keys[kind](part);
+            both[which]->mix_values[kind](part);
             for (int64_t g = 0; g < G; ++g) y[which][G * PADDED + g] = top[g] + total[g];
         }
         if (!are_close(y[0], y[1], G * PADDED + G)) return false;

@@ -313,7 +313,10 @@ class Step {
                 const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
                 if (norm.weight) apply(norm, s.epsilon, head, W, head);
                 if (s.frequency) rotate(head, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
+                if (s.is_key_rotated) turn_by_hadamard(head, W);
             }
+            for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
+                turn_by_hadamard(values + (H + K + k) * W, W);
             w.attention.append(l, t, values + H * W, values + (H + K) * W);
         });
         w.attention.run(l, w.qkv, w.num_values, w.heads_out);
@@ -441,7 +444,8 @@ bool fits(const SparkStep& s) {
         return false;
     if (s.num_heads % s.num_kv_heads || (s.frequency && s.head_width % 2)) return false;
     if (s.head_width > MAX_HEAD_WIDTH) return false;
-    if (s.cache_kind != KIND_F32 && s.cache_kind != KIND_F16) return false;
+    for (int32_t kind : {s.key_kind, s.value_kind})
+        if (kind < 0 || kind >= NUM_CACHE_KINDS || s.head_width % block_values(kind)) return false;
     if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS) return false;
     if (s.num_layers < 0 || (s.num_layers > 0 && !s.layer)) return false;
     for (const SparkMatrix& m : {s.embedding, s.head})

@@ -56,7 +56,7 @@ struct SparkLayer {
     // An input at or below its limit counts as 0: of query, key and value [D], of the output projection
     // [H * W], of gate and up [D]. Null: none.
     const float *input_limit, *output_limit, *ffn_limit;
-    uint8_t *key, *value;    // [num_blocks, K, block_length, W]
+    uint8_t *key, *value;    // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
     const SparkBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;
@@ -75,8 +75,9 @@ struct SparkStep {
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
     int64_t attention_bytes;  // of query, key, value and output projection
     float epsilon;
-    int32_t is_adjacent, is_post_norm, cache_kind, activation, mode, predictor_kind;
-    int32_t input_layer_offset;
+    int32_t is_adjacent, is_post_norm, activation, mode, predictor_kind, input_layer_offset;
+    int32_t key_kind, value_kind, is_key_rotated, is_value_rotated;  // of the cache
+    int32_t unused;
 };
 
 // A token of a step. The rows of one sequence stand one after the other, at positions without gaps, and

@@ -10,7 +10,6 @@ _PLAN = (
 _CHAT = "for a conversation: sparkinfer chat MODEL"
 _PASS = "how many tokens a pass takes is chosen by itself; leave it out"
 _MEMORY = "weights are copied into memory where they fit, and stay in the file else; leave it out"
-_CACHE = "keys and values are kept in f16 (f32 for a model in f32), no other type yet; leave it out"
 EXPLANATIONS = {
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "-ot", "--override-tensor",
                      "-cmoe", "-ncmoe", "--cpu-moe", "--n-cpu-moe", "-ts", "--tensor-split"), _PLAN),
@@ -21,7 +20,6 @@ EXPLANATIONS = {
     **dict.fromkeys(("-b", "-ub", "--batch-size", "--ubatch-size"), _PASS),
     **dict.fromkeys(("-fa", "--flash-attn"), "attention never keeps all scores; leave it out"),
     **dict.fromkeys(("--mlock", "--no-mmap", "--mmap"), _MEMORY),
-    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), _CACHE),
     **dict.fromkeys(("-e", "--escape"), "write the characters themselves: -p $'a\\nb' or -f FILE"),
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"),
                     "fetch and convert it first: sparkinfer convert ORG/NAME -o model.gguf"),

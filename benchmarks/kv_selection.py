@@ -1,0 +1,304 @@
+"""Which keys a token needs, and what finding them costs: recall of attention's mass against bytes read.
+
+    python benchmarks/kv_selection.py MODEL TEXT [TEXT ...] [--length 8000] [--queries 48]
+
+Queries and keys are a real model's own, after the rotary embedding, over whole documents. A rule may
+read a share of the bytes of a cache in f16: what it reads of summaries and codes is taken off first,
+and the rest goes for keys and values of the positions it wins. What it wins is judged by the exact
+attention of each query head: the share of its mass that lies on these positions. Heads that share keys
+share a choice. SINKS first positions and a window of the last ones are always read (a quarter of the
+share, but for the sliding window, which has all of it).
+
+    window       the last positions alone (StreamingLLM, arXiv 2309.17453)
+    infllm       units of 128 by four representative keys, those that the queries after them liked best
+                 (arXiv 2402.04617)
+    mean N       blocks of N by the mean of their keys (ShadowKV's landmarks, arXiv 2410.21465)
+    minmax N     blocks of N by the largest product that their keys' bounds allow (Quest, arXiv 2406.10774)
+    codes B      every key by a code of B bits a value, turned by Hadamard's matrix first
+    N > codes B  blocks of N by minmax, in four times as many as are wanted at last keys by their codes
+    oracle       the positions with most mass, found for nothing: no rule can do better"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, processor, slug
+from torch import Tensor
+
+from sparkinfer import Engine
+from sparkinfer.files import partial_file
+from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
+from sparkinfer.runtime.model import attention
+
+SHARES = (0.02, 0.05, 0.1)
+SINKS = 4
+F16 = 2  # bytes
+UNIT, REPRESENTATIVES, FOLLOWING = 128, 4, 512
+
+
+@dataclass(frozen=True)
+class Head:
+    """A key-value head of a layer over one document: keys [N, W], all queries [N, G, W]."""
+
+    key_NW: Tensor
+    query_NGW: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.key_NW.shape[1]
+
+
+Score = Callable[[Tensor, int], Tensor]  # (queries [G, W], positions there are) -> of each [t]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`score` of each position, by block alike; `bytes_of` what a token reads to know it."""
+
+    score: Score
+    bytes_of: Callable[[int], float]
+    # Where a second stage looks into the best blocks alone: their bytes a position, and its score.
+    then: Score | None = None
+    then_bytes: float = 0.0
+
+
+def mass(query_GW: Tensor, key_TW: Tensor) -> Tensor:
+    """[G, T] of exact attention."""
+    return (query_GW @ key_TW.T / math.sqrt(key_TW.shape[1])).softmax(dim=-1)
+
+
+def shared(score_GT: Tensor, width: int) -> Tensor:
+    """One score for the heads of a group: the mass that their scores would give, summed."""
+    return (score_GT / math.sqrt(width)).softmax(dim=-1).sum(dim=0)
+
+
+def codes(head: Head, bits: int) -> Score:
+    """Keys in `bits` a value with a scale each: of one bit the sign, of more evenly spaced levels, the
+    scale being the best of a few for that key."""
+    turned_NW = turn_by_hadamard(head.key_NW)
+    levels = 2 ** (bits - 1)
+    best_NW, least_N1 = torch.zeros_like(turned_NW), torch.full((len(turned_NW), 1), torch.inf)
+    spread_N1 = turned_NW.square().mean(dim=1, keepdim=True).sqrt()
+    for factor in (0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5):
+        step_N1 = (
+            spread_N1 * factor * 2 / levels if bits > 1 else 2 * spread_N1 * factor
+        ).clamp_min(1e-12)
+        level_NW = (turned_NW / step_N1).floor().clamp(-levels, levels - 1) + 0.5
+        coded_NW = level_NW * step_N1
+        error_N1 = (coded_NW - turned_NW).square().sum(dim=1, keepdim=True)
+        best_NW = torch.where(error_N1 < least_N1, coded_NW, best_NW)
+        least_N1 = torch.minimum(error_N1, least_N1)
+
+    def score(query_GW: Tensor, t: int) -> Tensor:
+        return shared(turn_by_hadamard(query_GW) @ best_NW[:t].T, head.width)
+
+    return score
+
+
+def blocks_of(head: Head, size: int) -> Tensor:
+    """[blocks, size, W]; the last one is left out where it is not whole: it is in the window."""
+    whole = len(head.key_NW) // size * size
+    return head.key_NW[:whole].unflatten(0, (-1, size))
+
+
+def by_block(score_GB: Tensor, size: int, t: int, width: int) -> Tensor:
+    """The score of each position's block [t]; of positions in no whole block 0."""
+    found = torch.zeros(t)
+    score_B = shared(score_GB[:, : t // size], width)
+    found[: t // size * size] = score_B.repeat_interleave(size)
+    return found
+
+
+def minmax(head: Head, size: int) -> Score:
+    blocks_BSW = blocks_of(head, size)
+    low_BW, high_BW = blocks_BSW.amin(dim=1), blocks_BSW.amax(dim=1)
+
+    def score(query_GW: Tensor, t: int) -> Tensor:
+        up_GB = query_GW.clamp_min(0) @ high_BW.T + query_GW.clamp_max(0) @ low_BW.T
+        return by_block(up_GB, size, t, head.width)
+
+    return score
+
+
+def mean(head: Head, size: int) -> Score:
+    mean_BW = blocks_of(head, size).mean(dim=1)
+    return lambda query_GW, t: by_block(query_GW @ mean_BW.T, size, t, head.width)
+
+
+def infllm(head: Head) -> Score:
+    sums_NW = head.query_NGW.sum(dim=1).cumsum(dim=0)
+    following_NW = torch.cat([sums_NW, sums_NW[-1:].expand(FOLLOWING, -1)])[FOLLOWING:] - sums_NW
+    liked_BS = (
+        (following_NW * head.key_NW)
+        .sum(dim=1)[: len(head.key_NW) // UNIT * UNIT]
+        .unflatten(0, (-1, UNIT))
+    )
+    chosen_BR = liked_BS.topk(REPRESENTATIVES, dim=1).indices
+    sum_BW = torch.stack(
+        [
+            block[rows].sum(dim=0)
+            for block, rows in zip(blocks_of(head, UNIT), chosen_BR, strict=True)
+        ]
+    )
+
+    def score(query_GW: Tensor, t: int) -> Tensor:
+        found = torch.full((t,), -torch.inf)
+        score_B = (query_GW @ sum_BW[: t // UNIT].T).sum(dim=0)
+        found[: t // UNIT * UNIT] = score_B.repeat_interleave(UNIT)
+        return found
+
+    return score
+
+
+def rules(head: Head) -> dict[str, Rule]:
+    width = head.width
+    found = {"infllm": Rule(infllm(head), lambda t: t / UNIT * REPRESENTATIVES * F16 * width)}
+    for size in (16, 32, 64):
+        found[f"mean {size}"] = Rule(mean(head, size), lambda t, n=size: t / n * F16 * width)
+        found[f"minmax {size}"] = Rule(
+            minmax(head, size), lambda t, n=size: t / n * 2 * F16 * width
+        )
+    for bits in (1, 2):
+        size = bits * width / 8 + F16
+        found[f"codes {bits}"] = Rule(codes(head, bits), lambda t, n=size: t * n)
+    for size, bits in ((32, 2), (64, 2), (32, 4), (16, 2)):
+        found[f"{size} > codes {bits}"] = Rule(
+            minmax(head, size), lambda t, n=size: t / n * 2 * F16 * width,
+            codes(head, bits), bits * width / 8 + F16,
+        )  # fmt: skip
+    return found
+
+
+def recall(head: Head, name: str, rule: Rule | None, share: float, t: int) -> float | None:
+    """Of the mass of the query at position t - 1, on the positions that the rule has read; None where
+    the rule reads more than its share before it has won any."""
+    query_GW, exact_GT = head.query_NGW[t - 1], mass(head.query_NGW[t - 1], head.key_NW[:t])
+    budget = share * t * 2 * F16 * head.width
+    row = 2 * F16 * head.width  # of a key and a value
+    is_read = torch.zeros(t, dtype=torch.bool)
+    is_read[:SINKS] = True
+    left = budget - SINKS * row - (0.0 if rule is None else rule.bytes_of(t))
+    window = int(left / row) if name == "window" else int(min(left, budget / 4) / row)
+    if left < row:
+        return None
+    is_read[max(0, t - window) :] = True
+    left -= window * row
+    if name == "oracle":
+        best = exact_GT.sum(dim=0).masked_fill(is_read, -1).topk(int(left / row)).indices
+        is_read[best] = True
+    elif rule is not None:
+        is_read |= won(rule, query_GW, is_read, left, row, t)
+    return float(exact_GT[:, is_read].sum(dim=1).mean())
+
+
+def won(rule: Rule, query_GW: Tensor, is_read: Tensor, left: float, row: int, t: int) -> Tensor:
+    """The positions that a rule reads for `left` bytes."""
+    score_T = rule.score(query_GW, t).masked_fill(is_read, -torch.inf)
+    found = torch.zeros(t, dtype=torch.bool)
+    if rule.then is None:
+        found[score_T.topk(min(t, int(left / row))).indices] = True
+        return found
+    wanted = left / (row + 4 * rule.then_bytes)
+    candidates = score_T.topk(min(t, int(4 * wanted))).indices
+    again_C = rule.then(query_GW, t).masked_fill(is_read, -torch.inf)[candidates]
+    found[candidates[again_C.topk(min(len(candidates), int(wanted))).indices]] = True
+    return found
+
+
+def heads_of(engine: Engine, ids: Tensor) -> Iterator[tuple[int, Head]]:
+    """Every layer's key-value heads of one document, with all queries."""
+    kept: list[list[Tensor]] = [[] for _ in engine.layers]
+    calls = 0
+    original = attention.attend
+
+    def watched(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
+        nonlocal calls
+        kept[calls % len(kept)].append(query_THW.clone())
+        calls += 1
+        return original(query_THW, key_CKW, value_CKW)
+
+    attention.attend = watched
+    try:
+        with engine.observe(lambda name, layer, tensor: None), engine.sequence() as text:
+            text.extend(ids.tolist(), "none")
+            state = text.read_state()
+    finally:
+        attention.attend = original
+    for layer, (key_NKW, _) in enumerate(state):
+        query_NHW = torch.cat(kept[layer])
+        assert len(query_NHW) == len(ids)
+        grouped = query_NHW.unflatten(1, (key_NKW.shape[1], -1))
+        for k in range(key_NKW.shape[1]):
+            yield layer, Head(key_NKW[:, k].float().contiguous(), grouped[:, k].contiguous())
+
+
+def measure(engine: Engine, ids: Tensor, num_queries: int) -> dict[str, dict[float, list[float]]]:
+    """Recalls of every head at places evenly spread over the second half."""
+    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    places = torch.linspace(len(ids) // 2, len(ids), num_queries).int().tolist()
+    for layer, head in heads_of(engine, ids):
+        named: dict[str, Rule | None] = {"window": None, "oracle": None, **rules(head)}
+        for name, rule in named.items():
+            for share in SHARES:
+                recalls = [recall(head, name, rule, share, t) for t in places]
+                if None not in recalls:
+                    found[name][share].append(statistics.mean(r for r in recalls if r is not None))
+        print(f"layer {layer}", end="\r", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("texts", type=Path, nargs="+")
+    parser.add_argument("--length", type=int, default=8000, help="tokens of a document")
+    parser.add_argument("--queries", type=int, default=48, help="of a document, layer and head")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    totals: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with Engine.load(
+        arguments.model, mode="dense", device="cpu", cache_type_k="f32",
+        context_length=arguments.length, is_resident=False,
+    ) as engine, torch.inference_mode():  # fmt: skip
+        for path in arguments.texts:
+            ids = torch.tensor(engine.codec.encode(path.read_text()[: 8 * arguments.length]))
+            assert len(ids) >= arguments.length, f"{path}: {len(ids)} tokens"
+            for name, shares in measure(engine, ids[: arguments.length], arguments.queries).items():
+                for share, recalls in shares.items():
+                    totals[name][share] += recalls
+    result: dict[str, Any] = {
+        "benchmark": "kv-selection", "model": arguments.model.stem, "machine": machine(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"), "load": os.getloadavg(),
+        "texts": [path.name for path in arguments.texts], "length": arguments.length,
+        "queries": arguments.queries,
+        "recall": {
+            name: {
+                str(share): {"mean": statistics.mean(r), "worst_tenth": sorted(r)[len(r) // 10]}
+                for share, r in shares.items()
+            }
+            for name, shares in totals.items()
+        },
+    }  # fmt: skip
+    for name, shares in result["recall"].items():
+        told = (f"{shares[str(s)]['mean']:.3f}" if str(s) in shares else "  -  " for s in SHARES)
+        print(f"{name:16}", *told)
+    folder = Path(__file__).parent / "results"
+    output = arguments.output or folder / f"kv-selection-{slug(processor())}.json"
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()

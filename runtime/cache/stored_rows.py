@@ -1,0 +1,76 @@
+"""Rows of keys and values as the cache keeps them, and back; kernels/cpu/cache_rows.h in torch.
+
+What this module does not know: which rows there are. Letters: W values of a row, X what is kept of
+it: W values, or the bytes of its blocks; N blocks of a row."""
+
+import torch
+from torch import Tensor
+
+from sparkinfer.cache_types import CacheType
+
+BLOCK = 32
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def dtype_of(kind: CacheType) -> torch.dtype:
+    return _FLOATS.get(kind.kind, torch.uint8)
+
+
+def kept_width(kind: CacheType, width: int) -> int:
+    """X, in values of `dtype_of`."""
+    return kind.row_bytes(width) if kind.is_blocks else width
+
+
+def encode(x: Tensor, kind: CacheType) -> Tensor:
+    """f32 [..., W] -> [..., X]."""
+    if not kind.is_blocks:
+        return x.to(dtype_of(kind))
+    x_N32 = x.float().unflatten(-1, (-1, BLOCK))
+    is_finite_N1 = x_N32.isfinite().all(dim=-1, keepdim=True)
+    x_N32 = torch.where(is_finite_N1, x_N32, 0.0)
+    largest_N1 = x_N32.gather(-1, x_N32.abs().argmax(dim=-1, keepdim=True))
+    if kind.kind == "q8_0":
+        scale_N1 = largest_N1.abs() / 127.0
+        scaled = x_N32 * _inverse(scale_N1)
+        rounded = torch.trunc(scaled + torch.copysign(torch.tensor(0.5), scaled))  # away from zero
+        quants = rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    else:
+        scale_N1 = largest_N1 / -8.0
+        nibbles = (x_N32 * _inverse(scale_N1) + 8.5).clamp(0.0, 15.0).to(torch.uint8)
+        quants = nibbles[..., :16] | nibbles[..., 16:] << 4
+    half_N1 = torch.where(is_finite_N1, scale_N1, torch.nan).to(torch.float16)
+    return torch.cat([half_N1.contiguous().view(torch.uint8), quants], dim=-1).flatten(-2)
+
+
+def decode(rows: Tensor, kind: CacheType) -> Tensor:
+    """[..., X] -> [..., W], f32 of blocks, floats as they are."""
+    if not kind.is_blocks:
+        return rows
+    size = 2 + (BLOCK if kind.kind == "q8_0" else BLOCK // 2)
+    blocks = rows.unflatten(-1, (-1, size))
+    scale_N1 = blocks[..., :2].contiguous().view(torch.float16).float()
+    quants = blocks[..., 2:]
+    if kind.kind == "q8_0":
+        values = quants.contiguous().view(torch.int8).float()
+    else:
+        values = torch.cat([quants & 15, quants >> 4], dim=-1).float() - 8.0
+    return (values * scale_N1).flatten(-2)
+
+
+def turn_by_hadamard(x: Tensor) -> Tensor:
+    """f32 [..., W] = H x, H over the largest power of two that divides W, orthonormal: its own
+    inverse."""
+    width = x.shape[-1]
+    block = width & -width
+    parts = x.unflatten(-1, (-1, block))
+    half = 1
+    while half < block:
+        pairs = parts.unflatten(-1, (-1, 2, half))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        parts = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        half *= 2
+    return (parts * block**-0.5).flatten(-2)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 0.0, 1.0 / scale)

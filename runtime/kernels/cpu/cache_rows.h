@@ -1,0 +1,93 @@
+// How keys and values are kept in the cache: a row of W values a head and position, in one of the
+// first five kinds. stored_rows.py is the same in torch, to the bit.
+//
+// A rotated cache keeps H x for x, H being Hadamard's matrix over the largest power of two that divides
+// W, orthonormal: products of keys with queries that are turned alike are what they were, values are
+// turned back by the same product (H H = 1) once they are mixed, and an outlier in one place is spread
+// over all of a block, whose scale it would otherwise set (QuaRot, Ashkboos et al. 2024).
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "vector_math.h"
+
+inline int64_t cache_row_bytes(int32_t kind, int64_t W) {
+    constexpr int64_t bytes[NUM_CACHE_KINDS] = {4, 2, 2, 34, 18};
+    return W / block_values(kind) * bytes[kind];
+}
+
+// Rounded to the nearest, ties to even; NaN stays one.
+inline uint16_t to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// 32 values as ggml's quantize_row_q8_0_ref makes them; a NaN for all where one is not finite.
+inline void store_q8_0(const float* x, uint8_t* to) {
+    float largest = 0.0f;
+    bool is_finite = true;
+    for (int i = 0; i < BLOCK; ++i) {
+        largest = std::max(largest, std::fabs(x[i]));
+        is_finite &= std::isfinite(x[i]);
+    }
+    const float scale = largest / 127.0f, factor = scale != 0.0f ? 1.0f / scale : 0.0f;
+    const uint16_t half = to_f16(is_finite ? scale : NAN);
+    std::memcpy(to, &half, 2);
+    for (int i = 0; i < BLOCK; ++i) {
+        const float rounded = is_finite ? std::round(x[i] * factor) : 0.0f;
+        to[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::clamp(rounded, -127.0f, 127.0f)));
+    }
+}
+
+// Likewise quantize_row_q4_0_ref.
+inline void store_q4_0(const float* x, uint8_t* to) {
+    float largest = 0.0f;  // by magnitude, with its sign
+    bool is_finite = true;
+    for (int i = 0; i < BLOCK; ++i) {
+        if (std::fabs(x[i]) > std::fabs(largest)) largest = x[i];
+        is_finite &= std::isfinite(x[i]);
+    }
+    const float scale = largest / -8.0f, factor = scale != 0.0f ? 1.0f / scale : 0.0f;
+    const uint16_t half = to_f16(is_finite ? scale : NAN);
+    std::memcpy(to, &half, 2);
+    auto nibble = [&](float value) {
+        const float shifted = is_finite ? value * factor + 8.5f : 8.5f;
+        return static_cast<uint8_t>(std::clamp(shifted, 0.0f, 15.0f));
+    };
+    for (int i = 0; i < BLOCK / 2; ++i)
+        to[2 + i] = static_cast<uint8_t>(nibble(x[i]) | nibble(x[i + BLOCK / 2]) << 4);
+}
+
+inline void store_cache_row(int32_t kind, const float* x, int64_t W, uint8_t* to) {
+    uint16_t* half = reinterpret_cast<uint16_t*>(to);
+    switch (kind) {
+        case KIND_F32: std::memcpy(to, x, W * sizeof(float)); break;
+        case KIND_F16:
+            for (int64_t i = 0; i < W; ++i) half[i] = to_f16(x[i]);
+            break;
+        case KIND_BF16:
+            for (int64_t i = 0; i < W; ++i) half[i] = to_bf16(x[i]);
+            break;
+        case KIND_Q8_0:
+            for (int64_t b = 0; b < W / BLOCK; ++b) store_q8_0(x + b * BLOCK, to + b * 34);
+            break;
+        default:
+            for (int64_t b = 0; b < W / BLOCK; ++b) store_q4_0(x + b * BLOCK, to + b * 18);
+    }
+}
+
+// x [W] = H x, in place: butterflies of the fast Walsh-Hadamard transform, each block by itself.
+inline void turn_by_hadamard(float* x, int64_t W) {
+    const int64_t block = W & -W;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(block));
+    for (int64_t half = 1; half < block; half *= 2)
+        for (int64_t i = 0; i < W; i += 2 * half)
+            for (int64_t j = i; j < i + half; ++j) {
+                const float a = x[j], b = x[j + half];
+                x[j] = a + b, x[j + half] = a - b;
+            }
+    for (int64_t i = 0; i < W; ++i) x[i] *= scale;
+}

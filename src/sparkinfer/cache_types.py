@@ -1,0 +1,71 @@
+"""How keys and values are kept in the cache: the names that people give, and what they take.
+
+    f32 f16 bf16           values of that type
+    q8_0 q4_0              blocks of 32 as in a model file, of keys and values that Hadamard's matrix
+                           has turned (runtime/kernels/cpu/cache_rows.h)
+    q8_0-plain q4_0-plain  the same blocks without the turn, to see what it is worth
+
+What this module does not know: where the cache lies, and how it is read."""
+
+from dataclasses import dataclass
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import row_bytes
+
+PLAIN = "-plain"
+NAMES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
+
+
+@dataclass(frozen=True)
+class CacheType:
+    name: str  # of NAMES
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise SparkinferError(f"a cache of {self.name!r}; known: {', '.join(NAMES)}")
+
+    @property
+    def kind(self) -> str:
+        """As a tensor's in a model file."""
+        return self.name.removesuffix(PLAIN)
+
+    @property
+    def is_blocks(self) -> bool:
+        return self.kind in ("q8_0", "q4_0")
+
+    @property
+    def is_rotated(self) -> bool:
+        return self.is_blocks and not self.name.endswith(PLAIN)
+
+    def row_bytes(self, width: int) -> int:
+        """Of one head and position."""
+        return row_bytes(width, self.kind)
+
+    def check(self, width: int) -> None:
+        """Raises SparkinferError for heads that are no whole blocks."""
+        block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind.upper()]][0]
+        if width % block:
+            raise SparkinferError(
+                f"a cache in {self.name} takes heads of whole blocks of {block} values, this model's"
+                f" have {width}; use f16 or bf16"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTypes:
+    key: CacheType
+    value: CacheType
+
+    @classmethod
+    def of(cls, key: str, value: str | None = None) -> "CacheTypes":
+        """By name. Raises SparkinferError for one that is not known."""
+        return cls(key=CacheType(key), value=CacheType(value or key))
+
+    def row_bytes(self, width: int) -> int:
+        """Of the key and the value of one head and position."""
+        return self.key.row_bytes(width) + self.value.row_bytes(width)
+
+    def __str__(self) -> str:
+        return self.key.name if self.key == self.value else f"{self.key.name}, {self.value.name}"

@@ -1,0 +1,23 @@
+"""-ctk and -ctv, as llama.cpp calls them: how keys and values are kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from sparkinfer.cache_types import NAMES
+
+Command = Callable[..., Any]
+
+
+def cache_type_options(command: Command) -> Command:
+    """Adds them; they are called as `Engine.load` calls its own."""
+    of_values = click.option(
+        "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
+        help="The same of values; what keys are kept in.",
+    )  # fmt: skip
+    of_keys = click.option(
+        "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
+        help="What keys are kept in, on the CPU without a plan: f16, bf16, f32, q8_0, q4_0.",
+    )  # fmt: skip
+    return of_keys(of_values(command))

@@ -1,0 +1,234 @@
+"""Keys and values in every type: what is kept, that both ways of computing keep it, what is lost."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from models import make_model, make_shape
+from reference import rel_error
+
+from sparkinfer import Engine
+from sparkinfer.cache_types import NAMES, CacheType, CacheTypes
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import array_entry
+from sparkinfer.runtime.cache.stored_rows import decode, encode, turn_by_hadamard
+from sparkinfer.runtime.step.sequences import Part
+
+IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+PAIRS = (*((name, name) for name in NAMES), ("q8_0", "q4_0"), ("f16", "q8_0"), ("q4_0", "bf16"))
+# What rounding keys and values in between may differ by, of the largest logit: a value near the
+# border of two quants may fall on either side of it in torch and in C++.
+BOUNDS = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q4_0": 0.2}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Heads of 64 values, two of which share keys."""
+    shape = make_shape(width=256, num_heads=4, num_kv_heads=2, num_layers=3, context_length=64)
+    path = tmp_path_factory.mktemp("cache") / "m.gguf"
+    make_model(shape=shape, kind="f32").save(path)
+    return path
+
+
+def load(path, types=("f16", "f16"), **options) -> Engine:
+    key, value = types
+    return Engine.load(path, mode="dense", cache_type_k=key, cache_type_v=value, **options)
+
+
+def values() -> torch.Tensor:
+    """Rows of many sizes, with zeros, ties, one large value, tiny and huge ones."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 64, generator=random) * torch.randn(400, 1, generator=random).mul(3).exp()
+    x[0], x[1, 7], x[2] = 0.0, 1e3, 1.0
+    x[3], x[4], x[5, 40:] = 1e-30, 3e4, 0.0
+    x[6, 3], x[6, 9] = 2.5, -2.5
+    return x
+
+
+@pytest.mark.parametrize("name", ["q8_0-plain", "q4_0-plain"])
+def test_blocks_are_those_of_ggml(name):
+    kind, x = CacheType(name), values()
+    of_ggml = GGMLQuantizationType[kind.kind.upper()]
+    rows = encode(x, kind)
+    assert (rows.numpy() == quantize(x.numpy(), of_ggml)).all()
+    assert (decode(rows, kind).numpy() == dequantize(rows.numpy(), of_ggml)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_finite_spoils_its_own_block_alone(name):
+    kind, x = CacheType(name), values()
+    x[9, 2], x[10, 40] = torch.nan, torch.inf
+    kept = decode(encode(x, kind), kind).float()
+    assert not kept[9, :32].isfinite().all() and not kept[10, 32:].isfinite().all()
+    assert kept[9, 32:].isfinite().all() and kept[10, :32].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 128, 256])
+def test_the_turn_is_hadamards_matrix(width):
+    block = width & -width
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    matrix = np.kron(np.eye(width // block), matrix) / np.sqrt(block)
+    x = torch.randn(9, width, generator=torch.Generator().manual_seed(2))
+    assert rel_error(turn_by_hadamard(x), torch.from_numpy(x.double().numpy() @ matrix)) < 1e-6
+    assert rel_error(turn_by_hadamard(turn_by_hadamard(x)), x) < 1e-6
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_both_ways_keep_the_same_rows(tmp_path, name, width):
+    """The first layer's keys and values, from the step in C++ and by torch; to the bit, as f32 ones
+    are the same in both."""
+    shape = make_shape(width=width, num_heads=1, num_kv_heads=1, context_length=64)
+    make_model(shape=shape, kind="f32").save(tmp_path / "m.gguf")
+    kept = {}
+    for each in ("f32", name):
+        with load(tmp_path / "m.gguf", (each, each)) as engine, engine.sequence() as text:
+            text.extend(IDS)
+            kept[each] = text.read_state()[0]
+    kind = CacheType(name)
+    for plain, rows in zip(kept["f32"], kept[name], strict=True):
+        turned = turn_by_hadamard(plain) if kind.is_rotated else plain
+        wanted = encode(turned, kind)
+        wanted = wanted.view(torch.int16) if wanted.dtype == torch.bfloat16 else wanted
+        assert torch.equal(rows, wanted)
+
+
+@pytest.mark.parametrize("types", PAIRS, ids=" ".join)
+def test_torch_computes_the_same(path, types):
+    """A pass that someone watches is torch's, the others are native."""
+    with load(path, types) as engine:
+        native = engine.logits(torch.tensor(IDS))
+        seen = []
+        with engine.observe(lambda name, layer, tensor: seen.append(name)):
+            watched = engine.logits(torch.tensor(IDS))
+        assert seen
+        assert rel_error(watched, native) < max(BOUNDS[CacheType(name).kind] for name in types)
+
+
+@pytest.mark.parametrize("types", PAIRS, ids=" ".join)
+def test_a_row_does_not_depend_on_the_others(path, types):
+    """Rows together, one by one, in paged blocks beside another text: the same bits."""
+    with load(path, types) as engine, engine.sequence() as text:
+        alone = torch.cat([text.extend([token]) for token in IDS])
+        together = load(path, types)
+    with together as engine, engine.sequence() as text:
+        assert torch.equal(text.extend(IDS, "all"), alone)
+    with load(path, types, num_sequences=3) as engine:
+        one, other = engine.sequence(), engine.sequence()
+        owner = one.owner
+        half = owner.run([
+            Part(sequence=one, tokens=IDS[:20], wanted="all"),
+            Part(sequence=other, tokens=IDS[5:15], wanted="all"),
+        ])[0]  # fmt: skip
+        assert torch.equal(half, alone[:20])
+        branch = one.fork()
+        assert torch.equal(branch.extend(IDS[20:], "all"), alone[20:])
+        one.rollback(11)
+        assert torch.equal(one.extend(IDS[11:], "all"), alone[11:])
+
+
+@pytest.mark.parametrize("types", PAIRS, ids=" ".join)
+def test_a_saved_state_goes_on_with_the_same_bits(path, tmp_path, types):
+    from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
+
+    with load(path, types) as engine:
+        with engine.sequence() as text:
+            text.extend(IDS[:30])
+            save_prompt(text, tmp_path / "state", engine.prompt_key())
+            wanted = text.extend(IDS[30:], "all")
+        with engine.sequence() as text:
+            assert restore_prompt(text, tmp_path / "state", engine.prompt_key()) == 30
+            assert torch.equal(text.extend(IDS[30:], "all"), wanted)
+    other = ("f32", "f32") if types[0] != "f32" else ("f16", "f16")
+    with load(path, other) as engine, engine.sequence() as text:
+        with pytest.raises(SparkinferError, match="made with another cache"):
+            restore_prompt(text, tmp_path / "state", engine.prompt_key())
+
+
+@pytest.mark.parametrize("types", PAIRS, ids=" ".join)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_bytes_are_those_announced(path, types, num_sequences):
+    with load(path, types, num_sequences=num_sequences) as engine:
+        held = [layer.attention.cache for layer in engine.layers]
+        total = sum(c.key_BKPX.nbytes + c.value_BKPX.nbytes for c in held)
+        assert total == engine.bytes_by_role["cpu"]["kv_cache"]
+        positions = held[0].table.num_blocks * held[0].table.block_length
+        assert total == 3 * positions * 2 * CacheTypes.of(*types).row_bytes(64)
+
+
+def test_fewer_bits_lose_more_and_the_turn_loses_less(tmp_path):
+    """Keys with one large value in every head, as real models have them: that value sets a block's
+    scale, unless it is spread."""
+    shape = make_shape(width=256, num_heads=4, num_kv_heads=2, num_layers=2, context_length=128)
+    model = make_model(shape=shape, kind="f32")
+    tensors = dict(model.tensors)
+    for layer, name in product(range(2), ("attn_k", "attn_v")):
+        weight = tensors[f"blk.{layer}.{name}.weight"].read().copy()
+        weight[[5, 64 + 9]] *= 8
+        tensors[f"blk.{layer}.{name}.weight"] = array_entry(weight, "f32")
+    replace(model, tensors=tensors).save(tmp_path / "m.gguf")
+    ids = torch.randint(50, (100,), generator=torch.Generator().manual_seed(3)).tolist()
+    lost, exact = {}, None
+    for name in NAMES:
+        with load(tmp_path / "m.gguf", (name, name)) as engine, engine.sequence() as text:
+            logits = text.extend(ids, "all")
+        exact = logits if name == "f32" else exact
+        lost[name] = rel_error(logits, exact)
+    order = ["f32", "f16", "bf16", "q8_0", "q4_0"]
+    assert all(lost[a] < lost[b] for a, b in pairwise(order)), lost
+    assert all(lost[name] < lost[f"{name}-plain"] for name in ("q8_0", "q4_0")), lost
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache_type_k": "q5_0"}, "a cache of 'q5_0'; known: f32, f16, bf16, q8_0"),
+        ({"cache_type_v": ""}, "f16"),
+        (
+            {"cache_type_k": "q8_0"},
+            "takes heads of whole blocks of 32 values, this model's have 16",
+        ),
+    ],
+)
+def test_refusals(tmp_path, options, words):
+    make_model(shape=make_shape(), kind="f16").save(tmp_path / "m.gguf")
+    if options.get("cache_type_v") == "":
+        with Engine.load(tmp_path / "m.gguf", **options) as engine:
+            assert str(engine.layers[0].attention.cache.types) == words
+        return
+    with pytest.raises(SparkinferError, match=words) as error:
+        Engine.load(tmp_path / "m.gguf", **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval"])
+def test_the_commands_take_llamacpps_names(path, capsys, command):
+    needed = {"eval": ["--corpus", str(path)]}.get(command, [])
+    assert main([command, str(path), *needed, "-ctk", "q8_0", "-ctv", "q5_1"]) == 2
+    said = capsys.readouterr().err
+    assert "'--cache-type-v'" in said and "'q5_1' is not one of" in said
+
+
+def test_eval_tells_what_a_type_costs(tmp_path, capsys):
+    from checkpoints import random_llama
+
+    folder = random_llama(tmp_path / "c", hidden_size=128, num_attention_heads=2,
+                          num_key_value_heads=1)  # fmt: skip
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    assert main(["convert", str(folder), "-o", str(tmp_path / "m.gguf")]) == 0
+    told = {}
+    for name in ("f16", "q4_0"):
+        words = ["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "text.txt"),
+                 "--mode", "dense", "--tokens", "512", "-ctk", name, "--json"]  # fmt: skip
+        capsys.readouterr()
+        assert main(words) == 0
+        told[name] = json.loads(capsys.readouterr().out)["kl_mean"]
+    assert told["f16"] == 0 < told["q4_0"]
