@@ -12,6 +12,7 @@ import numpy as np
 from sparkinfer.architecture import Activation, ModelShape
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_keys import MAX_COUNT, MAX_LAYERS
+from sparkinfer.typed import shown
 
 ROPE_TYPES = ("default", "linear", "llama3")
 # What transformers calls them, and what a model file does.
@@ -41,8 +42,8 @@ class ConfigReader:
         """`default` stands for a key that is null, or missing."""
         value = self.values.get(key)
         number = _number(default if value is None else value)
-        if number is None or number <= 0:
-            found = f"is {repr(value)[:60]}" if key in self.values else "is missing"
+        if number is None or not 0 < np.float32(number) < np.inf:  # as a model file holds it
+            found = f"is {shown(value)}" if key in self.values else "is missing"
             raise SparkinferError(
                 f"{self.path}: {self.prefix}{key} {found}, wanted a positive number"
             )
@@ -60,7 +61,7 @@ class ConfigReader:
     def flag(self, key: str) -> bool:
         value = self.values.get(key)
         if not isinstance(value, bool):
-            raise SparkinferError(f"{self.path}: {key} is {repr(value)[:60]}, wanted true or false")
+            raise SparkinferError(f"{self.path}: {key} is {shown(value)}, wanted true or false")
         return value
 
     def is_tied(self) -> bool | None:
@@ -75,8 +76,8 @@ class ConfigReader:
         """Raises SparkinferError unless the key is absent, null or one of `plain`."""
         if self.values.get(key) not in (*plain, None):
             raise SparkinferError(
-                f"{self.path}: {key} is {self.values[key]!r}, wanted {' or '.join(map(repr, plain))}:"
-                f" {why}; this checkpoint is not supported"
+                f"{self.path}: {key} is {shown(self.values[key])}, wanted"
+                f" {' or '.join(map(repr, plain)) or 'none'}: {why}; this checkpoint is not supported"
             )
 
     def activation(self, key: str, known: Mapping[str, str]) -> Activation:
@@ -84,7 +85,7 @@ class ConfigReader:
         found = self.values.get(key)
         if not isinstance(found, str) or found not in known:
             raise SparkinferError(
-                f"{self.path}: {key} {found!r} is unknown; known: {', '.join(known)}"
+                f"{self.path}: {key} {shown(found)} is unknown; known: {', '.join(known)}"
             )
         return cast(Activation, known[found])
 
@@ -96,7 +97,7 @@ class ConfigReader:
         if number is None or number < 0:
             raise SparkinferError(
                 f"{self.path}: hidden_act is fatrelu and hidden_act_param is"
-                f" {self.values.get('hidden_act_param')!r}; wanted its threshold, a number; ask the"
+                f" {shown(self.values.get('hidden_act_param'))}; wanted its threshold, a number; ask the"
                 " model's authors for it and add it"
             )
         return number
@@ -142,12 +143,14 @@ class ConfigReader:
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
         if not isinstance(values, dict):
-            raise SparkinferError(f"{self.path}: {key} is {values!r}, wanted an object or null")
+            raise SparkinferError(
+                f"{self.path}: {key} is {shown(values)}, wanted an object or null"
+            )
         rope = ConfigReader(self.path, values, prefix=key + ".")
         kind = values.get("rope_type", values.get("type", "default"))  # old ones spell it `type`
         if kind not in known:
             raise SparkinferError(
-                f"{self.path}: {key} is of type {str(kind)[:60]!r}; known: {', '.join(known)}"
+                f"{self.path}: {key} is of type {shown(kind)}; known: {', '.join(known)}"
             )
         for reader in (self, rope):
             reader.refuse("partial_rotary_factor", 1.0, 1)
@@ -181,7 +184,7 @@ class ConfigReader:
         found = [t for t in types if t not in known] if isinstance(types, list) else [types]
         if found:
             raise SparkinferError(
-                f"{self.path}: layer_types has {str(found[0])[:60]!r}, wanted {' or '.join(known)}:"
+                f"{self.path}: layer_types has {shown(found[0])}, wanted {' or '.join(known)}:"
                 " the graph does not compute that; this checkpoint is not supported"
             )
 
@@ -190,7 +193,7 @@ def _number(value: object) -> float | None:
     """A finite number of JSON, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) < 1e300 else None  # isfinite takes no integer of 400 digits
+    return float(value) if abs(value) < 1e38 else None  # a model file has f32
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:

@@ -22,7 +22,8 @@ from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value, row_bytes, type_of
 from sparkinfer.limits import Limits, base_name, transposed_by, transposed_name
-from sparkinfer.model_file import KINDS, ModelFile, read_model_gguf
+from sparkinfer.model_file import KINDS, TOKENIZER_KEY, ModelFile, read_model_gguf
+from sparkinfer.tokenizer_text import read_tokenizer
 from sparkinfer.written import Restored
 
 FLOATS = ("f32", "f16", "bf16")
@@ -37,6 +38,9 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
 
     Raises SparkinferError for a file that cannot be run, and where nothing is asked for."""
     keys, tensors = read_model_gguf(config.source)
+    tokenizer = keys.get(TOKENIZER_KEY)
+    if isinstance(tokenizer, str):
+        read_tokenizer(f"{config.source}: {TOKENIZER_KEY}", tokenizer)
     found: Layout = "sparse" if f"blk.0.{DOWN_T}" in tensors else "stock"
     keys = keys | _activation_keys(config, keys, found)
     types = TensorTypes(outtype=config.outtype or "f16", overrides=config.tensor_types)

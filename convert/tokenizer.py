@@ -17,6 +17,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value
 from sparkinfer.json_file import parse_object, read_object, read_text
 from sparkinfer.model_file import END_KEY, TOKENIZER_KEY
+from sparkinfer.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
+from sparkinfer.typed import one_line, shown
 
 ID_KEYS = {
     "bos": Keys.Tokenizer.BOS_ID,
@@ -45,6 +47,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
     if text is not None:
         tokenizer = parse_object(path, text, "tokenizer.json")
         check_tokenizer(path, tokenizer)
+        read_tokenizer(str(path), text)
         keys[TOKENIZER_KEY] = text
         vocabulary = vocabulary_keys(tokenizer, vocab_size)
         if vocabulary is None:
@@ -58,9 +61,10 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
     if layout == "stock" and Keys.Tokenizer.MODEL not in keys:
         raise SparkinferError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
     with_merges = keys.get(Keys.Tokenizer.MODEL) == "gpt2"
+    ends, left_out = _end_ids(folder, vocab_size)
+    left_out += _check_special(folder / "config.json", vocab_size)
     special = _special_keys(folder, vocab_size, with_merges, text is not None)
     templates, more = template_keys(folder)
-    ends, left_out = _end_ids(folder, vocab_size)
     if ends:
         special[END_KEY] = ends
     return TokenizerKeys(keys=keys | special | templates, notes=(*notes, *more, *left_out))
@@ -76,12 +80,13 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
 
     _check_older(path.parent)
     try:
-        made = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
+        with refused(f"{path.parent}: the tokenizers library cannot read the older files"):
+            made = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
         return made.backend_tokenizer.to_str(), [f"{path}: made from older files by transformers"]
     except (
         ValueError, OSError, KeyError, TypeError, ImportError, AttributeError, RuntimeError
     ) as error:  # fmt: skip
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
         return None, [
             f"{path}: missing, and transformers cannot make it of the older files ({reason});"
             " generate needs it: make it elsewhere"
@@ -94,8 +99,10 @@ def _check_older(folder: Path) -> None:
     if not path.exists():
         return
     vocabulary = read_object(path, "vocab.json")
-    if not all(type(number) is int and number >= 0 for number in vocabulary.values()):
-        raise SparkinferError(f"{path}: a token without number; get it again")
+    if not all(type(n) is int and 0 <= n < MAX_TOKENS for n in vocabulary.values()):
+        raise SparkinferError(
+            f"{path}: a token without number, or with one from {MAX_TOKENS} on; get it again"
+        )
     path = folder / "merges.txt"
     lines = read_text(path, "merges.txt").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -116,20 +123,40 @@ def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
         path = folder / name
         found = read_object(path, name).get("eos_token_id") if path.exists() else None
         many = found if isinstance(found, list) else [] if found is None else [found]
-        wrong = [i for i in many if type(i) is not int or i < 0]
-        if wrong:
-            raise SparkinferError(
-                f"{path}: eos_token_id has {str(wrong[0])[:40]!r}, wanted the numbers of tokens;"
-                " mend it there"
-            )
+        _check_ids(path, "eos_token_id", many)
         numbers = {i for i in many if type(i) is int}
         above = sorted(i for i in numbers if i >= vocab_size)
         if above:
             notes.append(
-                f"{path}: eos_token_id {above[0]} is not in the model, which has no such end"
+                f"{path}: eos_token_id {shown(above[0])} is not in the model, which has no such end"
             )
         ids |= numbers.difference(above)
     return sorted(ids), notes
+
+
+def _check_special(path: Path, vocab_size: int) -> list[str]:
+    """Notes on the other special tokens that the model does not have; raises SparkinferError for a
+    value that is not a token id."""
+    values = read_object(path, path.name) if path.exists() else {}
+    notes = []
+    for key in ("bos_token_id", "unk_token_id", "pad_token_id"):
+        number = values.get(key)
+        if number is None:
+            continue
+        _check_ids(path, key, [number])
+        if isinstance(number, int) and number >= vocab_size:
+            notes.append(
+                f"{path}: {key} {shown(number)} is not in the model, which has no such token"
+            )
+    return notes
+
+
+def _check_ids(path: Path, key: str, numbers: list[object]) -> None:
+    wrong = [number for number in numbers if type(number) is not int or number < 0]
+    if wrong:
+        raise SparkinferError(
+            f"{path}: {key} has {shown(wrong[0])}, wanted the numbers of tokens; mend it there"
+        )
 
 
 def _special_keys(
@@ -149,16 +176,33 @@ def _special_keys(
     return keys
 
 
+def _check_names(path: Path) -> None:
+    """Raises SparkinferError for a special token that is no text, and for a flag that is none."""
+    values = read_object(path, path.name)
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = values.get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str) and value is not None:
+            raise SparkinferError(
+                f"{path}: {key} is {shown(value)}, wanted the text of a token; mend it there"
+            )
+    for key in ("add_bos_token", "add_eos_token"):
+        if not isinstance(values.get(key), bool | None):
+            raise SparkinferError(
+                f"{path}: {key} is {shown(values[key])}, wanted true or false; mend it there"
+            )
+
+
 def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialVocab:
     """gguf's reading of tokenizer.json, tokenizer_config.json and config.json."""
     if (folder / "tokenizer_config.json").exists():
-        read_object(folder / "tokenizer_config.json", "tokenizer_config.json")
+        _check_names(folder / "tokenizer_config.json")
     names = ("bos", "eos", "unk", "pad")
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # what matters is in our notes
     try:
         return SpecialVocab(folder, with_merges, names, vocab_size)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:
         raise SparkinferError(
-            f"{folder}: the special tokens cannot be read ({error}); get tokenizer.json and"
+            f"{folder}: the special tokens cannot be read ({one_line(error)}); get tokenizer.json and"
             " tokenizer_config.json again"
         ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import require_file
+from sparkinfer.mapped_files import map_whole
 
 # 405 billion parameters are 1,200 tensors of about 150 bytes of pickle and directory each.
 MAX_DIRECTORY_BYTES = 8 << 20
@@ -46,7 +47,7 @@ def open_torch_zip(path: Path, what: str) -> TorchZip:
     require_file(path, what)
     try:
         with path.open("rb") as stream:
-            mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapping = map_whole(stream)
             if mapping[:4] != b"PK\3\4":
                 raise SparkinferError(
                     f"{path}: not a whole {what} (no zip file: saved before torch 1.6, or something"

@@ -29,14 +29,16 @@ def check_tokenizer(path: Path, tokenizer: Json) -> None:
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list):
         raise SparkinferError(f"{path}: no 'model' table; wanted a tokenizer.json; get it again")
-    if model.get("type") != "BPE":
-        return
     vocabulary, merges = model.get("vocab"), model.get("merges")
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else [None]
-    ids = [*ids, *(item.get("id") if isinstance(item, dict) else None for item in added)]
-    has_content = all(isinstance(item, dict) and "content" in item for item in added)
-    if not all(isinstance(i, int) and i >= 0 for i in ids) or not has_content:
+    is_bpe = model.get("type") == "BPE"
+    ids: list[object] = [None] if is_bpe else []  # other models may have a list of tokens
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else ids
+    ids += [item.get("id") if isinstance(item, dict) else None for item in added]
+    has_text = all(isinstance(item, dict) and type(item.get("content")) is str for item in added)
+    if not all(type(i) is int and i >= 0 for i in ids) or not has_text:
         raise SparkinferError(f"{path}: a token without text or number; get tokenizer.json again")
+    if not is_bpe:
+        return
     if not isinstance(merges, list) or not all(len(pair_of(merge)) == 2 for merge in merges):
         raise SparkinferError(f"{path}: a merge that is not two tokens; get tokenizer.json again")
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load, save
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.safetensors_file import load_arrays, save_arrays
+from sparkinfer.typed import shown
 
 FORMAT, VERSION = "sparkinfer.resume", 2
 Settings = dict[str, str | int | float | bool | None]
@@ -76,7 +77,7 @@ def load_position(path: Path, settings: Settings, *, force: bool) -> Position | 
         _compare(path, metadata["settings"], settings)
         phase, done = metadata["phase"], metadata["done"]
         if not all(type(number) is int and number >= 0 for number in (phase, done)):
-            raise SparkinferError(f"{path}: stands at window {done!r} of phase {phase!r}")
+            raise SparkinferError(f"{path}: stands at window {shown(done)} of phase {shown(phase)}")
         position = Position(phase=phase, done=done, arrays=arrays)
         if position.digest() != metadata["digest"]:
             raise SparkinferError(f"{path}: is damaged (its contents are not what was saved)")

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import CHUNK_BYTES, require_file
+from sparkinfer.typed import shown
 
 BLOCK_BYTES = 8192
 BLOCK_ROWS = 8  # of a parquet file
@@ -134,7 +135,7 @@ class JsonLinesSource:
             ) from error
         text = record.get(self.text_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            keys = sorted(record)[:8] if isinstance(record, dict) else type(record).__name__
+            keys = shown(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
             raise SparkinferError(
                 f"{self.path}: byte {offset}: no text at key {self.text_key!r}, found {keys};"
                 " name the key with --text-key"
@@ -160,7 +161,7 @@ class ParquetSource:
             "string_view",
         ):
             raise SparkinferError(
-                f"{path}: no text in column {text_key!r}, found {schema.names[:8]};"
+                f"{path}: no text in column {text_key!r}, found {shown(schema.names[:8])};"
                 " name the column with --text-key"
             )
         self.places = [
@@ -192,7 +193,7 @@ class ParquetSource:
         try:
             with ParquetFile(self.path) as file:
                 yield file
-        except (ArrowException, OSError) as error:
+        except (ArrowException, OSError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())[:160]
             raise SparkinferError(f"{self.path}: not a parquet file ({reason})") from error
 

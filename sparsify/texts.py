@@ -11,11 +11,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_text
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.profile.sources import STDIN, find_sources
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.stream import Stream
+from sparkinfer.tokenizer_text import read_tokenizer
 
 MEASURED_WINDOWS = 16  # that the neurons' weights are measured on; they are trained on too
 HELD_OUT_WINDOW = 512
@@ -73,7 +75,8 @@ def codec_of(folder: Path) -> TextCodec:
         raise SparkinferError(
             f"{folder}: no tokenizer.json; save the tokenizer with save_pretrained of transformers"
         )
-    return TextCodec(Tokenizer.from_file(str(file)), None, frozenset())
+    text = read_text(file, "tokenizer.json")
+    return TextCodec(read_tokenizer(str(file), text), None, frozenset())
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_folder
+from sparkinfer.files import no_room, partial_folder
 from sparkinfer.limits import FILE_NAME, LayerLimits, Limits
+from sparkinfer.typed import shown
 
 SHARD_BYTES = 4 << 30
 TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README*")
@@ -54,7 +56,7 @@ def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor],
     checkpoint = Checkpoint.open(folder)
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
-        raise SparkinferError(f"{folder}: no tensor {missing[0]!r}; it is of another model")
+        raise SparkinferError(f"{folder}: no tensor {shown(missing[0])}; it is of another model")
     gates = [layer.gate_F for layer in Limits.load(folder / FILE_NAME).layers]
     if any(gate is None for gate in gates):
         raise SparkinferError(f"{folder / FILE_NAME}: a layer has no limits of its gates")
@@ -89,12 +91,20 @@ def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, 
     ]  # fmt: skip
     for file, group in zip(names, groups, strict=True):
         tensors = {n: _tensor(checkpoint, n, matrices) for n in group}
-        save_file(tensors, folder / file, {"format": "pt"})
-        (folder / file).chmod(0o644)
+        save_tensors(tensors, folder / file)
     if len(groups) > 1:
         weight_map = {n: file for file, group in zip(names, groups, strict=True) for n in group}
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """A checkpoint's safetensors file. Raises SparkinferError where there is no room."""
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise no_room(path, " ".join(str(error).split())[:120]) from error
+    path.chmod(0o644)
 
 
 def _tensor(checkpoint: Checkpoint, name: str, matrices: Mapping[str, Tensor]) -> Tensor:

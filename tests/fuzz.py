@@ -1,17 +1,18 @@
-"""Damaged inputs for convert, one after the other, in a process that may not survive them.
+"""Cases one after the other, in a process that may not survive them, and their outcomes.
 
     python fuzz.py INPUTS WORK LIMIT_S KIND:START:STOP ...
 
-INPUTS holds whole inputs (see `make_inputs`); case number N of a kind is a seeded mutation of one
-of its files. A line on stdout for each case: its kind, number and outcome. `refused` (in one line
-of SparkinferError, nothing left behind) and `done` (a model file that loads) are right, all else
-is wrong. A case that takes over LIMIT_S or kills the process has no line; one that takes over
-1 GiB of memory ends in MemoryError, or kills."""
+A case is a kind and a number: the number is the seed of its damage, so it is the same every time.
+Kinds are those of fuzz_readers and fuzz_odd, whose damaged files must be refused or read as another
+whole file would be, and those of fuzz_meaning and fuzz_pairs, which must be refused. INPUTS holds
+whole inputs (see fuzz_inputs). The first line on stdout is `ready`, and then there is one for each
+case: its kind, number and outcome. `refused` (in one line of SparkinferError, nothing left behind)
+and `done` are right, all else is wrong. A case that takes over LIMIT_S or kills the process has no
+line; one that takes over 1 GiB of memory ends in MemoryError, or kills."""
 
 import contextlib
 import ctypes
 import io
-import json
 import os
 import random
 import re
@@ -22,253 +23,68 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # slow to import, and the child counts the memory of what it needs
-    from sparkinfer.model_file import ModelFile
+from fuzz_damage import another_value, mutated, spots_of
+from fuzz_meaning import MEANINGS, misread
+from fuzz_odd import ODDS, read_odd
+from fuzz_pairs import PAIRS, put_together
+from fuzz_readers import KINDS, Case
 
 MEMORY_BYTES = 1 << 30
-EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 1 << 24, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF,
-            1 << 32, 1 << 40, (1 << 62) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
-NUMBERS = (b"-1", b"0", b"1", b"7", b"1e308", b"0.5", b"4294967296", b"9" * 20, b"9" * 400,
-           b"null", b'"x"', b"[]", b"true", b"NaN", b"Infinity", b"1000000000")  # fmt: skip
+READY = "ready"  # the first line of a child, which has read the whole inputs
+MAX_LINE = 1000  # characters of a refusal
+# KIND/NAME.refused and KIND/NAME.done: what ended otherwise once.
+FOUND = sorted(path for path in (Path(__file__).parent / "fuzz_corpus").glob("*/*"))
+
+# ------------------------------------------------------------------ cases
 
 
-# ------------------------------------------------------------------ mutations
-
-
-def mutated(raw: bytes, spots: list[tuple[int, int]], rng: random.Random) -> bytes:
-    """One to three damages, most of them within the spots (start, stop) that describe the rest."""
-    data = bytearray(raw)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        start, stop = rng.choice(spots)
-        stop = min(stop, len(data))
-        if start < stop:
-            rng.choice(DAMAGES)(data, start, stop, rng)
-    return bytes(data)
-
-
-def flip_bits(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        data[rng.randrange(start, stop)] ^= 1 << rng.randrange(8)
-
-
-def set_integer(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    place, size = rng.randrange(start, stop), rng.choice((1, 2, 4, 4, 8, 8))
-    value = rng.choice((*EXTREMES, len(data), len(data) - 1, len(data) + 1))
-    data[place : place + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
-
-
-def change_field(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    """A small integer, as lengths, counts and offsets are: eight or four bytes with zeros."""
-    found = [m.start() for m in re.finditer(rb"[\x01-\xff]\0{3}", data[start:stop])]
-    if found:
-        place = start + rng.choice(found)
-        size = rng.choice((1, 4, 8))
-        value = rng.choice((*EXTREMES, data[place] + 1, data[place] - 1))
-        data[place : place + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
-
-
-def change_number(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    """A number written in digits, as in JSON."""
-    found = list(re.finditer(rb"\d+", data[start:stop]))
-    if found:
-        match = rng.choice(found)
-        data[start + match.start() : start + match.end()] = rng.choice(NUMBERS)
-
-
-def truncate(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    del data[rng.choice((start, stop, rng.randrange(start, stop), len(data) - 1)) :]
-
-
-def splice(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    place, size = rng.randrange(start, stop), rng.choice((1, 2, 4, 8, 30, 64))
-    source = rng.randrange(start, stop)
-    piece = rng.choice((rng.randbytes(size), bytes(data[source : source + size]), b"[" * 5000,
-                        b"\0" * size, b"\\ud800", b""))  # fmt: skip
-    data[place : place + rng.choice((0, 0, size, len(piece)))] = piece
-
-
-DAMAGES = (flip_bits, set_integer, change_field, change_number, truncate, splice)
-
-
-def spots_of(path: Path) -> list[tuple[int, int]]:
-    """Where a file describes itself; the last spot is all of it."""
-    raw = path.read_bytes()
-    whole = (0, len(raw))
-    if path.suffix == ".safetensors":
-        end = 8 + int.from_bytes(raw[:8], "little")
-        return [(0, 8), (8, end), (8, end), (8, end), whole]
-    if path.suffix in (".pt", ".bin"):
-        pickle = raw.index(b"data.pkl")
-        directory = raw.index(b"PK\1\2")
-        end = raw.index(b"PK\3\4", pickle)
-        return [(0, pickle), (pickle, end), (pickle, end), (directory, len(raw)),
-                (directory, len(raw)), (len(raw) - 98, len(raw)), whole]  # fmt: skip
-    if path.name == TARGETS["plan"]:
-        return [(0, 24), (24, raw.rindex(b"ffn_hot") + 40), whole]
-    if path.suffix == ".gguf":
-        end = raw.rindex(b"weight") + 40
-        tensors = raw.index(b"token_embd")
-        return [(0, 24), (24, tensors), (24, tensors), (tensors, end), (tensors, end), whole]
-    return [whole]
-
-
-# ------------------------------------------------------------------ inputs and cases
-
-
-def make_inputs(folder: Path) -> None:
-    """Whole, tiny inputs of every kind."""
-    import torch
-    from checkpoints import random_dejavu, random_llama
-    from safetensors.torch import load_file, save_file
-
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.model_file import ModelFile, PredictorInfo
-    from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
-
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 257}
-    whole = random_llama(folder / "safetensors", has_tokenizer=False, **sizes)
-    tensors = load_file(whole / "model.safetensors")
-    shutil.copytree(whole, folder / "index", ignore=shutil.ignore_patterns("*.safetensors"))
-    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
-    for shard in set(weight_map.values()):
-        part = {name: t for name, t in tensors.items() if weight_map[name] == shard}
-        save_file(part, folder / "index" / shard)
-    index = json.dumps({"weight_map": weight_map})
-    (folder / "index" / "model.safetensors.index.json").write_text(index)
-    shutil.copytree(whole, folder / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save(tensors, folder / "bin" / "pytorch_model.bin")
-    shutil.copytree(whole, folder / "config")
-    random_dejavu(folder / "pt", num_layers=1, width=32, num_neurons=32, rank=4)
-    (folder / "pt" / "config.json").write_text('{"sparse_threshold": 0.5, "input_layer_offset": 1}')
-    convert(ConvertConfig(source=whole, output=folder / "plain.gguf"))
-    model = ModelFile.load(folder / "plain.gguf")
-    weights = torch.ones(4, 32).numpy()
-    Predictors(
-        model_id=model.model_id,
-        info=PredictorInfo(kind="linear", rank_L=(4,), threshold_L=(0.0,), density_L=(0.5,)),
-        layers=(LayerPredictor.of(down_RD=weights, up_FR=weights.T.copy()),),
-    ).save(folder / "ours" / FILE_NAME)
-    silu = random_llama(folder / "silu", hidden_act="silu", **sizes)
-    (folder / "stock").mkdir()
-    stock = folder / "stock" / "model.gguf"
-    convert(ConvertConfig(source=silu, output=stock, layout="stock"))
-    (folder / "gguf").mkdir()
-    convert(ConvertConfig(source=folder / "plain.gguf", output=folder / "gguf" / "model.gguf",
-                          predictors=folder / "ours"))  # fmt: skip
-    make_inspected(folder, model)
-    shutil.copytree(whole, folder / "values")
-
-
-def make_inspected(folder: Path, model: "ModelFile") -> None:
-    """A profile, a plan (with its profile beside it) and a machine."""
-    import numpy as np
-    from models import make_machine, make_profile
-    from test_runtime import make_split
-
-    (folder / "profile").mkdir()
-    (folder / "machine").mkdir()
-    make_profile(model).save(folder / "profile" / TARGETS["profile"])
-    make_machine().save(folder / "machine" / TARGETS["machine"])
-    shutil.copytree(folder / "profile", folder / "plan")
-    hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
-    make_split(model, hot).save(folder / "plan" / TARGETS["plan"])
-
-
-# By kind: the file that is damaged, and whether the folder is a source, predictors, or a file's.
-TARGETS = {
-    "safetensors": "model.safetensors",
-    "bin": "pytorch_model.bin",
-    "gguf": "model.gguf",
-    "stock": "model.gguf",
-    "pt": "model_0.pt",
-    "ours": "predictors.safetensors",
-    "config": "config.json",
-    "index": "model.safetensors.index.json",
-    "values": "config.json",
-    "profile": "model.profile.safetensors",
-    "plan": "model.split.gguf",
-    "machine": "machine.json",
-}
-INSPECTED = ("profile", "plan", "machine")
-# Put in the place of a value of config.json: whole JSON that means something else.
-ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, 1e308, 10**9, 10**30, "", "x", "llama", [], [0],
-       ["x"], {}, {"type": "linear", "factor": 2.0}, {"rope_type": "default"})  # fmt: skip
-
-
-def another_value(raw: bytes, rng: random.Random) -> bytes:
-    """config.json with another value, one less or one more."""
-    values = json.loads(raw)
-    for _ in range(rng.choice((1, 1, 2))):
-        key = rng.choice([*values, "sliding_window", "layer_types", "is_causal", "rope_scaling"])
-        if rng.random() < 0.1:
-            values.pop(key, None)
-        else:
-            values[key] = rng.choice(ODD)
-    return json.dumps(values).encode()
-
-
-def inspect_damaged(path: Path) -> str:
-    """Shows what a file of ours holds, and of a profile or a plan its export."""
-    from sparkinfer.export.export import ExportConfig, export
-    from sparkinfer.inspection.inspect_file import inspect_file
-    from sparkinfer.inspection.tables import print_summary
-    from sparkinfer.inspection.to_json import to_json
-
-    output = path.parent.parent / "output" / "out"
-    with contextlib.redirect_stdout(io.StringIO()):
-        summary = inspect_file(path)
-        print_summary(summary, all_tensors=True)
-        json.loads(to_json(summary))
-    if path.suffix == ".safetensors":
-        export(ExportConfig(source=path, output=output, format="powerinfer-activations"))
-    if path.suffix == ".gguf":
-        profile = path.parent / TARGETS["profile"]
-        export(ExportConfig(source=path, output=output, profile=profile, format="gpuidx"))
-    shutil.rmtree(output.parent, ignore_errors=True)
-    return "done"
-
-
-def convert_damaged(inputs: Path, kind: str, number: int, work: Path) -> str:
-    """Converts with one file damaged; raises whatever convert does."""
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.model_file import ModelFile
-
-    folder, target = work / kind, TARGETS[kind]
+def damaged(inputs: Path, kind: str, number: int) -> tuple[str, bytes]:
+    """The name and the content of the file of a case."""
+    target = KINDS[kind].target
     if kind == "pt" and number % 8 == 0:
         target = "config.json"
-    raw = (inputs / kind / target).read_bytes()
-    rng = random.Random(f"{kind} {number}")
+    path = inputs / kind / target
+    raw, rng = path.read_bytes(), random.Random(f"{kind} {number}")
+    if KINDS[kind].is_values:
+        return target, another_value(raw, rng)
+    return target, mutated(raw, spots_of(path), rng)
+
+
+def read_damaged(inputs: Path, kind: str, number: int, work: Path) -> str:
+    return read_file(inputs, kind, *damaged(inputs, kind, number), work, number)
+
+
+def read_file(
+    inputs: Path, kind: str, target: str, content: bytes, work: Path, number: int = 0
+) -> str:
+    """Reads the folder of a kind with another content of one file; raises as the reader."""
+    folder, output = work / kind, work / "output"
     if not folder.exists():
         shutil.copytree(inputs / kind, folder)
+    output.mkdir(exist_ok=True)
+    suffix = ".out" if kind in ("profile", "merge") else ".gguf"
     try:
-        damaged = (
-            another_value(raw, rng) if kind == "values"
-            else mutated(raw, spots_of(inputs / kind / target), rng)
+        (folder / target).write_bytes(content)
+        KINDS[kind].read(
+            Case(number=number, path=folder / KINDS[kind].target, inputs=inputs,
+                 output=output / f"out{suffix}")
         )  # fmt: skip
-        (folder / target).write_bytes(damaged)
-        if kind in INSPECTED:
-            return inspect_damaged(folder / target)
-        output = work / "output" / "out.gguf"
-        output.parent.mkdir(exist_ok=True)
-        if kind == "stock":
-            ModelFile.load(folder / target)
-            return "done"
-        if kind in ("pt", "ours"):
-            convert(ConvertConfig(source=inputs / "plain.gguf", predictors=folder, output=output))
-        elif kind == "gguf":
-            source, predictors = folder / target, inputs / "ours"
-            convert(ConvertConfig(source=source, predictors=predictors, output=output))
-        else:
-            convert(ConvertConfig(source=folder, output=output))
-        ModelFile.load(output)
-        output.unlink()
+        shutil.rmtree(output)
     finally:
-        (folder / target).write_bytes(raw)
+        shutil.copy(inputs / kind / target, folder / target)
     return "done"
+
+
+def replay(inputs: Path, kind: str, number: int, work: Path) -> str:
+    """Reads a file that was found once, under the name of its kind."""
+    path = FOUND[number]
+    kind = path.parent.name
+    outcome = outcome_of(
+        lambda: read_file(inputs, kind, KINDS[kind].target, path.read_bytes(), work), work
+    )
+    wanted = path.suffix[1:]
+    return "done" if outcome == wanted else f"{outcome} where it must be {wanted}: {path.name}"
 
 
 def misbehave(inputs: Path, kind: str, number: int, work: Path) -> str:
@@ -289,6 +105,10 @@ def misbehave(inputs: Path, kind: str, number: int, work: Path) -> str:
             (work / "output" / "out.gguf.partial").touch()
         if kind == "lines":
             raise SparkinferError("two\nlines")
+        if kind == "length":
+            raise SparkinferError("x" * MAX_LINE)
+        if kind == "accepted":
+            return "done where it must be refused"
     raise SparkinferError("refused")
 
 
@@ -300,7 +120,7 @@ def outcome_of(case: Callable[[], str], work: Path) -> str:
     except SparkinferError as error:
         message = str(error)
         message.encode()  # must be printable
-        is_line = "\n" not in message and len(message) < 1000
+        is_line = "\n" not in message and len(message) < MAX_LINE
         outcome = "refused" if is_line else f"refused in no line: {message[:200]!r}"
     except BaseException as error:  # a harness reports all there is
         at = error.__traceback__
@@ -313,19 +133,44 @@ def outcome_of(case: Callable[[], str], work: Path) -> str:
     return f"left {left} after {outcome}" if left else outcome
 
 
-def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
-    if any(text.split(":")[0] in TARGETS for text in ranges):
-        # before the limit is taken
-        import sparkinfer.convert.convert
-        import sparkinfer.export.powerinfer_activations
-        import sparkinfer.inspection.tables  # noqa: F401
+def all_kinds() -> list[str]:
+    return [*KINDS, *ODDS, *MEANINGS, *PAIRS]
 
+
+def runner_of(kind: str) -> Callable[[Path, str, int, Path], str]:
+    if kind in KINDS:
+        return read_damaged
+    if kind in MEANINGS:
+        return misread
+    if kind in ODDS:
+        return read_odd
+    if kind == "found":
+        return replay
+    return put_together if kind in PAIRS else misbehave
+
+
+def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
+    """Reads the whole inputs: what a reader imports is not counted as the memory of a case."""
+    found = {path.parent.name for path in FOUND} if "found" in kinds else set[str]()
+    for kind in {*kinds, *found}:
+        if kind in PAIRS:
+            put_together(inputs, kind, 0, work)
+        of = MEANINGS[kind].kind if kind in MEANINGS else ODDS.get(kind, kind)
+        if of in KINDS:
+            target = KINDS[of].target
+            read_file(inputs, of, target, (inputs / of / target).read_bytes(), work)
+
+
+def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        warm_up(inputs, [text.split(":")[0] for text in ranges], work)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(READY, flush=True)
     for text in ranges:
         kind, start, stop = text.split(":")
-        run = convert_damaged if kind in TARGETS else misbehave
+        run = runner_of(kind)
         for number in range(int(start), int(stop)):
             signal.alarm(limit_s)  # the default action: the process ends, wherever it is
             with contextlib.redirect_stderr(io.StringIO()):
@@ -336,34 +181,39 @@ def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
 
 # ------------------------------------------------------------------ the parent's side
 
-Cases = dict[str, int]  # how many of each kind
+Cases = dict[str, range]  # the numbers of each kind
+Outcomes = dict[tuple[str, int], str]
 
 
-def run_cases(
-    inputs: Path, work: Path, cases: Cases, limit_s: int = 5
-) -> dict[tuple[str, int], str]:
+def run_cases(inputs: Path, work: Path, cases: Cases, limit_s: int = 5) -> Outcomes:
     """The outcome of every case; a process that dies is replaced by another."""
-    outcomes: dict[tuple[str, int], str] = {}
-    while len(outcomes) < sum(cases.values()):
+    outcomes: Outcomes = {}
+    while len(outcomes) < sum(map(len, cases.values())):
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        firsts = {k: sum(key[0] == k for key in outcomes) for k in cases}
-        ranges = [f"{k}:{firsts[k]}:{n}" for k, n in cases.items() if firsts[k] < n]
+        missing = [
+            (k, i) for k, numbers in cases.items() for i in numbers if (k, i) not in outcomes
+        ]
+        firsts = {kind: number for kind, number in reversed(missing)}
+        ranges = [f"{kind}:{firsts[kind]}:{cases[kind].stop}" for kind in cases if kind in firsts]
         done = subprocess.run(
             [sys.executable, __file__, str(inputs), str(work), str(limit_s), *ranges],
             capture_output=True, text=True, errors="replace",
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1",
+                 "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
-        for line in done.stdout.splitlines():
-            kind, number, outcome = line.split(" ", 2)
-            outcomes[kind, int(number)] = outcome
-        missing = [(k, i) for k, n in cases.items() for i in range(n) if (k, i) not in outcomes]
-        if missing:
-            outcomes[missing[0]] = f"died ({done.returncode}): {done.stderr[-300:]}"
+        first, *lines = done.stdout.splitlines() or [""]
+        if first != READY:
+            raise RuntimeError(f"the whole inputs cannot be read: {done.stderr[-2000:]}")
+        found = [line.split(" ", 2) for line in lines]
+        outcomes |= {(kind, int(number)): outcome for kind, number, outcome in found}
+        left = [case for case in missing if case not in outcomes]
+        if left:
+            outcomes[left[0]] = f"died ({done.returncode}): {done.stderr[-300:]}"
     return outcomes
 
 
-def wrong_outcomes(outcomes: dict[tuple[str, int], str]) -> dict[tuple[str, int], str]:
+def wrong_outcomes(outcomes: Outcomes) -> Outcomes:
     return {case: text for case, text in outcomes.items() if text not in ("refused", "done")}
 
 

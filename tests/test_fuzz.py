@@ -1,17 +1,38 @@
-"""Damaged inputs end in one line, or in a model file that loads; see fuzz.py."""
+"""Damaged inputs end in one line, or are read as whole ones are; what contradicts itself, or does
+not belong together, ends in one line. See fuzz.py, fuzz_readers, fuzz_meaning and fuzz_pairs; for hours
+of it fuzz_long.py."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fuzz
+import fuzz_meaning
 import pytest
-from fuzz import TARGETS, make_inputs, mutated, outcome_of, run_cases, spots_of, wrong_outcomes
+from fuzz import FOUND, all_kinds, outcome_of, run_cases, wrong_outcomes
+from fuzz_damage import another_value, mutated, spots_of
+from fuzz_inputs import make_inputs
+from fuzz_long import print_counts
+from fuzz_meaning import MEANINGS, Meaning, misread
+from fuzz_odd import ODDS
+from fuzz_pairs import PAIRS, cases_of, must_refuse
+from fuzz_readers import KINDS, TARGETS
 
-# Two processes of about the same length: 2,000 damaged weights and headers, 250 of JSON, 120
-# configs of another meaning, 300 files that inspect and export read.
-CASES = (
-    {"safetensors": 450, "gguf": 450, "ours": 150, "index": 100, "profile": 100, "plan": 100},
+# Two processes of about the same length.
+MANY = (
+    {"safetensors": 450, "gguf": 450, "ours": 150, "index": 100, "profile": 100, "plan": 60},
     {"bin": 450, "stock": 250, "pt": 250, "config": 150, "values": 120, "machine": 100},
 )
+FEW = (
+    {"tokenizer": 30, "tokens": 40, "special": 20, "generation": 20, "template": 20, "vocab": 20,
+     "found": len(FOUND), "merges": 20, "sentencepiece": 10, "theirs": 40, "powerinfer": 40,
+     "run": 40},
+    {"limits": 40, "thresholds": 40, "merge": 40, "figures": 30, "prompt": 40, "resume": 40,
+     "conversation": 30, "gbnf": 30, "schema": 30, "regex": 30, "lark": 30, "text": 30, "jsonl": 30,
+     "parquet": 30},
+)  # fmt: skip
+# What transformers does not take of it is a note.
+TOLERANT = ("sentencepiece",)
 
 
 @pytest.fixture(scope="module")
@@ -21,26 +42,85 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-def test_damaged_inputs_are_refused_or_harmless(inputs, tmp_path):
+def outcomes_of(inputs: Path, tmp_path: Path, parts: tuple[dict[str, int], ...]) -> fuzz.Outcomes:
+    def run(number: int) -> fuzz.Outcomes:
+        cases = {kind: range(count) for kind, count in parts[number].items()}
+        return run_cases(inputs, tmp_path / str(number), cases, limit_s=20)
+
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda i: run_cases(inputs, tmp_path / str(i), CASES[i]), range(2))
-    outcomes = {case: text for part in parts for case, text in part.items()}
-    assert outcomes.keys() == {(k, i) for part in CASES for k, n in part.items() for i in range(n)}
+        found = [case for part in pool.map(run, range(len(parts))) for case in part.items()]
+    outcomes = dict(found)
+    assert outcomes.keys() == {(k, i) for part in parts for k, n in part.items() for i in range(n)}
+    return outcomes
+
+
+def test_damaged_inputs_are_refused_or_harmless(inputs, tmp_path):
+    outcomes = outcomes_of(inputs, tmp_path, MANY)
     assert not wrong_outcomes(outcomes)
-    for kind in TARGETS:
+    for kind in {kind for kind, _ in outcomes}:
         found = [text for case, text in outcomes.items() if case[0] == kind]
         # Most damages are to be noticed, and some are to be harmless: else the cases test little.
         assert found.count("refused") > len(found) / 2 and "done" in found, kind
+
+
+def test_what_else_is_read_is_refused_or_harmless_when_it_is_damaged(inputs, tmp_path):
+    outcomes = outcomes_of(inputs, tmp_path, FEW)
+    assert not wrong_outcomes(outcomes)
+    for kind in {kind for kind, _ in outcomes} - {"found"}:
+        found = {text for case, text in outcomes.items() if case[0] == kind}
+        assert "done" in found and (kind in TOLERANT or "refused" in found), kind
+
+
+def test_odd_content_is_refused_or_harmless(inputs, tmp_path):
+    outcomes = outcomes_of(inputs, tmp_path, (dict.fromkeys(ODDS, 25),))
+    assert not wrong_outcomes(outcomes)
+    for kind in ODDS:
+        found = [text for case, text in outcomes.items() if case[0] == kind]
+        assert found.count("refused") > len(found) / 4, kind
+
+
+def test_every_kind_is_tested(inputs):
+    assert {kind for part in (*MANY, *FEW) for kind in part} == {*KINDS, "found"}
+    assert FOUND, "what was found once is read again"
+    assert all((inputs / kind / target).is_file() for kind, target in TARGETS.items())
+
+
+def test_wrong_content_is_refused(inputs, tmp_path):
+    counts = {kind: 2 * len(meaning.changes) for kind, meaning in MEANINGS.items()}
+    outcomes = outcomes_of(inputs, tmp_path, (counts,))
+    assert not {case: text for case, text in outcomes.items() if text != "refused"}
+
+
+@pytest.mark.parametrize("kind", MEANINGS)
+def test_the_content_is_what_is_wrong(inputs, tmp_path, monkeypatch, kind):
+    """Written again without a change, it is taken: by the same way, and told as a failure."""
+    meaning = MEANINGS[kind]
+    same = Meaning(kind=meaning.kind, changes={"none": lambda *content: None}, seal=meaning.seal)
+    monkeypatch.setitem(fuzz_meaning.MEANINGS, kind, same)
+    outcome = outcome_of(lambda: misread(inputs, kind, 0, tmp_path), tmp_path)
+    assert outcome == "done where it must be refused: none"
+    assert wrong_outcomes({(kind, 0): outcome})
+
+
+def test_files_that_do_not_belong_together_are_refused(inputs, tmp_path):
+    outcomes = outcomes_of(
+        inputs, tmp_path, ({kind: len(cases_of(pair)) for kind, pair in PAIRS.items()},)
+    )
+    for kind, pair in PAIRS.items():
+        for number, (name, forged) in enumerate(cases_of(pair)):
+            wanted = "refused" if must_refuse(pair, name, forged) else "done"
+            assert outcomes[kind, number] == wanted, (kind, name, forged)
 
 
 def test_the_harness_catches_wrong_outcomes(tmp_path):
     words = {
         "crash": "died (-11)", "hang": "died (-14)", "allocation": "MemoryError",
         "traceback": "ValueError at ", "leftover": "left ['out.gguf.partial']",
-        "lines": "refused in no line",
+        "lines": "refused in no line", "length": "refused in no line",
+        "accepted": "done where it must be refused",
     }  # fmt: skip
-    outcomes = run_cases(tmp_path, tmp_path / "work", dict.fromkeys(words, 4), limit_s=1)
-    assert outcomes.keys() == {(kind, number) for kind in words for number in range(4)}
+    outcomes = run_cases(tmp_path, tmp_path / "work", dict.fromkeys(words, range(1, 4)), limit_s=1)
+    assert outcomes.keys() == {(kind, number) for kind in words for number in range(1, 4)}
     wrong = wrong_outcomes(outcomes)
     assert wrong.keys() == {(kind, 2) for kind in words}
     assert all(words[kind] in text for (kind, _), text in wrong.items()), wrong
@@ -48,21 +128,44 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
 
 def test_inputs_that_are_whole_are_done(inputs, tmp_path, monkeypatch):
     """Nothing but the damage is why a case is refused."""
-    import fuzz
-
     monkeypatch.setattr(fuzz, "mutated", lambda raw, spots, rng: raw)
     monkeypatch.setattr(fuzz, "another_value", lambda raw, rng: raw)
-    for kind in TARGETS:
-        case = lambda kind=kind: fuzz.convert_damaged(inputs, kind, 1, tmp_path)  # noqa: E731
+    for kind in KINDS:
+        case = lambda kind=kind: fuzz.read_damaged(inputs, kind, 1, tmp_path)  # noqa: E731
         assert outcome_of(case, tmp_path) == "done", kind
 
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_case_is_the_same_every_time_and_unlike_others(inputs, kind):
-    import random
-
     path = inputs / kind / TARGETS[kind]
     raw, spots = path.read_bytes(), spots_of(path)
-    made = [[mutated(raw, spots, random.Random(i)) for i in range(50)] for _ in range(2)]
-    assert made[0] == made[1]
-    assert len({*made[0]} - {raw}) > 30
+    is_values = KINDS[kind].is_values
+
+    def made(seed: int) -> bytes:
+        rng = random.Random(seed)
+        return another_value(raw, rng) if is_values else mutated(raw, spots, rng)
+
+    cases = [[made(seed) for seed in range(50)] for _ in range(2)]
+    assert cases[0] == cases[1]
+    assert len({*cases[0]} - {raw}) > 30
+
+
+def test_another_outcome_than_that_of_its_name_is_told(inputs, tmp_path, monkeypatch):
+    whole = tmp_path / "machine" / "whole.refused"
+    whole.parent.mkdir()
+    whole.write_bytes((inputs / "machine" / TARGETS["machine"]).read_bytes())
+    again = whole.with_suffix(".done")
+    again.write_bytes(whole.read_bytes())
+    monkeypatch.setattr(fuzz, "FOUND", [whole, again])
+    told = [fuzz.replay(inputs, "found", number, tmp_path) for number in range(2)]
+    assert told == ["done where it must be refused: whole.refused", "done"]
+
+
+def test_counts_are_printed_by_kind(capsys):
+    from collections import Counter
+
+    print_counts({"a": Counter(refused=3, wrong=1), "b": Counter(done=2)})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [["a", "4", "3", "0", "1"], ["b", "2", "0", "2", "0"],
+                        ["all", "6", "3", "2", "1"]]  # fmt: skip
+    assert len(all_kinds()) == len(KINDS) + len(ODDS) + len(MEANINGS) + len(PAIRS)

@@ -9,6 +9,7 @@ from sparkinfer.convert.blueprint import Blueprint, NameOf, Rows, gguf_names
 from sparkinfer.convert.config_reader import UNGATED, ConfigReader
 from sparkinfer.convert.families.family import Family
 from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import shown
 
 OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
@@ -83,8 +84,8 @@ def _norms(read: ConfigReader) -> tuple[str, ...]:
     num_norms = read.values.get("num_ln_in_parallel_attn")
     if num_norms not in (None, 1, 2) or (num_norms == 2 and not is_new):
         raise SparkinferError(
-            f"{read.path}: num_ln_in_parallel_attn is {num_norms!r} and new_decoder_architecture"
-            f" {is_new!r}; transformers has no such layer; this checkpoint is not supported"
+            f"{read.path}: num_ln_in_parallel_attn is {shown(num_norms)} and new_decoder_architecture"
+            f" {is_new}; transformers has no such layer; this checkpoint is not supported"
         )
     if not is_new and not is_parallel:
         return NEXT_NORM

@@ -12,6 +12,7 @@ from sparkinfer.convert.families.opt import OPT
 from sparkinfer.convert.families.phi import PHI3
 from sparkinfer.convert.families.qwen import QWEN2, QWEN3
 from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import shown
 
 # By `architectures` of config.json.
 FAMILIES: dict[str, Family] = {
@@ -38,7 +39,7 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise SparkinferError(
-            f"{path}: architecture {name!r} is unknown; known: {', '.join(FAMILIES)}"
+            f"{path}: architecture {shown(name)} is unknown; known: {', '.join(FAMILIES)}"
         )
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="attention that looks ahead is not computed")

@@ -34,6 +34,7 @@ from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.chat_template import ChatTemplate, Message
 from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.typed import shown
 
 FORMAT, VERSION = "sparkinfer-chat", 1
 # A longer prompt is computed in pieces, between which whoever asks for tokens may stop.
@@ -297,7 +298,9 @@ def _read(path: Path) -> tuple[str | None, list[dict[str, object]]]:
         for message in messages
     )
     if unknown or not is_known or not (system is None or isinstance(system, str)):
-        what = f"has the unknown key {unknown[0]!r}" if unknown else "has messages that are none"
+        what = (
+            f"has the unknown key {shown(unknown[0])}" if unknown else "has messages that are none"
+        )
         raise SparkinferError(f"{path}: {what}; wanted a conversation as /save writes it")
     assert isinstance(messages, list)
     return system, messages

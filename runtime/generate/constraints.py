@@ -19,6 +19,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate import gbnf, gbnf_parser
 from sparkinfer.runtime.generate.json_schema import check_schema, parse_schema
 from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.typed import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -71,7 +72,9 @@ class Constraint:
         is_token = 0 <= token_id < self._num_tokens
         if not is_token or not self._allowed_now()[token_id]:
             text = self._codec.tokenizer.id_to_token(token_id) if is_token else None
-            raise SparkinferError(f"the {self._what} does not allow token {token_id} ({text!r})")
+            raise SparkinferError(
+                f"the {self._what} does not allow token {token_id} ({shown(text)})"
+            )
         if token_id in self._codec.end_ids:
             self._has_ended, self._allowed = True, None
             return

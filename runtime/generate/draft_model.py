@@ -15,6 +15,7 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.speculation import Guess
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from sparkinfer.typed import shown
 
 
 class DraftModel:
@@ -95,6 +96,6 @@ def check_vocabulary(
     if of_target != of_draft:
         token, number = min(of_target.items() ^ of_draft.items(), key=lambda item: item[1])
         raise SparkinferError(
-            f"the draft model's tokens are not the model's, the first at {number} ({token!r});"
+            f"the draft model's tokens are not the model's, the first at {number} ({shown(token)});"
             " take one with the same vocabulary, usually a smaller one of the same family"
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import shown
 
 Ranges = tuple[tuple[int, int], ...]  # of characters, ordered and apart
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
@@ -72,7 +73,7 @@ def parse(text: str) -> dict[str, Node]:
         for reference in references(node):
             if reference.name not in rules:
                 raise SparkinferError(
-                    f"line {reference.line} of the grammar: no rule is called {reference.name!r}"
+                    f"line {reference.line} of the grammar: no rule is called {shown(reference.name)}"
                 )
     if "root" not in _ending(rules):
         raise SparkinferError(
@@ -143,9 +144,9 @@ class _Parser:
             name = self._name("the name of a rule")
             self._skip()
             if not self._take("::="):
-                raise self._error(f"wanted ::= after {name!r}")
+                raise self._error(f"wanted ::= after {shown(name)}")
             if name in rules:
-                raise self._error(f"a second rule {name!r}")
+                raise self._error(f"a second rule {shown(name)}")
             self._skip(across_lines=True)
             rules[name] = self._choice(depth=0)
             if self._peek() not in ("", "\n"):

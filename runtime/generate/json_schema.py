@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from urllib.parse import unquote
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import one_line, shown
 
 _ANNOTATIONS = {
     "$schema", "$comment", "title", "description", "default", "examples", "deprecated",
@@ -52,7 +53,7 @@ def check_schema(schema: object) -> dict[str, object]:
         _check_numbers(place, part)
         target = part.get("$ref", "#")
         if not isinstance(target, str) or unquote(target) not in {*schemas, *anchors}:
-            raise _refused(place, "$ref", f"{target!r} is no schema inside this one")
+            raise _refused(place, "$ref", f"{shown(target)} is no schema inside this one")
     if "#" not in _ending(schemas):
         raise SparkinferError(
             "the JSON schema can never end: what it requires refers to itself without a way out"
@@ -94,10 +95,10 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
         raise _refused(place, "$id", "only the whole schema may have one")
     found = schema.get("format", "date")
     if not isinstance(found, str) or found not in _FORMATS:
-        raise _refused(place, "format", f"{found!r} is none of {', '.join(sorted(_FORMATS))}")
+        raise _refused(place, "format", f"{shown(found)} is none of {', '.join(sorted(_FORMATS))}")
     for keyword in _BOUNDS & schema.keys():
         if isinstance(schema[keyword], bool) or not isinstance(schema[keyword], int | float):
-            raise _refused(place, keyword, f"is {schema[keyword]!r}, wanted a number")
+            raise _refused(place, keyword, f"is {shown(schema[keyword])}, wanted a number")
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _refused(place, "required", "wanted a list of names")
@@ -165,7 +166,7 @@ def _needs(place: str, schema: dict[str, object]) -> Iterator[str | list[str]]:
 
 
 def _refused(place: str, keyword: str, why: str) -> SparkinferError:
-    return SparkinferError(f"JSON schema, {place}: {keyword!r}: {why}")
+    return SparkinferError(f"JSON schema, {one_line(place)}: {shown(keyword)}: {why}")
 
 
 def _token(name: str) -> str:
@@ -177,7 +178,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the name {twice!r} twice")
+        raise ValueError(f"an object has the name {shown(twice)} twice")
     return found
 
 

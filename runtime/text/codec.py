@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
+from sparkinfer.tokenizer_text import read_tokenizer, refused
 
 _MAX_HELD = 8  # tokens without a character; no character has more than 4 bytes
 REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character
@@ -39,7 +40,7 @@ class TextCodec:
         tokenizer = (
             ggml_tokenizer(model.path, model.extra_keys)
             if content is None
-            else Tokenizer.from_str(content)
+            else read_tokenizer(f"{model.path}: {TOKENIZER_KEY}", content)
         )
         return cls(tokenizer, _token_id(model, "bos"), _end_ids(model, tokenizer))
 
@@ -47,8 +48,7 @@ class TextCodec:
         """Token ids as the checkpoint's own tokenizer gives them; for no text, the begin token.
 
         Raises SparkinferError for what is not Unicode (bytes of another encoding)."""
-        _check_unicode(text)
-        ids = list(self.tokenizer.encode(text).ids)
+        ids = self._ids(text, add_special_tokens=True)
         return ids or ([] if self.begin_id is None else [self.begin_id])
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -56,12 +56,17 @@ class TextCodec:
         nothing is added to it, no begin token either.
 
         Raises SparkinferError for what is not Unicode."""
-        _check_unicode(text)
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """Token ids of many texts, tokenised in parallel."""
-        return [list(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
+        with refused("its tokenizer cannot encode a text"):
+            return [list(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        _check_unicode(text)
+        with refused("its tokenizer cannot encode the text"):
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def stream(self, after: Sequence[int] = ()) -> "TextStream":
         """For the tokens that follow `after`."""

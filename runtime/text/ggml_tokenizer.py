@@ -26,6 +26,7 @@ from sparkinfer.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import Value
 from sparkinfer.runtime.text.score_merges import merges_of_scores
+from sparkinfer.typed import shown
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 SPACE = "\u2581"
@@ -45,7 +46,7 @@ def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
         tokenizer, adds_begin = _sentencepiece(vocabulary), True
     else:
         raise SparkinferError(
-            f"{path}: its tokenizer is of kind {model!r}; known are 'gpt2' and 'llama'; convert"
+            f"{path}: its tokenizer is of kind {shown(model)}; known are 'gpt2' and 'llama'; convert"
             " a checkpoint that has a tokenizer.json"
         )
     tokenizer.add_special_tokens(
@@ -68,6 +69,12 @@ class _Vocabulary:
     @classmethod
     def read(cls, path: Path, keys: Mapping[str, Value]) -> "_Vocabulary":
         tokens = _strings(path, keys, Keys.Tokenizer.LIST)
+        other = next((i for i, token in enumerate(tokens) if not _is_text(token)), None)
+        if other is not None:
+            raise SparkinferError(
+                f"{path}: token {other} has bytes that are no UTF-8, which the tokenizers library does"
+                " not take; convert a checkpoint that has a tokenizer.json"
+            )
         if len(set(tokens)) != len(tokens):
             raise SparkinferError(
                 f"{path}: {len(tokens) - len(set(tokens))} tokens have the text of another one;"
@@ -82,7 +89,12 @@ class _Vocabulary:
     def numbers(self, key: str) -> list[float]:
         """The values of `key`, one for each token."""
         values = self.keys.get(key)
-        if not isinstance(values, list) or len(values) != len(self.tokens):
+        is_right = (
+            isinstance(values, list)
+            and len(values) == len(self.tokens)
+            and all(isinstance(value, int | float) for value in values)
+        )
+        if not isinstance(values, list) or not is_right:
             raise SparkinferError(
                 f"{self.path}: {key} is not of {len(self.tokens)} numbers, as there are tokens;"
                 " get the file again"
@@ -101,7 +113,7 @@ class _Vocabulary:
     def is_set(self, key: str, default: bool) -> bool:
         value = self.keys.get(key, default)
         if not isinstance(value, bool):
-            raise SparkinferError(f"{self.path}: {key} is {value!r}, wanted true or false")
+            raise SparkinferError(f"{self.path}: {key} is {shown(value)}, wanted true or false")
         return value
 
     def special(self, key: str) -> str:
@@ -109,10 +121,15 @@ class _Vocabulary:
         value = self.keys.get(key)
         if not isinstance(value, np.integer) or not 0 <= value < len(self.tokens):
             raise SparkinferError(
-                f"{self.path}: {key} is {value!r}, wanted the number of a token, because one is"
+                f"{self.path}: {key} is {shown(value)}, wanted the number of a token, because one is"
                 " to be added to every text; get the file again"
             )
         return self.tokens[int(value)]
+
+
+def _is_text(token: str) -> bool:
+    """Whether it came without bytes of no text, which are surrogates."""
+    return token.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in token)
 
 
 def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
@@ -121,7 +138,7 @@ def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
             return kind
     known = ", ".join(kind.name for kind in BYTE_LEVEL_KINDS)
     raise SparkinferError(
-        f"{path}: how its tokenizer splits text ({Keys.Tokenizer.PRE}) is {name!r}; known are"
+        f"{path}: how its tokenizer splits text ({Keys.Tokenizer.PRE}) is {shown(name)}; known are"
         f" {known}; convert a checkpoint that has a tokenizer.json"
     )
 
@@ -132,7 +149,7 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
         left, _, right = merge.partition(" ")
         if left not in ids or right not in ids or left + right not in ids:
             raise SparkinferError(
-                f"{vocabulary.path}: the merge {merge!r} is not of three tokens; get the file again"
+                f"{vocabulary.path}: the merge {shown(merge)} is not of three tokens; get the file again"
             )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind.whole_words_first))

@@ -18,7 +18,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
 from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from sparkinfer.safetensors_file import load_arrays, save_arrays
-from sparkinfer.typed import Fields
+from sparkinfer.typed import Fields, shown
 
 FORMAT = "sparkinfer.limits"
 VERSION = 1
@@ -97,11 +97,11 @@ class Limits:
             count = read.count("num_layers", least=1, most=MAX_LAYERS)
             layers = tuple(_take(arrays, layer) for layer in range(count))
             if arrays:
-                raise SparkinferError(f"unknown array {min(arrays)!r}")
+                raise SparkinferError(f"unknown array {shown(min(arrays))}")
             limits = cls(
-                model_id=read.text_or_none("model_id"),
+                model_id=read.line_or_none("model_id"),
                 layers=layers,
-                is_trained=metadata.get("is_trained", False) is True,
+                is_trained="is_trained" in metadata and read.flag("is_trained"),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
             )
             limits.validate()

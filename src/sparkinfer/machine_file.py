@@ -12,12 +12,14 @@ from statistics import quantiles
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file
 from sparkinfer.json_file import read_object
-from sparkinfer.typed import Fields
+from sparkinfer.typed import MAX_SHOWN, Fields, one_line, shown
 
 FORMAT = "sparkinfer.machine"
 VERSION = 4
 # No quantity of a machine is outside, and what is computed from those inside is finite.
 LEAST, MOST = 1e-18, 1e18
+MOST_S = 1e3  # of one copy, launch, layer or token: a solver counts in such units
+RATE = "gb_per_s"
 # Half of the rounds differ by more than this share of their median: something else was running.
 DOUBTFUL_SPREAD = 0.25
 # Of the rows, where chosen ones are measured.
@@ -153,6 +155,16 @@ class Machine:
         named |= {} if self.cpu_costs is None else self.cpu_costs.figures
         return named | {f"{g.name} {name}": f for g in self.gpus for name, f in g.figures.items()}
 
+    @property
+    def times(self) -> dict[str, Figure]:
+        """Of the figures those in seconds, by the same names."""
+        return {
+            name: figure
+            for name, figure in self.figures.items()
+            if name.startswith(("cpu layer ", "cpu token"))
+            or (name.endswith("_s") and not name.endswith(RATE))
+        }
+
     @classmethod
     def load(cls, path: Path) -> "Machine":
         """Raises SparkinferError for anything but a whole, valid machine file."""
@@ -160,9 +172,9 @@ class Machine:
         try:
             found, version = values.pop("format", None), values.pop("version", None)
             if found != FORMAT:
-                raise SparkinferError(f"format {repr(found)[:60]}, wanted {FORMAT!r}")
+                raise SparkinferError(f"format {shown(found)}, wanted {FORMAT!r}")
             if version != VERSION:
-                raise SparkinferError(f"version {repr(version)[:60]}, this program reads {VERSION}")
+                raise SparkinferError(f"version {shown(version)}, this program reads {VERSION}")
             machine = _machine(Fields(values, keys={field.name for field in fields(cls)}))
             machine.validate()
         except SparkinferError as error:
@@ -185,26 +197,42 @@ class Machine:
         numbers: dict[str, float] = {"threads": self.num_threads, "memory": self.memory_bytes}
         for gpu in self.gpus:
             numbers |= {f"{gpu.name} memory": gpu.memory_bytes, f"{gpu.name} free": gpu.free_bytes}
+            _check_free(gpu.name, gpu.free_bytes, gpu.memory_bytes)
+        _check_free("the machine", self.free_bytes, self.memory_bytes)
         for name, figure in self.figures.items():
             quartiles = figure.quartiles or ()
             numbers |= {name: figure.best}
             numbers |= {f"quartile {i} of {name}": value for i, value in enumerate(quartiles, 1)}
             if list(quartiles) != sorted(quartiles) or bool(quartiles) != (figure.rounds > 0):
                 raise SparkinferError(
-                    f"{name} has quartiles {list(quartiles)} of {figure.rounds} rounds,"
+                    f"{one_line(name, MAX_SHOWN)} has quartiles {list(quartiles)} of"
+                    f" {figure.rounds} rounds,"
                     " wanted three ascending ones, or none of 0"
                 )
         for name, number in numbers.items():
+            name = one_line(name, MAX_SHOWN)
             if not number > 0:
                 raise SparkinferError(f"{name} is {number}, wanted more than 0")
             if not LEAST <= number <= MOST:
                 raise SparkinferError(f"{name} is {number}, wanted {LEAST:g} to {MOST:g}")
+        for name, figure in self.times.items():
+            if figure.best > MOST_S:
+                raise SparkinferError(
+                    f"{one_line(name, MAX_SHOWN)} is {figure.best} s, wanted up to {MOST_S:g}"
+                )
+
+
+def _check_free(name: str, free_bytes: int, memory_bytes: int) -> None:
+    if free_bytes > memory_bytes:
+        raise SparkinferError(
+            f"{one_line(name, MAX_SHOWN)} has {free_bytes} free bytes of {memory_bytes}"
+        )
 
 
 def _machine(read: Fields) -> Machine:
     versions = read.part("versions")
     return Machine(
-        cpu_name=read.text("cpu_name"),
+        cpu_name=read.line("cpu_name"),
         num_threads=read.count("num_threads"),
         memory_bytes=read.count("memory_bytes"),
         free_bytes=read.count("free_bytes"),
@@ -220,8 +248,8 @@ def _machine(read: Fields) -> Machine:
 
 def _by_threads(read: Fields) -> dict[int, Figure]:
     for name in read.values:
-        if not (name.isascii() and name.isdecimal() and len(name) < 6):
-            raise SparkinferError(f"{read.name} has {name[:60]!r}, wanted numbers of threads")
+        if not (name.isascii() and name.isdecimal() and len(name) < 6 and name[0] != "0"):
+            raise SparkinferError(f"{read.name} has {shown(name)}, wanted numbers of threads")
     return {int(name): _figure(read, name) for name in read.values}
 
 
@@ -253,8 +281,8 @@ def _costs(read: Fields) -> CpuCosts:
 
 def _gpu(read: Fields) -> Gpu:
     return Gpu(
-        name=read.text("name"),
-        source=read.text("source"),
+        name=read.line("name"),
+        source=read.line("source"),
         memory_bytes=read.count("memory_bytes"),
         free_bytes=read.count("free_bytes"),
         bandwidth_gb_per_s=_figure(read, "bandwidth_gb_per_s"),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import Fields
+from sparkinfer.typed import Fields, shown
 
 RunMode = Literal["dense", "exact", "predicted"]
 SparseMode = Literal["exact", "predicted"]
@@ -44,7 +44,7 @@ class ModeQuality:
 
 
 _RANGES = {
-    "perplexity_increase": (-1.0, 1e12),
+    "perplexity_increase": (math.nextafter(-1.0, 0.0), 1e12),
     "perplexity_half_width": (0.0, 1e12),
     "kl_mean": (0.0, 1e6),
     "top1_agreement": (0.0, 1.0),
@@ -71,7 +71,7 @@ def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
     read = Fields(values, name)
     unknown = sorted(set(map(str, read.values)) - set(get_args(SparseMode)))
     if unknown:
-        raise SparkinferError(f"{name} has {unknown[0][:60]!r}, wanted exact and predicted")
+        raise SparkinferError(f"{name} has {shown(unknown[0])}, wanted exact and predicted")
     modes: tuple[SparseMode, ...] = get_args(SparseMode)
     return {mode: _of(read.part(mode, _NAMES), mode) for mode in modes if mode in read.values}
 

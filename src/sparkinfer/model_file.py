@@ -44,6 +44,7 @@ from sparkinfer.limits import Limits, limit_entries, limit_shapes, limits_in, tr
 from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_keys import VERSION, KeyReader, quality_keys, shape_keys
 from sparkinfer.powerinfer_file import adopt
+from sparkinfer.typed import shown
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
@@ -103,7 +104,7 @@ class ModelFile:
             path=path,
             architecture=read.graph.name,
             layout="sparse" if "blk.0.ffn_down_t.weight" in tensors else "stock",
-            model_id=str(keys["sparkinfer.model_id"]),
+            model_id=read.line("sparkinfer.model_id"),
             shape=shape,
             activation=read.activation(),
             threshold_L=read.thresholds("sparkinfer.ffn.threshold", shape.num_layers),
@@ -111,7 +112,7 @@ class ModelFile:
             tensors=tensors,
             extra_keys={k: v for k, v in keys.items() if _is_extra(k, read.graph.name)},
             quality=read.quality(),
-            is_trained_sparse=keys.get("sparkinfer.limits.trained", False) is True,
+            is_trained_sparse=read.flag("sparkinfer.limits.trained"),
         )
         model.validate()
         return model
@@ -136,7 +137,7 @@ class ModelFile:
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
         missing = sorted(required.keys() - self.tensors.keys())
         if unknown or missing:
-            what = f"unknown tensor {unknown[0]!r}" if unknown else f"no tensor {missing[0]!r}"
+            what = f"unknown tensor {shown(unknown[0])}" if unknown else f"no tensor {missing[0]!r}"
             raise SparkinferError(
                 f"{self.path}: {what} for a {self.layout} {self.architecture} of"
                 f" {self.shape.num_layers} layers; convert the checkpoint again"
@@ -325,9 +326,13 @@ class ModelFile:
         return "token_embd.weight" if self.is_tied else "output.weight"
 
     def text(self, key: str) -> str | None:
-        """A string among the extra keys, or None."""
+        """A string among the extra keys, or None. Raises SparkinferError for another value."""
         value = self.extra_keys.get(key)
-        return value if isinstance(value, str) else None
+        if value is None or isinstance(value, str):
+            return value
+        raise SparkinferError(
+            f"{self.path}: {key} is {shown(value)}, wanted a text; convert the checkpoint again"
+        )
 
     def _own_keys(self) -> dict[str, Value]:
         keys = shape_keys(self.graph, self.shape) | {"sparkinfer.model_id": self.model_id}
@@ -417,10 +422,16 @@ def _predictor(read: KeyReader, num_layers: int) -> PredictorInfo | None:
             " wanted counts, and an offset of 0 or 1; convert them again"
         )
     has_density = prefix + "density" in read.keys
+    density_L = read.floats(prefix + "density", num_layers) if has_density else ()
+    if not all(0 <= density <= 1 for density in density_L):
+        raise SparkinferError(
+            f"{read.path}: key {prefix + 'density'!r} is not all shares from 0 to 1; train the"
+            " predictors again"
+        )
     return PredictorInfo(
         kind=cast(PredictorKind, read.choice(prefix + "kind", PredictorKind, "")),
         rank_L=tuple(int(rank) for rank in rank_L),
         threshold_L=read.floats(prefix + "threshold", num_layers),
         input_layer_offset=int(offset),
-        density_L=read.floats(prefix + "density", num_layers) if has_density else (),
+        density_L=density_L,
     )

@@ -17,11 +17,21 @@ from sparkinfer.architecture import (
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value
 from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
+from sparkinfer.typed import shown
 
 VERSION = 1
 # What a count in a header is believed up to: a damaged one must not make anybody loop or allocate.
 MAX_COUNT = (1 << 31) - 1
 QUALITY = "sparkinfer.quality."
+OWN = "sparkinfer."
+OWN_KEYS = {
+    f"{OWN}{name}"
+    for name in (
+        "version", "model_id", "is_post_norm", "ffn.activation", "ffn.threshold", "limits.trained",
+        "predictor.kind", "predictor.rank", "predictor.threshold", "predictor.input_layer_offset",
+        "predictor.density",
+    )
+}  # fmt: skip
 MAX_LAYERS = 1 << 12
 LIMITS = {"block_count": MAX_LAYERS}
 NORM_EPSILON = {
@@ -63,21 +73,26 @@ class KeyReader:
         found = str(keys.get("general.architecture", "none"))
         if found not in ARCHITECTURES:
             raise SparkinferError(
-                f"{path}: architecture {found!r}; known: {', '.join(ARCHITECTURES)}"
+                f"{path}: architecture {shown(found)}; known: {', '.join(ARCHITECTURES)}"
             )
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("sparkinfer.version", np.uint32(VERSION))
         if not isinstance(version, np.integer) or version != VERSION:
             raise SparkinferError(
-                f"{path}: format version {str(version)[:20]!r}, this program reads {VERSION};"
+                f"{path}: format version {shown(version)}, this program reads {VERSION};"
                 " convert the checkpoint again"
             )
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
-        """An unknown key may change what the graph computes, unless it says zero or no."""
+        """An unknown key may change what the graph computes, unless it says zero or no; one of ours
+        is of a later version."""
         prefix = self.graph.name + "."
         for key, value in self.keys.items():
+            if key.startswith(OWN) and key not in OWN_KEYS and not key.startswith(QUALITY):
+                raise SparkinferError(
+                    f"{self.path}: key {shown(key)} is unknown; convert the checkpoint again"
+                )
             name = key.removeprefix(prefix)
             if (
                 key.startswith(prefix)
@@ -85,17 +100,35 @@ class KeyReader:
                 and value not in (0, False, "none")
             ):
                 raise SparkinferError(
-                    f"{self.path}: key {key!r} ({value}) is unknown: the graph may differ from"
-                    f" the {self.graph.name} that is known here; this file is not supported"
+                    f"{self.path}: key {shown(key)} ({shown(value)}) is unknown: the graph may differ"
+                    f" from the {self.graph.name} that is known here; this file is not supported"
                 )
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.keys.get(key, default)
         if not isinstance(value, int | float | np.number) or isinstance(value, bool):
-            raise SparkinferError(f"{self.path}: key {key!r} is {value!r}, wanted a number")
+            raise SparkinferError(f"{self.path}: key {key!r} is {shown(value)}, wanted a number")
         if not np.isfinite(value):
             raise SparkinferError(f"{self.path}: key {key!r} is {value}, wanted a finite number")
         return float(value)
+
+    def line(self, key: str) -> str:
+        """A text that a refusal can quote as it is."""
+        value = self.keys.get(key)
+        if not isinstance(value, str) or not value.isprintable():
+            raise SparkinferError(
+                f"{self.path}: key {key!r} is {shown(value)}, wanted a text of one line"
+            )
+        return value
+
+    def flag(self, key: str) -> bool:
+        """No where the file does not say."""
+        value = self.keys.get(key, False)
+        if not isinstance(value, bool):
+            raise SparkinferError(
+                f"{self.path}: key {key!r} is {shown(value)}, wanted true or false"
+            )
+        return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A number above zero."""
@@ -114,7 +147,7 @@ class KeyReader:
     def floats(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
         values = self.keys.get(key, None if default is None else [default] * count)
         if not isinstance(values, list) or len(values) != count:
-            found = f"{len(values)} values" if isinstance(values, list) else repr(values)
+            found = f"{len(values)} values" if isinstance(values, list) else shown(values)
             raise SparkinferError(f"{self.path}: key {key!r} has {found}, wanted {count} numbers")
         if not all(isinstance(value, int | float | np.number) for value in values):
             raise SparkinferError(f"{self.path}: key {key!r} holds text, wanted {count} numbers")
@@ -126,7 +159,9 @@ class KeyReader:
     def choice(self, key: str, kind: object, default: str) -> str:
         value = self.keys.get(key, default)
         if value not in get_args(kind):
-            raise SparkinferError(f"{self.path}: key {key!r} is {value!r}, wanted {get_args(kind)}")
+            raise SparkinferError(
+                f"{self.path}: key {key!r} is {shown(value)}, wanted {get_args(kind)}"
+            )
         return cast(str, value)
 
     def activation(self) -> Activation:
@@ -192,7 +227,7 @@ class KeyReader:
             norm_epsilon=self.positive(f"{name}.{NORM_EPSILON[self.graph.norm]}"),
             rope_theta=self.positive(f"{name}.rope.freq_base", 10000.0),
             rope_linear_factor=self._rope_linear_factor(),
-            is_post_norm=self.keys.get("sparkinfer.is_post_norm", False) is True,
+            is_post_norm=self.flag("sparkinfer.is_post_norm"),
         )
 
     def _rope_linear_factor(self) -> float:
@@ -202,7 +237,7 @@ class KeyReader:
         if scaling not in (None, "none", "linear"):
             raise SparkinferError(
                 f"{self.path}: this kind of rotary embedding is not supported"
-                f" (scaling {scaling!r}, wanted none or linear)"
+                f" (scaling {shown(scaling)}, wanted none or linear)"
             )
         if scaling == "none":
             return 1.0

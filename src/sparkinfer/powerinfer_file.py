@@ -8,6 +8,7 @@ import numpy as np
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value
+from sparkinfer.typed import shown
 
 ACTIVATIONS = {"llama": "relu", "bamboo": "drelu", "falcon": "relu", "opt": "relu"}
 RENAMED = {
@@ -28,7 +29,7 @@ def adopt(
     found = str(keys.get("general.architecture", "none"))
     if found not in ACTIVATIONS:
         raise SparkinferError(
-            f"architecture {found!r} of PowerInfer's; known: {', '.join(ACTIVATIONS)}"
+            f"architecture {shown(found)} of PowerInfer's; known: {', '.join(ACTIVATIONS)}"
         )
     name = "llama" if found == "bamboo" else found
     own = {
@@ -76,7 +77,7 @@ def _predictor_keys(tensors: dict[str, TensorEntry], threshold: Value) -> dict[s
     if not ranks:
         return {}
     if not isinstance(threshold, np.number):
-        raise SparkinferError(f"powerinfer.sparse_threshold is {threshold!r}, wanted a number")
+        raise SparkinferError(f"powerinfer.sparse_threshold is {shown(threshold)}, wanted a number")
     return {
         "sparkinfer.predictor.kind": "relu",
         "sparkinfer.predictor.rank": ranks,

@@ -180,7 +180,7 @@ class Predictors:
             if arrays:
                 raise SparkinferError(f"unknown array {shown(min(arrays))}")
             predictors = cls(
-                model_id=read.text_or_none("model_id"),
+                model_id=read.line_or_none("model_id"),
                 info=info,
                 layers=tuple(layers),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
@@ -230,6 +230,8 @@ class Predictors:
         if not all(0 <= density <= 1 for density in self.info.density_L):
             raise SparkinferError("a density is no share from 0 to 1")
         for layer, (predictor, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
+            for name, matrix in predictor.matrices(layer).items():
+                matrix.check(name)
             if predictor.rank != rank or (rank == 0 and self.info.kind == "relu"):
                 raise SparkinferError(
                     f"layer {layer} has a {self.info.kind} predictor of rank {predictor.rank},"
@@ -255,9 +257,7 @@ def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredi
 
 
 def _check(layer: int, predictor: LayerPredictor) -> None:
-    """Raises SparkinferError unless shapes, types and values of one layer are right."""
-    for name, matrix in predictor.matrices(layer).items():
-        matrix.check(name)
+    """Raises SparkinferError unless the shapes of one layer and its biases are right."""
     wanted = predictor.wanted_shapes(predictor.up.shape[0], predictor.width)
     for name, matrix in predictor.matrices(layer).items():
         shape = wanted[name.split(".", 2)[2]]

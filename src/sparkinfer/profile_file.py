@@ -93,7 +93,7 @@ class Profile:
         read = Fields(metadata)
         try:
             profile = cls(
-                model_id=read.text("model_id"),
+                model_id=read.line("model_id"),
                 num_tokens=read.count("num_tokens", least=1),
                 threshold_L=tuple(read.numbers("threshold_L")),
                 corpora=tuple(
@@ -109,6 +109,10 @@ class Profile:
                 **arrays,
             )
             profile.validate()
+            if min(profile.threshold_L) < 0:
+                raise SparkinferError(
+                    f"thresholds are {shown(profile.threshold_L)}, wanted finite numbers from 0 on"
+                )
         except SparkinferError as error:
             raise SparkinferError(f"{path}: {error}; profile the model again") from error
         return profile
@@ -155,8 +159,6 @@ class Profile:
             )
         if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
             raise SparkinferError("the histograms do not hold every neuron once a token")
-        if not all(0 <= threshold < np.inf for threshold in self.threshold_L):
-            raise SparkinferError("the thresholds are not all finite and from 0 on")
 
 
 def _of_both(one: str | None, other: str | None) -> str | None:

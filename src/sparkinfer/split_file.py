@@ -3,6 +3,7 @@
 Specified in docs/formats.md. What this module does not know: how the plan was found, or how to
 run it. Its byte counts are checked against a model file by `check_against`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
@@ -15,7 +16,7 @@ from sparkinfer.files import sha256_of
 from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
 from sparkinfer.mode_quality import RunMode
 from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
-from sparkinfer.typed import Fields
+from sparkinfer.typed import Fields, shown
 
 VERSION = 3
 OLDER = (2,)  # counted predictors in mode exact too, which its bytes then say
@@ -64,11 +65,12 @@ class Split:
         version = keys.get(_PREFIX + "version")
         if not isinstance(version, np.integer) or version not in (VERSION, *OLDER):
             raise SparkinferError(
-                f"{path}: version {str(version)[:20]!r}, this program reads {VERSION};"
+                f"{path}: version {shown(version)}, this program reads {VERSION};"
                 " run sparkinfer solve again"
             )
         try:
             read = Fields({k.removeprefix(_PREFIX): v for k, v in keys.items()})
+            _refuse_unknown(keys)
             counts = read.counts("hot_count")
             names = [f"blk.{layer}.ffn_hot" for layer in range(len(counts))]
             none = np.zeros(0, np.int32)
@@ -77,13 +79,13 @@ class Split:
                 for name, count in zip(names, counts, strict=True)
             )
             if tensors:
-                raise SparkinferError(f"unknown tensor {min(tensors)!r}")
+                raise SparkinferError(f"unknown tensor {shown(min(tensors))}")
             split = cls(
                 hot=hot,
                 dense_on_gpu=tuple(map(bool, read.counts("dense_on_gpu", most=1))),
                 gpu_bytes={item: read.count(f"gpu_bytes.{item}") for item in ITEMS},
                 cpu_bytes={item: read.count(f"cpu_bytes.{item}") for item in ITEMS},
-                model_id=read.text("model_id"),
+                model_id=read.line("model_id"),
                 mode=cast(PlanMode, read.choice("mode", get_args(PlanMode))),
                 vram_budget_bytes=read.count("vram_budget_bytes"),
                 context_length=read.count("context_length", least=1),
@@ -127,13 +129,14 @@ class Split:
 
     def validate(self) -> None:
         """Raises SparkinferError where the plan contradicts itself."""
-        if len(self.hot) != len(self.dense_on_gpu):
+        if not self.hot or len(self.hot) != len(self.dense_on_gpu):
             raise SparkinferError(f"{len(self.hot)} layers, {len(self.dense_on_gpu)} dense blocks")
         if self.gpu_bytes.keys() != set(ITEMS) or self.cpu_bytes.keys() != set(ITEMS):
             raise SparkinferError(f"bytes are itemised as {list(self.gpu_bytes)}, wanted {ITEMS}")
         for layer, ids in enumerate(self.hot):
-            if ids.dtype != np.int32 or ids.ndim != 1 or len(np.unique(ids)) != len(ids):
-                raise SparkinferError(f"layer {layer}: neuron ids must be distinct int32")
+            is_whole = ids.dtype == np.int32 and ids.ndim == 1 and not (ids < 0).any()
+            if not is_whole or len(np.unique(ids)) != len(ids):
+                raise SparkinferError(f"layer {layer}: neuron ids must be distinct int32 from 0 on")
         used, held = sum(self.gpu_bytes.values()), sum(self.cpu_bytes.values())
         if used > self.vram_budget_bytes:
             raise SparkinferError(f"{used:,} bytes for a budget of {self.vram_budget_bytes:,}")
@@ -196,6 +199,11 @@ class Split:
                 f"{path}: made for model {self.model_id[:12]}, but {model.path} is"
                 f" {model.model_id[:12]}; run sparkinfer solve on this model"
             )
+        if self.context_length > model.shape.context_length:
+            raise SparkinferError(
+                f"{path}: for a context of {self.context_length} tokens, {model.path} has up to"
+                f" {model.shape.context_length}; run sparkinfer solve again"
+            )
         num_neurons = model.shape.num_neurons
         ids = np.concatenate(self.hot)
         if len(self.hot) != model.shape.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
@@ -232,6 +240,7 @@ _SCALARS = {
     "profile_sha256": str,
     "machine_sha256": str,
 }
+_OF_GPUS = {"home", "gpu_budget_bytes"}  # where there are several
 
 
 def without_predictors(model: ModelFile) -> ModelFile:
@@ -246,11 +255,22 @@ def without_predictors(model: ModelFile) -> ModelFile:
     return replace(model, predictor=None, tensors=kept)
 
 
+def _refuse_unknown(keys: Mapping[str, Value]) -> None:
+    """Raises SparkinferError for a key of a plan that is not known, and for one of a pair."""
+    known = {"version", "dense_on_gpu", "hot_count", *_SCALARS, *_OF_GPUS}
+    known |= {f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in ITEMS}
+    own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
+    if not own <= known:
+        raise SparkinferError(f"key {shown(min(own - known))} is unknown")
+    if own & _OF_GPUS and not own >= _OF_GPUS:
+        raise SparkinferError(f"{' and '.join(sorted(_OF_GPUS))}: one of them is missing")
+
+
 def _sizes(read: Fields) -> tuple[int, ...]:
     """The GPUs' budgets: decimal texts, since GGUF's lists of numbers are read as int32."""
     found = []
     for text in read.items("gpu_budget_bytes"):
         if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20):
-            raise SparkinferError(f"gpu_budget_bytes has {repr(text)[:60]}, wanted decimal numbers")
+            raise SparkinferError(f"gpu_budget_bytes has {shown(text)}, wanted decimal numbers")
         found.append(int(text))
     return tuple(found)

@@ -1,4 +1,5 @@
-"""Strict reads of the values in our own files' JSON objects and GGUF keys.
+"""Strict reads of the values in our own files' JSON objects and GGUF keys, and how a refusal quotes
+what others wrote.
 
 A value of another type than is wanted is refused by its name: none is turned into the other, and
 none comes through to where its type is taken for granted. What this module does not know: the
@@ -14,6 +15,8 @@ from sparkinfer.errors import SparkinferError
 
 T = TypeVar("T")
 MAX_COUNT = (1 << 63) - 1  # what an int64 holds; every count of ours does
+MAX_SHOWN = 60  # characters of a value that a refusal quotes
+MAX_LINE = 200  # of another program's message
 
 
 class Fields:
@@ -22,11 +25,12 @@ class Fields:
     def __init__(self, values: object, name: str = "", keys: set[str] | None = None) -> None:
         """Raises SparkinferError for what is no object, and where its keys are not `keys`."""
         if not isinstance(values, Mapping):
-            raise SparkinferError(f"{name or 'the content'} is {_shown(values)}, wanted an object")
+            name = one_line(name or "the content", MAX_SHOWN)
+            raise SparkinferError(f"{name} is {shown(values)}, wanted an object")
         self.values, self.name = values, name
         wrong = sorted(str(key) for key in values.keys() ^ keys) if keys is not None else []
         if wrong:
-            raise SparkinferError(f"key {self._name(wrong[0])[:80]!r} is unknown or missing")
+            raise SparkinferError(f"key {shown(self._name(wrong[0]))} is unknown or missing")
 
     def text(self, key: str) -> str:
         value = self._get(key)
@@ -34,6 +38,14 @@ class Fields:
 
     def text_or_none(self, key: str) -> str | None:
         return None if self._get(key) is None else self.text(key)
+
+    def line(self, key: str) -> str:
+        """A text that a refusal can quote as it is: an id, or a name."""
+        value = self.text(key)
+        return value if value.isprintable() else self._refuse(key, value, "a text of one line")
+
+    def line_or_none(self, key: str) -> str | None:
+        return None if self._get(key) is None else self.line(key)
 
     def choice(self, key: str, known: tuple[str, ...]) -> str:
         value = self._get(key)
@@ -97,14 +109,15 @@ class Fields:
 
     def _get(self, key: str) -> object:
         if key not in self.values:
-            raise SparkinferError(f"key {self._name(key)!r} is missing")
+            raise SparkinferError(f"key {shown(self._name(key))} is missing")
         return _plain(self.values[key])
 
     def _name(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key
 
     def _refuse(self, key: str, value: object, wanted: str) -> NoReturn:
-        raise SparkinferError(f"{self._name(key)} is {_shown(value)}, wanted {wanted}")
+        name = one_line(self._name(key), MAX_SHOWN)
+        raise SparkinferError(f"{name} is {shown(value)}, wanted {wanted}")
 
 
 def _plain(value: object) -> object:
@@ -112,8 +125,21 @@ def _plain(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _shown(value: object) -> str:
-    """Short, and in one line."""
+def shown(value: object, most: int = MAX_SHOWN) -> str:
+    """A value as a refusal quotes it: in one line, and cut where it is long."""
+    value = _plain(value)
     if isinstance(value, int) and abs(value) > 10**60:
         return "a number of more than 60 digits"
-    return repr(value)[:60]
+    try:
+        text = repr(value[: most + 1] if isinstance(value, str) else value)
+    except (
+        RecursionError
+    ):  # json reads what is nested as deeply as that, repr is called from deeper
+        return f"a {type(value).__name__} in a {type(value).__name__}, and so on"
+    return text if len(text) <= most + 2 else text[: most - 3] + "..."
+
+
+def one_line(message: object, most: int = MAX_LINE) -> str:
+    """What another program says, in one line, and cut where it is long."""
+    text = " ".join(str(message).split())
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -17,6 +17,7 @@ from sparkinfer.inspection.artifact_summaries import (
 )
 from sparkinfer.inspection.gguf_summary import GgufSummary, summarise_gguf
 from sparkinfer.json_file import parse_object, read_object
+from sparkinfer.typed import shown
 
 Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
 
@@ -48,7 +49,7 @@ def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
     if format == predictor_file.FORMAT:
         return PredictorsSummary.load(path)
     raise SparkinferError(
-        f"{path}: a safetensors file of format {repr(format)[:60]}, wanted {profile_file.FORMAT!r} or"
+        f"{path}: a safetensors file of format {shown(format)}, wanted {profile_file.FORMAT!r} or"
         f" {predictor_file.FORMAT!r}; weights are read by sparkinfer convert, from their folder"
     )
 
@@ -75,7 +76,7 @@ def _summarise_json(path: Path) -> MachineSummary:
     content = read_object(path, "machine file (sparkinfer calibrate)")
     if content.get("format") != machine_file.FORMAT:
         raise SparkinferError(
-            f"{path}: JSON of format {repr(content.get('format'))[:60]}, wanted {machine_file.FORMAT!r}"
+            f"{path}: JSON of format {shown(content.get('format'))}, wanted {machine_file.FORMAT!r}"
             " (sparkinfer calibrate)"
         )
     return MachineSummary.load(path)

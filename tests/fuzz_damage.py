@@ -1,0 +1,130 @@
+"""Damages of a file: of its bytes, most of them where it describes itself, or of values of JSON.
+
+What this module does not know: what a file is for."""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 1 << 24, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF,
+            1 << 32, 1 << 40, (1 << 62) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
+NUMBERS = (b"-1", b"0", b"1", b"7", b"1e308", b"0.5", b"4294967296", b"9" * 20, b"9" * 400,
+           b"null", b'"x"', b"[]", b"true", b"NaN", b"Infinity", b"1000000000")  # fmt: skip
+# Put in the place of a value: whole JSON that means something else.
+ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 10**9, 2**53, 2**63, 10**30,
+       "", "x", "llama", "0", "x" * 5000, "\0", "a\nb", [], [0], ["x"], [[]], {}, {"": 0},
+       {"type": "linear", "factor": 2.0}, {"rope_type": "default"})  # fmt: skip
+# Keys of config.json that change the graph, which a file need not have.
+ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_token_id", "format")
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def mutated(raw: bytes, spots: list[tuple[int, int]], rng: random.Random) -> bytes:
+    """One to three damages, most of them within the spots (start, stop) that describe the rest."""
+    data = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        start, stop = rng.choice(spots)
+        stop = min(stop, len(data))
+        if start < stop:
+            rng.choice(DAMAGES)(data, start, stop, rng)
+    return bytes(data)
+
+
+def flip_bits(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        data[rng.randrange(start, stop)] ^= 1 << rng.randrange(8)
+
+
+def set_integer(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
+    place, size = rng.randrange(start, stop), rng.choice((1, 2, 4, 4, 8, 8))
+    value = rng.choice((*EXTREMES, len(data), len(data) - 1, len(data) + 1))
+    data[place : place + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+
+
+def change_field(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
+    """A small integer, as lengths, counts and offsets are: eight or four bytes with zeros."""
+    found = [m.start() for m in re.finditer(rb"[\x01-\xff]\0{3}", data[start:stop])]
+    if found:
+        place = start + rng.choice(found)
+        size = rng.choice((1, 4, 8))
+        value = rng.choice((*EXTREMES, data[place] + 1, data[place] - 1))
+        data[place : place + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+
+
+def change_number(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
+    """A number written in digits, as in JSON."""
+    found = list(re.finditer(rb"\d+", data[start:stop]))
+    if found:
+        match = rng.choice(found)
+        data[start + match.start() : start + match.end()] = rng.choice(NUMBERS)
+
+
+def truncate(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
+    del data[rng.choice((start, stop, rng.randrange(start, stop), len(data) - 1)) :]
+
+
+def splice(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
+    place, size = rng.randrange(start, stop), rng.choice((1, 2, 4, 8, 30, 64))
+    source = rng.randrange(start, stop)
+    piece = rng.choice((rng.randbytes(size), bytes(data[source : source + size]), b"[" * 5000,
+                        b"\0" * size, b"\\ud800", b""))  # fmt: skip
+    data[place : place + rng.choice((0, 0, size, len(piece)))] = piece
+
+
+DAMAGES = (flip_bits, set_integer, change_field, change_number, truncate, splice)
+
+
+def spots_of(path: Path) -> list[tuple[int, int]]:
+    """Where a file describes itself; the last spot is all of it."""
+    raw = path.read_bytes()
+    whole = (0, len(raw))
+    if path.suffix in (".safetensors", ".resume"):
+        end = 8 + int.from_bytes(raw[:8], "little")
+        return [(0, 8), (8, end), (8, end), (8, end), whole]
+    if path.suffix in (".pt", ".bin"):
+        pickle = raw.index(b"data.pkl")
+        directory = raw.index(b"PK\1\2")
+        end = raw.index(b"PK\3\4", pickle)
+        return [(0, pickle), (pickle, end), (pickle, end), (directory, len(raw)),
+                (directory, len(raw)), (len(raw) - 98, len(raw)), whole]  # fmt: skip
+    if path.name.endswith(".split.gguf"):
+        return [(0, 24), (24, raw.rindex(b"ffn_hot") + 40), whole]
+    if path.suffix == ".gguf":
+        end = max(raw.rindex(b"weight"), raw.rfind(b".limit")) + 40
+        tensors = raw.index(b"token_embd")
+        return [(0, 24), (24, tensors), (24, tensors), (tensors, end), (tensors, end), whole]
+    return [whole]
+
+
+# ------------------------------------------------------------------ values
+
+
+def another_value(raw: bytes, rng: random.Random) -> bytes:
+    """A JSON object with one or two other values at any depth, one less or one more."""
+    values = json.loads(raw)
+    for _ in range(rng.choice((1, 1, 2))):
+        if rng.random() < 0.1:
+            values[rng.choice(ABSENT)] = rng.choice(ODD)
+            continue
+        places = [*_places(values)]
+        if not places:
+            continue
+        holder, key = rng.choice(places)
+        if rng.random() < 0.1:
+            del holder[key]
+        else:
+            holder[key] = rng.choice(ODD)
+    return json.dumps(values).encode()
+
+
+def _places(value: object, most: int = 40) -> Iterator[tuple]:
+    """(object or list, key) of all values; of a long list or object the first and last few."""
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    for key in [*keys[: most // 2], *keys[most // 2 :][-most // 2 :]]:
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from _places(value[key], max(4, most // 4))

@@ -1,0 +1,232 @@
+"""Whole, tiny inputs of every kind, for the damages; made by our own writers and by others.
+
+What this module does not know: who reads them (fuzz_readers)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from checkpoints import edit_config, random_dejavu, random_llama, save_tokenizer
+from fuzz_readers import SETTINGS, TARGETS
+from models import make_machine, make_profile
+from safetensors.torch import load_file, save_file
+from test_gguf_source import powerinfer_file
+from test_runtime import make_split
+from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
+
+from sparkinfer import Engine
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.gguf_file import read_gguf, write_gguf
+from sparkinfer.limits import LayerLimits, Limits, limit_shapes
+from sparkinfer.mode_quality import ModeQuality
+from sparkinfer.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
+from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from sparkinfer.profile.resume import Position, save_position
+from sparkinfer.profile_file import Corpus
+from sparkinfer.runtime.generate.prompt_cache import save_prompt
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}
+QUALITY = ModeQuality(
+    perplexity_increase=0.001, perplexity_half_width=0.01, kl_mean=0.001, top1_agreement=0.99,
+    num_tokens=100, bytes_per_token=1000, dense_bytes_per_token=2000, corpus_sha256="0" * 64,
+)  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if loop.first and m.content %}"
+    "{{ m['content'] | trim }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{{ eos_token }}{% endif %}"
+)
+GRAMMARS = {
+    "gbnf": 'root ::= item (", " item){0,3} "."\nitem ::= [a-z]+ | "\\x41" digit | (digit "-")?'
+            '  # one\ndigit ::= [0-9] | [^a-zA-Z\\n]\n',
+    "schema": json.dumps({
+        "type": "object", "required": ["a"], "additionalProperties": False,
+        "properties": {
+            "a": {"type": "integer", "minimum": 0, "maximum": 10},
+            "b": {"type": "array", "items": {"$ref": "#/$defs/c"}, "minItems": 1, "maxItems": 3},
+            "c": {"enum": ["x", 1, None]}, "d": {"type": "string", "pattern": "^[a-z]{1,4}$"},
+            "e": {"anyOf": [{"type": "null"}, {"const": 2}]},
+        },
+        "$defs": {"c": {"type": "string", "maxLength": 5}},
+    }),
+    "regex": r"(a|b)+[0-9]{2,4}(\.\d+)?[^x-z]*",
+    "lark": 'start: word ("," word)*\nword: /[a-z]+/ | DIGIT\nDIGIT: /[0-9]/\n%ignore / /\n',
+}  # fmt: skip
+
+
+def make_inputs(folder: Path) -> None:
+    _checkpoints(folder)
+    _model_files(folder)
+    _artifacts(folder)
+    _tokenizers(folder)
+    _texts(folder)
+
+
+def _checkpoints(folder: Path) -> None:
+    whole = random_llama(folder / "safetensors", has_tokenizer=False, **SIZES)
+    tensors = load_file(whole / "model.safetensors")
+    shutil.copytree(whole, folder / "index", ignore=shutil.ignore_patterns("*.safetensors"))
+    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(weight_map.values()):
+        part = {name: t for name, t in tensors.items() if weight_map[name] == shard}
+        save_file(part, folder / "index" / shard)
+    index = json.dumps({"weight_map": weight_map})
+    (folder / "index" / "model.safetensors.index.json").write_text(index)
+    shutil.copytree(whole, folder / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(tensors, folder / "bin" / "pytorch_model.bin")
+    shutil.copytree(whole, folder / "config")
+    shutil.copytree(whole, folder / "values")
+    random_dejavu(folder / "pt", num_layers=1, width=32, num_neurons=32, rank=4)
+    (folder / "pt" / "config.json").write_text('{"sparse_threshold": 0.5, "input_layer_offset": 1}')
+
+
+def predictors_of(model: ModelFile, **changes: object) -> Predictors:
+    """Of rank 4, all ones."""
+    shape, num_layers = model.shape, model.shape.num_layers
+    down, up = np.ones((4, shape.width), np.float32), np.ones((shape.num_neurons, 4), np.float32)
+    info = {"kind": "linear", "rank_L": (4,) * num_layers, "threshold_L": (0.0,) * num_layers,
+            "density_L": (0.5,) * num_layers}  # fmt: skip
+    return Predictors(
+        model_id=model.model_id,
+        info=PredictorInfo(**(info | changes)),
+        layers=(LayerPredictor.of(down_RD=down, up_FR=up),) * num_layers,
+        quality={"exact": QUALITY, "predicted": QUALITY},
+    )
+
+
+def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.01) -> Limits:
+    """The same limit for gates, hidden values and inputs."""
+    sizes = {name: size for name, (size,) in limit_shapes(model.shape).items()}
+    layer = LayerLimits(
+        gate_F=np.full(sizes["ffn_gate.limit"], limit, np.float32),
+        hidden_F=np.full(sizes["ffn_down.limit"], limit, np.float32),
+        ffn_D=np.full(sizes["ffn_input.limit"], limit, np.float32),
+    )
+    return Limits(model_id=model_id, layers=(layer,) * model.shape.num_layers)
+
+
+def _model_files(folder: Path) -> None:
+    """plain.gguf (ReLU), silu.gguf, and from them those with predictors, limits and thresholds."""
+    convert(ConvertConfig(source=folder / "safetensors", output=folder / "plain.gguf"))
+    predictors_of(ModelFile.load(folder / "plain.gguf")).save(folder / "ours" / FILE_NAME)
+    for kind in ("gguf", "stock", "run", "theirs", "powerinfer"):
+        (folder / kind).mkdir()
+    convert(ConvertConfig(source=folder / "plain.gguf", output=folder / "gguf" / "model.gguf",
+                          predictors=folder / "ours"))  # fmt: skip
+    silu = random_llama(folder / "silu", hidden_act="silu", **SIZES)
+    (silu / "chat_template.jinja").write_text(TEMPLATE)
+    convert(ConvertConfig(source=silu, output=folder / "stock" / "model.gguf", layout="stock"))
+    convert(ConvertConfig(source=silu, output=folder / "silu.gguf"))
+    model = ModelFile.load(folder / "silu.gguf")
+    limits_for(model).save(folder / "own.safetensors")
+    predictors_of(model, kind="gate").save(folder / "trained" / FILE_NAME)
+    convert(ConvertConfig(source=silu, output=folder / "run" / "model.gguf",
+                          predictors=folder / "trained",
+                          limits=folder / "own.safetensors"))  # fmt: skip
+    keys, tensors = read_gguf(folder / "stock" / "model.gguf", "model")
+    own = (TOKENIZER_KEY, "general.architecture")
+    write_gguf(folder / "theirs" / "model.gguf", "llama",
+               {k: v for k, v in keys.items() if k not in own and "sparkinfer" not in k},
+               tensors)  # fmt: skip
+    plain = ModelFile.load(folder / "plain.gguf")
+    powerinfer_file(folder / "powerinfer" / "model.gguf", plain, "llama", folder / "pt")
+
+
+def _artifacts(folder: Path) -> None:
+    """A profile, a plan (its profile beside it), a machine, limits, and what is saved of a run."""
+    plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
+    for kind in ("profile", "machine", "figures", "thresholds", "merge", "resume", "prompt",
+                 "conversation", "limits"):  # fmt: skip
+        (folder / kind).mkdir()
+    made = make_profile(plain)
+    made.save(folder / "profile" / TARGETS["profile"])
+    made.save(folder / "merge" / TARGETS["merge"])
+    make_profile(silu).save(folder / "thresholds" / TARGETS["thresholds"])
+    other = (Corpus(name="other", sha256="1" * 64, num_tokens=10_000),)
+    type(made)(**{**vars(made), "corpora": other}).save(folder / "other.profile.safetensors")
+    for kind in ("machine", "figures"):
+        make_machine().save(folder / kind / TARGETS[kind])
+    shutil.copytree(folder / "profile", folder / "plan")
+    hot = [np.arange(9, dtype=np.int32)] * plain.shape.num_layers
+    make_split(plain, hot).save(folder / "plan" / TARGETS["plan"])
+    limits_for(silu).save(folder / "limits" / TARGETS["limits"])
+    arrays = {"counter/num_tokens": np.array(5), "thresholds/x": np.ones(3)}
+    save_position(folder / "resume" / TARGETS["resume"], SETTINGS,
+                  Position(phase=1, done=2, arrays=arrays))  # fmt: skip
+    with (
+        Engine.load(folder / "silu.gguf", device="cpu", num_sequences=2) as engine,
+        engine.chat() as chat,
+        engine.sequence() as text,
+    ):
+        text.extend([5, 6, 7, 8])
+        save_prompt(text, folder / "prompt" / TARGETS["prompt"], engine.prompt_key())
+        chat.system = "s"
+        chat.messages += [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        chat.save(folder / "conversation" / TARGETS["conversation"])
+
+
+def _tokenizers(folder: Path) -> None:
+    """Folders of a SiLU model with tokenizers of each kind of file."""
+    ignored = shutil.ignore_patterns("tokenizer*", "*.jinja")
+    for kind in ("tokenizer", "tokens", "special", "generation", "template"):
+        shutil.copytree(folder / "silu", folder / kind)
+        (folder / kind / "generation_config.json").write_text(
+            '{"eos_token_id": [0, 5], "bos_token_id": 0, "temperature": 0.5}'
+        )
+    end = "<|endoftext|>"
+    put_tokenizer(folder / "tokens", sentencepiece_tokenizer(300), "<s>", "</s>")
+    put_tokenizer(folder / "special", byte_level_tokenizer("llama-bpe", 290), end, end)
+    names = {"add_bos_token": True, "unk_token": {"content": end}, "pad_token": None,
+             "chat_template": [{"name": "default", "template": TEMPLATE}]}  # fmt: skip
+    edit_config(folder / "special", lambda found: found.update(names), "tokenizer_config.json")
+    (folder / "special" / "chat_template.jinja").unlink()
+    for kind in ("vocab", "merges", "sentencepiece"):
+        shutil.copytree(folder / "silu", folder / kind, ignore=ignored)
+    for kind in ("vocab", "merges"):
+        _older_bpe(folder / kind)
+    _sentencepiece(folder / "sentencepiece")
+
+
+def _older_bpe(folder: Path) -> None:
+    save_tokenizer(folder, 290)
+    table = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(table["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in table["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+
+
+def _sentencepiece(folder: Path) -> None:
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = ["the quick brown fox jumps over the lazy dog", "def add(a, b): return a + b"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=300, model_type="bpe",
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+
+
+def _texts(folder: Path) -> None:
+    """Grammars and corpora."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for kind, text in GRAMMARS.items():
+        (folder / kind).mkdir()
+        (folder / kind / TARGETS[kind]).write_text(text)
+    for kind in ("text", "jsonl", "parquet"):
+        (folder / kind).mkdir()
+    lines = [f"The line of number {i} says Äpfel and nothing else." for i in range(40)]
+    (folder / "text" / TARGETS["text"]).write_text("\n".join(lines))
+    records = "".join(json.dumps({"text": line, "id": i}) + "\n" for i, line in enumerate(lines))
+    (folder / "jsonl" / TARGETS["jsonl"]).write_text(records)
+    table = pyarrow.table({"text": lines, "id": list(range(40))})
+    pyarrow.parquet.write_table(table, folder / "parquet" / TARGETS["parquet"])

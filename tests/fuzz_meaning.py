@@ -1,0 +1,171 @@
+"""Files that are well-formed and wrong: a value of them is one that fuzz_wrong has. Each must be
+refused by whoever reads the file; a silent "done" is wrong.
+
+A case is a change out of a table, by its number, with places and values drawn from it. What this
+module does not know: damages of bytes (fuzz_damage), and files that do not fit each other
+(fuzz_pairs)."""
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import fuzz_wrong as wrong
+import numpy as np
+from fuzz_readers import KINDS, Case
+from fuzz_wrong import Change
+
+
+@dataclass(kw_only=True)
+class Content:
+    """What a file holds, to be changed in place: metadata or keys, and arrays or tensors."""
+
+    values: dict
+    arrays: dict
+
+
+# ------------------------------------------------------------------ files of that content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    """`kind` is of fuzz_readers: what file is changed, and who reads it. `seal` makes the content's
+    own checksum right again."""
+
+    kind: str
+    changes: dict[str, Change]
+    seal: Callable[[Content], None] = lambda content: None
+    is_header: bool = False  # of safetensors: the values are the header, and there are no arrays
+
+
+def load(path: Path, *, is_header: bool = False) -> Content:
+    """Of JSON, safetensors and GGUF, without any check of ours."""
+    if is_header:
+        raw = path.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        return Content(values=json.loads(raw[8:end]), arrays={"": np.frombuffer(raw[end:], "u1")})
+    if path.suffix == ".json":
+        return Content(values=json.loads(path.read_text()), arrays={})
+    if path.suffix == ".gguf":
+        from sparkinfer.gguf_file import read_gguf
+
+        keys, tensors = read_gguf(path, "file")
+        return Content(
+            values=dict(keys), arrays={n: np.array(e.read()) for n, e in tensors.items()}
+        )
+    from safetensors.numpy import load_file
+
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    plain = ("format", "version")
+    values = {k: v if k in plain else json.loads(v) for k, v in header.items()}
+    return Content(values=values, arrays={n: a.copy() for n, a in load_file(path).items()})
+
+
+def save(path: Path, content: Content, *, is_header: bool = False) -> None:
+    if is_header:
+        header = json.dumps(content.values).encode()
+        data = content.arrays[""].tobytes()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(content.values))
+    elif path.suffix == ".gguf":
+        _save_gguf(path, content)
+    else:
+        from safetensors.numpy import save as packed
+
+        plain = ("format", "version")
+        header = {k: v if k in plain else json.dumps(v) for k, v in content.values.items()}
+        path.write_bytes(packed(content.arrays, header))
+
+
+def _save_gguf(path: Path, content: Content) -> None:
+    from sparkinfer.gguf_file import TensorEntry, write_gguf
+
+    kinds = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.int32): "i32"}
+    tensors = {
+        name: TensorEntry(shape=a.shape, kind=kinds[a.dtype], read_rows=lambda i, j, a=a: a[i:j])
+        for name, a in content.arrays.items()
+    }
+    keys = dict(content.values)
+    architecture = keys.pop("general.architecture")
+    write_gguf(path, architecture, {k: v for k, v in keys.items() if k[:5] != "GGUF."}, tensors)
+
+
+def _seal_prompt(content: Content) -> None:
+    digest = hashlib.sha256()
+    for name in sorted(content.arrays):
+        array = np.ascontiguousarray(content.arrays[name])
+        digest.update(f"{name} {array.dtype} {array.shape};".encode())
+        digest.update(array.data)
+    if "sha256" in content.values:
+        content.values["sha256"] = digest.hexdigest()
+
+
+MEANINGS = {
+    f"wrong-{name}": meaning
+    for name, meaning in {
+        "profile": Meaning(kind="profile", changes=wrong.PROFILE),
+        "predictors": Meaning(kind="ours", changes=wrong.PREDICTORS),
+        "limits": Meaning(kind="limits", changes=wrong.LIMITS),
+        "machine": Meaning(kind="machine", changes=wrong.MACHINE),
+        "plan": Meaning(kind="plan", changes=wrong.PLAN),
+        "model": Meaning(kind="run", changes=wrong.MODEL),
+        "theirs": Meaning(kind="theirs", changes=wrong.THEIRS),
+        "config": Meaning(kind="values", changes=wrong.CONFIG),
+        "tokenizer": Meaning(kind="tokenizer", changes=wrong.TOKENIZER),
+        "special": Meaning(kind="special", changes=wrong.SPECIAL),
+        "weights": Meaning(kind="safetensors", changes=wrong.WEIGHTS, is_header=True),
+        "index": Meaning(kind="index", changes=wrong.INDEX),
+        "prompt": Meaning(kind="prompt", changes=wrong.PROMPT, seal=_seal_prompt),
+        "resume": Meaning(kind="resume", changes=wrong.RESUME),
+    }.items()
+}
+
+
+def changed(inputs: Path, kind: str, number: int) -> tuple[str, Content]:
+    """The name of the change of a case, and what it leaves of the whole content."""
+    meaning = MEANINGS[kind]
+    names = list(meaning.changes)
+    name, rng = names[number % len(names)], random.Random(f"{kind} {number}")
+    content = load(inputs / meaning.kind / KINDS[meaning.kind].target, is_header=meaning.is_header)
+    if kind == "wrong-profile":
+        content.values["quality"] = _quality()
+    meaning.changes[name](rng, content.values, content.arrays)
+    meaning.seal(content)
+    return name, content
+
+
+def _quality() -> dict:
+    values = {"perplexity_increase": 0.001, "perplexity_half_width": 0.01, "kl_mean": 0.001,
+              "top1_agreement": 0.99, "num_tokens": 100, "bytes_per_token": 1000,
+              "dense_bytes_per_token": 2000, "corpus_sha256": "0" * 64}  # fmt: skip
+    return {"exact": values, "predicted": dict(values)}
+
+
+def misread(inputs: Path, kind: str, number: int, work: Path) -> str:
+    """Reads a file of wrong content, which must raise."""
+    name, content = changed(inputs, kind, number)
+    meaning = MEANINGS[kind]
+    read_content(inputs, kind, meaning.kind, content, work, 2, is_header=meaning.is_header)
+    return f"done where it must be refused: {name}"
+
+
+def read_content(
+    inputs: Path, kind: str, of: str, content: Content, work: Path, number: int,
+    *, is_header: bool = False,
+) -> None:  # fmt: skip
+    """Has the reader of kind `of` read its folder with that content, in a copy for `kind`."""
+    folder, output = work / kind, work / "output"
+    if not folder.exists():
+        shutil.copytree(inputs / of, folder)
+    output.mkdir(exist_ok=True)
+    path = folder / KINDS[of].target
+    save(path, content, is_header=is_header)
+    suffix = ".out" if of in ("profile", "merge") else ".gguf"
+    case = Case(number=number, path=path, inputs=inputs, output=output / f"out{suffix}")
+    KINDS[of].read(case)
+    shutil.rmtree(output)

@@ -1,0 +1,266 @@
+"""Two files that do not belong together: each is whole, the pair must be refused.
+
+Models: `base`, with the artifacts made for it, and others, which differ in one thing. An artifact
+is tried with each of them as it is, and with the other model's id put into it, so that a check of ids
+alone does not pass. Where the id is the model's own and the sizes agree, nothing can tell that the
+artifact is another's, and it is taken.
+
+What this module does not know: damages, and single files that are wrong (fuzz_meaning)."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparkinfer.model_file import ModelFile
+
+CONTEXT = 32
+# What the others differ in; None: in nothing but the weights.
+OTHERS: dict[str, dict[str, int] | None] = {
+    "weights": None,
+    "layers": {"num_layers": 3},
+    "fewer layers": {"num_layers": 1},
+    "width": {"width": 128, "head_width": 16},
+    "neurons": {"num_neurons": 128},
+    "heads": {"num_kv_heads": 4},
+    "vocabulary": {"vocab_size": 300},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """An artifact and a model. `use` does what a command does with the two; with the model's own id
+    in it the artifact is refused for models that differ in one of `sees`."""
+
+    make: Callable[["ModelFile", Path], None]
+    use: Callable[[Path, Path, Path], object]
+    sees: frozenset[str]
+    suffix: str = ".safetensors"
+    has_id: bool = True  # and it is compared
+
+
+# ------------------------------------------------------------------ models and artifacts
+
+
+@cache
+def model_of(folder: Path, name: str) -> Path:
+    """The file of a model; `base`, one of OTHERS, or `relu`, which is base's twin."""
+    from fuzz_inputs import QUALITY
+    from models import byte_level_keys, make_model, make_shape
+
+    path = folder / f"{name}.gguf"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    keys, vocab_size = byte_level_keys()
+    sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **(OTHERS.get(name) or {})}
+    model = make_model(
+        shape=make_shape(**sizes), seed=int(name == "weights"), path=path, predictor_rank=8,
+        activation="relu" if name == "relu" else "silu", extra_keys=keys, predictor_density=0.5,
+    )  # fmt: skip
+    dataclasses.replace(model, quality={"exact": QUALITY, "predicted": QUALITY}).save(path)
+    return path
+
+
+def make_profile(model: "ModelFile", path: Path) -> None:
+    from models import make_profile
+
+    make_profile(model).save(path)
+
+
+def make_predictors(model: "ModelFile", path: Path) -> None:
+    from fuzz_inputs import predictors_of
+
+    predictors_of(model).save(path)
+
+
+def make_limits(model: "ModelFile", path: Path) -> None:
+    from fuzz_inputs import limits_for
+
+    limits_for(model, model.model_id).save(path)
+
+
+def make_plan(model: "ModelFile", path: Path) -> None:
+    import numpy as np
+    from test_runtime import make_split
+
+    make_split(model, [np.arange(9, dtype=np.int32)] * model.shape.num_layers).save(path)
+
+
+def make_prompt(model: "ModelFile", path: Path) -> None:
+    from sparkinfer import Engine
+    from sparkinfer.runtime.generate.prompt_cache import save_prompt
+
+    with Engine.of(model, device="cpu", mode="exact") as engine, engine.sequence() as text:
+        text.extend([5, 6, 7])
+        key = engine.prompt_key()
+        save_prompt(text, path, dataclasses.replace(key, weights=""))
+
+
+# ------------------------------------------------------------------ what is done with the two
+
+
+def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.thresholds import with_thresholds
+
+    with_thresholds(ModelFile.load(model), artifact).validate()
+
+
+def solve_with(model: Path, artifact: Path, output: Path) -> None:
+    from models import make_machine
+
+    from sparkinfer.solver.solve import SolveConfig, solve
+
+    machine = output.parent / "machine.json"
+    try:
+        make_machine().save(machine)
+        solve(
+            SolveConfig(model=model, profile=artifact, machine=machine, output=output, mode="exact",
+                        vram_budget_bytes=1 << 22, time_limit_s=1.0)
+        )  # fmt: skip
+    finally:
+        machine.unlink()
+
+
+def export_plan_with(model: Path, artifact: Path, output: Path) -> None:
+    """A plan of the model with a profile of the other."""
+    from sparkinfer.export.export import ExportConfig, export
+    from sparkinfer.model_file import ModelFile
+
+    plan = output.parent / "plan.gguf"
+    try:
+        make_plan(ModelFile.load(model), plan)
+        export(ExportConfig(source=plan, output=output, profile=artifact, format="gpuidx"))
+    finally:
+        plan.unlink()
+
+
+def convert_with(model: Path, artifact: Path, output: Path) -> None:
+    from sparkinfer.convert.convert import convert
+    from sparkinfer.convert.options import ConvertConfig
+
+    folder = output.parent / "predictors"
+    folder.mkdir()
+    try:
+        shutil.copy(artifact, folder / "predictors.safetensors")
+        convert(ConvertConfig(source=model, predictors=folder, output=output))
+    finally:
+        shutil.rmtree(folder)
+
+
+def limit_with(model: Path, artifact: Path, output: Path) -> None:
+    from sparkinfer import Engine
+
+    with Engine.load(model, limits=artifact, device="cpu") as engine:
+        engine.hidden([1, 2])
+
+
+def run_by(model: Path, artifact: Path, output: Path) -> None:
+    from sparkinfer import Engine
+
+    with Engine.load(model, split=artifact, device="cpu") as engine:
+        engine.hidden([1, 2])
+
+
+def go_on_from(model: Path, artifact: Path, output: Path) -> None:
+    from sparkinfer import Engine
+    from sparkinfer.runtime.generate.prompt_cache import restore_prompt
+
+    with Engine.load(model, mode="exact", device="cpu") as engine, engine.sequence() as text:
+        restore_prompt(text, artifact, dataclasses.replace(engine.prompt_key(), weights=""))
+
+
+def merge_with(model: Path, artifact: Path, output: Path) -> None:
+    """A profile of the model and one of the other, whose text has the same name."""
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.profile.merge import MergeConfig, merge
+
+    own = output.parent / "own.profile.safetensors"
+    try:
+        make_profile(ModelFile.load(model), own)
+        merge(MergeConfig(profiles=(own, artifact), output=output, force=True))
+    finally:
+        own.unlink()
+
+
+def guess_with(model: Path, artifact: Path, output: Path) -> None:
+    """The other is the draft model."""
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.runtime.generate.draft_model import check_vocabulary
+    from sparkinfer.runtime.text.codec import TextCodec
+
+    pair = [ModelFile.load(path) for path in (model, artifact)]
+    tokens = [(TextCodec.of(file).tokenizer, file.shape.vocab_size) for file in pair]
+    check_vocabulary(*tokens[0], *tokens[1])
+
+
+SIZES = frozenset(OTHERS) - {"weights"}
+PAIRS = {
+    "pair-thresholds": Pair(
+        make=make_profile, use=as_thresholds, sees=SIZES - {"width", "heads", "vocabulary"}
+    ),
+    "pair-solve": Pair(
+        make=make_profile, use=solve_with, sees=SIZES - {"width", "heads", "vocabulary"}
+    ),
+    "pair-export": Pair(
+        make=make_profile, use=export_plan_with, sees=frozenset({"layers", "fewer layers"})
+    ),
+    "pair-predictors": Pair(
+        make=make_predictors, use=convert_with, sees=SIZES - {"heads", "vocabulary"}
+    ),
+    "pair-limits": Pair(make=make_limits, use=limit_with, sees=SIZES - {"heads", "vocabulary"}),
+    "pair-plan": Pair(make=make_plan, use=run_by, sees=SIZES, suffix=".gguf"),
+    # Keys and values have no width of the model.
+    "pair-prompt": Pair(make=make_prompt, use=go_on_from, sees=SIZES - {"neurons", "width"}),
+    "pair-merge": Pair(
+        make=make_profile, use=merge_with, sees=SIZES - {"width", "heads", "vocabulary"}
+    ),
+    # Drafts are checked against the vocabulary alone: any other difference is what they are for.
+    "pair-draft": Pair(
+        make=lambda model, path: model.save(path),
+        use=guess_with,
+        has_id=False,
+        sees=frozenset({"vocabulary"}),
+        suffix=".gguf",
+    ),
+}
+
+
+def cases_of(pair: Pair) -> list[tuple[str, bool]]:
+    """(the model that the artifact is of, whether the base model's id is put into it)."""
+    return [("base", False), *((name, forged) for name in OTHERS for forged in (False, True))]
+
+
+def must_refuse(pair: Pair, name: str, forged: bool) -> bool:
+    return name in pair.sees or (pair.has_id and name != "base" and not forged)
+
+
+def artifact_of(pair: Pair, folder: Path, name: str, forged: bool, path: Path) -> None:
+    """For the model of that name; `forged`: it says the base model's id."""
+    from sparkinfer.model_file import ModelFile
+
+    model = ModelFile.load(model_of(folder, name))
+    if forged:
+        base = ModelFile.load(model_of(folder, "base"))
+        model = dataclasses.replace(model, model_id=base.model_id)
+    pair.make(model, path)
+
+
+def put_together(inputs: Path, kind: str, number: int, work: Path) -> str:
+    """An artifact of one model with the base model."""
+    pair, models = PAIRS[kind], inputs / "pairs"
+    cases = cases_of(pair)
+    name, forged = cases[number % len(cases)]
+    artifact, output = work / f"artifact{pair.suffix}", work / "output"
+    output.mkdir(exist_ok=True)
+    artifact_of(pair, models, name, forged, artifact)
+    pair.use(model_of(models, "base"), artifact, output / "out.gguf")
+    shutil.rmtree(output)
+    if must_refuse(pair, name, forged):
+        return f"done where it must be refused: {kind} of other {name}, forged: {forged}"
+    return "done"

@@ -1,0 +1,309 @@
+"""What is read of what others may have written: every kind of file, and who reads it.
+
+Readers, and the kinds that go through them (a kind is a folder of whole inputs, one file of which
+is damaged):
+
+    config.json, families               config, values
+    weights                             safetensors, index, bin (a zip and a pickle, both our own)
+    tokenizer.json, its like            tokenizer, tokens, vocab, merges, sentencepiece
+    names and numbers of special tokens special, generation
+    chat templates, rendered            template
+    GGUF of ours                        gguf, run (predictors, limits and tokenizer; it is run)
+    GGUF of others, their tokenizers    stock, theirs, powerinfer
+    predictors                          ours, pt (DejaVu's)
+    profile; merged; as thresholds      profile, merge, thresholds
+    plan; run by it, exported           plan
+    machine; solved with it             machine, figures
+    limits                              limits
+    what a run saved                    resume (of profile and sparsify), prompt, conversation
+    grammars                            gbnf, schema, regex, lark
+    corpora                             text, jsonl, parquet
+
+Requests to the server are in test_serve_guard and its neighbours. What this module does not know:
+damages, and what a wrong outcome is."""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # slow to import, and the child counts the memory of what it needs
+    from sparkinfer.runtime.text.codec import TextCodec
+
+PROMPT = "the fox, 12 times"
+SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share": 0.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`path` is the damaged file, `inputs` all that is whole, `output` a name in a new folder."""
+
+    number: int
+    path: Path
+    inputs: Path
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """`target` is the file that is damaged; `is_values`: by its JSON values and not its bytes."""
+
+    target: str
+    read: Callable[[Case], object]
+    is_values: bool = False
+
+
+def convert_folder(case: Case) -> None:
+    from sparkinfer.convert.convert import convert
+    from sparkinfer.convert.options import ConvertConfig
+    from sparkinfer.model_file import ModelFile
+
+    convert(ConvertConfig(source=case.folder, output=case.output))
+    ModelFile.load(case.output)
+
+
+def convert_tokenizer(case: Case) -> None:
+    """Into both layouts. A tokenizer that goes into a file can be read again; a template need not
+    be one."""
+    from sparkinfer.convert.convert import convert
+    from sparkinfer.convert.options import ConvertConfig
+    from sparkinfer.errors import SparkinferError
+    from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+    from sparkinfer.runtime.text.chat_template import chat_template_of
+    from sparkinfer.runtime.text.codec import TextCodec
+
+    with contextlib.suppress(SparkinferError):  # llama.cpp may have no such tokenizer
+        convert(ConvertConfig(source=case.folder, output=case.output, layout="stock"))
+        case.output.unlink()
+    convert(ConvertConfig(source=case.folder, output=case.output))
+    model = ModelFile.load(case.output)
+    codec = TextCodec.of(model) if TOKENIZER_KEY in model.extra_keys else None
+    case.output.unlink()
+    if codec is None:
+        return
+    codec.tokenizer.decode(codec.encode(PROMPT))
+    if case.path.suffix == ".jinja":
+        template = chat_template_of(model, codec)
+        with contextlib.closing(template):
+            codec.encode_rendered(template.render([{"role": "user", "content": "a"}]))
+
+
+def convert_gguf(case: Case) -> None:
+    from sparkinfer.convert.convert import convert
+    from sparkinfer.convert.options import ConvertConfig
+    from sparkinfer.model_file import ModelFile
+
+    convert(ConvertConfig(source=case.path, predictors=case.inputs / "ours", output=case.output))
+    ModelFile.load(case.output)
+
+
+def load_model(case: Case) -> None:
+    from sparkinfer.model_file import ModelFile
+
+    ModelFile.load(case.path)
+
+
+def tokenise(case: Case) -> None:
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.runtime.text.codec import TextCodec
+
+    codec = TextCodec.of(ModelFile.load(case.path))
+    codec.tokenizer.decode(codec.encode(PROMPT))
+
+
+def run(case: Case) -> None:
+    """Loads and generates, in one of the modes."""
+    from sparkinfer import Engine
+
+    mode = (None, "dense", "exact", "predicted")[case.number % 4]
+    with Engine.load(case.path, mode=mode, device="cpu") as engine:
+        for token in engine.generate(PROMPT, max_tokens=2, temperature=0.0):
+            token.text.encode()
+
+
+def add_predictors(case: Case) -> None:
+    from sparkinfer.convert.convert import convert
+    from sparkinfer.convert.options import ConvertConfig
+    from sparkinfer.model_file import ModelFile
+
+    plain = case.inputs / "plain.gguf"
+    convert(ConvertConfig(source=plain, predictors=case.folder, output=case.output))
+    ModelFile.load(case.output)
+
+
+def add_limits(case: Case) -> None:
+    from sparkinfer.convert.convert import convert
+    from sparkinfer.convert.options import ConvertConfig
+    from sparkinfer.model_file import ModelFile
+
+    convert(ConvertConfig(source=case.inputs / "silu.gguf", limits=case.path, output=case.output))
+    ModelFile.load(case.output)
+
+
+def add_thresholds(case: Case) -> None:
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.thresholds import with_thresholds
+
+    with_thresholds(ModelFile.load(case.inputs / "silu.gguf"), case.path).validate()
+
+
+def inspect(case: Case) -> None:
+    """Shows what a file of ours holds, and of a profile or a plan its export."""
+    from sparkinfer.export.export import ExportConfig, export
+    from sparkinfer.inspection.inspect_file import inspect_file
+    from sparkinfer.inspection.tables import print_summary
+    from sparkinfer.inspection.to_json import to_json
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        summary = inspect_file(case.path)
+        print_summary(summary, all_tensors=True)
+        json.loads(to_json(summary), parse_constant=_refuse_constant)
+    if case.path.suffix == ".safetensors":
+        export(ExportConfig(source=case.path, output=case.output, format="powerinfer-activations"))
+    if case.path.suffix == ".gguf":
+        profile = case.folder / "model.profile.safetensors"
+        export(ExportConfig(source=case.path, output=case.output, profile=profile, format="gpuidx"))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def inspect_and_run_plan(case: Case) -> None:
+    from sparkinfer import Engine
+
+    with Engine.load(case.inputs / "plain.gguf", split=case.path, device="cpu") as engine:
+        engine.hidden([5, 6, 7])
+    inspect(case)
+
+
+def merge_profiles(case: Case) -> None:
+    from sparkinfer.profile.merge import MergeConfig, merge
+    from sparkinfer.profile_file import Profile
+
+    other = case.inputs / "other.profile.safetensors"
+    merge(MergeConfig(profiles=(case.path, other), output=case.output))
+    Profile.load(case.output)
+
+
+def plan_with(case: Case) -> None:
+    from sparkinfer.solver.solve import SolveConfig, solve
+    from sparkinfer.split_file import Split
+
+    solve(
+        SolveConfig(
+            model=case.inputs / "plain.gguf", profile=case.inputs / "profile" / PROFILE,
+            machine=case.path, output=case.output, vram_budget_bytes=2_420_000, time_limit_s=1.0,
+        )
+    )  # fmt: skip
+    Split.load(case.output)
+
+
+def restore_prompt(case: Case) -> None:
+    from sparkinfer import Engine
+    from sparkinfer.runtime.generate.prompt_cache import restore_prompt
+
+    with (
+        Engine.load(case.inputs / "silu.gguf", device="cpu") as engine,
+        engine.sequence() as text,
+    ):
+        restore_prompt(text, case.path, engine.prompt_key())
+        text.extend([5])
+
+
+def resume(case: Case) -> None:
+    from sparkinfer.profile.resume import load_position
+
+    load_position(case.path, SETTINGS, force=False)
+
+
+def go_on_with(case: Case) -> None:
+    from sparkinfer import Engine
+
+    with Engine.load(case.inputs / "run" / "model.gguf", device="cpu") as engine:  # noqa: SIM117
+        with engine.chat() as chat:
+            chat.load(case.path)
+            for _ in zip(range(2), chat.say("c"), strict=False):
+                pass
+
+
+def follow_grammar(case: Case) -> None:
+    """Compiles it and takes a few tokens."""
+    from sparkinfer.json_file import read_text
+    from sparkinfer.runtime.generate import constraints as made
+
+    makers = {".gbnf": made.gbnf_constraint, ".json": made.json_schema_constraint,
+              ".regex": made.regex_constraint, ".lark": made.lark_constraint}  # fmt: skip
+    text = read_text(case.path, "grammar")
+    constraint = makers[case.path.suffix](text, codec_of(case.inputs))
+    for _ in range(4):
+        allowed = constraint.mask_V(300).nonzero().flatten().tolist()
+        constraint.accept(allowed[-1])
+        if constraint.is_finished:
+            break
+
+
+@cache
+def codec_of(inputs: Path) -> "TextCodec":
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.runtime.text.codec import TextCodec
+
+    return TextCodec.of(ModelFile.load(inputs / "silu.gguf"))
+
+
+def read_corpus(case: Case) -> None:
+    from sparkinfer.profile.corpus import read_windows
+
+    codec = codec_of(case.inputs)
+    read_windows([case.path], codec, context_length=64, max_tokens=200, seed=case.number)
+
+
+PROFILE = "model.profile.safetensors"
+KINDS = {
+    "safetensors": Kind(target="model.safetensors", read=convert_folder),
+    "bin": Kind(target="pytorch_model.bin", read=convert_folder),
+    "config": Kind(target="config.json", read=convert_folder),
+    "values": Kind(target="config.json", read=convert_folder, is_values=True),
+    "index": Kind(target="model.safetensors.index.json", read=convert_folder),
+    "tokenizer": Kind(target="tokenizer.json", read=convert_tokenizer),
+    "tokens": Kind(target="tokenizer.json", read=convert_tokenizer, is_values=True),
+    "special": Kind(target="tokenizer_config.json", read=convert_tokenizer, is_values=True),
+    "generation": Kind(target="generation_config.json", read=convert_tokenizer, is_values=True),
+    "template": Kind(target="chat_template.jinja", read=convert_tokenizer),
+    "vocab": Kind(target="vocab.json", read=convert_tokenizer),
+    "merges": Kind(target="merges.txt", read=convert_tokenizer),
+    "sentencepiece": Kind(target="tokenizer.model", read=convert_tokenizer),
+    "gguf": Kind(target="model.gguf", read=convert_gguf),
+    "stock": Kind(target="model.gguf", read=load_model),
+    "theirs": Kind(target="model.gguf", read=tokenise),
+    "powerinfer": Kind(target="model.gguf", read=load_model),
+    "run": Kind(target="model.gguf", read=run),
+    "pt": Kind(target="model_0.pt", read=add_predictors),
+    "ours": Kind(target="predictors.safetensors", read=add_predictors),
+    "limits": Kind(target="limits.safetensors", read=add_limits),
+    "profile": Kind(target=PROFILE, read=inspect),
+    "thresholds": Kind(target=PROFILE, read=add_thresholds),
+    "merge": Kind(target=PROFILE, read=merge_profiles),
+    "plan": Kind(target="model.split.gguf", read=inspect_and_run_plan),
+    "machine": Kind(target="machine.json", read=inspect),
+    "figures": Kind(target="machine.json", read=plan_with, is_values=True),
+    "prompt": Kind(target="prompt.safetensors", read=restore_prompt),
+    "resume": Kind(target="out.resume", read=resume),
+    "conversation": Kind(target="chat.json", read=go_on_with, is_values=True),
+    "gbnf": Kind(target="grammar.gbnf", read=follow_grammar),
+    "schema": Kind(target="schema.json", read=follow_grammar, is_values=True),
+    "regex": Kind(target="grammar.regex", read=follow_grammar),
+    "lark": Kind(target="grammar.lark", read=follow_grammar),
+    "text": Kind(target="corpus.txt", read=read_corpus),
+    "jsonl": Kind(target="corpus.jsonl", read=read_corpus),
+    "parquet": Kind(target="corpus.parquet", read=read_corpus),
+}
+TARGETS = {name: kind.target for name, kind in KINDS.items()}

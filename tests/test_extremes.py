@@ -1,0 +1,154 @@
+"""Models of the smallest and largest sizes: through every stage, or refused in one line."""
+
+import io
+import json
+import time
+from contextlib import redirect_stderr, redirect_stdout
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_llama
+from models import make_machine, make_model, make_shape, shape_only
+from reference import rel_error
+from transformers import AutoModelForCausalLM
+
+from sparkinfer import Engine, gguf_file
+from sparkinfer.cli import main
+
+GIB = 1 << 30
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 1500
+
+
+def run(*words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        code = main([str(word) for word in words])
+    return code, out.getvalue(), errors.getvalue()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_hidden_layers": 1},
+        {"intermediate_size": 1},
+        {"num_hidden_layers": 1, "intermediate_size": 1, "hidden_size": 32,
+         "num_attention_heads": 1, "num_key_value_heads": 1},
+        pytest.param({"num_hidden_layers": 200, "intermediate_size": 32}, marks=pytest.mark.slow),
+    ],
+    ids=["one layer", "one neuron", "one of each", "200 layers"],
+)  # fmt: skip
+def test_all_stages(tmp_path, sizes):
+    folder = random_llama(tmp_path / "checkpoint", **sizes)
+    (tmp_path / "text.txt").write_text(TEXT)
+    make_machine().save(tmp_path / "machine")
+    model, profile, full = tmp_path / "m.gguf", tmp_path / "p", tmp_path / "full.gguf"
+    plan, predictors = tmp_path / "plan.gguf", tmp_path / "predictors"
+    for words in (
+        ("convert", folder, "-o", model, "--outtype", "f32"),
+        ("profile", model, "--corpus", tmp_path / "text.txt", "-o", profile, "--tokens", 6000,
+         "--train-predictors", predictors),
+        ("convert", model, "-o", full, "--predictors", predictors),
+        ("solve", full, "--profile", profile, "--machine", tmp_path / "machine", "-vb", "1MiB",
+         "-o", plan),
+        ("generate", full, "--split", plan, "-p", "the", "-n", 4, "--temp", 0, "--device", "cpu"),
+        ("eval", full, "--corpus", tmp_path / "text.txt", "--tokens", 256, "--mode", "predicted"),
+        ("inspect", full),
+    ):  # fmt: skip
+        code, _, errors = run(*words)
+        assert code == 0, (words, errors)
+    ids = torch.randint(320, (12,), generator=torch.Generator().manual_seed(0))
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids[None]).logits[0]
+    with Engine.load(model, mode="exact") as engine:
+        assert rel_error(engine.logits(ids), wanted.detach()) < 1e-5
+
+
+def test_a_vocabulary_of_one_token(tmp_path):
+    folder = random_llama(
+        tmp_path / "c", vocab_size=1, has_tokenizer=False, bos_token_id=None, eos_token_id=None
+    )
+    code, _, errors = run("convert", folder, "-o", tmp_path / "m.gguf", "--outtype", "f32")
+    assert code == 0, errors
+    ids = torch.zeros(5, dtype=torch.int64)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids[None]).logits[0]
+    with Engine.load(tmp_path / "m.gguf") as engine:
+        assert rel_error(engine.logits(ids), wanted.detach()) < 1e-5
+    for words in (("generate", tmp_path / "m.gguf", "-p", "a"), ("inspect", tmp_path / "m.gguf")):
+        code, _, errors = run(*words)
+        assert (code, errors.count("\n")) == ((1, 1) if words[0] == "generate" else (0, 0)), errors
+
+
+def test_a_context_of_one_token(tmp_path):
+    folder = random_llama(tmp_path / "c", max_position_embeddings=1)
+    (tmp_path / "text.txt").write_text(TEXT)
+    model = tmp_path / "m.gguf"
+    assert run("convert", folder, "-o", model)[0] == 0
+    with Engine.load(model) as engine:
+        assert engine.logits(torch.tensor([3])).isfinite().all()
+    began = time.perf_counter()
+    refused = [
+        run("profile", model, "--corpus", tmp_path / "text.txt", "-o", tmp_path / "p"),
+        run("eval", model, "--corpus", tmp_path / "text.txt"),
+        run("generate", model, "-p", "the quick brown fox"),
+    ]
+    assert time.perf_counter() - began < 30
+    assert all(code == 1 and errors.count("\n") == 1 for code, _, errors in refused), refused
+
+
+def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
+    """Sparse: its weights take no room on the disk, and no memory is promised for them."""
+    shape = make_shape(
+        num_layers=80, width=8192, num_neurons=24_576, num_heads=64, num_kv_heads=8,
+        vocab_size=128_256, context_length=8192,
+    )  # fmt: skip
+    path = tmp_path / "large.gguf"
+    model = shape_only(shape)
+    monkeypatch.setattr(gguf_file, "_pieces", lambda entry: [])
+    model.save(path)
+    monkeypatch.undo()
+    total = sum(-(-entry.num_bytes // 32) * 32 for entry in model.tensors.values())
+    assert total > 100 * 10**9
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + total)
+    assert run("inspect", path)[0] == 0  # what is imported once
+    began = time.perf_counter()
+    code, out, errors = run("inspect", path, "--json")
+    assert code == 0, errors
+    assert time.perf_counter() - began < 1
+    assert json.loads(out)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 33)
+    code, _, errors = run("inspect", path)
+    assert code == 1 and errors.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_weights_behind_four_gib_are_what_was_written(tmp_path):
+    """An embedding of 4.3 GB of zeros but for some rows, in a sparse file; layers lie behind it."""
+    small = make_model(
+        shape=make_shape(width=64, num_neurons=96, vocab_size=64, context_length=32), kind="f32"
+    )
+    num_rows = (4 * GIB + (1 << 26)) // (64 * 4)
+    path = tmp_path / "large.gguf"
+    rows = small.tensors["token_embd.weight"].read_rows(0, 64)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        values = np.zeros((stop - start, 64), np.float32)
+        first = max(0, min(64, stop) - start)
+        values[:first] = rows[start : start + first]
+        return values
+
+    embedding = gguf_file.TensorEntry(shape=(num_rows, 64), kind="f32", read_rows=read)
+    tensors = {"token_embd.weight": embedding, **{
+        name: entry for name, entry in small.tensors.items() if name != "token_embd.weight"
+    }}  # fmt: skip
+    gguf_file.write_gguf(path, small.architecture, {}, tensors)
+    _, found = gguf_file.read_gguf(path, "model file")
+    for name, entry in small.tensors.items():
+        if name != "token_embd.weight":
+            want = entry.read_rows(0, entry.shape[0])
+            assert (found[name].read_rows(0, entry.shape[0]) == want).all(), name
+    for start in (0, num_rows - 1, (1 << 32) // 256 - 1):
+        row = found["token_embd.weight"].read_rows(start, start + 1)
+        assert (row == read(start, start + 1)).all()
