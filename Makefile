@@ -5,6 +5,7 @@
 # make evaluate          the bundled (or any) model by its plan against its dense self
 # make test              the tests, from nothing
 # make check             lint and types; writes nothing into the tree
+# make fuzz MINUTES=60   damaged and foreign files into every reader; FAULTS=200 interrupted commands
 # make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
@@ -50,7 +51,7 @@ JOBS ?= 2
 export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
-.PHONY: help setup build demo convert profile solve generate evaluate test test-llamacpp bench \
+.PHONY: help setup build demo convert profile solve generate evaluate test fuzz test-llamacpp bench \
   smollm2 check clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival gpu-rival-source FORCE
 
 help:
@@ -149,6 +150,14 @@ build/corpus/%.txt: examples/tiny-relu/corpus.py
 
 test: build  ## what CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+MINUTES ?= 60
+FAULTS ?= 200
+FUZZ_START ?= 1000000  # the first case: others than the tests have
+fuzz: build  ## readers for MINUTES, then random faults of every command that writes, and two writers
+	$(BIN)/python tests/fuzz_long.py --minutes $(MINUTES) --start $(FUZZ_START)
+	$(BIN)/python tests/faults.py --cases $(FAULTS)
+	$(BIN)/python tests/two_writers.py --rounds 1000
 
 LLAMACPP := build/llamacpp-venv
 LLAMACPP_PINS := tests/llamacpp/requirements.txt

@@ -88,12 +88,7 @@ def convert(
         if verify:
             said.extend(verify(_written(draft, config.output, written)))
 
-    try:
-        model.save(config.output, on_bytes, check)
-    except OSError as error:
-        raise SparkinferError(
-            f"{config.output}: cannot be written ({error.strerror or error}); make room for it"
-        ) from error
+    model.save(config.output, on_bytes, check)
     return ConvertReport(
         output=config.output,
         model_id=model.model_id,

@@ -11,6 +11,7 @@ Letters: L layers, D model width, F neurons, R rank."""
 
 import json
 import math
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -61,7 +62,9 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
             "fc2.weight": torch.cat([up_FR, -up_FR], dim=1) * scale,
         }
         with partial_file(folder / f"model_{layer}.pt") as partial:
-            torch.save(state, partial)
+            data = BytesIO()  # torch itself tells of a full disk in many words, or not at all
+            torch.save(state, data)
+            partial.write_bytes(data.getbuffer())
     config = {"sparse_threshold": threshold, "input_layer_offset": info.input_layer_offset}
     with partial_file(folder / CONFIG) as partial:
         partial.write_text(json.dumps(config, indent=2) + "\n")

@@ -15,6 +15,7 @@ from sparkinfer.files import partial_file, require_file
 from sparkinfer.profile.report import FORMAT, VERSION, report_paths
 from sparkinfer.profile_file import Profile
 
+PICTURES = ("density.png", "firings.png", "recall.png")
 MAX_NAMED = 12  # layers in a legend
 
 
@@ -24,11 +25,11 @@ def draw(profile: Path, folder: Path) -> list[Path]:
     pyplot = load_pyplot()
     loaded = Profile.load(profile)
     report = _read_report(report_paths(profile)[0], loaded)
-    figures = {"density.png": _density(pyplot, loaded), "firings.png": _firings(pyplot, loaded)}
+    figures = [_density(pyplot, loaded), _firings(pyplot, loaded)]
     if report["quality_L"]:
-        figures["recall.png"] = _recall(pyplot, report)
+        figures.append(_recall(pyplot, report))
     paths = []
-    for name, figure in figures.items():
+    for name, figure in zip(PICTURES, figures, strict=False):
         with partial_file(folder / name) as partial:
             figure.savefig(partial, format="png", dpi=120)
         pyplot.close(figure)

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH
-from sparkinfer.files import check_output
+from sparkinfer.files import check_outputs
 from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import FILE_NAME, Predictors
@@ -40,12 +40,14 @@ class PredictorOutput:
     def check(self, num_layers: int, inputs: Sequence[Path]) -> None:
         """Raises SparkinferError for what exists already or is one of `inputs`; called before the
         work starts."""
-        paths = [self.path]
         if self.format == "dejavu":
             check_dejavu_output(self.folder, num_layers)
-            paths = dejavu_paths(self.folder, num_layers)
-        for path in paths:
-            check_output(path, force=self.force, inputs=inputs)
+        check_outputs(self.paths(num_layers), force=self.force, inputs=inputs)
+
+    def paths(self, num_layers: int) -> list[Path]:
+        """All files of a model of so many layers."""
+        is_ours = self.format == "sparkinfer"
+        return [self.path] if is_ours else dejavu_paths(self.folder, num_layers)
 
     def save(self, predictors: Predictors) -> None:
         if self.format == "dejavu":

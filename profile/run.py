@@ -22,6 +22,8 @@ from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import Position, Settings, load_position, save_position
 from sparkinfer.runtime.engine import Engine
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 SAVE_EVERY_S = 60.0
 SAVE_SHARE = 0.05  # of the time may go into saving: a state of many gigabytes is saved less often
 _SAVE, _STOP = 1, 2
@@ -156,7 +158,7 @@ class Run:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM ends the run after the window, between phases at once; so
+        """The first SIGINT, SIGTERM or SIGHUP ends the run after the window, between phases at once; so
         does a second one."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python hears signals in the main thread only
@@ -169,7 +171,7 @@ class Run:
             if not self._in_phase:
                 raise self._interrupted(number)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, note) for number in STOPS}
         try:
             yield
         finally:

@@ -29,6 +29,7 @@ from sparkinfer.runtime.kernels.stored import unpack
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.runtime.weights.matrix import matrix_of
 from sparkinfer.system_memory import free_memory_bytes
+from sparkinfer.typed import shown
 from sparkinfer.written import Restored, Written
 
 TEXT = (
@@ -161,11 +162,11 @@ def _check_known(folder: Path, values: Mapping[str, object]) -> None:
         raise Skipped(f"transformers does not know model_type {str(kind)[:60]!r}")
     if taken != named and named in classes.values():
         raise SparkinferError(
-            f"{folder / 'config.json'}: model_type is {kind!r}, which is {taken}, but architectures"
-            f" has {named!r}; correct the one that is wrong"
+            f"{folder / 'config.json'}: model_type is {shown(kind)}, which is {taken}, but architectures"
+            f" has {shown(named)}; correct the one that is wrong"
         )
     if activation is not None and activation not in ACT2FN:
-        raise Skipped(f"transformers does not know the activation {activation!r}")
+        raise Skipped(f"transformers does not know the activation {shown(activation)}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Self
 from sparkinfer.errors import Interrupted
 from sparkinfer.profile.ranks import Ranks
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:

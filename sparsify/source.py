@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from gguf.quants import dequantize
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH
@@ -19,6 +18,7 @@ from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.json_file import read_object
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.sparsify.trained_checkpoint import save_tensors
 
 # By llama.cpp's name of the graph: transformers' class and type. They share the tensors' names.
 CLASSES = {
@@ -87,7 +87,7 @@ def as_checkpoint(source: Path, folder: Path) -> Path:
 def write_checkpoint(model: ModelFile, folder: Path) -> None:
     """config.json, tokenizer and weights of a model file, as transformers reads them."""
     (folder / "config.json").write_text(json.dumps(_config(model), indent=1) + "\n")
-    save_file(dict(_tensors(model)), folder / "model.safetensors", {"format": "pt"})
+    save_tensors(dict(_tensors(model)), folder / "model.safetensors")
     codec = TextCodec.of(model)
     codec.tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(

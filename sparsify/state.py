@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
@@ -92,10 +91,9 @@ def save(path: Path, settings: Settings, position: Position) -> None:
     """Raises SparkinferError where there is no room; an older file then stays as it was."""
     try:
         save_position(path, settings, position)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+    except (OSError, SparkinferError) as error:
         kept = "the state saved before is kept" if path.exists() else "nothing was saved"
-        raise SparkinferError(f"{path}: cannot be written ({reason}); {kept}; make room") from error
+        raise SparkinferError(f"{error}; {kept}") from error
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,17 +1,71 @@
-"""Fixtures that more than one test file uses."""
+"""Fixtures that more than one test file uses; and what holds for every command that a test runs:
+it does not end with the exit code of an error that nobody expected."""
 
 import dataclasses
+import functools
 import os
+import subprocess
 
 import pytest
 import torch
 from models import byte_level_keys, make_model, make_shape
 
+import sparkinfer.cli
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.top_level import UNEXPECTED
 
 # Without a GPU, Triton kernels run in Triton's own interpreter. It must be told before the import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+unexpected: list[str] = []  # commands of the test that runs
+started: list[subprocess.Popen] = []
+
+
+def noted(main):
+    """`main`, whose unexpected ends are noted; a test's `from sparkinfer.cli import main` has it."""
+
+    @functools.wraps(main)
+    def run(argv=None):
+        code = main(argv)
+        if code == UNEXPECTED:
+            unexpected.append(f"main({argv})")
+        return code
+
+    return run
+
+
+class NotedProcess(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        started.append(self)
+        super().__init__(*args, **kwargs)
+
+
+sparkinfer.cli.main = noted(sparkinfer.cli.main)
+subprocess.Popen = NotedProcess  # type: ignore[misc]  # subprocess.run's too
+
+
+def unexpected_ends():
+    """What has ended so since the last call."""
+    codes = [str(p.args) for p in started if p.returncode == UNEXPECTED]
+    found = [*unexpected, *codes]
+    started.clear()
+    unexpected.clear()
+    return found
+
+
+@pytest.fixture
+def may_end_unexpectedly():
+    """For a test that wants that exit code."""
+    yield
+    unexpected_ends()
+
+
+@pytest.fixture(autouse=True)
+def no_unexpected_end(request):
+    yield
+    if "may_end_unexpectedly" not in request.fixturenames:
+        assert not (found := unexpected_ends()), f"exit code {UNEXPECTED}: {found}"
 
 
 @pytest.fixture

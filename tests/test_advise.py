@@ -11,7 +11,7 @@ from serving import TOKENIZER
 from test_profile_corpus import text_of
 
 from sparkinfer import Engine
-from sparkinfer.cli import cli
+from sparkinfer.commands.all_commands import cli
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import Limits
 from sparkinfer.profile import advise as advise_module

@@ -156,8 +156,8 @@ def test_the_exact_bytes_of_a_tiny_profile(tmp_path):
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     assert header["__metadata__"] == {
-        "format": "sparkinfer.profile", "version": "2", "model_id": '"m"', "num_tokens": "2",
-        "threshold_L": "[0.0]", "corpora": "[]", "quality": "{}",
+        "format": "sparkinfer.profile", "version": "3", "model_id": '"m"', "num_tokens": "2",
+        "threshold_L": "[0.0]", "corpora": "[]", "quality": "{}", "arithmetic": "null",
     }  # fmt: skip
     start, end = header["active_count_LF"]["data_offsets"]
     assert content[8 + length + start : 8 + length + end] == struct.pack("<qq", 2, 0)

@@ -11,9 +11,9 @@ import torch
 from models import make_profile, make_shape, shape_only
 from test_runtime import make_split
 
+from sparkinfer import exchange
 from sparkinfer.cli import main
 from sparkinfer.errors import SparkinferError
-from sparkinfer.export import powerinfer_activations
 from sparkinfer.export.export import ExportConfig, export
 from sparkinfer.export.powerinfer_index import write_index
 from sparkinfer.files import partial_folder
@@ -286,14 +286,14 @@ def test_activations_are_the_counts_layer_by_layer(tmp_path, make, num_layers):
 
 def test_an_interrupted_folder_leaves_what_was_there(tmp_path, make, monkeypatch):
     make()
-    save = torch.save
+    write = Path.write_bytes
 
-    def fail_at_the_third(tensor, path):
+    def fail_at_the_third(path, data):
         if path.name == "activation_2.pt":
             raise KeyboardInterrupt
-        save(tensor, path)
+        return write(path, data)
 
-    monkeypatch.setattr(powerinfer_activations.torch, "save", fail_at_the_third)
+    monkeypatch.setattr(Path, "write_bytes", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         export(activations(tmp_path))
     assert {p.name for p in tmp_path.iterdir()} == {"m.split.gguf", "p.safetensors"}
@@ -301,7 +301,7 @@ def test_an_interrupted_folder_leaves_what_was_there(tmp_path, make, monkeypatch
     export(activations(tmp_path))
     before = {p.name: p.read_bytes() for p in (tmp_path / "activation").iterdir()}
     make(4)
-    monkeypatch.setattr(powerinfer_activations.torch, "save", fail_at_the_third)
+    monkeypatch.setattr(Path, "write_bytes", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         export(activations(tmp_path, force=True))
     assert {p.name: p.read_bytes() for p in (tmp_path / "activation").iterdir()} == before
@@ -319,10 +319,11 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkey
     replace = Path.replace
 
     def fail(path, target):
-        if path.name == "x.partial":
+        if path.suffix == ".partial":
             raise OSError("no")
         return replace(path, target)
 
+    monkeypatch.setattr(exchange, "_exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="no"), partial_folder(tmp_path / "x"):
         pass

@@ -360,7 +360,9 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
             other.write_bytes(other.read_bytes() if other.exists() else b"mine")
         kept = None if other == tmp_path else other.read_bytes()
         wrong = (codec_model, "-n", 4, "--prompt-cache", other, "--force", "-p", "ab cd ef")
-        assert "is no prompt's state, so it stays" in run(*wrong, code=1).stderr.decode()
+        is_input = other == codec_model
+        words = "is read by this command" if is_input else "is no prompt's state, so it stays"
+        assert words in run(*wrong, code=1).stderr.decode()
         assert kept is None or other.read_bytes() == kept
     third = json.loads(run(*common, "-p", "ab cd ef").stdout)
     assert third["cached_tokens"] == third["prefill_tokens"] - 1

@@ -10,8 +10,8 @@ import torch
 from gpu_matrices import KINDS, block_width, make_matrix, vector
 from reference import rel_error
 
-from sparkinfer.gguf_file import type_of
 from sparkinfer.cache_types import CacheTypes
+from sparkinfer.gguf_file import type_of
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.device.bits import pack_bits, unpack_bits

@@ -1,5 +1,7 @@
 """Outputs: never a file that is read, never one of the user's, and nothing left behind."""
 
+import dataclasses
+import errno
 import fcntl
 import os
 import subprocess
@@ -9,13 +11,26 @@ from pathlib import Path
 
 import pytest
 from checkpoints import random_dejavu, random_llama
-from models import make_profile
+from models import make_machine, make_model, make_profile, make_shape
+from sparsify_runs import tiny_config
 
+from sparkinfer import exchange
+from sparkinfer.cli import main
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output, partial_file, partial_folder
+from sparkinfer.files import (
+    check_output,
+    check_output_folder,
+    check_outputs,
+    partial_file,
+    partial_folder,
+    remove_stale,
+)
 from sparkinfer.model_file import ModelFile
+from sparkinfer.safetensors_file import save_arrays
+from sparkinfer.sparsify.plan import check_outputs as check_sparsify
+from sparkinfer.steady import reading
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +184,261 @@ def test_two_conversions_to_one_output_both_end_well(silu, tmp_path):
         thread.join()
     assert not errors and [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
     ModelFile.load(tmp_path / "m.gguf")
+
+
+# ---- folders --------------------------------------------------------------------------------
+
+
+def fill(folder: Path, text: str) -> None:
+    with partial_folder(folder) as partial:
+        (partial / "a").write_text(text)
+        (partial / "b").mkdir()
+        (partial / "b" / "c").write_text(text)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(exchange, "_exchange", lambda one, other: False)
+    for text in ("one", "other"):
+        fill(tmp_path / "x", text)
+        assert (tmp_path / "x" / "b" / "c").read_text() == text
+        assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_there_is_a_folder_of_that_name_at_every_moment(tmp_path, monkeypatch):
+    fill(tmp_path / "x", "old")
+    seen = []
+    for name in ("replace", "rename"):
+        real = getattr(Path, name)
+        monkeypatch.setattr(
+            Path, name, lambda *a, r=real: (r(*a), seen.append((tmp_path / "x").exists()))[0]
+        )
+    fill(tmp_path / "x", "new")
+    assert all(seen) and (tmp_path / "x" / "a").read_text() == "new"
+
+
+def test_what_a_killed_folder_left_goes_with_the_next(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from sparkinfer.files import partial_folder\n"
+        "with partial_folder(Path(sys.argv[1])) as p: (p / 'a').write_text('half'); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
+    (stale,) = tmp_path.iterdir()
+    assert stale.name.startswith("x.") and stale.suffix == ".partial" and stale.is_dir()
+    check_output_folder(tmp_path / "x", force=False, is_ours=lambda name: True)
+    with partial_folder(tmp_path / "x") as partial:
+        assert not stale.exists()
+        (partial / "a").write_text("whole")
+        remove_stale(tmp_path / "x")  # as another run does
+        assert partial.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_folder_that_was_set_aside_gets_its_name_back(tmp_path, monkeypatch):
+    """Where folders cannot be exchanged and a run was killed between the two renamings."""
+    fill(tmp_path / "x", "old")
+    (tmp_path / "x").rename(tmp_path / "x.01234567.old")
+    remove_stale(tmp_path / "x")
+    assert (tmp_path / "x" / "a").read_text() == "old"
+    monkeypatch.setattr(exchange, "_exchange", lambda one, other: False)
+    real = Path.replace
+
+    def replace(self, target):
+        if self.suffix == ".partial":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="Input/output"):
+        fill(tmp_path / "x", "new")
+    assert (tmp_path / "x" / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_the_same_arrays_are_the_same_bytes_whoever_writes_them(tmp_path):
+    """In the safetensors package the order of the metadata is another in every call."""
+    code = (
+        "import sys, numpy as np; from pathlib import Path\n"
+        "from sparkinfer.safetensors_file import save_arrays\n"
+        "arrays = {'b': np.arange(3, dtype=np.float32), 'a': np.ones((2, 2), np.int64),"
+        " 'c': np.zeros((2, 0), np.uint8), 'd': np.array(1.5)}\n"
+        "meta = {k: k * 3 for k in 'zyxwvu'}\n"
+        "for name in sys.argv[1:]: save_arrays(Path(name), 'test', 1, meta, arrays)"
+    )
+    for names in (("1", "2"), ("3",)):
+        paths = [str(tmp_path / name) for name in names]
+        subprocess.run([sys.executable, "-c", code, *paths], check=True)
+    found = contents(tmp_path)
+    assert len(found) == 3 and len(set(found.values())) == 1
+    from safetensors.numpy import load_file, save
+
+    arrays = load_file(tmp_path / "1")
+    assert (arrays["b"] == [0, 1, 2]).all() and arrays["d"] == 1.5 and arrays["c"].shape == (2, 0)
+    whole = save(arrays, {"format": "test"})  # the package's own: sizes of header and data agree
+    start = 8 + int.from_bytes(whole[:8], "little")
+    mine = (tmp_path / "1").read_bytes()
+    assert mine[8 + int.from_bytes(mine[:8], "little") :] == whole[start:]
+
+
+def test_a_safetensors_file_stays_locked_as_it_is_written(tmp_path, monkeypatch):
+    import numpy as np
+
+    real, seen = os.fsync, []
+
+    def fsync(descriptor):
+        remove_stale(tmp_path / "x")  # as another run does
+        seen.append(sorted(path.suffix for path in tmp_path.iterdir()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save_arrays(tmp_path / "x", "test", 1, {}, {"a": np.zeros(3)})
+    assert seen[0] == [".partial"] and (tmp_path / "x").exists()
+
+
+# ---- inputs that change -----------------------------------------------------------------------
+
+
+def test_nothing_is_made_of_an_input_that_changed(tmp_path):
+    source, folder = tmp_path / "in", tmp_path / "hf"
+    source.write_text("before")
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for touch in (lambda: os.truncate(source, 3), lambda: source.write_text("behind"),
+                  source.unlink, lambda: (folder / "config.json").write_text("[]")):  # fmt: skip
+        source.write_text("before")
+        for make in (partial_file, partial_folder):
+            with pytest.raises(SparkinferError, match="was changed while it was read"):
+                with reading(source, folder), make(tmp_path / "out"):
+                    touch()
+            source.write_text("before")
+            (folder / "config.json").write_text("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "in"]
+    with reading(source, None, tmp_path / "none"), partial_file(tmp_path / "out") as partial:
+        partial.write_text("made")
+    assert (tmp_path / "out").read_text() == "made"
+
+
+def test_outputs_may_lie_among_the_texts_that_are_read(tmp_path):
+    (tmp_path / "t.txt").write_text("text")
+    (tmp_path / "p.json").write_text("of an earlier run")
+    with reading(tmp_path):
+        for name in ("p.json", "q.json"):
+            with partial_file(tmp_path / name) as partial:
+                partial.write_text("new")
+
+
+# ---- all inputs and all outputs at once ---------------------------------------------------------
+
+
+def test_two_outputs_are_never_one_file(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    with pytest.raises(SparkinferError, match="written twice"):
+        check_outputs([tmp_path / "x", tmp_path / "link"], force=True)
+    with pytest.raises(SparkinferError, match="is written by this command"):
+        check_outputs([tmp_path / "f" / "x"], force=True, output_folders=[tmp_path / "f"])
+    with pytest.raises(SparkinferError, match="is written by this command"):
+        check_outputs([], force=True, output_folders=[tmp_path / "f", tmp_path / "f" / "g"])
+    check_outputs([tmp_path / "x", tmp_path / "y"], force=True, output_folders=[tmp_path / "z"])
+
+
+@pytest.fixture
+def trained(silu, tmp_path):
+    corpus = tmp_path / "t.txt"
+    corpus.write_text("a text")
+    return tiny_config((silu, corpus), tmp_path)
+
+
+def test_a_trained_checkpoint_never_takes_the_place_of_what_is_read(silu, trained, tmp_path):
+    before = contents(silu)
+    (tmp_path / "link").symlink_to(silu)
+    inside = tmp_path / "out.gguf.sparsify" / "mine"
+    inside.mkdir(parents=True)
+    for changes, match in (
+        ({"save_checkpoint": silu}, "is read by|holds"),
+        ({"save_checkpoint": silu.parent}, "holds .* read by this command"),
+        ({"save_checkpoint": tmp_path / "link"}, "is read by"),
+        ({"save_checkpoint": tmp_path / "c", "start_from": tmp_path / "c"}, "is read by"),
+        ({"output": silu / "model.safetensors"}, "is read by|lies among"),
+        ({"save_checkpoint": tmp_path / "out.gguf"}, "written twice"),
+        ({"save_checkpoint": inside}, "holds .* read by this command"),  # it is removed in the end
+        ({"start_from": inside}, "holds .* read by this command"),
+    ):
+        config = dataclasses.replace(trained, force=True, **changes)
+        with pytest.raises(SparkinferError, match=match):
+            check_sparsify(config)
+    check_sparsify(trained)
+    assert contents(silu) == before
+
+
+@pytest.fixture
+def stage_files(tmp_path) -> Path:
+    """A model, its profile, a machine, and a text."""
+    model = make_model(shape=make_shape(vocab_size=50))
+    model.save(tmp_path / "m.gguf")
+    make_profile(model).save(tmp_path / "p.safetensors")
+    make_machine().save(tmp_path / "machine.json")
+    (tmp_path / "t.txt").write_text("text " * 100)
+    return tmp_path
+
+
+def test_a_heat_map_is_never_the_model(stage_files, capsys):
+    """Nor is what a command names itself: the picture of a curve, reports, pictures in a folder."""
+    here, before = stage_files, contents(stage_files)
+    m, p, t = here / "m.gguf", here / "p.safetensors", here / "t.txt"
+    solve = ["solve", m, "--profile", p, "--machine", here / "machine.json", "--force"]
+    profile = ["profile", m, "--force", "--corpus"]
+    (here / "x.png").symlink_to(m)
+    (here / "x.report.md").symlink_to(t)
+    (here / "density.png").hardlink_to(t)
+    (here / "y.resume").hardlink_to(m)
+    (here / "predictors.safetensors").hardlink_to(t)
+    for arguments in (
+        [*solve, "-vb", "14MiB", "-o", here / "s.gguf", "--heat-map", m],
+        [*solve, "--sweep", "1MiB:2MiB", "-o", here / "x.json"],
+        [*profile, t, "-o", here / "x"],
+        [*profile, t, "-o", here / "z", "--plots", here],
+        [*profile, t, "-o", here / "y"],
+        [*profile, t, "-o", here / "z", "--train-predictors", here],
+        [*profile, here, "-o", t],  # one of the texts in a folder
+        [*profile, t, "-o", here / "recall.png", "--plots", here],
+    ):
+        assert main([str(argument) for argument in arguments]) == 1
+        error = capsys.readouterr().err
+        assert "is read by this command" in error or "is written twice" in error, error
+    after = contents(stage_files)
+    assert {name: after[name] for name in before} == before
+
+
+def test_an_export_never_takes_the_place_of_its_profile(stage_files, capsys):
+    folder = stage_files / "activation"
+    folder.mkdir()
+    (stage_files / "p.safetensors").rename(folder / "activation_0.pt")
+    export = ["export", "--format", "powerinfer-activations", "--force", "-o", str(folder)]
+    assert main([*export, str(folder / "activation_0.pt")]) == 1
+    assert "is read by this command" in capsys.readouterr().err
+    assert (folder / "activation_0.pt").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_a_place_where_no_file_can_be_made_is_refused_at_once():
+    for make in (partial_file, partial_folder):
+        with pytest.raises(SparkinferError, match="cannot be written"), make(Path("/proc/x")):
+            pass
+    with pytest.raises(SparkinferError, match="cannot be written"):
+        check_output(Path("/proc/none/x"), force=False)
+
+
+def test_a_folder_is_made_anew_where_another_run_took_it_for_stale(tmp_path, monkeypatch):
+    real, taken = Path.mkdir, []
+
+    def mkdir(self, *args, **options):
+        real(self, *args, **options)
+        if self.suffix == ".partial" and not taken:
+            taken.append(self)
+            self.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    fill(tmp_path / "x", "whole")
+    assert taken and (tmp_path / "x" / "a").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
-from sparkinfer.cli import cli
+from sparkinfer.commands.all_commands import cli
 from sparkinfer.errors import SparkinferError
 from sparkinfer.profile import plots
 from sparkinfer.profile_file import Profile

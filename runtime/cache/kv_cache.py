@@ -98,7 +98,9 @@ class LayerCache:
         """Copies of keys and values [T, K, X] at some positions, as they are kept; bf16 as int16, which
         files have a type for."""
         block_T, place_T = self._places(sequence, start, end)
-        return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[block_T, :, place_T]
+        return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[
+            block_T, :, place_T
+        ]
 
     def write(self, sequence: int, start: int, key_TKX: Tensor, value_TKX: Tensor) -> None:
         """The other way round."""
@@ -110,7 +112,8 @@ class LayerCache:
         """Whether these are T = `count` rows as `read` gives them."""
         pairs = zip(self._kept, (key_TKX, value_TKX), strict=True)
         return all(
-            rows.shape == (count, self.num_kv_heads, cache.shape[3]) and rows.dtype == _bits(cache).dtype
+            rows.shape == (count, self.num_kv_heads, cache.shape[3])
+            and rows.dtype == _bits(cache).dtype
             for (cache, _), rows in pairs
         )
 

@@ -1,13 +1,16 @@
 """Errors that are shown as one line, without a traceback."""
 
+from signal import SIGINT
+
 
 class SparkinferError(Exception):
     """Wrong input: a message with what, where, what was wanted, and the next step."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was told to stop by a signal, and has saved where it stands: a message and exit code."""
+    """A command was told to stop by a signal: what is said of it, and the exit code."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+        self.is_ctrl_c = signal_number == SIGINT

@@ -1,20 +1,31 @@
 """Writing files so that nothing half-written is ever seen under its own name."""
 
+import errno
 import fcntl
 import glob
 import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from sparkinfer import mapped_files
 from sparkinfer.errors import SparkinferError
+from sparkinfer.exchange import OLD, put_folder
+from sparkinfer.steady import changed_inputs, wrote
 
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
 MODEL_SUFFIX = ".gguf"
+# Of an error that only writing has: the disk is full, a quota or a limit reached, or it cannot be
+# written to at all.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+_unfinished: set[Path] = set()  # of this process
+
+
+# ---- whole or not at all --------------------------------------------------------------------
 
 
 @contextmanager
@@ -24,56 +35,145 @@ def partial_file(path: Path) -> Iterator[Path]:
 
     Its name, `path`.xxxxxxxx.partial with eight random digits, is nobody else's: two runs with
     one output do not meet, and a file that a user has called so is never opened. It is locked
-    while it is written, so that the next run tells what a killed one left, and removes that.
+    while it is written, so that the next run tells what a killed one left, and removes that; so it
+    must be written in place, and not be replaced by another file of its name.
     It is on the disk before it has its name, and the name is before this returns: a power cut
     leaves the old file or the new one. Raises SparkinferError where the folder cannot be
-    written."""
+    written, where there is no room, and where an input of `steady.reading` has changed."""
+    with _made(path, _new_file) as partial:
+        yield partial
+        _finish(path, lambda: _sync(partial))
+        partial.replace(path)
+        wrote(path)
+        _sync(path.parent)
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """The same for a folder to fill, which takes the place of `path` with all that it holds (see
+    check_output_folder); the two are exchanged at once where the system can, which Linux does."""
+    with _made(path, _new_folder) as partial:
+        yield partial
+        _finish(path, lambda: _sync_all(partial))
+        put_folder(partial, path)
+        _sync(path.parent)
+
+
+def remove_stale(path: Path) -> None:
+    """Removes what killed runs left of `path`: its partial files and folders that nobody has
+    locked. A folder that one had set aside, and not replaced, gets its name back."""
+    if not path.parent.is_dir():
+        return
+    for other in path.parent.glob(f"{glob.escape(_stem(path))}.*"):
+        name = other.name.removeprefix(f"{_stem(path)}.")
+        if not _is_ours(name) or other.is_symlink():
+            continue
+        with suppress(OSError), _opened(other) as descriptor:  # another user's, perhaps
+            if not _lock(descriptor):
+                continue
+            if name.endswith(OLD) and not path.exists():
+                other.rename(path)
+            else:
+                _remove(other)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a partial file's name ends so: eight digits, and what it is."""
+    digits, dot, end = name.partition(".")
+    return len(digits) == 8 and not set(digits) - set("0123456789abcdef") and (
+        dot + end in (PARTIAL, OLD)
+    )  # fmt: skip
+
+
+@contextmanager
+def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
+    """Something new beside `path` that is locked, and gone at the end."""
     with _folders_for(path):
         try:
             remove_stale(path)
-            partial, descriptor = _create(path)
+            partial, descriptor = _create(path, make)
         except OSError as error:
             raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
         try:
             yield partial
-            _sync(partial)
-            partial.replace(path)
-            _sync(path.parent)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise no_room(path, error.strerror) from error
+            if os.fspath(error.filename or "").startswith(str(partial)):
+                raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+            raise
         finally:
-            partial.unlink(missing_ok=True)
+            _remove(partial)
+            _unfinished.discard(partial)
+            mapped_files.set_unfinished(_unfinished)
             os.close(descriptor)
 
 
-def remove_stale(path: Path) -> None:
-    """Removes what killed runs left of `path`: its partial files that nobody has locked."""
-    if not path.parent.is_dir():
-        return
-    for other in path.parent.glob(f"{glob.escape(_stem(path))}.*{PARTIAL}"):
-        name = other.name.removeprefix(f"{_stem(path)}.").removesuffix(PARTIAL)
-        if len(name) != 8 or set(name) - set("0123456789abcdef") or not other.is_file():
-            continue
-        with suppress(OSError), other.open("rb") as file:  # another user's, perhaps
-            if _lock(file.fileno()):
-                other.unlink()
+def remove_unfinished() -> None:
+    """Removes what this process is writing, or was when a signal came between two lines above;
+    called when it ends."""
+    for partial in [*_unfinished]:
+        _remove(partial)
+
+
+def no_room(path: Path, reason: str | None) -> SparkinferError:
+    """That a file was not written because the disk is full, or the like."""
+    return SparkinferError(f"{path}: cannot be written ({reason or 'no room'}); make room for it")
+
+
+def _finish(path: Path, sync: Callable[[], None]) -> None:
+    sync()
+    if changed := changed_inputs():
+        raise SparkinferError(
+            f"{changed[0]}: was changed while it was read, so {path} was not written; run the"
+            " command again"
+        )
 
 
 def _stem(path: Path) -> str:
     """What a partial file's name begins with; a name has 255 bytes at most."""
-    return path.name.encode()[: 255 - 9 - len(PARTIAL)].decode(errors="ignore")
+    return os.fsdecode(os.fsencode(path.name)[: 255 - 9 - len(PARTIAL)])
 
 
-def _create(path: Path) -> tuple[Path, int]:
-    """A new partial file for `path`, and a descriptor that holds its lock."""
+def _create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
+    """A new partial file or folder for `path`, and a descriptor that holds its lock."""
     while True:
         partial = path.with_name(f"{_stem(path)}.{secrets.token_hex(4)}{PARTIAL}")
+        _unfinished.add(partial)
         try:
-            descriptor = os.open(partial, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            continue
+            descriptor = make(partial)
+        except OSError as error:
+            _unfinished.discard(partial)
+            if error.errno == errno.EEXIST:
+                continue
+            raise
         is_ours = _lock(descriptor)
-        # Another run may have taken the file for a stale one before it was locked.
+        # Another run may have taken it for a stale one before it was locked.
         if is_ours is None or (is_ours and partial.exists()):
+            mapped_files.set_unfinished(_unfinished)
             return partial, descriptor
+        _unfinished.discard(partial)
+        os.close(descriptor)
+
+
+def _new_file(partial: Path) -> int:
+    return os.open(partial, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _new_folder(partial: Path) -> int:
+    partial.mkdir()
+    try:
+        return os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError as error:  # another run took it for a stale one
+        raise FileExistsError(errno.EEXIST, "was taken away", partial) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
         os.close(descriptor)
 
 
@@ -88,10 +188,22 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
+def _remove(path: Path) -> None:
+    """A file or a folder, if it is still there and may be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
 @contextmanager
 def _folders_for(path: Path) -> Iterator[None]:
     """Makes the folders above `path`; removes them again where that fails, or the work does."""
-    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        missing = [folder for folder in path.parents if not folder.exists()]
+    except OSError as error:  # a name that is too long
+        raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,39 +226,72 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def partial_folder(path: Path) -> Iterator[Path]:
-    """Gives a new folder `path`.partial to fill; on success it takes the place of `path` with all
-    it holds (see check_output_folder), otherwise it is removed and `path` is as it was.
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
 
-    Raises SparkinferError where the folder cannot be made."""
-    partial, old = (path.with_name(path.name + end) for end in (PARTIAL, ".old"))
-    with _folders_for(path):
+
+# ---- before the work ----------------------------------------------------------------------------
+
+
+def check_output(
+    path: Path, *, force: bool, inputs: Iterable[Path] = (), folders: Iterable[Path] = ()
+) -> None:
+    """`check_outputs` of a single one."""
+    check_outputs([path], force=force, inputs=inputs, folders=folders)
+
+
+def check_outputs(
+    paths: Sequence[Path],
+    *,
+    force: bool,
+    inputs: Iterable[Path] = (),
+    folders: Iterable[Path] = (),
+    output_folders: Sequence[Path] = (),
+) -> None:
+    """Refuses outputs that are an input or each other, by any name; that exist already (unless
+    `force`); that cannot be written.
+
+    In `folders` all files are inputs but the .gguf ones, and a new file could become one: the
+    output may lie there if it ends in .gguf. `output_folders` are replaced as a whole: nothing
+    that is read, and no other output, may lie in them. Called before the work starts, so that
+    nobody waits an hour for this answer; leaves nothing behind."""
+    folders = list(folders)
+    inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
+    check_apart([*paths, *output_folders], inputs)
+    for path in paths:
+        _check_folders(path, folders)
+    for folder in output_folders:
+        others = [other for other in output_folders if other is not folder]
+        _check_holds_none(folder, [*inputs, *folders], "read")
+        _check_holds_none(folder, [*paths, *others], "written")
+    for path in paths:
+        _check_writable(path, force=force)
+
+
+def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
+    """Refuses outputs that are an input or each other, by any name."""
+    for number, path in enumerate(outputs):
         try:
-            partial.mkdir()
-        except OSError as error:
-            raise SparkinferError(f"{partial}: cannot be made: {error.strerror}") from error
-        try:
-            yield partial
-            if path.exists():
-                path.replace(old)
-            try:
-                partial.replace(path)
-            except BaseException:
-                if old.exists():
-                    old.replace(path)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            _check_others(path, outputs[:number], inputs)
+        except OSError as error:  # a name that is too long, a folder that may not be entered
+            raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def check_output_folder(path: Path, *, force: bool, is_ours: Callable[[str], bool]) -> None:
+def check_output_folder(
+    path: Path, *, force: bool, is_ours: Callable[[str], bool], inputs: Iterable[Path] = ()
+) -> None:
     """Refuses an output folder that is something else, holds anything (unless `force`), or holds
-    what this command would not have written: replacing it would delete that."""
-    if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise SparkinferError(f"{path}: cannot be replaced by a folder; give the name of a new one")
-    found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    what this command would not have written, or what it reads: replacing it would delete that."""
+    check_outputs([], force=force, inputs=inputs, output_folders=[path])
+    try:
+        if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise SparkinferError(
+                f"{path}: cannot be replaced by a folder; give the name of a new one"
+            )
+        found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
     foreign = [name for name in found if not is_ours(name)]
     if foreign:
         raise SparkinferError(
@@ -154,46 +299,67 @@ def check_output_folder(path: Path, *, force: bool, is_ours: Callable[[str], boo
         )
     if found and not force:
         raise SparkinferError(f"{path}: holds files already; give another name or --force")
-    stale = [path.with_name(path.name + end) for end in (PARTIAL, ".old")]
-    for other in stale:
-        if other.exists():
-            raise SparkinferError(f"{other}: is in the way, left by an interrupted run; remove it")
 
 
-def check_output(
-    path: Path, *, force: bool, inputs: Iterable[Path] = (), folders: Iterable[Path] = ()
-) -> None:
-    """Refuses an output that is an input, exists already (unless `force`), or cannot be written.
-
-    In `folders` all files are inputs but the .gguf ones, and a new file could become one: the
-    output may lie there if it ends in .gguf. Called before the work starts, so that nobody waits
-    an hour for this answer; leaves nothing behind."""
-    if path.is_dir():
-        raise SparkinferError(f"{path}: is a folder; give the name of a file")
-    inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
-    if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
+def _check_others(path: Path, before: Sequence[Path], inputs: Sequence[Path]) -> None:
+    if any(_is_same(path, other) for other in inputs):
         raise SparkinferError(f"{path}: is read by this command; give the output another name")
+    for other in before:
+        if _is_same(path, other):
+            raise SparkinferError(
+                f"{path}: is written twice by this command, also as {other}; give each output a"
+                " name of its own"
+            )
+
+
+def _check_folders(path: Path, folders: Sequence[Path]) -> None:
     for folder in folders:
-        if path.suffix != MODEL_SUFFIX and path.parent.resolve() == folder.resolve():
+        if path.suffix != MODEL_SUFFIX and _is_same(path.parent, folder):
             raise SparkinferError(
                 f"{path}: lies among the files that this command reads; give another folder, or a"
                 f" name that ends in {MODEL_SUFFIX}"
             )
-    if path.exists() and not force:
-        raise SparkinferError(f"{path}: exists already; give another name or --force")
+
+
+def _check_holds_none(folder: Path, paths: Iterable[Path], verb: str) -> None:
+    place = Path(os.path.realpath(folder))
+    for path in paths:
+        if place in (real := Path(os.path.realpath(path))).parents or place == real:
+            raise SparkinferError(
+                f"{folder}: holds {path}, which is {verb} by this command; give another folder"
+            )
+
+
+def _check_writable(path: Path, *, force: bool) -> None:
     try:
+        if path.is_dir():
+            raise SparkinferError(f"{path}: is a folder; give the name of a file")
+        if path.exists() and not force:
+            raise SparkinferError(f"{path}: exists already; give another name or --force")
         there = next(folder for folder in path.parents if folder.exists())
-        probe, descriptor = _create(there / path.name)
+        (there / path.name).is_dir()  # raises where the name is too long
+        probe, descriptor = _create(there / path.name, _new_file)
     except OSError as error:
         raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
-    probe.unlink()
+    _remove(probe)
+    _unfinished.discard(probe)
     os.close(descriptor)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """By name, through links, and where a file has two names."""
+    if os.path.exists(path) and os.path.exists(other):
+        return path.samefile(other)
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _inputs_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return [file for file in folder.iterdir() if file.suffix != MODEL_SUFFIX and file.is_file()]
+
+
+# ---- reading ------------------------------------------------------------------------------------
 
 
 def require_file(path: Path, what: str) -> None:

@@ -23,6 +23,7 @@ from gguf import (
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
 from sparkinfer.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_header
+from sparkinfer.mapped_files import map_whole
 from sparkinfer.pipeline import in_order, num_threads
 
 # Values read, encoded and written at a time. On 2 busy cores a q4_0 file took 4.1-5.1, 2.4-4.3,
@@ -149,7 +150,7 @@ def open_gguf(path: Path, what: str) -> GgufFile:
     require_file(path, what)
     try:
         with path.open("rb") as stream:
-            mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapping = map_whole(stream)
     except (ValueError, OSError) as error:  # ValueError: the file is empty
         raise SparkinferError(f"{path}: cannot be read ({error}); wanted a {what}") from error
     header = read_header(path, what, mapping)

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import known_as, partial_file, require_file
+from sparkinfer.typed import shown
 
 # A tensor takes about 100 bytes; safetensors reads up to 100 MB and holds it several times.
 MAX_HEADER_BYTES = 32 << 20
+_NAMES = {"b1": "BOOL", "u1": "U8", "i1": "I8", "i2": "I16", "u2": "U16", "f2": "F16", "i4": "I32",
+          "u4": "U32", "f4": "F32", "i8": "I64", "u8": "U64", "f8": "F64"}  # fmt: skip
 
 
 def check_header(path: Path, what: str) -> None:
@@ -37,12 +39,28 @@ def check_header(path: Path, what: str) -> None:
 def save_arrays(
     path: Path, format: str, version: int, metadata: Mapping[str, object], arrays: dict
 ) -> None:
-    """Writes a file whole or not at all; metadata values are stored as JSON."""
-    header = {key: json.dumps(value) for key, value in metadata.items()}
-    with partial_file(path) as partial:
-        mode = partial.stat().st_mode
-        save_file(arrays, partial, {"format": format, "version": str(version), **header})
-        partial.chmod(mode)  # safetensors makes a file of its own, which others may not read
+    """Writes a file whole or not at all; metadata values are stored as JSON.
+
+    The same arrays and metadata are the same bytes. The package of safetensors writes its metadata
+    in any order, and to a file of its own that takes the place of the locked one."""
+    texts = {key: json.dumps(value) for key, value in metadata.items()}
+    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header: dict[str, object] = {
+        "__metadata__": {"format": format, "version": str(version), **texts}
+    }
+    end = 0
+    for name in names:
+        array = arrays[name]
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": _NAMES[array.dtype.str[1:]], "shape": list(array.shape),
+                        "data_offsets": [start, end]}  # fmt: skip
+    head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with partial_file(path) as partial, partial.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in names:
+            array = np.ascontiguousarray(arrays[name])
+            file.write(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
 
 
 def load_arrays(
@@ -76,13 +94,13 @@ def load_arrays(
     found = header.pop("version", None)
     if found not in map(str, (version, *older)):
         raise SparkinferError(
-            f"{path}: version {str(found)[:20]!r}, this program reads {version}; make it again"
+            f"{path}: version {shown(found)}, this program reads {version}; make it again"
         )
     wrong_keys = (header.keys() ^ keys) - optional
     if wrong_keys:
         wrong = min(wrong_keys)
         raise SparkinferError(
-            f"{path}: metadata key {wrong!r} is unknown or missing; make it again"
+            f"{path}: metadata key {shown(wrong)} is unknown or missing; make it again"
         )
     try:
         return {key: json.loads(value) for key, value in header.items()}, arrays

@@ -6,6 +6,7 @@
 // turned back by the same product (H H = 1) once they are mixed, and an outlier in one place is spread
 // over all of a block, whose scale it would otherwise set (QuaRot, Ashkboos et al. 2024).
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 

@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from sparkinfer.commands.shared import FILE, finish, force_option, json_option, say, threads_option
+from sparkinfer.commands.shared import (
+    FILE,
+    FOLDER,
+    OUTPUT,
+    FileCommand,
+    finish,
+    force_option,
+    json_option,
+    say,
+    texts_and_model,
+    threads_option,
+)
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output
+from sparkinfer.files import check_outputs
 
 if TYPE_CHECKING:
     from sparkinfer.convert.options import Outtype
@@ -21,7 +32,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
            "q8_0": ("q4_0",)}  # fmt: skip
 
 
-@click.command()
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
               help="Text like yours, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
@@ -30,10 +41,10 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True)
 @click.option("--max-loss", default=0.01, show_default=True,
               help="Rise of the perplexity that is no loss to you.")  # fmt: skip
-@click.option("--limits", "limits_path", type=FILE,
+@click.option("--limits", "limits_path", type=OUTPUT,
               help="Where the limits of the advised rule are written, for convert --limits.")  # fmt: skip
-@click.option("--plot", type=FILE, help="A picture (PNG) of all points.")
-@click.option("--work", type=FILE, help="Folder for the files that are tried; the system's own.")
+@click.option("--plot", type=OUTPUT, help="A picture (PNG) of all points.")
+@click.option("--work", type=FOLDER, help="Folder for the files that are tried; the system's own.")
 @click.option("--seed", default=0, show_default=True)
 @threads_option
 @force_option
@@ -51,9 +62,8 @@ def advise(
     from sparkinfer.profile.advise import advise as run
     from sparkinfer.runtime.kernels.threads import use_threads
 
-    for output in (limits_path, plot):
-        if output is not None:
-            check_output(output, force=force, inputs=[model, *corpora])
+    outputs = [path for path in (limits_path, plot) if path is not None]
+    check_outputs(outputs, force=force, inputs=texts_and_model(model, corpora))
     use_threads(threads)
     config = AdviseConfig(
         model=model, corpora=corpora, max_tokens=max_tokens, max_loss=max_loss, seed=seed

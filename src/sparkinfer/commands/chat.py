@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.constraint_options import (
     NAMES,
     ConstraintOptions,
@@ -22,6 +23,7 @@ from sparkinfer.commands.constraint_options import (
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
+    FileCommand,
     device_option,
     max_loss_option,
     mode_option,
@@ -44,7 +46,7 @@ from sparkinfer.commands.terminal import (
     note,
     stopping,
 )
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import Interrupted, SparkinferError
 from sparkinfer.json_file import read_text
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stop
 A message that begins with / is written with //."""
 
 
-@click.command()
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
@@ -87,6 +89,7 @@ A message that begins with / is written with //."""
 @sampling_options
 @constraint_options
 @speculation_options
+@cache_type_options
 @thresholds_option
 @mode_option
 @max_loss_option
@@ -170,8 +173,9 @@ class Talk:
             except SparkinferError as error:
                 self.num_errors += 1
                 say(f"sparkinfer: {error}")
-            except KeyboardInterrupt:
-                if not self.is_typed:
+            except KeyboardInterrupt as error:
+                is_ctrl_c = not isinstance(error, Interrupted) or error.is_ctrl_c
+                if not self.is_typed or not is_ctrl_c:
                     raise
                 note("[stopped]")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.constraint_options import (
     NAMES,
     ConstraintOptions,
@@ -21,6 +22,8 @@ from sparkinfer.commands.prompts import prompts_of
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
+    OUTPUT,
+    FileCommand,
     device_option,
     finish,
     force_option,
@@ -38,7 +41,7 @@ from sparkinfer.commands.speculation_options import (
     take_speculation_options,
 )
 from sparkinfer.commands.written_texts import Writing, event_of, logprobs_of, report_of
-from sparkinfer.errors import SparkinferError
+from sparkinfer.errors import Interrupted, SparkinferError
 
 if TYPE_CHECKING:
     from sparkinfer.runtime.engine import Engine
@@ -60,7 +63,7 @@ class Wanted:
     template: str | None
 
 
-@click.command()
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
@@ -90,7 +93,7 @@ class Wanted:
               help="Tokens at the beginning that then stay.")  # fmt: skip
 @click.option("--logprobs", "num_logprobs", type=int, metavar="N",
               help="With --json or --json-lines: probabilities of each token and the N likeliest.")  # fmt: skip
-@click.option("--prompt-cache", type=FILE,
+@click.option("--prompt-cache", type=OUTPUT,
               help="Keeps the prompt's state in this file, and takes it from there the next time.")  # fmt: skip
 @click.option("--no-display-prompt", "is_shown", flag_value=False, default=True, type=bool,
               help="Print the continuation alone.")  # fmt: skip
@@ -102,6 +105,7 @@ class Wanted:
 @sampling_options
 @constraint_options
 @speculation_options
+@cache_type_options
 @thresholds_option
 @mode_option
 @max_loss_option
@@ -136,21 +140,19 @@ def generate(
     with Engine.load(model, split, num_sequences=max(1, len(prompts)), **options) as engine:
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
         if wanted.is_many:
-            is_interrupted, writings = _write_many(engine, wanted, sampling, endings, make)
+            code, writings = _write_many(engine, wanted, sampling, endings, make)
             said = None
         else:
             with speculating(engine, speculation, draft_model) as drafts:
-                is_interrupted, writings = _write_one(
-                    engine, wanted, sampling, endings, make, drafts
-                )
+                code, writings = _write_one(engine, wanted, sampling, endings, make, drafts)
                 said = drafts.line() if drafts and drafts.totals.drafted else None
         report, lines = report_of(engine, writings, num_threads, is_many=wanted.is_many)
         lines += [f"[{said}]"] if said else []
     if wanted.output == "lines":
         click.echo(json.dumps({"type": "end", **report}, default=str))
     finish(report, wanted.output == "json", lines if wanted.output == "text" else [])
-    if is_interrupted:
-        raise click.exceptions.Exit(130)
+    if code:
+        raise click.exceptions.Exit(code)
 
 
 def _check(wanted: Wanted) -> None:
@@ -179,7 +181,7 @@ def _endings(options: dict[str, Any]) -> "GenerationOptions":
 def _write_one(
     engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
     drafts: Any,
-) -> tuple[bool, list[Writing]]:  # fmt: skip
+) -> tuple[int, list[Writing]]:  # fmt: skip
     writing = Writing()
     with ExitStack() as stack:
         if wanted.is_chat:
@@ -188,10 +190,10 @@ def _write_one(
             tokens = _continuation(engine, wanted, sampling, endings, make, drafts, stack)
         if wanted.output == "text" and wanted.is_shown and not wanted.is_chat:
             click.echo(wanted.prompts[0], nl=False)
-        is_interrupted = _take(((0, token) for token in tokens), [writing], wanted)
+        code = _take(((0, token) for token in tokens), [writing], wanted)
         if wanted.output == "text":
             click.echo()
-    return is_interrupted, [writing]
+    return code, [writing]
 
 
 def _continuation(
@@ -237,21 +239,20 @@ def _answer(
 
 def _write_many(
     engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any]
-) -> tuple[bool, list[Writing]]:
+) -> tuple[int, list[Writing]]:
     first = make()
     masks = [] if first is None else [first, *(make() for _ in wanted.prompts[1:])]
     writings = [Writing() for _ in wanted.prompts]
-    is_interrupted = _take(
-        engine.generate_many(wanted.prompts, sampling, endings, masks), writings, wanted
-    )
+    code = _take(engine.generate_many(wanted.prompts, sampling, endings, masks), writings, wanted)
     if wanted.output == "text":
         for prompt, writing in zip(wanted.prompts, writings, strict=True):
             click.echo((prompt if wanted.is_shown else "") + writing.text)
-    return is_interrupted, writings
+    return code, writings
 
 
-def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> bool:
-    """Shows tokens as they come; whether it was interrupted, which ends the text and not the report."""
+def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
+    """Shows tokens as they come; 0, or the exit code of an interrupt, which ends the text and not
+    the report."""
     try:
         for number, token in tokens:
             writing = writings[number]
@@ -264,9 +265,9 @@ def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted
                 click.echo(token.text, nl=False)
             elif wanted.output == "lines":
                 click.echo(json.dumps(event_of(number, token)))
-    except KeyboardInterrupt:
-        return True
-    return False
+    except KeyboardInterrupt as error:
+        return error.exit_code if isinstance(error, Interrupted) else 130
+    return 0
 
 
 def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:

@@ -8,6 +8,9 @@ import click
 
 from sparkinfer.commands.shared import (
     FILE,
+    FOLDER,
+    OUTPUT,
+    FileCommand,
     Size,
     device_option,
     finish,
@@ -16,23 +19,26 @@ from sparkinfer.commands.shared import (
     let_threads_sleep,
     mean,
     say,
+    texts_and_model,
 )
+from sparkinfer.files import check_apart, check_outputs
 
 if TYPE_CHECKING:
     from sparkinfer.profile.collect import ProfileReport
+    from sparkinfer.profile.config import ProfileConfig
 
 
-@click.command()
+@click.command(cls=FileCommand)
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
               help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
-@click.option("-o", "--output", type=FILE, required=True, help="The profile to write.")
+@click.option("-o", "--output", type=OUTPUT, required=True, help="The profile to write.")
 @click.option("--tokens", "max_tokens", type=int,
               help="So many, or an error; 131,072 by default, or what there is.")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
               help="Of JSON lines, and the column of parquet.")  # fmt: skip
 @click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model.")
-@click.option("--train-predictors", type=FILE, help="Folder for the predictors and their report.")
+@click.option("--train-predictors", type=FOLDER, help="Folder for the predictors and their report.")
 @click.option("--predictor-rank", type=int, help="Low-rank predictors of this rank, no others.")
 @click.option("--predictor-form", type=click.Choice(["auto", "low-rank", "whole"]),
               default="auto", show_default=True, help="auto is measured.")  # fmt: skip
@@ -55,7 +61,7 @@ if TYPE_CHECKING:
                    " sparsity for each layer; with --target-sparsity, until either is reached.")  # fmt: skip
 @click.option("--max-memory", "max_memory_bytes", type=Size(),
               help="Of the device, e.g. 4GiB; a larger model goes through it layer by layer.")  # fmt: skip
-@click.option("--plots", type=FILE, help="Folder for plots of density, firings and recall.")
+@click.option("--plots", type=FOLDER, help="Folder for plots of density, firings and recall.")
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @force_option
@@ -103,6 +109,8 @@ def profile(
         model=files[0], output=output, force=force, predictors=predictors, **options
     )
     is_first = rank_here() == 0
+    if is_first:
+        _check_outputs(config, plots)
     total = config.max_tokens or DEFAULT_TOKENS
     with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
         report = run(config, advance or (lambda count: None), say)
@@ -112,6 +120,25 @@ def profile(
     if plots:
         lines += [f"wrote {path}" for path in draw(output, plots)]
     finish(report, as_json, lines)
+
+
+def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
+    """All at once: the profile, its reports, what it goes on from, predictors and pictures."""
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.profile.plots import PICTURES
+    from sparkinfer.profile.predictor_output import PredictorOutput
+    from sparkinfer.profile.report import report_paths
+    from sparkinfer.profile.resume import resume_path
+
+    outputs = [config.output, *report_paths(config.output)]
+    if (folder := config.train_predictors) is not None:
+        to = PredictorOutput(folder=folder, format=config.predictors.format, force=config.force)
+        outputs += to.paths(ModelFile.load(config.model).shape.num_layers)
+    if plots is not None:
+        outputs += [plots / name for name in PICTURES]
+    inputs = texts_and_model(config.model, config.corpora)
+    check_outputs(outputs, force=config.force, inputs=inputs)
+    check_apart([resume_path(config.output)], [*inputs, *outputs])
 
 
 def _lines(report: "ProfileReport") -> list[str]:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
+    FileCommand,
     Size,
     device_option,
     json_option,
@@ -36,7 +38,7 @@ KEY_VARIABLE = "SPARKINFER_API_KEY"
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
-@click.command()
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
@@ -73,6 +75,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
               help="Instead of the model's own: a name, or a file of Jinja.")  # fmt: skip
 @click.option("--log-json", is_flag=True, help="The log's lines as JSON.")
 @sampling_options
+@cache_type_options
 @thresholds_option
 @mode_option
 @max_loss_option
@@ -82,7 +85,8 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 def serve(
     model: Path, split: Path | None, context_length: int | None, as_json: bool,
     api_key: str | None, threads: int | None, mode: str | None, device: str | None,
-    thresholds: Path | None, cpu_ffn: bool, max_loss: float, **options: Any,
+    thresholds: Path | None, cpu_ffn: bool, max_loss: float, cache_type_k: str | None,
+    cache_type_v: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Serve a model by OpenAI's API.
 
@@ -112,7 +116,7 @@ def serve(
         engine = Engine.load(
             model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
             thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
-            max_loss=max_loss,
+            max_loss=max_loss, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
         )  # fmt: skip
         _say_loaded(engine, config, is_single)
         return engine

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,52 @@ from typing import Any
 import click
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.files import check_apart
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.sizes import parse_bytes
+from sparkinfer.steady import reading
+
+
+class OutputPath(click.Path):
+    """A file that the command writes; every other path is one that it reads."""
+
+
+class FolderPath(click.Path):
+    """A folder in which the command writes files; those it checks itself."""
+
 
 FILE = click.Path(path_type=Path)
+OUTPUT = OutputPath(path_type=Path)
+FOLDER = FolderPath(path_type=Path)
+
+
+class FileCommand(click.Command):
+    """A command none of whose outputs is an input or another output, by any name, and that makes
+    none from inputs that change meanwhile. What it names itself, beside an output or in a folder,
+    it checks itself (files.check_outputs)."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        inputs, outputs = paths_of(self, ctx.params)
+        check_apart(outputs, inputs)
+        makes = any(isinstance(p.type, OutputPath | FolderPath) for p in self.params)
+        with reading(*inputs) if makes else nullcontext():
+            return super().invoke(ctx)
+
+
+def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Path], list[Path]]:
+    """(inputs, outputs) of what was given on the command line."""
+    inputs: list[Path] = []
+    outputs: list[Path] = []
+    for param in command.params:
+        if not isinstance(param.type, click.Path) or isinstance(param.type, FolderPath):
+            continue
+        value = given.get(param.name or "")
+        values = value if isinstance(value, tuple) else (value,)
+        to = outputs if isinstance(param.type, OutputPath) else inputs
+        to += [path for path in values if path is not None and str(path) != "-"]
+    return inputs, outputs
+
+
 split_option = click.option(
     "-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan."
 )
@@ -50,6 +94,16 @@ class Size(click.ParamType):
             return value if isinstance(value, int) else parse_bytes(value)
         except SparkinferError as error:
             self.fail(str(error), param, ctx)
+
+
+def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:
+    """The files that are read of these; of a folder of texts, each text in it."""
+    from sparkinfer.profile.sources import STDIN, find_sources
+
+    given = [path for path in texts if path != STDIN and path.exists()]
+    folders = [path for path in given if path.is_dir()]
+    found = [source.path for folder in folders for source in find_sources([folder], "text")]
+    return [model, *given, *found]
 
 
 def let_threads_sleep() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparkinfer.budget import ITEMS
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output
+from sparkinfer.files import check_outputs
 from sparkinfer.sizes import format_bytes, parse_bytes
 from sparkinfer.solver.explain import explain
 from sparkinfer.solver.solve import SolveConfig, SolveReport, check, solve
@@ -34,8 +34,8 @@ def run_solve(
     """(report as JSON may have it, lines for people) of a plan, which is written."""
     from sparkinfer.runtime.prefill.workspace import measure_workspace
 
-    if heat_map is not None:
-        check_output(heat_map, force=config.force, inputs=(config.output,))
+    outputs = [config.output] if heat_map is None else [config.output, heat_map]
+    check_outputs(outputs, force=config.force, inputs=_inputs_of(config))
     report = solve(config, measure_workspace)
     content, lines = asdict(report), [f"note: {note}" for note in report.notes]
     lines += _gpu_lines(report)
@@ -76,14 +76,16 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
             f"{picture}: the curve is JSON, and its picture would have the same name; give -o"
             " another ending"
         )
-    inputs = (config.model, config.profile, config.machine)
-    for path in (config.output, picture):
-        check_output(path, force=config.force, inputs=inputs)
+    check_outputs([config.output, picture], force=config.force, inputs=_inputs_of(config))
     found = sweep(config, first=first, last=last, num_budgets=num_budgets,
                   workspace=measure_workspace)  # fmt: skip
     found.save(config.output)
     plot_sweep(found, picture)
     return asdict(found), [*_sweep_lines(found), f"wrote {config.output} and {picture}"]
+
+
+def _inputs_of(config: SolveConfig) -> tuple[Path, ...]:
+    return config.model, config.profile, config.machine
 
 
 def parse_range(text: str) -> tuple[int, int]:

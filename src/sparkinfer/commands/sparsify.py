@@ -5,18 +5,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparkinfer.commands.shared import FILE, device_option, finish, force_option, json_option, say
+from sparkinfer.commands.shared import (
+    FILE,
+    FOLDER,
+    OUTPUT,
+    FileCommand,
+    device_option,
+    finish,
+    force_option,
+    json_option,
+    say,
+)
 
 if TYPE_CHECKING:
     from sparkinfer.sparsify.config import SparsifyConfig
     from sparkinfer.sparsify.record import Made
 
 
-@click.command()
+@click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
               help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
-@click.option("-o", "--output", type=FILE, required=True,
+@click.option("-o", "--output", type=OUTPUT, required=True,
               help="The model file to write; of several shares, one each: model-60.gguf.")  # fmt: skip
 @click.option("--share", "shares", type=float, multiple=True,
               help="Silent share of the neurons, 0.6 by default; repeated, one is reached after the"
@@ -46,7 +56,7 @@ if TYPE_CHECKING:
               show_default=True, help="Of products; auto is what is fast here.")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
               help="Of JSON lines, and the column of parquet.")  # fmt: skip
-@click.option("--save-checkpoint", type=FILE, help="Folder for a Hugging Face checkpoint.")
+@click.option("--save-checkpoint", type=FOLDER, help="Folder for a Hugging Face checkpoint.")
 @click.option("--start-from", type=FILE,
               help="A trained checkpoint of this model to go on from, e.g. to a larger share.")  # fmt: skip
 @click.option("--outtype", default="f16", show_default=True,

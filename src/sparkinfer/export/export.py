@@ -86,7 +86,9 @@ def _export_profile(config: ExportConfig) -> ExportReport:
         write_activations,
     )
 
-    check_output_folder(config.output, force=config.force, is_ours=is_activation_file)
+    check_output_folder(
+        config.output, force=config.force, is_ours=is_activation_file, inputs=[config.source]
+    )
     profile = Profile.load(config.source)
     return _report(
         config,

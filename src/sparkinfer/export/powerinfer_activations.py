@@ -5,6 +5,7 @@ PowerInfer, powerinfer-py/powerinfer/solver.py and export_split.py (both `torch.
 name, so the numbers cannot be padded with zeros)."""
 
 import re
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -25,7 +26,9 @@ def write_activations(profile: Profile, folder: Path) -> int:
     """Fills `folder` (which must not hold anything else), whole or not at all; gives its bytes."""
     with partial_folder(folder) as partial:
         for layer, count_F in enumerate(profile.active_count_LF):
-            torch.save(torch.from_numpy(count_F.copy()), partial / f"activation_{layer}.pt")
+            data = BytesIO()  # torch itself tells of a full disk in many words, or not at all
+            torch.save(torch.from_numpy(count_F.copy()), data)
+            (partial / f"activation_{layer}.pt").write_bytes(data.getbuffer())
         return sum(path.stat().st_size for path in partial.iterdir())
 
 

@@ -1,0 +1,273 @@
+"""All commands: `sparkinfer`, or `python -m sparkinfer`.
+
+Thin wrappers: each builds the config of one stage, runs it, and prints. A stage is imported
+inside its command, so that `sparkinfer --help` needs no torch. People read stderr, programs
+read stdout: the text of `generate`, or one JSON object with --json. What this module does not know:
+how a command ends that cannot go on (cli)."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparkinfer.commands.advise import advise
+from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.chat import chat
+from sparkinfer.commands.generate import generate
+from sparkinfer.commands.profile_command import profile
+from sparkinfer.commands.serve import serve
+from sparkinfer.commands.shared import (
+    FILE,
+    OUTPUT,
+    FileCommand,
+    Size,
+    device_option,
+    finish,
+    force_option,
+    json_option,
+    let_threads_sleep,
+    max_loss_option,
+    mean,
+    mode_option,
+    say,
+    threads_option,
+    thresholds_option,
+)
+from sparkinfer.commands.sparsify import sparsify
+from sparkinfer.sizes import format_bytes
+from sparkinfer.written import Written
+
+
+class Stopped(Exception):
+    """An interrupt, as click takes it for nothing of its own (it would print an empty line)."""
+
+    def __init__(self, how: KeyboardInterrupt) -> None:
+        super().__init__(str(how))
+        self.how = how
+
+
+class _Group(click.Group):
+    command_class = FileCommand
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Stopped(error) from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sparkinfer")
+def cli() -> None:
+    """Run language models on machines whose GPU memory is too small for them."""
+
+
+cli.add_command(profile)
+cli.add_command(advise)
+cli.add_command(sparsify)
+
+
+@cli.command()
+@click.argument("source", type=FILE)
+@click.option("-o", "--output", type=OUTPUT, required=True, help="The model file to write.")
+@click.option("--outtype",
+              type=click.Choice("f32 f16 bf16 q8_0 q4_0 q4_k q5_k q6_k".split()),
+              help="Type of the matrices; f16 for a checkpoint.")  # fmt: skip
+@click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
+              show_default=True, help="stock is what llama.cpp loads.")  # fmt: skip
+@click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",
+              help="Another type where NAME is found in a tensor's name; may be repeated.")  # fmt: skip
+@click.option("--activation", metavar="NAME",
+              help="What a GGUF of others does not say: relu, drelu, fatrelu=0.01, ...")  # fmt: skip
+@click.option("--predictors", type=FILE, help="Folder with predictors.safetensors or model_N.pt.")
+@click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
+              help="0: they read their own layer's input; 1: that of the layer before.")  # fmt: skip
+@click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
+@click.option(
+    "--limits", type=FILE, help="Limits that go into the file, as sparkinfer advise made."
+)
+@click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
+              help="Compare logits with the source's before the file is kept.")  # fmt: skip
+@force_option
+@json_option
+def convert(
+    source: Path, tensor_types: tuple[str, ...], is_verified: bool, as_json: bool, **options: Any
+) -> None:
+    """Turn a Hugging Face checkpoint, or a GGUF, into a model file.
+
+    SOURCE is a folder, a .gguf file, or the name of a checkpoint on the hub (org/name)."""
+    from sparkinfer.convert.convert import convert as run
+    from sparkinfer.convert.options import ConvertConfig
+    from sparkinfer.progress import progress
+
+    def verify(written: Written) -> list[str]:
+        from sparkinfer.profile.predictor_check import check_predictors
+        from sparkinfer.profile.verify import verify as compare
+
+        check = check_predictors(written.path)
+        warnings = [check.line] if check and check.is_near_chance else []
+        return [compare(written).line, *warnings]
+
+    config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
+    with progress("converting", None, "MB") as advance:
+        report = run(
+            config,
+            on_bytes=lambda num_bytes: advance(num_bytes / 1e6),
+            on_total=lambda num_bytes: advance.set_total(num_bytes / 1e6),
+            verify=verify if is_verified else None,
+        )
+    lines = [f"note: {note}" for note in report.notes]
+    lines += [report.verified] if report.verified else []
+    lines.append(
+        f"wrote {report.output}: {report.num_tensors} tensors, {format_bytes(report.num_bytes)},"
+        f" {report.activation}, {'with' if report.has_predictors else 'no'} predictors,"
+        f" {report.seconds:.1f} s"
+    )
+    finish(report, as_json, lines)
+
+
+@cli.command()
+@click.option("-o", "--output", type=OUTPUT, required=True, help="The machine file to write.")
+@click.option("--gpu-from", type=FILE, help="Machine file to take a GPU from where there is none.")
+@force_option
+@json_option
+def calibrate(as_json: bool, **options: Any) -> None:
+    """Measure this machine: bandwidths, latencies, memories."""
+    from sparkinfer.profile.calibrate import CalibrateConfig
+    from sparkinfer.profile.calibrate import calibrate as run
+    from sparkinfer.progress import progress
+
+    config = CalibrateConfig(**options)
+    with progress("measuring", None, "timings") as advance:
+        machine = run(config, say, advance)
+    finish(machine, as_json, [f"wrote {config.output}"])
+
+
+@cli.command()
+@click.argument("model", type=FILE)
+@click.option("--profile", type=FILE, required=True)
+@click.option("--machine", type=FILE, required=True)
+@click.option("-vb", "--vram-budget", "budgets", type=Size(), multiple=True,
+              help="e.g. 8GiB; a bare number is GiB. Once for each GPU.")  # fmt: skip
+@click.option("--host-budget", "host_budget_bytes", type=Size(),
+              help="Main memory that may be used; all that the machine has.")  # fmt: skip
+@click.option("-o", "--output", type=OUTPUT, required=True,
+              help="The split file to write; with --sweep the curve (JSON), a picture beside it.")  # fmt: skip
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
+              help="Tokens to reserve KV cache for; the model's own, up to 4,096.")  # fmt: skip
+@click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
+              help="How it will be run; the fastest that costs no quality.")  # fmt: skip
+@max_loss_option
+@click.option("--time-limit", "time_limit_s", default=30.0, show_default=True, help="Seconds.")
+@click.option("--explain", "explained", is_flag=True, help="Where each byte of VRAM goes.")
+@click.option("--heat-map", type=OUTPUT, help="A picture (PNG) of the plan: layers by hotness.")
+@click.option("--sweep", "sweep_range", metavar="FROM:TO",
+              help="The curve of speed over budgets, e.g. 2GiB:24GiB, instead of a plan.")  # fmt: skip
+@click.option("--sweep-points", default=23, show_default=True, help="Budgets in the curve.")
+@click.option("--check", "is_check", is_flag=True,
+              help="Whether the plan at --output is still right for these files; writes nothing.")  # fmt: skip
+@force_option
+@json_option
+def solve(
+    budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None,
+    sweep_points: int, is_check: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Place neurons on the GPU under a VRAM budget and write the split file."""
+    from sparkinfer.commands.solve import run_check, run_solve, run_sweep
+    from sparkinfer.solver.solve import SolveConfig
+
+    if not budgets and not sweep_range and not is_check:
+        raise click.UsageError("Missing option '-vb' / '--vram-budget'.")
+    if (is_check or sweep_range) and (explained or heat_map or (is_check and sweep_range)):
+        raise click.UsageError("--check, --sweep, and --explain or --heat-map are three requests.")
+    if sweep_range and budgets:
+        raise click.UsageError("--sweep FROM:TO says the budgets: leave --vram-budget out.")
+    config = SolveConfig(vram_budget_bytes=budgets or (0,), **options)
+    if is_check:
+        report, lines = run_check(config, budgets)
+    elif sweep_range:
+        report, lines = run_sweep(config, sweep_range, sweep_points)
+    else:
+        report, lines = run_solve(config, explained=explained, heat_map=heat_map)
+    finish(report, as_json, lines)
+
+
+cli.add_command(generate)
+cli.add_command(chat)
+cli.add_command(serve)
+
+
+@cli.command("eval")
+@click.argument("model", type=FILE)
+@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
+              help="Text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
+@click.option("--split", type=FILE, help="The plan.")
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True)
+@click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
+              help="Paragraphs as messages by the model's own template, or that one; what the"
+                   " template writes is not counted.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True)
+@cache_type_options
+@thresholds_option
+@mode_option
+@threads_option
+@device_option
+@json_option
+def evaluate(
+    model: Path, corpora: tuple[Path, ...], threads: int | None, as_json: bool, **options: Any
+) -> None:
+    """Compare a mode with the dense model: perplexity, divergence, agreement."""
+    let_threads_sleep()
+    from sparkinfer.profile.quality import EvalConfig
+    from sparkinfer.profile.quality import evaluate as run
+    from sparkinfer.progress import progress
+    from sparkinfer.runtime.kernels.threads import use_threads
+
+    use_threads(threads)
+    config = EvalConfig(model=model, corpora=corpora, **options)
+    with progress("evaluating", config.max_tokens, "tokens") as advance:
+        report = run(config, advance)
+    named = f", named {mean(report.named_share_L):.1%}" if report.named_share_L else ""
+    line = f"{report.mode}: {report.line}{named}, computed {mean(report.hidden_share_L):.1%} of the"
+    finish(report, as_json, [f"{line} neurons", "± is half of an interval of 95 %"])
+
+
+@cli.command("inspect")
+@click.argument("file", type=FILE)
+@click.option("--tensors", "all_tensors", is_flag=True, help="All tensors, not one layer's.")
+@json_option
+def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
+    """Show what a model, profile, predictor, split or machine file holds."""
+    from sparkinfer.inspection.inspect_file import inspect_file
+    from sparkinfer.inspection.tables import print_summary
+    from sparkinfer.inspection.to_json import to_json
+
+    summary = inspect_file(file)
+    if as_json:
+        click.echo(to_json(summary))
+    else:
+        print_summary(summary, all_tensors=all_tensors)
+
+
+@cli.command("export")
+@click.argument("source", type=FILE)
+@click.option("--format", required=True,
+              type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
+              help="The first takes a profile, the others a plan.")  # fmt: skip
+@click.option("-o", "--output", type=OUTPUT, required=True, help="The file or folder to write.")
+@click.option("--profile", type=FILE, help="The profile that the plan was solved with.")
+@click.option("--group-size", type=int, help="SparkInfer's neurons a group; 16.")
+@force_option
+@json_option
+def export_command(as_json: bool, **options: Any) -> None:
+    """Write a profile or a plan as the files of PowerInfer or SparkInfer."""
+    from sparkinfer.export.export import ExportConfig, export
+
+    report = export(ExportConfig(**options))
+    lines = [f"note: {note}" for note in report.notes]
+    hot = "" if report.num_hot is None else f", {report.num_hot:,} hot"
+    lines.append(
+        f"wrote {report.output}: {report.num_layers} layers of {report.num_neurons:,} neurons{hot},"
+        f" {format_bytes(report.num_bytes)}"
+    )
+    finish(report, as_json, lines)

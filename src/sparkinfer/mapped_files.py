@@ -1,0 +1,54 @@
+"""What a command says when an input that it has mapped is cut short while it is read.
+
+The kernel ends such a process by SIGBUS, in native code of anybody, where Python can run nothing:
+so the handler is C++ (native/mapped_files.cpp). To go on with other bytes in place of the lost ones
+would be to compute what is wrong; the command says which file it was, and ends."""
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import BinaryIO
+
+# Promises no memory for copies of pages that nobody writes to: else a file larger than main memory
+# cannot be mapped. Python names it from 3.13 on; 0x4000 is Linux.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+EXIT_CODE = 74  # sysexits.h: EX_IOERR
+
+_lib: ctypes.CDLL | None = None
+
+
+def guard() -> bool:
+    """Installs the handler in this process; whether there is one. Whoever has asked Python for its
+    own (PYTHONFAULTHANDLER) keeps that."""
+    global _lib
+    spec = find_spec("sparkinfer._mapped")  # finds the file in every kind of install
+    if spec is None or spec.origin is None or faulthandler.is_enabled():
+        return False
+    lib = ctypes.CDLL(spec.origin)
+    lib.spark_guard_mapped_files.restype = ctypes.c_int32
+    lib.spark_set_unfinished.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    lib.spark_set_unfinished.restype = None
+    if lib.spark_guard_mapped_files() != 0:
+        return False
+    _lib = lib
+    return True
+
+
+def set_unfinished(paths: Iterable[Path]) -> None:
+    """The files to remove when the process ends so."""
+    if _lib is not None:
+        names = [os.fsencode(path.absolute()) + b"\0" for path in paths]
+        _lib.spark_set_unfinished(b"".join(names), len(names))
+
+
+def map_whole(stream: BinaryIO) -> mmap.mmap:
+    """A whole file, copy on write, because torch takes no read-only arrays.
+
+    Raises ValueError for an empty file, OSError where it cannot be mapped."""
+    flags, rights = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(stream.fileno(), 0, flags=flags, prot=rights)

@@ -1,0 +1,100 @@
+"""SIGINT, SIGTERM and SIGHUP as exceptions that end a command with one line.
+
+Python runs handlers of signals between its own instructions, so native code that goes on for
+long is not stopped by one: then a thread removes what was being written and ends the process. What
+this module does not know: stages that take a signal as a wish to save (profile.run,
+sparsify.signals) and servers, which put handlers of their own in the place of these."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from sparkinfer.errors import Interrupted
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MESSAGE = "interrupted; nothing half-written was left"
+SAME_S = 2.0  # within which several are one: shells, torchrun and `timeout` send it twice
+WAKE_S = 0.1  # after which the main thread is woken again
+NATIVE_S = 3.0  # that native code has to return
+
+
+class _Handler:
+    """Raises Interrupted, once for signals that come together."""
+
+    def __init__(self) -> None:
+        self.told_at: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.told_at is not None and now - self.told_at < SAME_S:
+            return
+        self.told_at = now
+        raise Interrupted(MESSAGE, number)
+
+    def watch(self, pipe: int) -> None:
+        """Ends the process where the main thread has not come to the handler in time.
+
+        Of two signals at once the second may be given to any thread, and the first with it; then
+        nothing wakes the main thread from where it waits."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+        main = threading.main_thread().ident
+        assert main is not None
+        while number := _read(pipe):
+            came_at = time.monotonic()
+            while time.monotonic() < came_at + NATIVE_S:
+                time.sleep(WAKE_S)
+                if self._is_taken(number, came_at):
+                    break
+                signal.pthread_kill(main, number)
+            else:
+                if not self._is_taken(number, came_at):
+                    _end(number)
+
+    def _is_taken(self, number: int, came_at: float) -> bool:
+        is_another = signal.getsignal(number) is not self
+        return is_another or (self.told_at is not None and self.told_at > came_at - SAME_S)
+
+
+@contextmanager
+def ending(*, is_program: bool) -> Iterator[None]:
+    """Within its block the signals are exceptions, but those that the process was begun to ignore
+    (nohup) or that somebody else handles. A program has nothing to do behind it: there they end
+    it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python hears signals in the main thread only
+        return
+    handler, plain = _Handler(), (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    before = {number: found for number, found in before.items() if found in plain}
+    for number in before:
+        signal.signal(number, handler)
+    if is_program:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=handler.watch, args=(reader,), daemon=True).start()
+    try:
+        yield
+    finally:
+        for number, found in before.items():
+            signal.signal(number, signal.SIG_DFL if is_program else found)
+
+
+def _read(pipe: int) -> int:
+    data = os.read(pipe, 1)
+    return data[0] if data else 0
+
+
+def _end(number: int) -> None:
+    from sparkinfer.files import remove_unfinished
+
+    remove_unfinished()
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"sparkinfer: {MESSAGE}\n")
+        sys.stderr.flush()
+    os._exit(128 + number)

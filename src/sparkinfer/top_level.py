@@ -1,0 +1,161 @@
+"""How every command ends.
+
+No command ends in a traceback: what a user or a machine did wrong is one line with code 1, and an
+error that nobody expected is one line with code 70, with SPARKINFER_DEBUG=1 behind its traceback.
+Everything slow is imported within the block that sees to this, signals included. What this module
+does not know: commands (commands.all_commands)."""
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+
+from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.signals import MESSAGE, ending
+
+DEBUG_VARIABLE = "SPARKINFER_DEBUG"
+UNEXPECTED = 70  # sysexits.h: EX_SOFTWARE
+MOST_LETTERS = 300  # of an error's own words
+# Of torch's errors that it has no memory, which are plain RuntimeErrors on the CPU.
+NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std::bad_alloc")
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs a command: 0, 1 with a one-line error, 2 for usage, 128 + n when ended by signal n, 70
+    for a defect of this program."""
+    is_program = argv is None
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with ending(is_program=is_program):
+        try:
+            with _nothing_printed(arguments) if is_program else nullcontext():
+                return _run(arguments, is_program=is_program)
+        except SystemExit:
+            raise
+        except BaseException as error:  # the one place: see above
+            return _end(error, arguments)
+
+
+def _run(arguments: list[str], *, is_program: bool) -> int:
+    import click
+
+    from sparkinfer.commands.all_commands import Stopped, cli
+    from sparkinfer.commands.llamacpp_flags import explanation_of
+
+    if is_program:
+        from sparkinfer import mapped_files
+
+        mapped_files.guard()
+    if explained := explanation_of(arguments):
+        _say(f"sparkinfer {arguments[0]}: {explained}")
+        return 2
+    try:
+        code = cli.main(arguments, prog_name="sparkinfer", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except Stopped as error:
+        raise error.how from None
+    except click.Abort as error:
+        is_signal = isinstance(error.__cause__, KeyboardInterrupt)
+        raise (error.__cause__ if is_signal else KeyboardInterrupt()) from None  # type: ignore[misc]
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _end(error: BaseException, arguments: list[str]) -> int:
+    """Says what happened; the exit code."""
+    from sparkinfer.files import remove_unfinished
+
+    remove_unfinished()
+    is_known = isinstance(error, SparkinferError | KeyboardInterrupt | BrokenPipeError)
+    if os.environ.get(DEBUG_VARIABLE) and not is_known and sys.stderr is not None:
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        # One of torchrun's processes speaks for all.
+        if os.environ.get("RANK", "0") == "0":
+            stopped = str(error) if isinstance(error, Interrupted) else MESSAGE
+            _say(f"sparkinfer: {stopped}")
+        return error.exit_code if isinstance(error, Interrupted) else 130
+    if isinstance(error, BrokenPipeError):
+        _forget_stdout()
+        return 1
+    if isinstance(error, OSError) and error.filename is None:
+        _forget_stdout()
+    line, code = line_of(error, arguments)
+    _say(line)
+    return code
+
+
+def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, int]:
+    """(what is said of an error, exit code)."""
+    command = " ".join(["sparkinfer", *(name for name in arguments[:1] if name[:1] != "-")])
+    if isinstance(error, SparkinferError):
+        return f"sparkinfer: {error}", 1
+    if is_memory(error):
+        return f"{command}: out of memory ({_words(error)}); give it less to do, or more memory", 1
+    if isinstance(error, OSError):
+        reason = error.strerror or _words(error)
+        if error.filename is None:
+            return f"sparkinfer: the output cannot be written: {reason}", 1
+        name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else (
+            str(error.filename)
+        )  # fmt: skip
+        return f"{command}: {name[:MOST_LETTERS]}: cannot be read or written: {reason}", 1
+    return (
+        f"{command}: unexpected {type(error).__name__}: {_words(error)} (a defect of this program;"
+        f" {DEBUG_VARIABLE}=1 shows where)",
+        UNEXPECTED,
+    )
+
+
+def is_memory(error: BaseException) -> bool:
+    """Whether Python or torch had no memory left."""
+    if isinstance(error, MemoryError):
+        return True
+    is_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return is_torch or any(words in text for words in NO_MEMORY)
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:MOST_LETTERS] or "no message"
+
+
+def _say(line: str) -> None:
+    """On stderr, which may be closed or full."""
+    with suppress(OSError, ValueError, AttributeError):
+        if sys.stderr.isatty() and line.endswith(MESSAGE):
+            sys.stderr.write("\n")  # behind ^C
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def _forget_stdout() -> None:
+    """What is left in it cannot be written at the end of the process either."""
+    sys.stdout = None  # type: ignore[assignment]
+
+
+@contextmanager
+def _nothing_printed(arguments: list[str]) -> Iterator[None]:
+    """Python's own tracebacks of a process: of threads, of what cannot be raised, and of letters
+    that stdout has no bytes for."""
+
+    def of_thread(found: threading.ExceptHookArgs) -> None:
+        if found.exc_value is not None and not isinstance(found.exc_value, SystemExit):
+            if os.environ.get(DEBUG_VARIABLE):
+                traceback.print_exception(found.exc_value)
+            _say(line_of(found.exc_value, arguments)[0])
+
+    def unraisable(found: "sys.UnraisableHookArgs") -> None:
+        if os.environ.get(DEBUG_VARIABLE):
+            sys.__unraisablehook__(found)
+
+    threading.excepthook, sys.unraisablehook = of_thread, unraisable
+    if sys.stdout is not None and getattr(sys.stdout, "errors", "") == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    yield

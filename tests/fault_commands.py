@@ -1,0 +1,195 @@
+"""Every command that writes, on inputs so small that a run takes a fraction of a second.
+
+What this module does not know: faults."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """`arguments` has {in} and {out} for the folders of inputs and outputs. `state` are names beside
+    the outputs that the same command goes on from."""
+
+    name: str
+    arguments: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: tuple[str, ...] = ()
+    replaces: bool = True  # an output of any kind that is there, by --force
+
+    def argv(self, folder_in: Path, folder_out: Path) -> list[str]:
+        words = self.arguments.split()
+        places = {"{in}": str(folder_in), "{out}": str(folder_out)}
+        filled = [re.sub(r"\{in\}|\{out\}", lambda m: places[m.group()], w) for w in words]
+        return [*filled, *(["--force"] if self.replaces else [])]
+
+
+COMMANDS = (
+    Command(
+        name="convert", arguments="convert {in}/hf -o {out}/m.gguf --outtype f16",
+        inputs=("hf",), outputs=("m.gguf",),
+    ),
+    Command(
+        name="convert-gguf", arguments="convert {in}/model.gguf -o {out}/m.gguf --outtype q8_0",
+        inputs=("model.gguf",), outputs=("m.gguf",),
+    ),
+    Command(
+        name="profile",
+        arguments="profile {in}/model.gguf --corpus {in}/t.txt -o {out}/p.safetensors --tokens 1500"
+        " --train-predictors {out}/pred --predictor-rank 8 --predictor-type f16",
+        inputs=("model.gguf", "t.txt"),
+        outputs=("p.safetensors", "p.report.json", "p.report.md", "pred/predictors.safetensors"),
+        state=("p.safetensors.resume",),
+    ),
+    Command(
+        name="merge", arguments="profile --merge {in}/a.safetensors {in}/b.safetensors -o {out}/p",
+        inputs=("a.safetensors", "b.safetensors"), outputs=("p",),
+    ),
+    Command(
+        name="solve",
+        arguments="solve {in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
+        " -vb 2400KiB -c 32 --mode exact -o {out}/s.gguf --heat-map {out}/h.png",
+        inputs=("model.gguf", "a.safetensors", "machine.json"), outputs=("s.gguf", "h.png"),
+    ),
+    Command(
+        name="activations",
+        arguments="export {in}/a.safetensors --format powerinfer-activations -o {out}/activation",
+        inputs=("a.safetensors",), outputs=("activation",),
+    ),
+    Command(
+        name="gpuidx",
+        arguments="export {in}/plan.gguf --format gpuidx --profile {in}/a.safetensors -o {out}/x",
+        inputs=("plan.gguf", "a.safetensors"), outputs=("x",),
+    ),
+    Command(
+        name="sparkinfer-split",
+        arguments="export {in}/plan.gguf --format sparkinfer-split --profile {in}/a.safetensors"
+        " -o {out}/x-6.gguf",
+        inputs=("plan.gguf", "a.safetensors"), outputs=("x-6.gguf",),
+    ),
+    Command(
+        name="sparsify",
+        arguments="sparsify {in}/silu --corpus {in}/t.txt -o {out}/s.gguf --tokens 768 --share 0.6"
+        " --held-out-tokens 64 --check-tokens 64 --checks 2 --window 32 --batch-tokens 128"
+        " --micro-tokens 128 --precision f32 --save-checkpoint {out}/trained",
+        inputs=("silu", "t.txt"), outputs=("s.gguf", "trained"), state=("s.gguf.sparsify",),
+    ),
+    Command(
+        name="calibrate", arguments="calibrate -o {out}/machine.json",
+        inputs=(), outputs=("machine.json",),
+    ),
+    Command(
+        name="prompt-cache",
+        arguments="generate {in}/model.gguf -p abcdef -n 2 --seed 0 --threads 1 --prompt-cache {out}/c",
+        inputs=("model.gguf",), outputs=("c",), replaces=False,
+    ),
+)  # fmt: skip
+
+
+def make_inputs(folder: Path) -> None:
+    """The inputs of all commands."""
+    from checkpoints import random_llama
+    from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.solver.solve import SolveConfig, solve
+
+    folder.mkdir()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    random_llama(folder / "hf", **sizes)
+    random_llama(folder / "silu", hidden_act="silu", **sizes)
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(vocab_size=vocab_size, context_length=64)
+    make_model(shape=shape, extra_keys=keys).save(folder / "model.gguf")
+    model = ModelFile.load(folder / "model.gguf")
+    make_profile(model).save(folder / "a.safetensors")
+    make_profile(model, num_tokens=500).save(folder / "b.safetensors")
+    slow = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
+    make_machine(**slow).save(folder / "machine.json")
+    words = np.random.default_rng(0).choice(["the ", "fox ", "jumps ", "over\n", "dogs "], 4000)
+    (folder / "t.txt").write_text("".join(words))
+    solve(SolveConfig(
+        model=folder / "model.gguf", profile=folder / "a.safetensors", context_length=32,
+        machine=folder / "machine.json", vram_budget_bytes=2400 << 10, mode="exact",
+        output=folder / "plan.gguf",
+    ))  # fmt: skip
+
+
+def prepare() -> None:
+    """States are saved often, and measuring the machine, which takes 16 s, gives fixed figures; all
+    that a command imports is imported."""
+    import matplotlib.backends.backend_agg  # noqa: F401
+    from models import make_machine
+
+    import sparkinfer.cli
+    import sparkinfer.commands.all_commands
+    import sparkinfer.commands.solve
+    import sparkinfer.export.powerinfer_activations
+    import sparkinfer.profile.calibrate as calibrate
+    import sparkinfer.profile.collect
+    import sparkinfer.profile.plots
+    import sparkinfer.profile.run
+    import sparkinfer.profile.verify
+    import sparkinfer.runtime.generate.prompt_cache
+    import sparkinfer.solver.plots
+    import sparkinfer.sparsify.run
+    from sparkinfer.profile.config import ProfileConfig
+    from sparkinfer.sparsify.config import SparsifyConfig
+
+    for config in (ProfileConfig, SparsifyConfig):
+        config.__init__.__kwdefaults__["save_every_s"] = 0.01
+    sparkinfer.profile.run.SAVE_SHARE = sparkinfer.sparsify.run.SAVE_SHARE = 10.0
+    machine: Any = make_machine()
+    calibrate.measure_cpu = lambda say, on_probe: (
+        machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s
+    )  # fmt: skip
+    calibrate.measure_costs = lambda *sizes: machine.cpu_costs
+
+
+def content_of(path: Path) -> object:
+    """What of an output two runs have in common: its bytes, without the seconds that they took. None
+    where there is none."""
+    if path.is_dir():
+        return {str(p.relative_to(path)): content_of(p) for p in sorted(path.rglob("*"))}
+    if not path.exists():
+        return None
+    reader = READERS.get(path.name)
+    return reader(path) if reader else path.read_bytes()
+
+
+def _plan(path: Path) -> object:
+    from sparkinfer.split_file import Split
+
+    if path.read_bytes()[:4] != b"GGUF":
+        return path.read_bytes()
+    try:
+        split = Split.load(path)
+    except Exception:  # noqa: BLE001  # s.gguf of sparsify is a model
+        return path.read_bytes()
+    hot = [ids.tolist() for ids in split.hot]
+    return repr(dataclasses.replace(split, solve_s=0.0, hot=())), hot
+
+
+def _report(path: Path) -> object:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        return path.read_bytes()
+    return {k: v for k, v in content.items() if k not in ("seconds", "free_bytes", "output")}
+
+
+def _markdown(path: Path) -> object:
+    return re.sub(r"[\d.]+ s\b", "", path.read_text())
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "s.gguf": _plan, "p.report.json": _report, "machine.json": _report, "p.report.md": _markdown,
+}  # fmt: skip

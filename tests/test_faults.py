@@ -1,0 +1,113 @@
+"""Random faults in every command that writes, and two writers of one artifact; see faults.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import faults
+import pytest
+import two_writers
+from fault_commands import COMMANDS
+
+HERE = Path(__file__).parent
+
+
+def run_faults(*options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(HERE / "faults.py"), *map(str, options)]
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+
+def test_no_fault_breaks_an_artifact():
+    """Three of each command; make a run of its own for more: python tests/faults.py."""
+    result = run_faults("--cases", 3 * len(COMMANDS), "--seed", 1)
+    *lines, last = result.stdout.splitlines()
+    assert result.returncode == 0, (lines, result.stderr[-2000:])
+    report = json.loads(last)
+    assert (report["cases"], report["failures"]) == (3 * len(COMMANDS), 0)
+    # Of most kinds there are some, and most of them hit: else the cases test little.
+    kinds = {end.split(":")[0] for end in report["ends"]}
+    done = sum(count for end, count in report["ends"].items() if end.endswith(": 0"))
+    assert len(kinds) >= 6 and done < report["cases"] / 2, report
+
+
+@pytest.fixture
+def case(tmp_path):
+    """A command, of which nothing runs: what it left is made by hand."""
+    command = next(command for command in COMMANDS if command.name == "gpuidx")
+    (tmp_path / "whole").mkdir()
+    for name in command.inputs:
+        (tmp_path / "whole" / name).write_bytes(b"input")
+    made = faults.Case(command, tmp_path / "whole", tmp_path / "case", has_old=True)
+    made.stderr = "sparkinfer: interrupted\n"
+    return made
+
+
+REFERENCE = faults.Reference(outputs={"x": b"new"}, seconds=1.0, num_events=9, num_bytes=9)
+
+
+@pytest.mark.parametrize(
+    "kind, code", [("term", 143), ("int", 130), ("disk full", 1), ("kill", -9)]
+)
+def test_the_old_and_the_new_are_right(case, kind, code):
+    fault = faults.Fault(kind=kind)
+    assert faults.wrong_with(case, REFERENCE, fault, code) == []
+    (case.output / "x").write_bytes(b"new")
+    assert faults.wrong_with(case, REFERENCE, fault, code) == []
+    assert faults.wrong_with(case, REFERENCE, fault, 0) == []
+
+
+def test_the_net_catches_what_is_wrong(case):
+    fault, x = faults.Fault(kind="term"), case.output / "x"
+
+    def wrong(code: int = 143) -> str:
+        return "; ".join(faults.wrong_with(case, REFERENCE, fault, code))
+
+    x.write_bytes(b"ne")
+    assert "neither old nor new" in wrong()
+    x.unlink()
+    assert "is gone" in wrong()
+    x.write_bytes(faults.OLD)
+    assert "neither old nor new" in wrong(0)  # it said that all is done
+    assert "exit code 70" in wrong(70) and "exit code 1" in wrong(1)
+    (case.output / "x.01234567.partial").touch()
+    assert "left ['x.01234567.partial']" in wrong()
+    assert not faults.wrong_with(case, REFERENCE, faults.Fault(kind="kill"), -9)
+    (case.output / "x.01234567.partial").unlink()
+    for said, what in (("Traceback (most recent call last)", "a traceback"), ("", "no line")):
+        case.stderr = said
+        assert what in wrong()
+    case.stderr = "sparkinfer: interrupted"
+    assert not wrong()
+    (case.input / "plan.gguf").write_bytes(b"picture")
+    assert "an input changed" in wrong()
+
+
+@pytest.mark.parametrize("kind, rounds", [("safetensors", 60), ("gguf", 20), ("json", 60),
+                                          ("folder", 15)])  # fmt: skip
+def test_of_two_writers_one_comes_second_and_wins(tmp_path, kind, rounds):
+    command = [
+        sys.executable,
+        str(HERE / "two_writers.py"),
+        "--kind",
+        kind,
+        "--rounds",
+        str(rounds),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert sum(json.loads(result.stdout)["second"][kind].values()) == rounds
+
+
+def test_a_writer_of_a_fixed_name_is_caught(tmp_path, monkeypatch):
+    def write(path: Path, value: int) -> None:
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("xb") as file:
+            file.write(bytes([value]) * 100_000)
+        partial.replace(path)
+
+    monkeypatch.setitem(two_writers.KINDS, "json", write)
+    with pytest.raises(AssertionError):
+        two_writers.run_rounds("json", 200, tmp_path)

@@ -1,0 +1,379 @@
+"""However a command ends, it is one line, the right exit code, and no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from models import make_model, make_profile
+
+from sparkinfer.cli import main
+from sparkinfer.commands.all_commands import cli
+from sparkinfer.commands.shared import FileCommand, FolderPath, OutputPath, Size
+from sparkinfer.mapped_files import EXIT_CODE as CUT
+from sparkinfer.top_level import UNEXPECTED, line_of
+
+PROGRAM = "import sys; from sparkinfer.cli import main; sys.exit(main())"
+
+
+def run(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+    """A process of Python with this code."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, check=False, timeout=60, **options)
+
+
+def lines_of(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def raising(monkeypatch, error: BaseException) -> None:
+    def inspect_file(file):
+        raise error
+
+    monkeypatch.setattr("sparkinfer.inspection.inspect_file.inspect_file", inspect_file)
+
+
+def test_an_error_that_nobody_expected_is_one_line(monkeypatch, capsys, may_end_unexpectedly):
+    raising(monkeypatch, ValueError("two\nlines " + "x" * 1000))
+    assert main(["inspect", "x"]) == UNEXPECTED == 70
+    (line,) = lines_of(capsys)
+    assert line.startswith("sparkinfer inspect: unexpected ValueError: two lines xxx")
+    assert "SPARKINFER_DEBUG=1" in line and len(line) < 500
+
+
+def test_with_the_variable_there_is_the_traceback(monkeypatch, capsys, may_end_unexpectedly):
+    monkeypatch.setenv("SPARKINFER_DEBUG", "1")
+    raising(monkeypatch, ValueError("odd"))
+    assert main(["inspect", "x"]) == UNEXPECTED
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "in inspect_file" in shown
+    assert shown.splitlines()[-1].startswith("sparkinfer inspect: unexpected ValueError: odd")
+
+
+def test_a_test_fails_whose_command_ends_so(pytester_like):
+    result = pytester_like("def test_it(monkeypatch):\n"
+        "    from sparkinfer.cli import main\n"
+        "    monkeypatch.setattr('sparkinfer.top_level._run', lambda *a, **k: 1 / 0)\n"
+        "    main(['inspect', 'x'])\n")  # fmt: skip
+    assert result.returncode != 0 and b"exit code 70: [\"main(['inspect', 'x'])\"]" in result.stdout
+
+
+@pytest.fixture
+def pytester_like(tmp_path):
+    """Runs a test file with this suite's conftest.py."""
+
+    def run_tests(text: str) -> subprocess.CompletedProcess:
+        here = Path(__file__).parent
+        (tmp_path / "conftest.py").write_text((here / "conftest.py").read_text())
+        (tmp_path / "test_x.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+        env = os.environ | {"PYTHONPATH": str(here)}
+        return subprocess.run(command, capture_output=True, check=False, cwd=tmp_path, env=env)
+
+    return run_tests
+
+
+def no_memory_of_torch() -> BaseException:
+    try:
+        torch.empty(1 << 60)
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize("make", [MemoryError, lambda: torch.OutOfMemoryError("CUDA out of memory"),
+                                  no_memory_of_torch])  # fmt: skip
+def test_no_memory_is_one_line(monkeypatch, capsys, make):
+    raising(monkeypatch, make())
+    assert main(["inspect", "x"]) == 1
+    (line,) = lines_of(capsys)
+    assert "out of memory" in line
+
+
+def test_a_file_that_fails_is_named(monkeypatch, capsys):
+    raising(monkeypatch, PermissionError(13, "Permission denied", "/some/file"))
+    assert main(["inspect", "x"]) == 1
+    (line,) = lines_of(capsys)
+    assert line == ("sparkinfer inspect: /some/file: cannot be read or written: Permission denied")
+    assert "b.bin" in line_of(FileNotFoundError(2, "gone", b"b.bin"))[0]
+
+
+def test_an_error_in_a_thread_is_one_line():
+    code = (
+        "import threading, sparkinfer.top_level as t\n"
+        "def run(arguments, *, is_program):\n"
+        "    thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
+        "    return 0\n"
+        "t._run = run\n"
+    )
+    result = run(code + PROGRAM, "inspect", "x")
+    assert result.returncode == 0
+    (line,) = result.stderr.decode().splitlines()
+    assert line.startswith("sparkinfer inspect: unexpected ZeroDivisionError")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{}"], ["inspect", "{}", "--json"]])
+def test_a_full_stdout_is_one_line(tmp_path, arguments):
+    make_profile(make_model()).save(tmp_path / "p")
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", PROGRAM, *(a.format(tmp_path / "p") for a in arguments)]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert result.returncode == 1
+    assert result.stderr.decode().splitlines() == [
+        "sparkinfer: the output cannot be written: No space left on device"
+    ]
+
+
+def test_a_full_stderr_is_no_reason_for_another_error(tmp_path):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", PROGRAM, "inspect", "none"]
+        assert subprocess.run(command, stderr=full, check=False).returncode == 1
+
+
+# ---- signals ------------------------------------------------------------------------------------
+
+# What is imported while the signal comes: the first of this program, click, and a stage.
+AT_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == NAME:
+            os.kill(os.getpid(), NUMBER)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["sparkinfer.top_level", "click", "sparkinfer.inspection.inspect_file"]
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_it_starts_is_one_line(name, number):
+    if name == "sparkinfer.top_level" and number != signal.SIGINT:
+        return  # nothing hears these before; the process ends, and has begun nothing
+    code = AT_IMPORT.replace("NAME", repr(name)).replace("NUMBER", str(int(number)))
+    result = run(code + PROGRAM, "inspect", "x")
+    assert result.returncode == 128 + number, result.stderr
+    assert result.stderr == b"sparkinfer: interrupted; nothing half-written was left\n"
+
+
+WRITES = """
+import sys, sparkinfer.top_level as t
+from pathlib import Path
+from sparkinfer.files import partial_file, partial_folder
+def run(arguments, *, is_program):
+    with partial_folder(Path(sys.argv[1])) as folder, partial_file(Path(sys.argv[2])) as file:
+        print("ready", flush=True)
+        WORK
+t._run = run
+"""
+NATIVE = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'x', b'y', 1 << 40 >> 10)"
+
+
+def stopped(folder: Path, work: str, *numbers: int) -> tuple[int, str, float]:
+    """(exit code, stderr, seconds) of a program that is writing when signals come."""
+    code = WRITES.replace("WORK", work) + PROGRAM
+    command = [sys.executable, "-c", code, str(folder / "folder"), str(folder / "file")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    began = time.monotonic()
+    for number in numbers:
+        process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    return process.returncode, error, time.monotonic() - began
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_and_removes_what_it_wrote(tmp_path, number):
+    code, error, _ = stopped(tmp_path, "import time; time.sleep(60)", number, signal.SIGTERM)
+    assert code == 128 + number or code == 128 + signal.SIGTERM
+    assert error == "sparkinfer: interrupted; nothing half-written was left\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_native_code_that_goes_on_for_long_is_ended(tmp_path):
+    code, error, seconds = stopped(tmp_path, NATIVE, signal.SIGTERM)
+    assert (code, error) == (143, "sparkinfer: interrupted; nothing half-written was left\n")
+    assert 2 < seconds < 15 and not list(tmp_path.iterdir())
+
+
+def test_signals_that_a_process_is_to_ignore_are_ignored(tmp_path):
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    at = AT_IMPORT.replace("NAME", "'click'").replace("NUMBER", str(int(signal.SIGHUP)))
+    result = run(code + at + PROGRAM, "inspect", "none")
+    assert result.returncode == 1 and b"no such file" in result.stderr
+
+
+def test_handlers_are_as_they_were():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    assert main(["inspect", "none"]) == 1
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+# ---- inputs that are cut while they are read -------------------------------------------------------
+
+CUT_INPUT = """
+import os, sys, numpy as np, sparkinfer.mapped_files as mapped
+from pathlib import Path
+from sparkinfer.files import partial_file
+assert mapped.guard()
+data = np.memmap(sys.argv[1], np.uint8, "r")
+with partial_file(Path(sys.argv[2])) as partial:
+    partial.write_bytes(b"half")
+    os.truncate(sys.argv[1], 4096)
+    print(int(data[-1]))
+"""
+
+
+def test_a_mapped_input_that_is_cut_is_named(tmp_path):
+    (tmp_path / "in put").write_bytes(b"x" * (1 << 16))
+    result = run(CUT_INPUT, tmp_path / "in put", tmp_path / "out")
+    assert result.returncode == CUT == 74 and result.stdout == b""
+    line = f"sparkinfer: {tmp_path}/in put: was changed while it was read; run the command again\n"
+    assert result.stderr.decode() == line
+    assert [path.name for path in tmp_path.iterdir()] == ["in put"]
+
+
+def test_a_bus_error_of_no_file_ends_the_process_as_ever():
+    code = (
+        "import mmap, os, signal, sparkinfer.mapped_files as m\n"
+        "assert m.guard(); os.kill(os.getpid(), signal.SIGBUS)"
+    )
+    assert run(code).returncode == -signal.SIGBUS
+
+
+# ---- outputs that are inputs --------------------------------------------------------------------
+
+
+def commands() -> dict[str, click.Command]:
+    return dict(cli.commands)
+
+
+def paths(kind: type | None) -> set[tuple[str, str]]:
+    """(command, option) of one kind of path; None: those that are read."""
+    return {
+        (name, str(param.name))
+        for name, command in commands().items()
+        for param in command.params
+        if isinstance(param.type, click.Path)
+        and (type(param.type) is kind if kind else type(param.type) is click.Path)
+    }
+
+
+OUTPUTS = {
+    ("convert", "output"), ("calibrate", "output"), ("profile", "output"), ("solve", "output"),
+    ("solve", "heat_map"), ("export", "output"), ("sparsify", "output"), ("advise", "limits_path"),
+    ("advise", "plot"), ("generate", "prompt_cache"),
+}  # fmt: skip
+FOLDERS = {
+    ("profile", "train_predictors"), ("profile", "plots"), ("sparsify", "save_checkpoint"),
+    ("advise", "work"),
+}  # fmt: skip
+MANY = ("corpora", "held_out", "files", "sources")
+
+
+def test_every_option_that_names_a_file_is_an_input_or_an_output():
+    assert all(isinstance(command, FileCommand) for command in commands().values())
+    assert paths(OutputPath) == OUTPUTS and paths(FolderPath) == FOLDERS
+    told = {"output", "save", "write", "plot", "map", "cache"}
+    for name, option in paths(None):
+        assert not told & set(option.split("_")), (name, option, "reads like an output")
+
+
+PAIRS = sorted(
+    (name, output, other)
+    for name, output in OUTPUTS
+    for other in sorted(
+        option for command, option in paths(None) | OUTPUTS if command == name and option != output
+    )
+)
+
+
+def arguments_of(name: str, folder: Path, **given: Path) -> list[str]:
+    """A command line with a file of its own for every path that is wanted, and these."""
+    words = [name]
+    for param in commands()[name].params:
+        is_path = isinstance(param.type, click.Path)
+        if param.name in given:
+            value = str(given[param.name])
+        elif not param.required:
+            continue
+        elif is_path:
+            value = str(folder / str(param.name))
+            Path(value).write_text(param.name or "")
+        else:
+            value = "1GiB" if isinstance(param.type, Size) else param.type.choices[0]
+        words += [value] if isinstance(param, click.Argument) else [param.opts[-1], value]
+    return [*words, *(["--force"] if "force" in {p.name for p in commands()[name].params} else [])]
+
+
+@pytest.mark.parametrize("name, output, other", PAIRS)
+@pytest.mark.parametrize("how", ["name", "relative", "hard link", "symlink"])
+def test_no_output_is_an_input_or_another_output(
+    tmp_path, monkeypatch, capsys, name, output, other, how
+):
+    monkeypatch.chdir(tmp_path)
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("precious")
+    if how == "name":
+        two = one
+    elif how == "relative":
+        two = Path("..", tmp_path.name, "one")
+    else:
+        (two.symlink_to if how == "symlink" else two.hardlink_to)(one)
+    assert main(arguments_of(name, tmp_path, **{output: two, other: one})) == 1
+    (line,) = lines_of(capsys)
+    assert "is read by this command" in line or "is written twice" in line
+    assert one.read_text() == "precious" and two.exists()
+
+
+# ---- names of files -----------------------------------------------------------------------------
+
+ODD = os.fsdecode(b"\xff\xfe")
+
+
+@pytest.mark.parametrize("name", [ODD, "n" * 251, "ü" * 125])
+def test_any_name_that_the_system_takes_is_one(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sys, "stderr", TextIOWrapper(BytesIO(), errors="backslashreplace"))
+    profiles = [tmp_path / "a", tmp_path / "b"]
+    for number, path in enumerate(profiles):
+        make_profile(make_model(), num_tokens=1000 + number).save(path)
+    merge = ["profile", "--merge", *map(str, profiles), "--force", "-o"]
+    assert main([*merge, str(tmp_path / name)]) == 0
+    assert main([*merge, str(tmp_path / name)]) == 0
+    activations = ["export", str(tmp_path / name), "--format", "powerinfer-activations", "-o"]
+    assert main([*activations, str(tmp_path / f"{name}f")]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["a", "b", name, f"{name}f"])
+
+
+def test_a_name_of_odd_bytes_is_printed(tmp_path):
+    make_profile(make_model()).save(tmp_path / ODD)
+    for more in ([], ["--json"]):
+        result = run(PROGRAM, "inspect", tmp_path / ODD, *more)
+        assert result.returncode == 0 and not result.stderr and b"udcff" in result.stdout
+
+
+@pytest.mark.parametrize("place", ["{}", "{}/x", "x/{}"])
+def test_a_name_that_is_too_long_is_one_line(tmp_path, capsys, place):
+    make_profile(make_model()).save(tmp_path / "a")
+    name = str(tmp_path / place.format("n" * 300))
+    for arguments in (
+        ["profile", "--merge", str(tmp_path / "a"), str(tmp_path / "a"), "-o", name, "--force"],
+        ["export", str(tmp_path / "a"), "--format", "powerinfer-activations", "-o", name],
+        ["inspect", name],
+        ["calibrate", "-o", name],
+    ):
+        assert main(arguments) == 1
+        (line,) = lines_of(capsys)
+        assert "File name too long" in line or "no such file" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
