@@ -1,9 +1,10 @@
-"""Fixtures that more than one test file uses; and what holds for every command that a test runs:
-it does not end with the exit code of an error that nobody expected."""
+"""Fixtures that more than one test file uses; and what holds for every test: no command that it runs
+ends with the exit code of an error that nobody expected, and nothing reaches for the network."""
 
 import dataclasses
 import functools
 import os
+import socket
 import subprocess
 
 import pytest
@@ -17,6 +18,21 @@ from sparkinfer.top_level import UNEXPECTED
 # Without a GPU, Triton kernels run in Triton's own interpreter. It must be told before the import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that tests start, too
+_connect = socket.socket.connect
+
+
+def connect_here(self, address):
+    """To this machine alone."""
+    if self.family in (socket.AF_INET, socket.AF_INET6):
+        assert address[0] in ("localhost", "::1") or address[0].startswith("127."), (
+            f"a test reaches for the network: {address}"
+        )
+    return _connect(self, address)
+
+
+socket.socket.connect = connect_here  # type: ignore[method-assign]
 
 unexpected: list[str] = []  # commands of the test that runs
 started: list[subprocess.Popen] = []

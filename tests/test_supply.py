@@ -1,6 +1,7 @@
 """What is installed is what is pinned and listed; what is built holds what it should, and no more."""
 
 import ast
+import socket
 import subprocess
 import sys
 import tarfile
@@ -115,3 +116,8 @@ def test_the_archives_hold_what_they_should(tmp_path):
         text=True,
     )  # fmt: skip
     assert "0.1.0" in said.stdout
+
+
+def test_no_test_reaches_for_the_network():
+    with socket.socket() as one, pytest.raises(AssertionError, match="reaches for the network"):
+        one.connect(("192.0.2.1", 80))
