@@ -404,3 +404,11 @@ def test_loaded_bytes_are_those_of_the_plan(tmp_path):
 def test_an_entry_knows_its_bytes():
     entry = TensorEntry(shape=(3, 64), kind="q8_0", read_rows=lambda a, b: np.zeros(0, np.uint8))
     assert (entry.row_bytes, entry.num_bytes) == (68, 204)
+
+
+@pytest.mark.parametrize("ids", [[1.5], [True], torch.tensor([1.0]), [[1, 2]], [-1], [10**9]])
+def test_what_is_no_token_is_refused(tmp_path, ids):
+    make_model(kind="f32").save(tmp_path / "m.gguf")
+    with Engine.load(tmp_path / "m.gguf") as engine, pytest.raises(SparkinferError) as error:
+        engine.logits(ids)
+    assert "\n" not in str(error.value)

@@ -34,6 +34,8 @@ from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.chat_template import chat_template_of
 from sparkinfer.runtime.text.codec import TextCodec
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class TextEngine:
     """Engine's base class. Not for several threads at a time."""
@@ -217,7 +219,10 @@ class TextEngine:
         return self._sequences.live
 
     def _ids(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        ids_T = torch.as_tensor(token_ids, dtype=torch.int64).cpu()
+        given = torch.as_tensor(token_ids)
+        if len(given) and given.dtype not in _INTEGERS:
+            raise SparkinferError(f"token ids are numbers of type {given.dtype}, wanted integers")
+        ids_T = given.to(torch.int64).cpu()
         vocab_size = self.model.shape.vocab_size
         if ids_T.ndim != 1 or not len(ids_T):
             raise SparkinferError("the prompt has no tokens; give it some text")

@@ -67,7 +67,7 @@ def _option(spellings: str, field: str, help: str, **more: Any) -> _Option:
 
 _GROUPS = {
     "Temperature": (
-        _option("--temp --temperature", "temperature", "0 is greedy.", is_common=True),
+        _option("--temp --temperature", "temperature", "0 or less is greedy.", is_common=True),
         _option("--dynatemp-range", "dynatemp_range",
                 "Temperature moves by up to N with the entropy; 0: fixed."),
         _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy there."),
