@@ -14,17 +14,19 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from machine import machine, processor, slug
 from rival import Rival
+from torch import Tensor
 
 from sparkinfer import Engine
 from sparkinfer.cache_types import NAMES, CacheTypes
 from sparkinfer.files import partial_file
-from sparkinfer.profile.comparison import Comparison
+from sparkinfer.profile.comparison import Compared, Comparison
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.runtime.kernels.cpu import library
 
@@ -38,34 +40,36 @@ def losses(model: Path, corpus: Path, num_tokens: int) -> dict[str, Any]:
     """KL and perplexity of each type, and of keys or values alone in q4_0, against f16."""
     wanted = [(name, name) for name in NAMES if name != "f16"]
     wanted += [("q4_0", "f16"), ("f16", "q4_0"), ("q8_0", "q4_0")]
-    engines = [
-        Engine.load(model, mode="dense", device="cpu", cache_type_k=key, cache_type_v=value)
-        for key, value in [("f16", "f16"), *wanted]
-    ]
-    windows = read_windows(
-        (corpus,), engines[0].codec, context_length=2048, max_tokens=num_tokens, seed=0
-    ).ids
-    comparison = Comparison(len(wanted))
+    found: dict[str, Any] = {}
+    with Engine.load(model, mode="dense", device="cpu", cache_type_k="f16") as plain:
+        width = plain.model.shape.head_width
+        windows = read_windows(
+            (corpus,), plain.codec, context_length=2048, max_tokens=num_tokens, seed=0
+        ).ids
+        for key, value in wanted:
+            types = CacheTypes.of(key, value)
+            with Engine.load(
+                model, mode="dense", device="cpu", cache_type_k=key, cache_type_v=value
+            ) as engine:
+                one = compared(plain, engine, windows)
+            found[str(types)] = {
+                "bytes_of_f16": types.row_bytes(width) / CacheTypes.of("f16").row_bytes(width),
+                "kl": one.divergence.mean, "kl_error": one.divergence.half_width,
+                "loss_difference": one.loss_difference.mean,
+                "loss_difference_error": one.loss_difference.half_width,
+                "same_top_token": one.agreement.mean, "tokens": one.num_tokens,
+            }  # fmt: skip
+            print(f"{types!s:12} {json.dumps(found[str(types)])}", flush=True)
+    return found
+
+
+def compared(plain: Engine, engine: Engine, windows: Sequence[Tensor]) -> Compared:
+    comparison = Comparison(1)
     for ids_T in windows:
         comparison.begin_window()
-        logits = [engine.logits(ids_T)[:-1] for engine in engines]
+        logits = [each.logits(ids_T)[:-1] for each in (plain, engine)]
         comparison.add(logits[0], logits[1:], ids_T[1:])
-    found: dict[str, Any] = {}
-    width = engines[0].model.shape.head_width
-    for number, (key, value) in enumerate(wanted):
-        one = comparison.result(number)
-        types = CacheTypes.of(key, value)
-        found[str(types)] = {
-            "bytes_of_f16": types.row_bytes(width) / CacheTypes.of("f16").row_bytes(width),
-            "kl": one.divergence.mean, "kl_error": one.divergence.half_width,
-            "loss_difference": one.loss_difference.mean,
-            "loss_difference_error": one.loss_difference.half_width,
-            "same_top_token": one.agreement.mean, "tokens": one.num_tokens,
-        }  # fmt: skip
-        print(f"{types!s:12} {json.dumps(found[str(types)])}", flush=True)
-    for engine in engines:
-        engine.close()
-    return found
+    return comparison.result(0)
 
 
 class Side:
@@ -136,24 +140,34 @@ def main() -> None:
     parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--types", default=",".join(SPEEDS), help="of the speeds")
+    parser.add_argument("--parts", default="loss,speed", help="the others stay in the file")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     library.set_threads(arguments.threads)
-    result = {
-        "benchmark": "cache-types", "model": arguments.model.stem, "machine": machine(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"), "level": library.level(),
-        "threads": arguments.threads, "load_before": os.getloadavg(),
-        "speed": speeds(arguments),
-        "loss": losses(arguments.model, arguments.corpus, arguments.tokens),
-        "load_after": os.getloadavg(),
-    }  # fmt: skip
     folder = Path(__file__).parent / "results"
     output = arguments.output or folder / f"cache-types-{slug(processor())}.json"
+    result = json.loads(output.read_text()) if output.exists() else {}
+    parts = {
+        "loss": lambda: losses(arguments.model, arguments.corpus, arguments.tokens),
+        "speed": lambda: speeds(arguments),
+    }
+    for part in arguments.parts.split(","):
+        about = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"), "level": library.level(),
+            "machine": machine(), "threads": arguments.threads, "load_before": os.getloadavg(),
+        }  # fmt: skip
+        found = parts[part]()
+        result |= {"benchmark": "cache-types", "model": arguments.model.stem}
+        result[part] = {**about, "load_after": os.getloadavg(), "types": found}
+        write(result, output)
+
+
+def write(result: dict[str, Any], output: Path) -> None:
     with partial_file(output) as partial:
         partial.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {output}")
+    print(f"wrote {output}", flush=True)
 
 
 if __name__ == "__main__":

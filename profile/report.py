@@ -135,7 +135,7 @@ def markdown(report: "ProfileReport") -> str:
     ]
     if report.quality is not None:
         lines += [f"On text that nothing was fitted to, {_of_model(report.quality)}.", ""]
-        lines += ["± is half of an interval of 95 %.", ""]
+        lines += ["± is half of the 95 % confidence interval.", ""]
     for line in warnings(report):
         lines += [f"**{line[:1].upper()}{line[1:]}.**", ""]
     if report.record:

@@ -211,7 +211,8 @@ def cache_types_of(
 ) -> CacheTypes:
     """How keys and values are kept; None is the model's own type, of the value that of the key."""
     own = kv_kind(model)
-    types = CacheTypes.of(key or own, value or key or own)
+    key = own if key is None else key
+    types = CacheTypes.of(key, value)
     if types == CacheTypes.of(own):
         return types
     if plan is not None:

@@ -98,8 +98,14 @@ class Server:
 
     def _begin(self, served: ServedModel, scheduler: Scheduler, url: str) -> None:
         self.service.begin(served, scheduler)
-        if self.service.state == "ready":
+        if self.service.state != "ready":
+            return
+        try:
             self._on_ready(url, served)
+        except OSError as error:  # whoever was to hear of it cannot: stdout is full
+            self._error = error
+            scheduler.stop()
+            self._leave()
 
     def _post(self, batch: Batch) -> None:
         self._tell(lambda: [text.listen(text.number, event) for text, event in batch])

@@ -106,27 +106,30 @@ def least_room(pipeline: Pipeline, gpu: int) -> int | None:
     return best
 
 
-def _cuts_by_room(pipeline: Pipeline) -> list[tuple[int, tuple[int, ...]]]:
+def _cuts_by_room(pipeline: Pipeline) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Every row of cuts with the most bytes that it could hold, the most first."""
-    rows = []
-    for cut in pipeline.cut_rows().tolist():
-        rows.append((sum(_most(pipeline, k, cut) for k in range(pipeline.num_gpus)), tuple(cut)))
-    return sorted(rows, reverse=True)
+    cut_CK, most_CK = _most(pipeline)
+    most_C = most_CK.sum(axis=1)
+    for row in np.argsort(-most_C, kind="stable"):
+        yield int(most_C[row]), tuple(cut_CK[row].tolist())
 
 
-def _cuts_by_need(pipeline: Pipeline, gpu: int) -> list[tuple[int, tuple[int, ...]]]:
+def _cuts_by_need(pipeline: Pipeline, gpu: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Every row of cuts with the fewest bytes that `gpu` could be left with, the fewest first."""
-    rows = []
-    for cut in pipeline.cut_rows().tolist():
-        others = set(range(pipeline.num_gpus)) - {gpu}
-        held = sum(_most(pipeline, other, cut) for other in others)
-        rows.append((max(1, pipeline.need_bytes - held), tuple(cut)))
-    return sorted(rows)
+    cut_CK, most_CK = _most(pipeline)
+    others_C = most_CK.sum(axis=1) - most_CK[:, gpu]
+    least_C = np.maximum(1, pipeline.need_bytes - others_C)
+    for row in np.argsort(least_C, kind="stable"):
+        yield int(least_C[row]), tuple(cut_CK[row].tolist())
 
 
-def _most(pipeline: Pipeline, gpu: int, cut: list[int]) -> int:
-    run = pipeline.run(gpu, cut[gpu], cut[gpu + 1])
-    return max(0, min(run.room_bytes, run.placeable_bytes))
+def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:
+    """Every row of cuts [C, K + 1], and the most bytes that each GPU could hold of its run [C, K]."""
+    model, cut_CK = pipeline.model, pipeline.cut_rows()
+    layers = model.dense_bytes_L + model.neuron_bytes_L * model.num_neurons
+    until_I = np.concatenate([[0], np.cumsum(np.append(layers, model.head_bytes))])
+    room_K = np.array([max(0, problem.room_bytes) for problem in pipeline.problems])
+    return cut_CK, np.minimum(np.diff(until_I[cut_CK], axis=1), room_K)
 
 
 def _classes(run: Problem) -> Iterator[_Class]:

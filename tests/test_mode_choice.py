@@ -160,11 +160,13 @@ def test_a_profile_of_the_version_before_is_read(tmp_path):
     profile = make_profile(make_model())
     profile.save(tmp_path / "p")
     names = {"model_id", "num_tokens", "threshold_L", "corpora", "quality"}
-    metadata, arrays = load_arrays(tmp_path / "p", "sparkinfer.profile", 2, names)
-    del metadata["quality"]
-    save_arrays(tmp_path / "old", "sparkinfer.profile", 1, metadata, arrays)
-    old = Profile.load(tmp_path / "old")
-    assert old.quality == {} and (old.active_count_LF == profile.active_count_LF).all()
+    metadata, arrays = load_arrays(tmp_path / "p", "sparkinfer.profile", 3, names | {"arithmetic"})
+    for version, left_out in ((2, "arithmetic"), (1, "quality")):
+        del metadata[left_out]
+        save_arrays(tmp_path / "old", "sparkinfer.profile", version, metadata, arrays)
+        old = Profile.load(tmp_path / "old")
+        assert (old.quality, old.arithmetic) == ({}, None)
+        assert (old.active_count_LF == profile.active_count_LF).all()
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,22 @@ def test_two_outputs_are_never_one_file(tmp_path):
         check_outputs([tmp_path / "f" / "x"], force=True, output_folders=[tmp_path / "f"])
     with pytest.raises(SparkinferError, match="is written by this command"):
         check_outputs([], force=True, output_folders=[tmp_path / "f", tmp_path / "f" / "g"])
+    for nested in (["x", "x/y"], ["x/y/z", "x"]):
+        with pytest.raises(SparkinferError, match="cannot be a file and the folder of"):
+            check_outputs([tmp_path / name for name in nested], force=True)
     check_outputs([tmp_path / "x", tmp_path / "y"], force=True, output_folders=[tmp_path / "z"])
+
+
+def test_what_is_no_file_is_never_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    (tmp_path / "device").symlink_to("/dev/full")
+    for name in ("pipe", "nowhere", "device"):
+        with pytest.raises(SparkinferError, match="is no file that could be replaced"):
+            check_outputs([tmp_path / name], force=True)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    check_outputs([tmp_path / "link"], force=True)
 
 
 @pytest.fixture

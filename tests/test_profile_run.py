@@ -167,6 +167,8 @@ def another_level():
 
     before = library.level()
     others = [name for name in library.usable_levels() if name != before]
+    if not others:
+        pytest.skip("this processor has one level")
     library.set_level(others[0])
     yield others[0]
     library.set_level(before)

@@ -135,3 +135,14 @@ def test_a_key_in_the_environment_is_one(monkeypatch, capsys):
     monkeypatch.setenv("SPARKINFER_API_KEY", "a\nb")
     assert main(["serve", "none.gguf"]) == 1
     assert "API key" in capsys.readouterr().err
+
+
+def test_a_start_line_that_cannot_be_written_ends_the_server(codec_model):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sparkinfer", "serve", codec_model, "--port", "0", "--json"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == "sparkinfer: the output cannot be written: No space left on device"

@@ -141,6 +141,21 @@ def test_a_full_stderr_is_no_reason_for_another_error(tmp_path):
 
 # ---- signals ------------------------------------------------------------------------------------
 
+
+@pytest.fixture(autouse=True)
+def heard():
+    """Whoever began the tests may have them ignore signals (nohup, `&` of a script), and processes
+    inherit that."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, found in before.items():
+        if found == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, found in before.items():
+        signal.signal(number, found)
+
+
 # What is imported while the signal comes: the first of this program, click, and a stage.
 AT_IMPORT = """
 import os, sys

@@ -32,7 +32,9 @@ def encode(x: Tensor, kind: CacheType) -> Tensor:
     if kind.kind == "q8_0":
         scale_N1 = largest_N1.abs() / 127.0
         scaled = x_N32 * _inverse(scale_N1)
-        rounded = torch.trunc(scaled + torch.copysign(torch.tensor(0.5), scaled))  # away from zero
+        whole = scaled.trunc()  # halves away from zero, as C rounds
+        is_up = (scaled - whole).abs() >= 0.5
+        rounded = whole + torch.where(is_up, scaled.sign(), 0.0)
         quants = rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)
     else:
         scale_N1 = largest_N1 / -8.0
@@ -73,4 +75,6 @@ def turn_by_hadamard(x: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 0.0, 1.0 / scale)
+    """0 where it has none in f32: the scale is 0 in f16 then."""
+    inverse = 1.0 / scale
+    return torch.where(inverse.isfinite(), inverse, 0.0)

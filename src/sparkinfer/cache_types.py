@@ -61,7 +61,7 @@ class CacheTypes:
     @classmethod
     def of(cls, key: str, value: str | None = None) -> "CacheTypes":
         """By name. Raises SparkinferError for one that is not known."""
-        return cls(key=CacheType(key), value=CacheType(value or key))
+        return cls(key=CacheType(key), value=CacheType(key if value is None else value))
 
     def row_bytes(self, width: int) -> int:
         """Of the key and the value of one head and position."""

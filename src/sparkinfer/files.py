@@ -253,7 +253,8 @@ def check_outputs(
     `force`); that cannot be written.
 
     In `folders` all files are inputs but the .gguf ones, and a new file could become one: the
-    output may lie there if it ends in .gguf. `output_folders` are replaced as a whole: nothing
+    output may lie there if it ends in .gguf. A link to a file is replaced, not the file; devices,
+    pipes and links to nothing are not. `output_folders` are replaced as a whole: nothing
     that is read, and no other output, may lie in them. Called before the work starts, so that
     nobody waits an hour for this answer; leaves nothing behind."""
     folders = list(folders)
@@ -261,6 +262,12 @@ def check_outputs(
     check_apart([*paths, *output_folders], inputs)
     for path in paths:
         _check_folders(path, folders)
+        for other in paths:
+            if Path(os.path.realpath(path)) in Path(os.path.realpath(other)).parents:
+                raise SparkinferError(
+                    f"{path}: cannot be a file and the folder of {other}, which this command writes"
+                    " too; give another name"
+                )
     for folder in output_folders:
         others = [other for other in output_folders if other is not folder]
         _check_holds_none(folder, [*inputs, *folders], "read")
@@ -336,6 +343,8 @@ def _check_writable(path: Path, *, force: bool) -> None:
             raise SparkinferError(f"{path}: is a folder; give the name of a file")
         if path.exists() and not force:
             raise SparkinferError(f"{path}: exists already; give another name or --force")
+        if os.path.lexists(path) and not path.is_file():
+            raise SparkinferError(f"{path}: is no file that could be replaced; give another name")
         there = next(folder for folder in path.parents if folder.exists())
         (there / path.name).is_dir()  # raises where the name is too long
         probe, descriptor = _create(there / path.name, _new_file)

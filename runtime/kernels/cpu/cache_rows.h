@@ -26,6 +26,12 @@ inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// 0 where it has none in f32: the scale is 0 in f16 then.
+inline float inverse_of(float scale) {
+    const float inverse = 1.0f / scale;
+    return std::isfinite(inverse) ? inverse : 0.0f;
+}
+
 // 32 values as ggml's quantize_row_q8_0_ref makes them; a NaN for all where one is not finite.
 inline void store_q8_0(const float* x, uint8_t* to) {
     float largest = 0.0f;
@@ -34,7 +40,7 @@ inline void store_q8_0(const float* x, uint8_t* to) {
         largest = std::max(largest, std::fabs(x[i]));
         is_finite &= std::isfinite(x[i]);
     }
-    const float scale = largest / 127.0f, factor = scale != 0.0f ? 1.0f / scale : 0.0f;
+    const float scale = largest / 127.0f, factor = inverse_of(scale);
     const uint16_t half = to_f16(is_finite ? scale : NAN);
     std::memcpy(to, &half, 2);
     for (int i = 0; i < BLOCK; ++i) {
@@ -51,7 +57,7 @@ inline void store_q4_0(const float* x, uint8_t* to) {
         if (std::fabs(x[i]) > std::fabs(largest)) largest = x[i];
         is_finite &= std::isfinite(x[i]);
     }
-    const float scale = largest / -8.0f, factor = scale != 0.0f ? 1.0f / scale : 0.0f;
+    const float scale = largest / -8.0f, factor = inverse_of(scale);
     const uint16_t half = to_f16(is_finite ? scale : NAN);
     std::memcpy(to, &half, 2);
     auto nibble = [&](float value) {

@@ -3,7 +3,7 @@
 Thin wrappers: each builds the config of one stage, runs it, and prints. A stage is imported
 inside its command, so that `sparkinfer --help` needs no torch. People read stderr, programs
 read stdout: the text of `generate`, or one JSON object with --json. What this module does not know:
-how a command ends that cannot go on (cli)."""
+how a command ends that cannot go on (top_level)."""
 
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def evaluate(
         report = run(config, advance)
     named = f", named {mean(report.named_share_L):.1%}" if report.named_share_L else ""
     line = f"{report.mode}: {report.line}{named}, computed {mean(report.hidden_share_L):.1%} of the"
-    finish(report, as_json, [f"{line} neurons", "± is half of an interval of 95 %"])
+    finish(report, as_json, [f"{line} neurons", "± is half of the 95 % confidence interval"])
 
 
 @cli.command("inspect")

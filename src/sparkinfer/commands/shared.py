@@ -37,7 +37,8 @@ class FileCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         inputs, outputs = paths_of(self, ctx.params)
-        check_apart(outputs, inputs)
+        if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes speaks for all
+            check_apart(outputs, inputs)
         makes = any(isinstance(p.type, OutputPath | FolderPath) for p in self.params)
         with reading(*inputs) if makes else nullcontext():
             return super().invoke(ctx)

@@ -30,6 +30,7 @@ class ProfileSummary:
     hottest_fifth_L: tuple[float, ...]  # share of the firings that the hottest fifth takes
     never_fired_L: tuple[int, ...]  # neurons
     threshold_L: tuple[float, ...]
+    arithmetic: str | None  # that the counts are of
 
     @classmethod
     def load(cls, path: Path) -> "ProfileSummary":
@@ -48,6 +49,7 @@ class ProfileSummary:
             hottest_fifth_L=tuple(profile.hottest_share_L(HOTTEST).tolist()),
             never_fired_L=tuple((count_LF == 0).sum(axis=1).tolist()),
             threshold_L=profile.threshold_L,
+            arithmetic=profile.arithmetic,
         )
 
 

@@ -149,6 +149,7 @@ def _profile_facts(summary: ProfileSummary) -> list[Row]:
     return [
         ("model id", summary.model_id),
         ("tokens", f"{summary.num_tokens:,}"),
+        ("counted with", summary.arithmetic or "unknown"),
         *corpora,
         ("layers", summary.num_layers),
         ("neurons a layer", f"{summary.num_neurons:,}"),
