@@ -345,6 +345,34 @@ def test_two_outputs_are_never_one_file(tmp_path):
     check_outputs([tmp_path / "x", tmp_path / "y"], force=True, output_folders=[tmp_path / "z"])
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_of_two_runs_with_a_new_output_the_second_says_that_it_lost(tmp_path, capsys, force):
+    """Both begin while nothing is there; the other one ends first."""
+    from sparkinfer import gguf_file
+
+    make_model().save(tmp_path / "m.gguf")
+    output, written = tmp_path / "out.gguf", []
+
+    def meanwhile(entry, original=gguf_file._pieces):
+        if not written:
+            output.write_bytes(b"another run's")
+            written.append(True)
+        return original(entry)
+
+    words = ["convert", str(tmp_path / "m.gguf"), "-o", str(output), "--outtype", "f16"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_file, "_pieces", meanwhile)
+        code = main([*words, *(["--force"] if force else [])])
+    assert written
+    if force:
+        assert code == 0 and output.read_bytes()[:4] == b"GGUF"
+        return
+    assert code == 1 and output.read_bytes() == b"another run's"
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.endswith("was written by another run meanwhile; give another name or --force")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out.gguf"]
+
+
 def test_what_is_no_file_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")

@@ -14,7 +14,7 @@ from pathlib import Path
 from sparkinfer import mapped_files
 from sparkinfer.errors import SparkinferError
 from sparkinfer.exchange import OLD, put_folder
-from sparkinfer.steady import changed_inputs, wrote
+from sparkinfer.steady import changed_inputs, is_taken, wrote
 
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
@@ -56,6 +56,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
         yield partial
         _finish(path, lambda: _sync_all(partial))
         put_folder(partial, path)
+        wrote(path)
         _sync(path.parent)
 
 
@@ -127,6 +128,10 @@ def _finish(path: Path, sync: Callable[[], None]) -> None:
         raise SparkinferError(
             f"{changed[0]}: was changed while it was read, so {path} was not written; run the"
             " command again"
+        )
+    if is_taken(path):
+        raise SparkinferError(
+            f"{path}: was written by another run meanwhile; give another name or --force"
         )
 
 

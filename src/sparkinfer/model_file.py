@@ -152,8 +152,7 @@ class ModelFile:
                 )
             if entry.shape != shape:
                 raise SparkinferError(
-                    f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
-                    f" wanted {list(shape)}"
+                    f"{self.path}: {name} is {entry.kind} {list(entry.shape)}, wanted {list(shape)}"
                 )
         self._check_options()
         self._check_rotary()

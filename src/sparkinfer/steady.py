@@ -1,9 +1,10 @@
-"""Inputs that must stay as they are while an output is made from them.
+"""Inputs that must stay as they are while an output is made from them, and outputs that must stay
+away until then.
 
 What this module does not know: what is read, and how outputs are written (files)."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -13,21 +14,24 @@ READ = {".safetensors", ".bin", ".pt", ".json", ".jsonl", ".ndjson", ".txt", ".t
         ".model", ".jinja"}  # fmt: skip
 _Stamp = tuple[int, int, int]  # inode, bytes, time of the last change in nanoseconds
 _inputs: ContextVar[dict[Path, _Stamp | None]] = ContextVar("inputs")
+_new: ContextVar[set[Path]] = ContextVar("new")
 
 
 @contextmanager
-def reading(*paths: Path | None) -> Iterator[None]:
-    """Within its block nothing is written from inputs that have changed since its beginning:
+def reading(*paths: Path | None, new: Sequence[Path] = ()) -> Iterator[None]:
+    """Within its block nothing is written from inputs that have changed since its beginning, and
+    nothing over one of the outputs `new`, which are not there yet, if another run has written it:
     `partial_file` and `partial_folder` refuse. Of a folder, the files count that are read of one.
 
     A file that is mapped and cut short reads as zeros up to the end of its last page."""
     files = [file for path in paths if path is not None for file in _files_of(path)]
-    stamps = {(real := Path(os.path.realpath(file))): _stamp(real) for file in files}
-    token = _inputs.set(_inputs.get({}) | stamps)
+    stamps = {(real := _real(file)): _stamp(real) for file in files}
+    tokens = _inputs.set(_inputs.get({}) | stamps), _new.set({_real(path) for path in new})
     try:
         yield
     finally:
-        _inputs.reset(token)
+        _inputs.reset(tokens[0])
+        _new.reset(tokens[1])
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -54,4 +58,14 @@ def changed_inputs() -> list[Path]:
 
 def wrote(path: Path) -> None:
     """An output has its name now, and may lie in a folder that is read."""
-    _inputs.get({}).pop(Path(os.path.realpath(path)), None)
+    _inputs.get({}).pop(_real(path), None)
+    _new.get(set()).discard(_real(path))
+
+
+def is_taken(path: Path) -> bool:
+    """Whether another run has written what was to be new."""
+    return _real(path) in _new.get(set()) and os.path.lexists(path)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))

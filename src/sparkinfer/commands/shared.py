@@ -40,7 +40,8 @@ class FileCommand(click.Command):
         if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes speaks for all
             check_apart(outputs, inputs)
         makes = any(isinstance(p.type, OutputPath | FolderPath) for p in self.params)
-        with reading(*inputs) if makes else nullcontext():
+        new = [] if ctx.params.get("force") else [p for p in outputs if not os.path.lexists(p)]
+        with reading(*inputs, new=new) if makes else nullcontext():
             return super().invoke(ctx)
 
 
