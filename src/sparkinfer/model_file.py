@@ -145,14 +145,12 @@ class ModelFile:
         wanted = required | optional
         for name, entry in self.tensors.items():
             shape = wanted[name]
-            if entry.shape == shape and entry.kind not in KINDS:
+            if entry.shape != shape or entry.kind not in KINDS:
+                makes = "sparkinfer convert FILE -o model.gguf --outtype q8_0 makes such a file"
                 raise SparkinferError(
-                    f"{self.path}: {name} is in {entry.kind}, which is not run; sparkinfer convert"
-                    f" {self.path} -o model.gguf --outtype q8_0 makes a file that is"
-                )
-            if entry.shape != shape:
-                raise SparkinferError(
-                    f"{self.path}: {name} is {entry.kind} {list(entry.shape)}, wanted {list(shape)}"
+                    f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
+                    f" wanted {list(shape)} of one of {', '.join(KINDS)}"
+                    + (f"; {makes}" if entry.shape == shape else "")
                 )
         self._check_options()
         self._check_rotary()
