@@ -40,7 +40,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def seconds(model: Path, corpus: Path, prompt: Path) -> dict[str, float]:
-    """Of a whole eval, of a prompt, and from the command to the first token."""
+    """How long an eval, a prompt, and the first token from the start of the command take."""
     began = time.perf_counter()
     run("eval", model, "--corpus", corpus, "--tokens", EVAL_TOKENS, "--json")
     evaluated = time.perf_counter()

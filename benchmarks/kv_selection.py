@@ -179,8 +179,8 @@ def rules(head: Head) -> dict[str, Rule]:
 
 
 def recall(head: Head, name: str, rule: Rule | None, share: float, t: int) -> float | None:
-    """Of the mass of the query at position t - 1, on the positions that the rule has read; None where
-    the rule reads more than its share before it has won any."""
+    """The share of the attention of position t - 1 that lies on what the rule has read; None where it
+    reads more than it may before it has won any position."""
     query_GW, exact_GT = head.query_NGW[t - 1], mass(head.query_NGW[t - 1], head.key_NW[:t])
     budget = share * t * 2 * F16 * head.width
     row = 2 * F16 * head.width  # of a key and a value

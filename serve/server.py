@@ -102,7 +102,7 @@ class Server:
             return
         try:
             self._on_ready(url, served)
-        except OSError as error:  # whoever was to hear of it cannot: stdout is full
+        except OSError as error:  # stdout is full or closed
             self._error = error
             scheduler.stop()
             self._leave()
