@@ -59,7 +59,7 @@ help:
 
 # ---- set-up -------------------------------------------------------------------------------
 
-SOURCES := CMakeLists.txt $(shell find src convert profile solver sparsify runtime serve -name '*.py' \
+SOURCES := CMakeLists.txt $(shell find src convert profile solver sparsify runtime serve bench report run -name '*.py' \
              -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 
 setup: build  ## .venv with sparkinfer in it, editable, and all it needs
@@ -263,7 +263,7 @@ check: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p $(TYPES)
-	@ln -sfn $(CURDIR)/src/sparkinfer/* $(addprefix $(CURDIR)/,convert profile solver sparsify runtime serve) \
+	@ln -sfn $(CURDIR)/src/sparkinfer/* $(addprefix $(CURDIR)/,convert profile solver sparsify runtime serve bench report run) \
 	  $(TYPES)
 	$(BIN)/mypy
 
