@@ -26,11 +26,11 @@ from sparkinfer.convert.predictors import add_predictors
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output
 from sparkinfer.gguf_file import Value, type_of
 from sparkinfer.limits import FILE_NAME as LIMITS_NAME
 from sparkinfer.limits import Limits, transposed_by
 from sparkinfer.model_file import ModelFile
+from sparkinfer.outputs import check_output
 from sparkinfer.thresholds import with_thresholds
 from sparkinfer.written import Restored, Written
 

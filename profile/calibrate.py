@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output
 from sparkinfer.machine_file import CpuCosts, Figure, Gpu, Machine
+from sparkinfer.outputs import check_output
 from sparkinfer.profile.calibrate_cpu import measure_costs
 from sparkinfer.profile.calibrate_gpu import measure_gpu
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of

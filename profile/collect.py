@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparkinfer.budget import layer_bytes
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output
 from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
+from sparkinfer.outputs import check_output
 from sparkinfer.profile.collect_streamed import collect_streamed
 from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model, check_text
 from sparkinfer.profile.corpus import Windows, read_windows, spread_windows

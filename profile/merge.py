@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output
+from sparkinfer.outputs import check_output
 from sparkinfer.profile_file import Corpus, Profile
 
 

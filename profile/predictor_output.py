@@ -11,9 +11,9 @@ from pathlib import Path
 from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH
-from sparkinfer.files import check_outputs
 from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
+from sparkinfer.outputs import check_outputs
 from sparkinfer.predictor_file import FILE_NAME, Predictors
 from sparkinfer.profile.dejavu import check_dejavu_output, dejavu_paths, save_dejavu
 from sparkinfer.profile.predictor_options import PredictorFormat

@@ -13,11 +13,12 @@ import numpy as np
 
 from sparkinfer.budget import Items, workspace_bytes
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output, sha256_of
+from sparkinfer.files import sha256_of
 from sparkinfer.machine_file import Machine
 from sparkinfer.mode_choice import choose_mode, loss_line
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
+from sparkinfer.outputs import check_output
 from sparkinfer.profile_file import Profile
 from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.advice import Advice, advise

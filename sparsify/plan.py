@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output_folder
-from sparkinfer.files import check_outputs as check_files
+from sparkinfer.outputs import check_output_folder
+from sparkinfer.outputs import check_outputs as check_files
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import Settings
 from sparkinfer.runtime.kernels.arithmetic import arithmetic

@@ -12,9 +12,10 @@ from models import make_machine, make_model, make_profile, make_shape
 from test_runtime import make_split
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_output, partial_file
+from sparkinfer.files import partial_file
 from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import ModelFile, PredictorInfo, compute_model_id
+from sparkinfer.outputs import check_output
 from sparkinfer.predictor_file import LayerPredictor, Predictors
 from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
 from sparkinfer.sizes import format_bytes, parse_bytes

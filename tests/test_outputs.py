@@ -19,15 +19,9 @@ from sparkinfer.cli import main
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import (
-    check_output,
-    check_output_folder,
-    check_outputs,
-    partial_file,
-    partial_folder,
-    remove_stale,
-)
+from sparkinfer.files import partial_file, partial_folder, remove_stale
 from sparkinfer.model_file import ModelFile
+from sparkinfer.outputs import check_output, check_output_folder, check_outputs
 from sparkinfer.safetensors_file import save_arrays
 from sparkinfer.sparsify.plan import check_outputs as check_sparsify
 from sparkinfer.steady import reading

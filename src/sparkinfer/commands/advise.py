@@ -21,7 +21,7 @@ from sparkinfer.commands.shared import (
     threads_option,
 )
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_outputs
+from sparkinfer.outputs import check_outputs
 
 if TYPE_CHECKING:
     from sparkinfer.convert.options import Outtype

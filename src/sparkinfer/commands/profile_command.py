@@ -21,7 +21,7 @@ from sparkinfer.commands.shared import (
     say,
     texts_and_model,
 )
-from sparkinfer.files import check_apart, check_outputs
+from sparkinfer.outputs import check_apart, check_outputs
 
 if TYPE_CHECKING:
     from sparkinfer.profile.collect import ProfileReport

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_apart
 from sparkinfer.mode_quality import MAX_LOSS
+from sparkinfer.outputs import check_apart
 from sparkinfer.sizes import parse_bytes
 from sparkinfer.steady import reading
 
@@ -33,7 +33,7 @@ FOLDER = FolderPath(path_type=Path)
 class FileCommand(click.Command):
     """A command none of whose outputs is an input or another output, by any name, and that makes
     none from inputs that change meanwhile. What it names itself, beside an output or in a folder,
-    it checks itself (files.check_outputs)."""
+    it checks itself (outputs.check_outputs)."""
 
     def invoke(self, ctx: click.Context) -> Any:
         inputs, outputs = paths_of(self, ctx.params)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparkinfer.budget import ITEMS
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import check_outputs
+from sparkinfer.outputs import check_outputs
 from sparkinfer.sizes import format_bytes, parse_bytes
 from sparkinfer.solver.explain import explain
 from sparkinfer.solver.solve import SolveConfig, SolveReport, check, solve

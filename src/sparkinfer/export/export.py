@@ -16,7 +16,7 @@ from sparkinfer.export.sparkinfer_split import (
     model_split_notes,
     write_model_split,
 )
-from sparkinfer.files import check_output, check_output_folder
+from sparkinfer.outputs import check_output, check_output_folder
 from sparkinfer.profile_file import Profile
 from sparkinfer.split_file import Split
 

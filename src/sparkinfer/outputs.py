@@ -1,0 +1,142 @@
+"""Checks of a command's outputs before its work starts, so that nobody waits an hour for a refusal.
+
+Nothing is overwritten by accident: no input, no other output, and nothing that exists without
+`force`. How files are then written is in sparkinfer.files."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import MODEL_SUFFIX, try_to_create
+
+
+def check_output(
+    path: Path, *, force: bool, inputs: Iterable[Path] = (), folders: Iterable[Path] = ()
+) -> None:
+    """`check_outputs` of a single one."""
+    check_outputs([path], force=force, inputs=inputs, folders=folders)
+
+
+def check_outputs(
+    paths: Sequence[Path],
+    *,
+    force: bool,
+    inputs: Iterable[Path] = (),
+    folders: Iterable[Path] = (),
+    output_folders: Sequence[Path] = (),
+) -> None:
+    """Refuses outputs that are an input or each other, by any name; that exist already (unless
+    `force`); that cannot be written.
+
+    In `folders` all files are inputs but the .gguf ones, and a new file could become one: the
+    output may lie there if it ends in .gguf. A link to a file is replaced, not the file; devices,
+    pipes and links to nothing are not. `output_folders` are replaced as a whole: nothing
+    that is read, and no other output, may lie in them. Called before the work starts, so that
+    nobody waits an hour for this answer; leaves nothing behind."""
+    folders = list(folders)
+    inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
+    check_apart([*paths, *output_folders], inputs)
+    for path in paths:
+        _check_folders(path, folders)
+        for other in paths:
+            if Path(os.path.realpath(path)) in Path(os.path.realpath(other)).parents:
+                raise SparkinferError(
+                    f"{path}: cannot be a file and the folder of {other}, which this command writes"
+                    " too; give another name"
+                )
+    for folder in output_folders:
+        others = [other for other in output_folders if other is not folder]
+        _check_holds_none(folder, [*inputs, *folders], "read")
+        _check_holds_none(folder, [*paths, *others], "written")
+    for path in paths:
+        _check_writable(path, force=force)
+
+
+def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
+    """Refuses outputs that are an input or each other, by any name."""
+    for number, path in enumerate(outputs):
+        try:
+            _check_others(path, outputs[:number], inputs)
+        except OSError as error:  # a name that is too long, a folder that may not be entered
+            raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_output_folder(
+    path: Path, *, force: bool, is_ours: Callable[[str], bool], inputs: Iterable[Path] = ()
+) -> None:
+    """Refuses an output folder that is something else, holds anything (unless `force`), or holds
+    what this command would not have written, or what it reads: replacing it would delete that."""
+    check_outputs([], force=force, inputs=inputs, output_folders=[path])
+    try:
+        if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise SparkinferError(
+                f"{path}: cannot be replaced by a folder; give the name of a new one"
+            )
+        found = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+    foreign = [name for name in found if not is_ours(name)]
+    if foreign:
+        raise SparkinferError(
+            f"{path}: holds {foreign[0]!r}, which this command has not written; give a new folder"
+        )
+    if found and not force:
+        raise SparkinferError(f"{path}: holds files already; give another name or --force")
+
+
+def _check_others(path: Path, before: Sequence[Path], inputs: Sequence[Path]) -> None:
+    if any(_is_same(path, other) for other in inputs):
+        raise SparkinferError(f"{path}: is read by this command; give the output another name")
+    for other in before:
+        if _is_same(path, other):
+            raise SparkinferError(
+                f"{path}: is written twice by this command, also as {other}; give each output a"
+                " name of its own"
+            )
+
+
+def _check_folders(path: Path, folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if path.suffix != MODEL_SUFFIX and _is_same(path.parent, folder):
+            raise SparkinferError(
+                f"{path}: lies among the files that this command reads; give another folder, or a"
+                f" name that ends in {MODEL_SUFFIX}"
+            )
+
+
+def _check_holds_none(folder: Path, paths: Iterable[Path], verb: str) -> None:
+    place = Path(os.path.realpath(folder))
+    for path in paths:
+        if place in (real := Path(os.path.realpath(path))).parents or place == real:
+            raise SparkinferError(
+                f"{folder}: holds {path}, which is {verb} by this command; give another folder"
+            )
+
+
+def _check_writable(path: Path, *, force: bool) -> None:
+    try:
+        if path.is_dir():
+            raise SparkinferError(f"{path}: is a folder; give the name of a file")
+        if path.exists() and not force:
+            raise SparkinferError(f"{path}: exists already; give another name or --force")
+        if os.path.lexists(path) and not path.is_file():
+            raise SparkinferError(f"{path}: is no file that could be replaced; give another name")
+        there = next(folder for folder in path.parents if folder.exists())
+        (there / path.name).is_dir()  # raises where the name is too long
+        try_to_create(there / path.name)
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """By name, through links, and where a file has two names."""
+    if os.path.exists(path) and os.path.exists(other):
+        return path.samefile(other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _inputs_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [file for file in folder.iterdir() if file.suffix != MODEL_SUFFIX and file.is_file()]
