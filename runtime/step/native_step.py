@@ -51,7 +51,7 @@ class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
                 ("table", TableStruct), ("frequency", c_void_p),
-                ("workspace", c_void_p),
+                ("workspace", c_void_p), ("times", c_void_p),
                 ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("context_length", c_int64), ("max_rows", c_int64),

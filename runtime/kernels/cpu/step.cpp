@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "neurons.h"
+#include "step_clock.h"
 #include "transposed_neurons.h"
 #include "vector_math.h"
 
@@ -125,7 +126,8 @@ void apply(const SparkNorm& norm, float epsilon, const float* x, int64_t n, floa
 
 class Step {
   public:
-    explicit Step(SparkStep& step) : s(step), w(step, step.workspace), D(step.width) {}
+    explicit Step(SparkStep& step)
+        : s(step), clock(step), w(step, step.workspace), D(step.width) {}
 
     void run(const SparkRow* row, int64_t count, float* logits) {
         w.attention.place(row, count);
@@ -136,6 +138,7 @@ class Step {
         for (int64_t t = 0; t < T; ++t)
             if (row[w.attention.number(t)].has_logits)
                 output_norm(x(t), w.attn_input.row(wanted++));
+        clock.ended(TIMED_OTHER);
         if (wanted) head(wanted, logits);
     }
 
@@ -224,11 +227,15 @@ class Step {
 
     void layers(int64_t begin, int64_t end, bool is_first = true) {
         turn();
+        clock.ended(TIMED_OTHER);
         for (int64_t i = begin; i < end; ++i) {
+            clock.layer(i);
             front(i);
             feed_forward(s.layer[i], w.ffn_input[i % 2], named_by(i, is_first && i == begin));
             back(i);
+            clock.ended(TIMED_OTHER);
         }
+        clock.outside();
     }
 
     void output_norm(const float* x, float* y) {
@@ -242,6 +249,7 @@ class Step {
     void head(int64_t count, float* logits) {
         w.attn_input.changed();
         multiply(&s.head, 1, w.attn_input, count, logits, s.head.num_rows);
+        clock.ended(TIMED_HEAD);
     }
 
     // What tells a layer's predictor which neurons fire.
@@ -304,8 +312,10 @@ class Step {
 
     void attention(const SparkLayer& l, Operand& input) {
         const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
+        clock.ended(TIMED_OTHER);
         project(l.input, l.input[1].data ? 3 : 1, l.is_input_transposed, input, l.input_limit, w.qkv,
                 w.num_values);
+        clock.ended(TIMED_INPUTS);
         rows(4 * w.num_values, [&](int64_t t) {
             float* values = w.qkv + t * w.num_values;
             for (int64_t h = 0; h < H + K; ++h) {
@@ -321,7 +331,9 @@ class Step {
         });
         w.attention.run(l, w.qkv, w.num_values, w.heads_out);
         w.heads_out.changed();
+        clock.ended(TIMED_ATTEND);
         project(&l.output, 1, l.is_output_transposed, w.heads_out, l.output_limit, w.attn_out, D);
+        clock.ended(TIMED_OUTPUT);
     }
 
     // y [T, stride] of matrices of attention, without the inputs that are silent.
@@ -354,7 +366,9 @@ class Step {
 
     void feed_forward(const SparkLayer& l, Operand& input, Operand& named_by) {
         const bool is_predicted = s.mode == MODE_PREDICTED;
+        clock.ended(TIMED_OTHER);
         if (is_predicted) predict(l, named_by);
+        clock.ended(TIMED_PREDICTOR);
         const Gate gate = {s.activation, s.mode, l.threshold};
         Named named[MAX_ROWS];
         for (int64_t t = 0; is_predicted && t < T; ++t)
@@ -369,7 +383,9 @@ class Step {
             float* out = b == 0 ? w.ffn_out : w.sum;
             w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, seen, T, out, read);
             if (b > 0) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, w.sum + t * D, D); });
+            clock.ended(b == 0 ? TIMED_NEURONS : TIMED_NEURONS_2);
         }
+        if (is_transposed) clock.ended(TIMED_NEURONS);
         if (l.down_bias) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, l.down_bias, D); });
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
     }
@@ -401,6 +417,7 @@ class Step {
     }
 
     SparkStep& s;
+    StepClock clock;
     Work w;
     const int64_t D;
     int64_t T = 1;  // rows of this step that are computed

@@ -18,6 +18,18 @@ constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value hea
 
 enum Mode : int32_t { MODE_DENSE, MODE_EXACT, MODE_PREDICTED };
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
+// Where the time of a step goes. The clock is read between parts, so they sum to the whole.
+enum Timed : int32_t {
+    TIMED_INPUTS,  // query, key and value projection
+    TIMED_ATTEND,  // their norms and turning, the cache, scores and sums
+    TIMED_OUTPUT,  // output projection
+    TIMED_PREDICTOR,
+    TIMED_NEURONS,    // of the layer's first block
+    TIMED_NEURONS_2,  // of the others
+    TIMED_HEAD,
+    TIMED_OTHER,  // embedding, norms, sums
+    NUM_TIMED
+};
 
 struct SparkMatrix {
     const uint8_t* data;  // null: there is none
@@ -70,6 +82,7 @@ struct SparkStep {
     SparkTable table;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
+    int64_t* times;  // [num_layers + 1, NUM_TIMED] ns of all steps so far, or null; last: no layer's
     int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
