@@ -1,4 +1,4 @@
-"""Where the time of native steps goes, part by part: an array that a step fills while it is attached.
+"""Where time and bytes of native steps go, part by part: an array that a step fills while it is attached.
 
 The clock is read between the parts, so that they sum to the time of the native call. A step without an
 array reads no clock, and logits are the same bits with and without one. What this module does not
@@ -21,12 +21,12 @@ PARTS = ("inputs", "attend", "output", "predictor", "neurons", "neurons_2", "hea
 
 @contextmanager
 def timed_parts(native: NativeStep) -> Iterator[Tensor]:
-    """int64 [L + 1, P]: nanoseconds of all steps inside the block so far, by layer; the last row is
-    what belongs to no layer."""
-    ns_LP = torch.zeros(native.step.num_layers + 1, len(PARTS), dtype=torch.int64)
+    """int64 [L + 1, P, 2]: nanoseconds, and bytes of weights as Traffic counts them, of all steps
+    inside the block so far; the last layer is what belongs to none."""
+    counts_LP2 = torch.zeros(native.step.num_layers + 1, len(PARTS), 2, dtype=torch.int64)
     assert native.step.times is None, "the step is being timed already"
-    native.step.times = ns_LP.data_ptr()
+    native.step.times = counts_LP2.data_ptr()
     try:
-        yield ns_LP
+        yield counts_LP2
     finally:
         native.step.times = None

@@ -378,16 +378,22 @@ class Step {
         if (is_transposed)
             w.transposed.run(w.inputs, *l.block, gate, is_predicted ? named : nullptr, input.f32,
                              applied(l.ffn_limit), T, w.ffn_out, read);
+        if (is_transposed) count(read, TIMED_NEURONS);
         Operand& seen = is_transposed ? input : without_silent(input, l.ffn_limit);
         for (int64_t b = 0; b < l.num_blocks && !is_transposed; ++b) {
             float* out = b == 0 ? w.ffn_out : w.sum;
             w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, seen, T, out, read);
             if (b > 0) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, w.sum + t * D, D); });
-            clock.ended(b == 0 ? TIMED_NEURONS : TIMED_NEURONS_2);
+            count(read, b == 0 ? TIMED_NEURONS : TIMED_NEURONS_2);
         }
-        if (is_transposed) clock.ended(TIMED_NEURONS);
         if (l.down_bias) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, l.down_bias, D); });
+    }
+
+    // At the end of a block of neurons.
+    void count(NeuronBytes& read, Timed part) {
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
+        read = {};
+        clock.ended(part);
     }
 
     // Scores of all neurons into `named`.

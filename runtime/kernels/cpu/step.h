@@ -82,7 +82,9 @@ struct SparkStep {
     SparkTable table;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
-    int64_t* times;  // [num_layers + 1, NUM_TIMED] ns of all steps so far, or null; last: no layer's
+    // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; last what is no
+    // layer's. Null: the clock is not read.
+    int64_t* times;
     int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far

@@ -3,33 +3,39 @@
 
 #include "step.h"
 
-// Divides the time of a step among its parts: each reading gives what has passed since the one before
-// to a part. Without `times` nothing is read.
+// Divides the time of a step, and the bytes that it counts, among its parts: each reading gives what has
+// passed since the one before to a part. Without `times` nothing is read.
 class StepClock {
   public:
-    explicit StepClock(const SparkStep& step) : times_(step.times), num_layers_(step.num_layers) {
-        if (!times_) return;
-        last_ = now();
+    explicit StepClock(const SparkStep& step) : step_(step) {
+        if (!step.times) return;
+        time_ = now(), bytes_ = bytes();
         outside();
     }
 
-    void layer(int64_t index) { row_ = times_ ? times_ + index * NUM_TIMED : nullptr; }
+    void layer(int64_t index) { layer_ = index; }
 
-    void outside() { layer(num_layers_); }
+    void outside() { layer_ = step_.num_layers; }
 
     void ended(int32_t part) {
-        if (!times_) return;
-        const int64_t time = now();
-        row_[part] += time - last_;
-        last_ = time;
+        if (!step_.times) return;
+        int64_t* counted = step_.times + 2 * (layer_ * NUM_TIMED + part);
+        const int64_t time = now(), read = bytes();
+        counted[0] += time - time_, counted[1] += read - bytes_;
+        time_ = time, bytes_ = read;
     }
 
   private:
+    int64_t bytes() const {
+        const int64_t neurons = step_.gate_bytes + step_.up_bytes + step_.down_bytes;
+        return neurons + step_.predictor_bytes + step_.attention_bytes;
+    }
+
     static int64_t now() {
         const auto time = std::chrono::steady_clock::now().time_since_epoch();
         return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
     }
 
-    int64_t *times_, *row_ = nullptr;
-    int64_t num_layers_, last_ = 0;
+    const SparkStep& step_;
+    int64_t layer_ = 0, time_ = 0, bytes_ = 0;
 };
