@@ -1,11 +1,11 @@
-"""The engine: a model, ready to give logits and tokens.
+"""The engine: a loaded model that produces logits and tokens.
 
     from sparkinfer import Engine
     with Engine.load("m.gguf", split="m.split.gguf") as engine:
         for token in engine.generate("def main():", max_tokens=64, temperature=0.0):
             print(token.text, end="")
 
-What this module does not know: how layers are computed or where weights lie."""
+The forward pass is left to runtime.step, the placement of weights to runtime.model.loader."""
 
 import gc
 import sys
@@ -63,7 +63,7 @@ from sparkinfer.thresholds import replace_thresholds, with_thresholds
 
 
 class Engine(TextEngine):
-    """Made by `Engine.load`. Not for several threads at a time."""
+    """A loaded model, made by `Engine.load`. Not thread-safe."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Engine(TextEngine):
         super().__init__(model, decoder, mode, traffic)
         self.bytes_by_role, self.device = bytes_by_role, device
         self._step_of = step_of
-        self.load_s = load_s  # seconds from an open file to weights where they belong
-        self.memories = memories  # of the GPUs, and what they report
+        self.load_s = load_s  # seconds from an open file to weights in place
+        self.memories = memories  # per GPU, for memory reports
 
     @classmethod
     def load(
@@ -102,25 +102,25 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
     ) -> "Engine":
-        """Loads a model file, optionally by a plan.
+        """Loads a model file, with or without a plan.
 
-        mode: "dense", "exact" or "predicted"; None takes the plan's, else of those that cost at
-        most `max_loss` of the perplexity by the file's record the one that reads the fewest bytes
-        (mode_choice); with `thresholds` what they and the predictors are for. device: "cpu" or
-        "cuda[:n]" for what is not on the CPU by plan; None takes CUDA where there is one.
-        context_length: tokens of a text that the cache holds; None takes the plan's, or the
-        model's up to 4,096. thresholds: a profile whose thresholds
-        a SiLU or GELU model runs with instead of its own; mode "dense" does without any.
-        is_resident: whether weights on the CPU are copied into memory arranged for decoding, or
-        stay in the mapped file, which loads at once and decodes slower; None copies them where
-        they fit into the free memory. graph: whether a step on CUDA is captured into a graph;
-        without one it gives the same numbers, slower, and can be debugged. cpu_ffn: instead of a
-        plan, all neurons of the feed-forward layers on the CPU and all else on the device.
-        num_sequences: texts that are kept at a time, each of up to context_length tokens; more than
-        one on the CPU alone. limits: a file of them (sparkinfer.limits), which a SiLU or GELU model
-        runs with instead of its own; mode "dense" does without any. cache_type_k, cache_type_v: how
-        keys and values are kept (sparkinfer.cache_types), on the CPU alone; None takes f32 for a
-        model in f32 and f16 for others, of values what keys are kept in.
+        mode: "dense", "exact" or "predicted"; None takes the plan's. Without a plan it takes the
+        mode that reads the fewest bytes among those that cost at most `max_loss` of the perplexity
+        by the file's record (mode_choice); with `thresholds`, the mode these and the predictors are
+        for. device: "cpu" or "cuda[:n]" for everything the plan does not put on the CPU; None takes
+        CUDA if there is a device. context_length: tokens the cache holds per text; None takes the
+        plan's, or the model's up to 4,096. thresholds: a profile whose thresholds replace those of
+        a SiLU or GELU model; mode "dense" uses none. is_resident: whether weights on the CPU are
+        copied into memory in the layout for decoding, or stay in the mapped file, which loads at
+        once and decodes slower; None copies them if they fit into free memory. graph: whether a
+        step on CUDA is captured into a graph; without one, results are the same and slower, and can
+        be debugged. cpu_ffn: in place of a plan, puts all feed-forward neurons on the CPU and
+        everything else on the device. num_sequences: texts kept at a time, each of up to
+        context_length tokens; more than one on the CPU only. limits: a limits file
+        (sparkinfer.limits) that replaces the limits of a SiLU or GELU model; mode "dense" uses
+        none. cache_type_k, cache_type_v: storage types of keys and values (sparkinfer.cache_types),
+        on the CPU only; None takes f32 for a model in f32 and f16 for others, and for values the
+        type of the keys.
 
         Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         file = ModelFile.load(Path(model))
@@ -166,7 +166,7 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
     ) -> "Engine":
-        """As `load`, of a model that was read already or is not in a file at all."""
+        """As `load`, for a model that is already open or not in a file at all."""
         began = time.perf_counter()
         notice = partial(_notice, file)
         mode = mode_of(file.row_major, mode, plan, max_loss, notice)
@@ -226,10 +226,10 @@ class Engine(TextEngine):
 
     @told_out_of_memory()
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
-        """Runs a SiLU or GELU model with other thresholds from here on.
+        """Replaces the thresholds of a SiLU or GELU model from here on.
 
-        They take the place of limits of gates. Raises SparkinferError for other models, and unless
-        there is a finite one a layer."""
+        They take the place of gate limits. Raises SparkinferError for other models, and unless
+        there is one finite threshold per layer."""
         source, own = str(self.model.path), self.model.limits
         other = tuple(replace(layer, gate_F=None) for layer in own.layers)
         model = self.model.with_limits(replace(own, layers=other), source)
@@ -237,11 +237,11 @@ class Engine(TextEngine):
 
     @told_out_of_memory()
     def set_limits(self, limits: Limits | None) -> None:
-        """Runs a SiLU or GELU model with other limits from here on, None for none; those of gates
-        take the place of thresholds. Whether matrices are transposed stays: limits of inputs save
-        bytes only where they are.
+        """Replaces the limits of a SiLU or GELU model from here on; None removes them.
 
-        Raises SparkinferError for other models and for limits of another model or shape."""
+        Gate limits take the place of thresholds. The layout of matrices does not change: input
+        limits save bytes only where matrices are transposed. Raises SparkinferError for other
+        models and for limits of another model or shape."""
         none = (LayerLimits(),) * self.model.shape.num_layers
         limits = limits or Limits(model_id=None, layers=none)
         model = self.model.with_limits(limits, "limits")
@@ -249,7 +249,7 @@ class Engine(TextEngine):
         self._run_as(model)
 
     def _run_as(self, model: ModelFile) -> None:
-        """The same weights by the thresholds and limits of `model`."""
+        """Applies the thresholds and limits of `model` to the same weights."""
         layers = tuple(
             limited(layer.with_threshold(threshold), limits)
             for layer, threshold, limits in zip(
@@ -266,7 +266,8 @@ class Engine(TextEngine):
     @told_out_of_memory()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
-        """f32 [V] behind the last of the first sequence's tokens, whoever has it."""
+        """f32 [V], the logits after the last of these tokens, in the first sequence regardless of
+        its owner."""
         size = self._live.most_tokens
         for number, chunk in enumerate(ids_T.split(size)):
             logits_RV = self._live.run(rows_of(chunk.tolist(), number * size))
@@ -280,10 +281,10 @@ class Engine(TextEngine):
     @told_out_of_memory()
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
-        """What decode steps at the positions from `start` take, sampling included: for benchmarks.
+        """Seconds per decode step at the positions from `start`, sampling included: for benchmarks.
 
-        Which tokens they are does not matter to the time, so no text is needed; what stands in
-        the cache before `start` is taken as it is."""
+        The time does not depend on the tokens, so no text is needed; whatever the cache holds
+        before `start` is used as it is."""
         assert steps >= 1 and start + steps <= self.context_length, (steps, start)
         chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.shape.vocab_size)
         token_id = 0
@@ -298,27 +299,28 @@ class Engine(TextEngine):
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
-        Names and shapes stand in runtime.model.observers.NAMES; layer is None outside the layers.
-        wants(name, layer) is asked before and may decline. Ends with `.remove()` or, as a
+        Names and shapes are listed in runtime.model.observers.NAMES; layer is None outside the
+        layers. wants(name, layer) is called first and may decline. Ends with `.remove()` or, as a
         context manager, with its block. A tensor must not be changed or kept without a copy."""
         return self._live.observers.add(observe, wants)
 
     def memory_report(self) -> list[MemoryReport]:
-        """Of each GPU that has a part of the model: bytes budgeted, reserved, at most reserved."""
+        """Bytes budgeted, reserved and reserved at the peak, for each GPU that holds a part of the
+        model."""
         return [memory.report() for memory in self.memories.values()]
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The loaded layers: where each lies, and its matrices."""
+        """The loaded layers: their placement and matrices."""
         return self._live.weights.layers
 
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
-        for device in self.memories:  # whatever was left in its middle
+        for device in self.memories:  # including uploads that were interrupted
             torch.cuda.synchronize(device)
         self._sequences.decoder = None
         if self.device.type == "cuda":
-            gc.collect()  # a captured step and what it was made from refer to each other
+            gc.collect()  # a captured step and its inputs refer to each other
             for memory in self.memories.values():
                 memory.close()
             torch.cuda.empty_cache()
@@ -331,7 +333,7 @@ class Engine(TextEngine):
 
 
 def _check_limits(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
-    """Raises SparkinferError for rules that the devices at hand cannot follow."""
+    """Raises SparkinferError for sparsity rules that the devices cannot run."""
     if gpu.type == "cuda" and file.has_limits:
         raise SparkinferError(
             f"{file.path}: limits of neurons and inputs run on the CPU alone so far; say device cpu,"
@@ -346,5 +348,5 @@ def _check_limits(file: ModelFile, plan: Split | None, gpu: torch.device) -> Non
 
 
 def _notice(file: ModelFile, line: str) -> None:
-    """What a user should know."""
+    """Prints a notice for the user."""
     print(f"{file.path}: {line}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""What an engine is asked for, made definite: mode, devices, context, where weights go.
+"""Resolves the options of an engine: mode, devices, context, placement of weights.
 
-Everything here refuses with one line what cannot be."""
+Each function raises a one-line SparkinferError for options that cannot be met."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.split_file import Split
 from sparkinfer.system_memory import free_memory_bytes
 
-# Of the free memory, for weights: the rest is for the cache of files, which is read meanwhile.
+# The share of free memory for weights; the rest is left to the page cache, which loading uses.
 FREE_SHARE = 0.9
 MAX_SEQUENCES = 1024
 Notice = Callable[[str], None]
@@ -56,10 +56,10 @@ def mode_of(
     max_loss: float = MAX_LOSS,
     notice: Notice = lambda line: None,
 ) -> Mode:
-    """The mode asked for, or the plan's, or the one that reads least at a loss of at most
-    `max_loss`; `notice` hears what a person should know of it.
+    """The mode asked for, else the plan's, else the one that reads least at a loss of at most
+    `max_loss`; `notice` gets messages for the user.
 
-    Raises SparkinferError for a mode that the model or the plan has nothing for."""
+    Raises SparkinferError for a mode the model or the plan does not support."""
     if not max_loss >= 0:
         raise SparkinferError(f"a loss of {max_loss} is allowed, wanted 0 or more, e.g. 0.01")
     if mode is None:
@@ -79,7 +79,7 @@ def mode_of(
 
 
 def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
-    """Raises SparkinferError for one that is unknown, or without what it needs."""
+    """Raises SparkinferError for an unknown mode, or one whose prerequisites are missing."""
     if mode not in ("dense", "exact", "predicted"):
         raise SparkinferError(f"mode {mode!r}; known: dense, exact, predicted")
     if mode == "predicted" and model.predictor is None:
@@ -97,7 +97,7 @@ def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
 def placement_of(
     model: ModelFile, plan: Split | None, device: torch.device, *, cpu_ffn: bool
 ) -> Placement:
-    """Which device has which part."""
+    """The device of each part of the model."""
     num_layers = model.shape.num_layers
     if plan is not None and cpu_ffn:
         raise SparkinferError(
@@ -120,8 +120,8 @@ def bytes_by_role_of(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> dict[str, Items]:
-    """Itemised bytes of each side. Without a plan there is one side, that of the device, or with
-    `cpu_ffn` all but the neurons on one and they on the other."""
+    """Itemised bytes of each side. Without a plan there is one side, the device's; with `cpu_ffn`,
+    the neurons are one side and everything else the other."""
     num_layers = model.shape.num_layers
     gpu_bytes, cpu_bytes = plan_bytes(
         model if plan is None else plan.held(model),
@@ -144,7 +144,7 @@ def bytes_by_role_of(
 
 
 def gpus_of(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
-    """The devices that a plan's GPUs are: the CPU for all of them, or those from `first` on."""
+    """The devices of a plan's GPUs: the CPU for all of them, or consecutive ones from `first`."""
     if first.type == "cpu":
         return (first,) * len(plan.budgets)
     start, wanted = first.index or 0, len(plan.budgets)
@@ -157,7 +157,7 @@ def gpus_of(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
 
 
 def device_of(device: str | None) -> torch.device:
-    """The device asked for; None takes CUDA where there is one. Raises SparkinferError."""
+    """The device asked for; None takes CUDA if there is one. Raises SparkinferError."""
     if device is None:
         return device_of("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -192,7 +192,7 @@ def context_of(model: ModelFile, plan: Split | None, asked: int | None) -> int:
 
 
 def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
-    """How many texts the cache is for."""
+    """The number of texts the cache is for."""
     if not 1 <= asked <= MAX_SEQUENCES:
         raise SparkinferError(f"{asked} sequences asked for, wanted 1 to {MAX_SEQUENCES}")
     if asked > 1 and plan is not None:
@@ -209,7 +209,8 @@ def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
 def cache_types_of(
     model: ModelFile, key: str | None, value: str | None, plan: Split | None, device: torch.device
 ) -> CacheTypes:
-    """How keys and values are kept; None is the model's own type, of the value that of the key."""
+    """The storage types of keys and values; None is the model's own type, and for values that of
+    keys."""
     own = kv_kind(model)
     key = own if key is None else key
     types = CacheTypes.of(key, value)

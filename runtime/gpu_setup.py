@@ -1,12 +1,12 @@
-"""What an engine sets up for its GPUs: their memory by the plan, the passes that fit into what is
-left of it, and cold weights on their way.
+"""GPU setup of an engine: memory by the plan, prefill passes that fit into the remainder, and
+streams of cold weights.
 
-    memories_of        before loading: a slab a GPU, and the limit that its budget is
-    uploading          while loading: who fills them
-    with_cold_streams  after loading: who brings cold weights, from which number of tokens on
-    set_aside          when a decode step has been captured: room for the temporaries of passes
+    memories_of        before loading: a slab per GPU, and its budget as a limit
+    uploading          while loading: uploaders that fill the slabs
+    with_cold_streams  after loading: streams of cold weights, and their least number of tokens
+    set_aside          after a decode step is captured: room for the temporaries of passes
 
-Without a GPU there is nothing to set up. What this module does not know: the order of a pass."""
+Without a GPU there is nothing to set up."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,11 +39,11 @@ from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
 
 Memories = dict[torch.device, DeviceMemory]
-# Of cold weights at a time: long enough for copies to run at full speed.
+# Bytes of cold weights per copy: long enough for copies to run at full speed.
 MOST_PIECE_BYTES = 32 << 20
-# Shorter copies are mostly their fixed costs.
+# Shorter copies are mostly fixed cost.
 LEAST_PIECE_BYTES = 256 << 10
-# Of what temporaries leave, that gaps between them may take.
+# The share of the room for temporaries that gaps between them may take.
 GAPS = 0.1
 
 
@@ -57,7 +57,7 @@ def memories_of(
 ) -> Memories:
     """A slab for each GPU of a placement, for what the plan puts there for good.
 
-    Raises SparkinferError where a GPU has not so much memory."""
+    Raises SparkinferError if a GPU does not have that much memory."""
     if placement.homes[0].type != "cuda":
         return {}
     budgets: list[int | None]
@@ -79,7 +79,7 @@ def memories_of(
 
 
 def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> int:
-    """Neurons whose numbers a GPU keeps: those of layers that are divided."""
+    """Neurons whose ids a GPU stores: those of divided layers."""
     if plan is None:
         return 0
     homes = placement.homes[:-1]
@@ -87,8 +87,8 @@ def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> 
 
 
 def slab_bytes(model: ModelFile, items: Items, context_length: int, num_ids: int = 0) -> int:
-    """What stays on a GPU: the plan's weights and cache to the byte; of its workspace the vectors
-    of a decode step, the numbers of hot neurons, and a gap before each tensor."""
+    """Permanent bytes on a GPU: the plan's weights and cache to the byte; of its workspace the
+    vectors of a decode step, the ids of hot neurons, and a gap before each tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
     num_tensors = len(model.tensors) + 4 * model.shape.num_layers
     vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
@@ -97,19 +97,20 @@ def slab_bytes(model: ModelFile, items: Items, context_length: int, num_ids: int
 
 
 def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
-    """Where the buffers of a decode step come from; None: from torch's allocator."""
+    """The allocators of a decode step's buffers; None: torch's allocator."""
     return (lambda device: memories[device].take_for_step()) if memories else None
 
 
 def set_aside(memories: Memories) -> None:
-    """Room for temporaries; when whatever empties torch's store of memory is over."""
+    """Reserves room for temporaries; call it after anything that empties torch's cache of
+    memory."""
     for memory in memories.values():
         memory.set_aside()
 
 
 @contextmanager
 def uploading(memories: Memories, residence: Residence | None) -> Iterator[dict]:
-    """What fills the slabs, by device; when it ends everything is there and pinned."""
+    """Uploaders that fill the slabs, by device; on exit everything is there and pinned."""
     if not memories:
         yield {}
         return
@@ -127,7 +128,7 @@ def uploading(memories: Memories, residence: Residence | None) -> Iterator[dict]
         for uploader in found.values():
             uploader.finish()
     if any(device.type == "cuda" for device in memories):
-        torch.cuda.empty_cache()  # the pieces' memory, or it would count as taken
+        torch.cuda.empty_cache()  # the pieces' memory would otherwise count as taken
         if residence is not None:
             residence.pin()
 
@@ -143,10 +144,10 @@ def with_cold_streams(
     chunk: int,
     notice: Callable[[str], None],
 ) -> tuple[Weights, int]:
-    """(the weights with whoever brings their cold neurons to a GPU, most tokens of a pass: `chunk`,
-    or fewer where there is no room for as many).
+    """(weights with streaming attached, maximum tokens per pass: `chunk`, or fewer if there is no
+    room for as many).
 
-    Raises SparkinferError where a GPU's budget leaves no room for a token."""
+    Raises SparkinferError if a GPU's budget leaves no room for a token."""
     for memory in memories.values():
         chunk = _most_tokens(model, memory, mode, context_length, chunk)
     for device, memory in memories.items():
@@ -174,7 +175,7 @@ def with_cold_streams(
 def _most_tokens(
     model: ModelFile, memory: DeviceMemory, mode: Mode, context_length: int, chunk: int
 ) -> int:
-    """Of a pass, so that its temporaries fit beside the slab."""
+    """Maximum tokens per pass such that its temporaries fit beside the slab."""
     room = int(memory.room_bytes * (1 - GAPS))
     tokens = chunk
     while pass_bytes(model, tokens, context_length, mode) > room:
@@ -192,7 +193,7 @@ def _most_tokens(
 def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
 ) -> dict[int, ColdBlock]:
-    """Neurons on the CPU in layers that call the device home, by layer."""
+    """Neurons on the CPU in layers whose home is the device, by layer."""
     found = {}
     for index, layer in enumerate(weights.layers):
         if placement.homes[index] != device:
@@ -223,7 +224,8 @@ def cold_stream(
 def brought(
     weights: Weights, stream: ColdStream, chunk: int, least_tokens: int | None = None
 ) -> Weights:
-    """The weights with a stream for its layers, from `least_tokens` (None: measured) on."""
+    """Weights with streaming attached to the stream's layers, from `least_tokens` (None: measured)
+    on."""
     layers = tuple(
         replace(layer, ffn=replace(layer.ffn, cold=stream)) if index in stream.blocks else layer
         for index, layer in enumerate(weights.layers)

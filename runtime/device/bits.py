@@ -1,4 +1,4 @@
-"""A bit a neuron, as predictors leave them: bit j % 32 of word j // 32 for neuron j.
+"""One bit per neuron, as predictors write them: neuron j is bit j % 32 of word j // 32.
 
 Letters: F neurons, B words of 32 bits."""
 

@@ -1,7 +1,7 @@
-"""The calls of the CUDA runtime that torch does not offer, of the library that torch has loaded.
+"""CUDA runtime calls that torch does not offer, made through the library that torch has loaded.
 
-Another copy of that library would have a state of its own, so it is looked for among what the
-process has loaded, and there is no toolkit to be installed. Signatures: cuda_runtime_api.h."""
+A second copy of that library would have its own state, so it is looked up among the libraries the
+process has loaded; no toolkit need be installed. Signatures: cuda_runtime_api.h."""
 
 import ctypes
 import re
@@ -14,7 +14,7 @@ import torch
 
 from sparkinfer.errors import SparkinferError
 
-_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses tell which device they are on
+_BY_ADDRESS = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _MAPS = Path("/proc/self/maps")
 _NAME = re.compile(r"libcudart[^/]*\.so[.\d]*$")
 
@@ -24,14 +24,14 @@ class CudaRuntime:
     library: CDLL
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Asynchronously, in the order of the stream; by the addresses of both."""
+        """Copies asynchronously, in stream order; the direction follows from the addresses."""
         self._check(
             self.library.cudaMemcpyAsync(target, source, num_bytes, _BY_ADDRESS, stream),
             f"a copy of {num_bytes:,} bytes",
         )
 
     def host_function(self, stream: int, function: int, argument: int) -> None:
-        """Calls `void function(void* argument)` on the host, in the order of the stream."""
+        """Calls `void function(void* argument)` on the host, in stream order."""
         self._check(self.library.cudaLaunchHostFunc(stream, function, argument), "a host function")
 
     def _check(self, status: int, what: str) -> None:
@@ -42,7 +42,7 @@ class CudaRuntime:
 
 @cache
 def load() -> CudaRuntime:
-    """Raises SparkinferError where torch has loaded none."""
+    """Loads the CUDA runtime. Raises SparkinferError if torch has not loaded one."""
     torch.cuda.init()
     library = CDLL(loaded_library(_MAPS.read_text() if _MAPS.exists() else ""))
     library.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]

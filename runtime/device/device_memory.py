@@ -1,19 +1,19 @@
-"""The memory of one GPU: one slab for all that stays, a limit for the allocator, and the rest.
+"""The memory of one GPU: a slab for everything that stays, and a limit on torch's allocator.
 
-By a plan, a GPU holds at most its budget. What stays while an engine lives (weights, cache, the
-buffers of a decode step) is cut out of one slab; temporaries of a prefill pass come from torch's
-allocator. What holds that to the budget:
+Under a plan, a GPU holds at most its budget. Whatever stays while an engine lives (weights, cache,
+the buffers of a decode step) is cut out of one slab; temporaries of a prefill pass come from
+torch's allocator. Two things keep that within the budget:
 
-- torch refuses to reserve more than the fraction that `limit` sets. It compares what it has
+- torch refuses to reserve more than the fraction set by `limit`. It compares what it has
   reserved, its own rounding included (pieces of 2 MiB, or 20 MiB for tensors of 1 to 10 MiB),
-  before it asks the driver. That holds for its native allocator with segments that do not expand:
+  before it asks the driver. This is true of its native allocator without expandable segments:
   with any other, `limit` refuses.
-- `set_aside` reserves what the budget leaves beside the slab, in one piece or two, so that
+- `set_aside` reserves the budget's remainder beside the slab, in one or two pieces, so that
   temporaries are cut out of memory that the process already has: other programs on the card cannot
   take it in the middle of a text, and small tensors do not scatter over many segments.
 
-Outside of that, and reported apart: the context, the code of kernels and what libraries take from
-the driver themselves. What this module does not know: models, plans."""
+Outside the budget, and reported separately: the context, kernel code, and what libraries take from
+the driver themselves."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,17 +29,17 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import format_bytes
 
 ALIGNMENT = 256
-# What torch's allocator takes from the driver for one tensor above 10 MiB is rounded to this; so are
-# the segments in which tensors up to 1 MiB lie.
+# torch's allocator rounds what it takes from the driver for one tensor above 10 MiB to this;
+# segments for tensors up to 1 MiB have this size too.
 SEGMENT_BYTES = 2 << 20
-# A segment is as large as the tensor that it is for from so much on; for one of 1 to 10 MiB it has
-# 20 MiB, the rest of which is kept for others.
+# From this size on, a segment is as large as the tensor it is for; a tensor of 1 to 10 MiB gets a
+# segment of 20 MiB, the rest of which is kept for others.
 LEAST_OWN_BYTES = 10 << 20
 # Room for segments of small tensors (norms' temporaries, masks, indices) and for the slab's rounding.
 SMALL_BYTES = 4 * SEGMENT_BYTES
-# The first piece of what is set aside: products take their workspace out of it.
+# The first piece of what is set aside: matrix products take their workspace from it.
 FIRST_BYTES = 64 << 20
-# Less than this cannot be kept by an allocator whose smallest pieces are 2 and 20 MiB.
+# A smaller budget cannot be enforced on an allocator whose smallest segments are 2 and 20 MiB.
 LEAST_BUDGET_BYTES = 128 << 20
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -51,7 +51,7 @@ _living: "WeakSet[DeviceMemory]" = WeakSet()
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """Bytes on one device. `outside` is what the card has in use beyond torch's allocator: this
-    process's context and kernels, and whatever other programs hold."""
+    process's context and kernels, and other programs."""
 
     device: str
     budget: int | None
@@ -64,7 +64,8 @@ class MemoryReport:
 
 @dataclass(eq=False)
 class DeviceMemory:
-    """Made by `of`. `taken` counts bytes by what they are for, without the gaps between them."""
+    """The memory of one GPU, made by `of`. `taken` counts bytes by purpose, without alignment
+    gaps."""
 
     device: torch.device
     slab: Tensor  # uint8
@@ -78,9 +79,9 @@ class DeviceMemory:
     def of(
         cls, device: torch.device, num_bytes: int, budget_bytes: int | None = None
     ) -> "DeviceMemory":
-        """A slab of `num_bytes`; with a budget the process keeps to it from here on.
+        """Allocates a slab of `num_bytes`; with a budget, the process keeps to it from here on.
 
-        Raises SparkinferError where the device has no room for it."""
+        Raises SparkinferError if the device has no room for it."""
         made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
         _living.add(made)
         try:
@@ -98,7 +99,7 @@ class DeviceMemory:
         return made
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, item: str) -> Tensor:
-        """A part of the slab that nobody else has, aligned to ALIGNMENT; its values are not set."""
+        """An exclusive part of the slab, aligned to ALIGNMENT and uninitialised."""
         num_bytes = prod(shape) * dtype.itemsize
         start = -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
         if start + num_bytes > len(self.slab):
@@ -116,7 +117,7 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """What temporaries may take beside the slab and what products took once; without a budget,
+        """Bytes for temporaries: beside the slab and the workspace of products; without a budget,
         what the device has free."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
@@ -126,7 +127,7 @@ class DeviceMemory:
         return max(0, allowed - torch.cuda.memory_allocated(self.device) - SMALL_BYTES)
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
-        """Gives zeros for the buffers of a decode step; those of the one before are over."""
+        """Returns a zeroed buffer for a decode step; those of the previous step become invalid."""
         self.step_start = self.used_bytes if self.step_start is None else self.step_start
         self.used_bytes = self.step_start
         return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
@@ -134,7 +135,7 @@ class DeviceMemory:
     def set_aside(self) -> None:
         """Reserves `aside_bytes` for temporaries of the current stream: see the top of this file.
 
-        To be called again after a capture, which empties the allocator's store."""
+        Must be called again after a capture, which empties the allocator's cache."""
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()
@@ -143,14 +144,15 @@ class DeviceMemory:
             self._reserve(self.aside_bytes - free)
 
     def _reserve(self, num_bytes: int) -> None:
-        """So much, or what the budget leaves of it, where that makes a segment of its own."""
+        """Reserves `num_bytes`, or what the budget leaves of it, if that makes a segment of its
+        own."""
         allowed = allowed_bytes(self.device)
         if allowed is not None:
             reserved = torch.cuda.memory_reserved(self.device)
             num_bytes = min(num_bytes, allowed - reserved - SMALL_BYTES)
         num_bytes -= num_bytes % SEGMENT_BYTES
         if num_bytes >= LEAST_OWN_BYTES:
-            # Back in the allocator's hands, from which nobody but this process gets it.
+            # Freed into the allocator's cache, from which only this process gets it.
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def report(self) -> MemoryReport:
@@ -178,7 +180,7 @@ class DeviceMemory:
         )
 
     def close(self) -> None:
-        """Gives the slab back, and lets the process have more again."""
+        """Frees the slab and raises the process's limit accordingly."""
         _living.discard(self)
         self.slab = torch.empty(0, dtype=torch.uint8)
         if self.device.type == "cuda":
@@ -186,7 +188,8 @@ class DeviceMemory:
 
 
 def allowed_bytes(device: torch.device) -> int | None:
-    """What this process may reserve: the budgets of all engines on the device; None: no limit."""
+    """Bytes this process may reserve: the budgets of all engines on the device; None is no
+    limit."""
     budgets = [memory.budget_bytes for memory in _living if memory.device == device]
     if not budgets or None in budgets:
         return None
@@ -194,12 +197,12 @@ def allowed_bytes(device: torch.device) -> int | None:
 
 
 def kept_budget(budget_bytes: int) -> int:
-    """The budget that can be kept: see LEAST_BUDGET_BYTES."""
+    """The budget that can be enforced: see LEAST_BUDGET_BYTES."""
     return max(budget_bytes, LEAST_BUDGET_BYTES)
 
 
 def _limit_all(device: torch.device) -> None:
-    """Sets the limit to what all engines on the device may have together."""
+    """Sets the limit to the sum of the budgets of all engines on the device."""
     allowed = allowed_bytes(device)
     if allowed is None:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
@@ -208,7 +211,7 @@ def _limit_all(device: torch.device) -> None:
 
 
 def limit(device: torch.device, budget_bytes: int) -> None:
-    """Lets torch's allocator reserve at most so much on a CUDA device, from here on.
+    """Lets torch's allocator reserve at most `budget_bytes` on a CUDA device from here on.
 
     Raises SparkinferError for an allocator that would not keep to it to the byte."""
     settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
@@ -226,11 +229,11 @@ def limit(device: torch.device, budget_bytes: int) -> None:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Takes what products take once for good, so that what is left is known afterwards.
+    """Makes products take their permanent workspace now, so that the rest is known afterwards.
 
-    cuBLAS has a workspace of torch's memory for each stream, which counts against the budget: 4 MiB,
-    where torch would take 32 on an H100 or H200 and nobody has said otherwise."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # numbers of KiB
+    cuBLAS has a workspace in torch's memory for each stream, which counts against the budget: 4
+    MiB, where torch would take 32 on an H100 or H200 unless the environment says otherwise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # in KiB
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "4096")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         square = torch.zeros(64, 64, dtype=dtype, device=device)
@@ -239,15 +242,15 @@ def _warm_up(device: torch.device) -> None:
 
 
 def _slack(device: torch.device) -> int:
-    return 0 if device.type == "cuda" else ALIGNMENT  # CUDA's addresses are aligned already
+    return 0 if device.type == "cuda" else ALIGNMENT  # CUDA's addresses are already aligned
 
 
 @contextmanager
 def told_out_of_memory(
     device: torch.device | None = None, num_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turns errors of memory that a device has not into one line, torch's own, the driver's (code of
-    kernels, graphs) and cuBLAS's; a device of None is the fullest one that has a DeviceMemory."""
+    """Turns out-of-memory errors of torch, the driver (kernel code, graphs) and cuBLAS into one
+    line; a device of None is the fullest one that has a DeviceMemory."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,5 @@
-"""Memory of our own that GPUs copy from without a detour: registered with CUDA (cudaHostRegister),
-and unregistered before the system takes it back.
-
-What this module does not know: what lies in it."""
+"""Host memory that GPUs copy from directly: registered with CUDA (cudaHostRegister), and
+unregistered before the system takes it back."""
 
 import mmap
 import sys
@@ -22,7 +20,7 @@ class PinnableMemory(mmap.mmap):
     _runtime: Any = None
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Raises SparkinferError where CUDA or the limit on locked memory says no."""
+        """Pins a range. Raises SparkinferError if CUDA or the limit on locked memory refuses."""
         assert self._pinned_at is None
         if not num_bytes:
             return

@@ -1,7 +1,5 @@
-"""Rows on their way from the host to a device, through two pinned buffers: one is filled while the
-other is copied.
-
-What this module does not know: what the rows mean."""
+"""Streams rows from the host to a device through two pinned buffers: one is filled while the other
+is copied."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +11,12 @@ from sparkinfer.runtime.device.streams import CudaStream, PlainStream, Stream
 
 
 def copy_stream(device: torch.device) -> Stream:
-    """One that only copies to the device."""
+    """A stream used only for copies to the device."""
     return CudaStream(device) if device.type == "cuda" else PlainStream()
 
 
 def finish(event: Any) -> None:
-    """Waits on the host; a plain stream has no events, as everything in it has run."""
+    """Waits on the host for an event; a plain stream has none, as everything in it has run."""
     if event is not None:
         event.synchronize()
 
@@ -34,12 +32,12 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """Of one buffer."""
+        """Bytes of one buffer."""
         return len(self._buffers[0])
 
     def send(self, target: Tensor, fill: Callable[[Tensor], None]) -> Any:
-        """Lets `fill` write as many bytes as the target has, and starts their copy to it: uint8,
-        one dimension. Gives the event at which they are there."""
+        """Lets `fill` write as many bytes as the target (uint8, one dimension) has, and starts
+        their copy to it. Returns the event that marks the copy's end."""
         turn = self._turn
         finish(self._copied[turn])
         buffer = self._buffers[turn][: len(target)]

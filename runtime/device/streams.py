@@ -1,10 +1,8 @@
-"""What a decode step is submitted to: kernels, copies and functions of the host, in order.
+"""Streams that a decode step is submitted to: kernels, copies and host functions, in order.
 
-A stream runs what it is given one after the other and some time later; what two streams run is
-ordered by events alone. Everything says which memory it reads and writes, so that a test can prove
-that nothing is read before it is there.
-
-What this module does not know: what is computed."""
+A stream runs its submissions in order, asynchronously; only events order two streams. Each
+submission declares the memory it reads and writes, so that a test can prove that nothing is read
+before it is there."""
 
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, c_void_p
@@ -21,46 +19,48 @@ _HOST_FUNCTION = CFUNCTYPE(None, c_void_p)
 
 @dataclass(frozen=True, kw_only=True)
 class HostNode:
-    """A C function `void f(void*)` and its argument, by their addresses."""
+    """A C host function `void f(void*)` and its argument, by address."""
 
     function: int
     argument: int
     reads: tuple[Tensor, ...]
     writes: tuple[Tensor, ...]
-    kept: tuple[Any, ...] = ()  # whatever the argument points at
+    kept: tuple[Any, ...] = ()  # keeps alive what the argument points to
 
     def run(self) -> None:
         _HOST_FUNCTION(self.function)(self.argument)
 
 
 class Stream(Protocol):
-    """`Event` is whatever `record` gives; only streams of the same kind understand it."""
+    """The interface of a stream. `Event` is what `record` returns; only streams of the same kind
+    understand it."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> None:
-        """Kernels that `run` launches; it must not wait for them."""
+        """Launches kernels through `run`, which must not wait for them."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Contiguous tensors of the same type and size, on any devices; host memory is pinned."""
+        """Copies between contiguous tensors of the same type and size, on any devices; host memory
+        is pinned."""
 
     def host(self, node: HostNode) -> None: ...
 
     def record(self) -> Any:
-        """The event that everything so far has run."""
+        """An event that fires when everything submitted so far has run."""
 
     def wait(self, event: Any) -> None:
-        """Lets nothing that follows run before the event."""
+        """Holds everything submitted later until the event."""
 
     def follow(self) -> None:
-        """Lets nothing that follows run before what torch's current stream has been given."""
+        """Holds everything submitted later until torch's current stream has run what it has now."""
 
     def finish(self) -> None:
-        """Lets the caller wait until everything so far has run."""
+        """Blocks the caller until everything submitted so far has run."""
 
 
 class PlainStream:
-    """Runs everything at once, in the order of the calls: on the CPU."""
+    """Runs everything immediately, in call order: on the CPU."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -87,10 +87,10 @@ class PlainStream:
 
 
 class CudaStream:
-    """A stream of a CUDA device, which may be one whose calls are being captured into a graph.
+    """A stream of a CUDA device; its calls may be captured into a graph.
 
-    Copies and host functions go to the CUDA runtime directly: torch's own copy keeps books on
-    pinned memory, which a captured graph would not."""
+    Copies and host functions go to the CUDA runtime directly: torch's own copy keeps a record of
+    pinned memory, which a captured graph would not update."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

@@ -1,18 +1,16 @@
-"""Which samplers a chain runs: those that do something with these options, in their order.
-
-What this module does not know: logits."""
+"""Selects the samplers a chain runs: those that these options do not turn off, in order."""
 
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
-# They keep the largest logit, and of equal ones that with the lowest id.
+# These keep the largest logit, and among equals the one with the lowest id.
 _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
 
 
 def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...]:
-    """Names of the samplers, or of Mirostat and the temperature before it, as llama.cpp has it.
+    """Names of the samplers, or of Mirostat and the temperature before it, as in llama.cpp.
 
-    After a temperature that leaves one token there is nothing to do, and before it nothing of
-    what would keep that token anyway."""
+    After a temperature that leaves one token nothing runs, and before it nothing that would keep
+    that token anyway."""
     if options.mirostat:
         names = ["temperature", f"mirostat_{options.mirostat}"]
     else:
@@ -28,12 +26,12 @@ def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...
 
 
 def is_greedy(options: SamplingOptions) -> bool:
-    """The temperature, where it is among the samplers, leaves the largest logit alone."""
+    """True if the temperature is among the samplers and leaves only the largest logit."""
     return options.temperature <= 0 and (options.dynatemp_range == 0 or options.mirostat != 0)
 
 
 def is_off(name: str, options: SamplingOptions, vocab_size: int) -> bool:
-    """The options make this sampler give back what it is given."""
+    """True if this sampler returns its input unchanged with these options."""
     o = options
     return {
         "penalties": o.repeat_last_n == 0

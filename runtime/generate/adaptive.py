@@ -1,9 +1,9 @@
-"""Adaptive-p: prefers tokens whose probability is near a target, and moves that with what came.
+"""Adaptive-p: prefers tokens whose probability is near a target, and moves the target with what was
+drawn.
 
-llama.cpp pull request 17927, llama_sampler_init_adaptive_p. The state, which belongs to the chain, is
-a mean of the probabilities of the tokens drawn so far, as they were before this sampler, in which
-each counts `decay` times as much as the one after it. What this module does not know: how a token
-is drawn."""
+llama.cpp pull request 17927, llama_sampler_init_adaptive_p. The state, which belongs to the chain,
+is a mean of the probabilities of the tokens drawn so far, as they were before this sampler, in
+which each counts `decay` times as much as the one after it."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ _PEAK_LOGIT, _SHARPNESS, _WIDTH = 5.0, 10.0, 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnMean:
-    """Sum of decay ** age * probability over the tokens drawn, and of decay ** age."""
+    """Sums over the drawn tokens: decay ** age * probability, and decay ** age."""
 
     weighted_sum: float
     weight: float
@@ -25,7 +25,7 @@ class DrawnMean:
 
     @classmethod
     def start(cls, target: float, decay: float) -> "DrawnMean":
-        """As if all tokens before had been at the target."""
+        """The state in which all earlier tokens had probability `target`."""
         return cls(weighted_sum=target / (1 - decay), weight=1 / (1 - decay), decay=decay)
 
     def after(self, probability: float) -> "DrawnMean":
@@ -39,7 +39,7 @@ class DrawnMean:
 def adaptive_p(candidates: Candidates, target: float, drawn: DrawnMean) -> Candidates:
     """logit_i = 5 - 10 d ** 2 / (1 + d), d = abs(p_i - t) / 0.3, t = 2 target - the mean drawn.
 
-    Its result remembers what it was made of, whose probabilities go into the mean."""
+    The result keeps its origin, whose probabilities go into the mean."""
     aim = min(max(2 * target - drawn.weighted_sum / drawn.weight, 0.0), 1.0)
     distance_A = np.abs(candidates.probability_A - aim) / _WIDTH
     logits_A = _PEAK_LOGIT - _SHARPNESS * distance_A**2 / (1 + distance_A)

@@ -1,8 +1,8 @@
-"""The tokens that may still be drawn, and the search for the largest of many numbers.
+"""Candidates, the tokens that may still be drawn, and the search for the largest of many numbers.
 
-Letters: V vocabulary, A candidates. A token whose logit is -inf cannot be drawn and is no candidate;
-+inf wins, so where there is one, all others are out. Hence samplers only ever see finite logits.
-What this module does not know: samplers, and how one token is drawn."""
+Letters: V vocabulary, A candidates. A token whose logit is -inf cannot be drawn and is no
+candidate; +inf wins: if there is one, all other logits are dropped. So samplers only ever see
+finite logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 
 Mask = np.ndarray | Tensor  # bool [V], or int32 [ceil(V / 32)], bit i % 32 of word i // 32
-# Columns whose maxima bound the k-th largest number. Of 151,936 float32 on a Zen 4: 512 columns
-# 23 us, 1,024 21 us, 2,048 17 us, and the fewer they are, the more numbers pass the bound.
+# Columns whose maxima bound the k-th largest number. For 151,936 float32 on a Zen 4: 512 columns 23
+# us, 1,024 21 us, 2,048 17 us; the fewer there are, the more numbers pass the bound.
 _COLUMNS = 1024
-_FIRST_LOOK = 256  # llama.cpp's top-p looks at as many before it sorts everything
+_FIRST_LOOK = 256  # llama.cpp's top-p looks at this many before it sorts everything
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +29,14 @@ class Candidates:
     ids_A: np.ndarray  # int64
     logits_A: np.ndarray  # float32 or float64
     is_sorted: bool  # by logit
-    origin: "Candidates | None" = None  # what adaptive-p made these of
+    origin: "Candidates | None" = None  # the candidates adaptive-p derived these from
 
     def __len__(self) -> int:
         return len(self.ids_A)
 
     @cached_property
     def probability_A(self) -> np.ndarray:
-        """Softmax of the logits in float64; sums to 1 but for rounding."""
+        """Softmax of the logits in float64; sums to 1 up to rounding."""
         logits_A = self.logits_A.astype(np.float64)
         logits_A -= logits_A[0] if self.is_sorted else logits_A.max()
         np.exp(logits_A, out=logits_A)
@@ -44,12 +44,12 @@ class Candidates:
         return logits_A
 
     def probability_of(self, token_id: int) -> float:
-        """Of a token that is among them."""
+        """The probability of one candidate."""
         (found,) = self.probability_A[self.ids_A == token_id]
         return float(found)
 
     def only(self, index: np.ndarray | slice, *, is_sorted: bool | None = None) -> "Candidates":
-        """Those at an index that keeps the order, or leaves another one."""
+        """The candidates at an index, which keeps the order or changes it as `is_sorted` says."""
         return Candidates(
             self.ids_A[index],
             self.logits_A[index],
@@ -57,14 +57,14 @@ class Candidates:
         )
 
     def largest(self, count: int) -> "Candidates":
-        """The `count` of largest logits, sorted, in float64."""
+        """The `count` candidates with the largest logits, sorted, in float64."""
         if self.is_sorted:
             return self.only(slice(count))
         index = largest(self.logits_A, count)
         return Candidates(self.ids_A[index], self.logits_A[index].astype(np.float64), True)
 
     def with_logits_at(self, index: np.ndarray, logits: np.ndarray) -> "Candidates":
-        """A copy with these finite logits at `index`, sorted anew where it was sorted."""
+        """A copy with these finite logits at `index`, sorted again if it was sorted."""
         if not len(index):
             return self
         logits_A = self.logits_A.copy()
@@ -77,7 +77,7 @@ class Candidates:
         return Candidates(self.ids_A[by_id], logits_A[by_id], False).largest(len(self))
 
     def positions_of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions of those of `ids` that are candidates, which of `ids` these are)."""
+        """(positions of those `ids` that are candidates, indices of these in `ids`)."""
         if self.is_sorted:
             by_id = np.argsort(self.ids_A)
             found = np.searchsorted(self.ids_A, ids, sorter=by_id)
@@ -90,19 +90,19 @@ class Candidates:
 
 @lru_cache(maxsize=4)
 def all_ids(vocab_size: int) -> np.ndarray:
-    """0 to V - 1, shared by all chains of a model; not to be written to."""
+    """0 to V - 1, shared by all chains of a model; read-only."""
     ids_V = np.arange(vocab_size)
     ids_V.setflags(write=False)
     return ids_V
 
 
 def as_array(logits_V: Tensor) -> np.ndarray:
-    """The logits as float32 on the CPU, without a copy where they are that already."""
+    """The logits as float32 on the CPU, without a copy if they already are."""
     return logits_V.detach().to("cpu", torch.float32).contiguous().numpy()
 
 
 def allowed_ids(mask: Mask, vocab_size: int) -> np.ndarray:
-    """Ids that a mask lets through, ascending. Both forms: see `Mask`."""
+    """Ids that a mask allows, ascending. Both forms: see `Mask`."""
     bits = mask.numpy(force=True) if isinstance(mask, Tensor) else mask
     if bits.dtype == np.int32:
         assert bits.shape == (-(-vocab_size // 32),), (bits.shape, vocab_size)
@@ -114,9 +114,9 @@ def allowed_ids(mask: Mask, vocab_size: int) -> np.ndarray:
 
 
 def possible(ids_A: np.ndarray, logits_A: np.ndarray) -> Candidates:
-    """Candidates of ids in ascending order: without logits of -inf; beside +inf without all else.
+    """Candidates from ascending ids, without logits of -inf; if any logit is +inf, only those.
 
-    Raises SparkinferError for NaN, and where nothing is left to draw."""
+    Raises SparkinferError for NaN, and if no candidate is left."""
     lowest, highest = (logits_A.min(), logits_A.max()) if len(ids_A) else (-np.inf, -np.inf)
     if np.isnan(lowest):
         raise nan_error()
@@ -143,9 +143,9 @@ def nothing_error() -> SparkinferError:
 
 
 def largest(values_A: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` largest values, largest first; of equal ones the first.
+    """Positions of the `count` largest values, largest first; the first among equals.
 
-    Only what reaches a lower bound of the count-th largest is sorted."""
+    Only values that reach a lower bound of the count-th largest are sorted."""
     if count == 1:
         return np.array([values_A.argmax()])
     if count >= len(values_A):
@@ -157,9 +157,8 @@ def largest(values_A: np.ndarray, count: int) -> np.ndarray:
 def _near_the_largest(values_A: np.ndarray, count: int) -> np.ndarray:
     """Ascending positions of the `count` largest values, and seldom of many more.
 
-    Of the maxima of columns the count-th largest is a bound that at least `count` values reach, and
-    these are in the columns whose maxima do. (torch.topk of 40 in 151,936 takes 255 us on a Zen 4,
-    this 45.)"""
+    The count-th largest column maximum is a bound that at least `count` values reach, all of them
+    in columns whose maxima do. (torch.topk of 40 in 151,936 takes 255 us on a Zen 4, this 45.)"""
     rows = len(values_A) // _COLUMNS
     if rows < 2:
         bound = np.partition(values_A, len(values_A) - count)[len(values_A) - count]
@@ -180,8 +179,8 @@ def _near_the_largest(values_A: np.ndarray, count: int) -> np.ndarray:
 def largest_until(
     values_A: np.ndarray, is_enough: Callable[[np.ndarray], int | None]
 ) -> np.ndarray:
-    """Positions of the largest values, largest first, as many as `is_enough` says, which is asked
-    about more and more of them, and answers None while they do not suffice."""
+    """Positions of the largest values, largest first. `is_enough` is called with ever more of them;
+    it returns the number to keep, or None while there are too few."""
     count = _FIRST_LOOK
     while True:
         index = largest(values_A, count)

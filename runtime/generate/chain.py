@@ -1,11 +1,10 @@
-"""From logits to a token: the samplers in their order, and the draw.
+"""The sampler chain, from logits to a token: the samplers in order, and the draw.
 
-llama.cpp's chain (common/sampling.cpp): mask, logit bias, then the samplers in the order of the
-options and a draw from what they leave; with Mirostat the temperature and Mirostat instead. State
-changes with an accepted token alone, so that `distribution` may be asked as often as wanted: the
-coin that decides whether XTC is applied is tossed before the token that it decides about;
-Mirostat's mu, and adaptive-p's mean, move after it. What this module does not know: the model, the tokenizer, and what a
-mask is for (a grammar)."""
+It follows llama.cpp's chain (common/sampling.cpp): mask, logit bias, then the samplers in the order
+of the options and a draw from what they leave; with Mirostat, the temperature and Mirostat instead.
+Only an accepted token changes state, so `distribution` may be called any number of times: the coin
+that decides whether XTC applies is tossed before the token it decides about; Mirostat's mu and
+adaptive-p's mean move after it."""
 
 import random
 from collections.abc import Sequence
@@ -36,14 +35,15 @@ from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
 class TokenLogprob(NamedTuple):
     token_id: int
-    logprob: float  # natural logarithm; -inf for what cannot come
+    logprob: float  # natural logarithm; -inf for tokens that cannot be drawn
 
 
 class SamplerChain:
-    """Draws are a function of options, seed, and the logits, histories and masks seen so far.
+    """A chain of samplers: draws are a function of options, seed, and the logits, histories and
+    masks seen so far.
 
-    `dry_breakers` is what dry.dry_breakers makes of the options' breakers; without it a repetition
-    is broken by nothing. `history` is all tokens before the one wanted, the prompt's included."""
+    `dry_breakers` is the result of dry.dry_breakers for the options' breakers; without it nothing
+    breaks a repetition. `history` is all tokens before the one wanted, the prompt included."""
 
     def __init__(
         self, options: SamplingOptions, vocab_size: int, dry_breakers: Breakers | None = None
@@ -65,7 +65,7 @@ class SamplerChain:
         self._is_argmax = (
             is_greedy(options) and self.steps == ("temperature",) and not options.logit_bias
         )
-        # Python's generator takes abs(seed), by which -1 and 1 would be the same.
+        # Python's generator takes abs(seed), which would make -1 and 1 the same.
         self._random = random.Random(None if options.seed is None else options.seed % (1 << 64))
         self._coin = self._random.random()
         self._mu = mirostat.start_of(options.mirostat_ent)
@@ -85,10 +85,10 @@ class SamplerChain:
     def distribution(
         self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None
     ) -> Candidates:
-        """What the next token is drawn from: ids and probabilities, after all samplers.
+        """Ids and probabilities the next token is drawn from, after all samplers.
 
-        Changes no state. Raises SparkinferError for NaN, and where no token can be drawn: all
-        logits are -inf, or all of those that the mask (see candidates.Mask) lets through."""
+        Changes no state. Raises SparkinferError for NaN, and if no token can be drawn: all logits
+        are -inf, or all of those that the mask (see candidates.Mask) allows."""
         if self._is_argmax:
             return Candidates(np.array([self._argmax(logits_V, mask)]), np.zeros(1), True)
         candidates = self._candidates(logits_V, mask)
@@ -97,9 +97,10 @@ class SamplerChain:
         return candidates
 
     def accept(self, token_id: int, candidates: Candidates) -> None:
-        """Moves on by a token that was drawn from `candidates`, the distribution of this moment.
+        """Advances by a token drawn from `candidates`, the current distribution.
 
-        `sample` does so itself; this is for who draws from the distribution by other means."""
+        `sample` calls this itself; it is for callers that draw from the distribution by other
+        means."""
         if "xtc" in self.steps:
             self._coin = self._random.random()
         if self.options.mirostat:
@@ -115,8 +116,8 @@ class SamplerChain:
     def logprobs(
         self, logits_V: Tensor, count: int, chosen: int | None = None
     ) -> list[TokenLogprob]:
-        """The `count` likeliest tokens of the model itself, before mask, bias and samplers, likeliest
-        first; then `chosen`, where it is not among them. Raises as `distribution` does."""
+        """The model's `count` most probable tokens, before mask, bias and samplers, most probable
+        first; then `chosen`, unless it is among them. Raises as `distribution` does."""
         candidates = possible(self._ids_V, self._array(logits_V))
         logits_A, ids_A = candidates.logits_A, candidates.ids_A
         highest = logits_A.max()
@@ -168,7 +169,8 @@ class SamplerChain:
         return as_array(logits_V)
 
     def _candidates(self, logits_V: Tensor, mask: Mask | None) -> Candidates:
-        """Mask and logit bias. A token that the mask keeps out stays out whatever its bias."""
+        """Applies mask and logit bias. A token that the mask excludes stays excluded whatever its
+        bias."""
         array_V, ids_A = self._array(logits_V), self._ids_V
         if mask is None and not self.options.logit_bias:
             return possible(ids_A, array_V)
@@ -182,7 +184,7 @@ class SamplerChain:
         return samplers.logit_bias(Candidates(ids_A, array_V, False), self.options.logit_bias)
 
     def _argmax(self, logits_V: Tensor, mask: Mask | None) -> int:
-        """One pass without a mask: numpy's argmax takes a NaN for the largest."""
+        """One pass without a mask: numpy's argmax takes a NaN for the maximum."""
         array_V = self._array(logits_V)
         found = int(array_V.argmax())
         if np.isnan(array_V[found]):

@@ -1,11 +1,11 @@
-"""A conversation with a model: messages, and the sequence in which it lives.
+"""A conversation with a model: its messages, and the sequence that holds their tokens.
 
     with engine.chat(system="Be brief.") as chat:
         for token in chat.say("Hello"):
             print(token.text, end="")
 
-Each turn renders all messages anew and computes what the sequence does not have: of a growing
-conversation only what is new. What this module does not know: templates' syntax, terminals."""
+Each turn renders all messages again and computes only what the sequence lacks: in a growing
+conversation, the new messages."""
 
 import json
 import time
@@ -37,15 +37,15 @@ from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.typed import shown
 
 FORMAT, VERSION = "sparkinfer-chat", 1
-# A longer prompt is computed in pieces, between which whoever asks for tokens may stop.
+# A longer prompt is computed in pieces, between which the caller may stop.
 PIECE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """`variables` are what the template may ask for beside the messages: enable_thinking, ...
-    `drops_oldest`: where the conversation outgrows the context, its oldest turns are not rendered
-    any more, so that a quarter of the context is free; without it that is refused."""
+    """`variables` are template variables beside the messages: enable_thinking, ... `drops_oldest`:
+    when the conversation outgrows the context, its oldest turns are no longer rendered, so that a
+    quarter of the context is free; without it this is an error."""
 
     generation: GenerationOptions = field(
         default_factory=lambda: GenerationOptions(max_tokens=ENDLESS)
@@ -56,8 +56,9 @@ class ChatOptions:
 
 
 class Conversation:
-    """`draws` is asked for every token; `new_mask` makes the constraint of each answer. `messages`
-    has all but the system message, which is `system`; both may be changed between turns.
+    """A conversation. `draws` is called for every token; `new_mask` makes the constraint of each
+    answer. `messages` has all but the system message, which is `system`; both may be changed
+    between turns.
 
     `run` is the latest answer's. Closes the sequence and the template at the end of its block."""
 
@@ -78,7 +79,7 @@ class Conversation:
         self.options = options or ChatOptions()
         self.run = Run()
         self.is_reasoning_open = False  # whether the latest answer began inside its reasoning
-        self.num_dropped = 0  # messages at the beginning that are not rendered any more
+        self.num_dropped = 0  # messages at the beginning that are no longer rendered
         self._sequence, self._template, self._traffic = sequence, template, traffic
         self._draws, self._new_mask, self._drafts = draws, new_mask, drafts
         self._codec, self._generation = _with_turn_end(
@@ -87,7 +88,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values are kept."""
+        """Tokens in the cache."""
         return self._sequence.length
 
     @property
@@ -95,11 +96,11 @@ class Conversation:
         return self._sequence.length + self._sequence.room
 
     def say(self, text: str) -> Generator[Token, None, None]:
-        """Yields the answer to a message. Whoever stops asking keeps what was said so far; where
-        nothing was, the message is taken back too.
+        """Yields the answer to a message. If the caller stops early, what was said so far is kept;
+        if nothing was, the message is taken back too.
 
-        Raises SparkinferError where the template does not take the messages, or the context has no
-        room for them; the conversation is then as it was."""
+        Raises SparkinferError if the template rejects the messages or the context has no room for
+        them; the conversation is then unchanged."""
         count = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
@@ -109,7 +110,7 @@ class Conversation:
                 del self.messages[count:]
 
     def answer(self) -> Generator[Token, None, None]:
-        """Yields what follows the messages, and adds it to them; as `say`."""
+        """Yields the answer to the messages, and appends it to them; otherwise as `say`."""
         ids = self._prompt()
         generation = Generation(
             self._sequence,
@@ -126,7 +127,7 @@ class Conversation:
         try:
             yield from self._computed(generation, said)
         finally:
-            if self._sequence.is_open:  # also after an interruption in the middle of a step
+            if self._sequence.is_open:  # also after an interruption in mid-step
                 self._sequence.rollback(self._sequence.length)
             text = "".join(said)
             if text:
@@ -135,9 +136,9 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": text})
 
     def regenerate(self) -> Generator[Token, None, None]:
-        """Yields another answer in place of the last one, which stays where nothing is said.
+        """Yields another answer in place of the last one, which is kept if nothing is said.
 
-        Raises SparkinferError where there is none."""
+        Raises SparkinferError if there is none."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SparkinferError("there is no answer yet that could be made again")
         old = self.messages.pop()
@@ -149,9 +150,9 @@ class Conversation:
                 self.messages.append(old)
 
     def undo(self) -> str:
-        """Takes back the user's last message and what came after it; returns its text.
+        """Takes back the user's last message and everything after it; returns its text.
 
-        Raises SparkinferError where there is none."""
+        Raises SparkinferError if there is none."""
         asked = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise SparkinferError("there is no message that could be taken back")
@@ -166,8 +167,8 @@ class Conversation:
         self.num_dropped = 0
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON, whole or not at all. Raises SparkinferError for a file that
-        is there and no saved conversation."""
+        """Writes the messages as JSON, whole or not at all. Raises SparkinferError if the file
+        exists and is no saved conversation."""
         if path.exists():
             try:
                 _read(path)
@@ -189,8 +190,8 @@ class Conversation:
             raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Goes on with what `save` wrote. Raises SparkinferError for anything else, and leaves the
-        conversation as it was."""
+        """Continues a conversation written by `save`. Raises SparkinferError for any other file,
+        and leaves the conversation unchanged."""
         self.system, self.messages = _read(path)
         self.num_dropped = 0
 
@@ -205,8 +206,8 @@ class Conversation:
         self.close()
 
     def _prompt(self) -> list[int]:
-        """Tokens of all messages and the head of an answer, without the oldest turns where these
-        are dropped. Raises SparkinferError where they leave no room for an answer."""
+        """Tokens of all messages and the head of an answer, without the oldest turns if these are
+        dropped. Raises SparkinferError if they leave no room for an answer."""
         rendered = self._render(self.num_dropped)
         ids = self._codec.encode_rendered(rendered)
         context = self.context_length
@@ -228,7 +229,7 @@ class Conversation:
         return ids
 
     def _turns(self) -> list[int]:
-        """Where the turns that are still rendered begin: numbers of the user's messages."""
+        """Indices of the user messages that start the turns still rendered."""
         numbered = enumerate(self.messages[self.num_dropped :], start=self.num_dropped)
         return [number for number, message in numbered if message["role"] == "user"]
 
@@ -243,7 +244,7 @@ class Conversation:
         )
 
     def _computed(self, generation: Generation, said: list[str]) -> Generator[Token, None, None]:
-        """The answer's tokens, whose texts go into `said`."""
+        """The answer's tokens; appends their texts to `said`."""
         sequence, ids = self._sequence, generation.ids
         known = _num_common(sequence.ids, ids[:-1])
         sequence.rollback(known)
@@ -266,7 +267,7 @@ class Conversation:
 def _with_turn_end(
     codec: TextCodec, options: GenerationOptions, turn_end: str | None
 ) -> tuple[TextCodec, GenerationOptions]:
-    """With what a template ends an answer by: as an end token where it is one, else as a string."""
+    """Adds the template's turn end: as an end token if it is one, else as a stop string."""
     if turn_end is None:
         return codec, options
     token_id = codec.tokenizer.token_to_id(turn_end)

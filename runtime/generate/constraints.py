@@ -1,9 +1,7 @@
-"""Constraints: which tokens may come next, so that a text follows a JSON schema or a grammar.
+"""Constraints: the tokens that may come next if a text is to follow a JSON schema or a grammar.
 
-llguidance, an optional package, does the parsing. This module gives it the tokens, refuses what
-it would ignore, and turns its answers into masks over logits.
-
-What this module does not know: the model, and how a token is chosen among the allowed ones.
+llguidance, an optional package, does the parsing. This module passes it the tokens, refuses what it
+would ignore, and turns its answers into masks over logits.
 
 Letters: V rows of logits, which may be more than the tokenizer has tokens."""
 
@@ -26,35 +24,36 @@ if TYPE_CHECKING:
 
 Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
 
-# llama.cpp's: between the parts of a document a space, or a new line with its indent. A model that
-# is unsure would put in whitespace without end.
+# As in llama.cpp: a space between the parts of a document, or a new line with its indent. An unsure
+# model would otherwise put in whitespace without end.
 _WHITESPACE = r" |\n[ \t]{0,20}"
-# Without \uXXXX, by which a key could be written so that it passes for another one.
+# Without \uXXXX, which could disguise one key as another.
 _ESCAPES = 'nrbtf\\"'
-# A mask of a grammar in single characters takes more than llguidance's own limit, 50,000 items.
+# A mask of a single-character grammar takes more than llguidance's own limit of 50,000 items.
 _MAX_STEP = 1_000_000
-# Else llguidance writes out what has to follow, however long, and allows only the tokens that the
-# tokenizer would write that with. At the end, so that its messages have the right line numbers.
+# Without this, llguidance writes out forced text, however long, and allows only the tokens the
+# tokenizer would use for it. Appended at the end so that its messages have the right line numbers.
 _NOT_FORCED = '%llguidance {"no_forcing": true}'
 _tokenizers: WeakKeyDictionary[TextCodec, "LLTokenizer"] = WeakKeyDictionary()
 
 
 class Constraint:
-    """Where a text stands in its grammar. One a text: `fork` gives another, at the same place.
+    """The position of a text in its grammar. Each text needs its own: `fork` copies one at its
+    position.
 
-    The end tokens are allowed where the grammar may end, and nowhere else."""
+    End tokens are allowed only where the grammar may end."""
 
     def __init__(self, matcher: "LLMatcher", codec: TextCodec, num_tokens: int, what: Kind) -> None:
         self._matcher, self._codec, self._what = matcher, codec, what
         self._num_tokens = num_tokens
         self._end_ids = [end for end in codec.end_ids if end < num_tokens]
         self._has_ended = False
-        self._allowed: np.ndarray | None = None  # of the tokens that come next, once it is known
+        self._allowed: np.ndarray | None = None  # the tokens that may come next, once known
 
     def mask_V(self, vocab_size: int) -> Tensor:
-        """bool [V], True where a token is allowed: never for rows that have no token.
+        """bool [V], True where a token is allowed: never for rows without a token.
 
-        Raises SparkinferError where nothing is allowed: the grammar cannot go on from here."""
+        Raises SparkinferError if no token is allowed: the grammar cannot continue from here."""
         mask = np.zeros(vocab_size, dtype=bool)
         allowed = self._allowed_now()[:vocab_size]
         mask[: len(allowed)] = allowed
@@ -68,7 +67,8 @@ class Constraint:
         return logits_V.masked_fill(~allowed_V, -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """Goes on by a token. Raises SparkinferError for one that is not allowed, and stays."""
+        """Advances by a token. Raises SparkinferError for a token that is not allowed, and stays
+        put."""
         is_token = 0 <= token_id < self._num_tokens
         if not is_token or not self._allowed_now()[token_id]:
             text = self._codec.tokenizer.id_to_token(token_id) if is_token else None
@@ -85,25 +85,25 @@ class Constraint:
 
     @property
     def can_end(self) -> bool:
-        """Whether the text so far is a whole one."""
+        """True if the text so far is complete."""
         return self._has_ended or bool(self._matcher.is_accepting())
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but an end token may follow."""
+        """True if only an end token may follow."""
         if self._has_ended or self._matcher.is_stopped():
             return self.can_end
         allowed = self._allowed_now()
         return self.can_end and not np.delete(allowed, self._end_ids).any()
 
     def fork(self) -> "Constraint":
-        """Another constraint at the same place; 15 us."""
+        """Another constraint at the same position; 15 us."""
         other = Constraint(self._matcher.deep_copy(), self._codec, self._num_tokens, self._what)
         other._has_ended, other._allowed = self._has_ended, self._allowed
         return other
 
     def _allowed_now(self) -> np.ndarray:
-        """bool, one a token of the tokenizer."""
+        """bool, one per token of the tokenizer."""
         if self._allowed is None:
             allowed = self._from_matcher()
             allowed[self._end_ids] = self.can_end
@@ -124,10 +124,10 @@ class Constraint:
 
 
 def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) -> Constraint:
-    """Texts that are JSON and valid under a schema (Draft 2020-12); a str is parsed as JSON.
+    """Constrains texts to JSON valid under a schema (Draft 2020-12); a str is parsed as JSON.
 
     Named properties come in the schema's order. Raises SparkinferError for a schema that is
-    malformed, that no document satisfies, or with a keyword that would not be enforced."""
+    malformed, unsatisfiable, or has a keyword that would not be enforced."""
     found = check_schema(parse_schema(schema) if isinstance(schema, str) else schema)
     options = {
         "lenient": False,
@@ -143,28 +143,29 @@ def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) ->
 
 
 def regex_constraint(regex: str, codec: TextCodec) -> Constraint:
-    """Texts that match a regex from end to end, in the syntax of Rust's regex without look-around.
+    """Constrains texts to a regex matched from end to end, in the syntax of Rust's regex, without
+    look-around.
 
-    Raises SparkinferError for one that is not understood or too large."""
+    Raises SparkinferError for a regex that does not parse or is too large."""
     _check_text(regex, "regex")
     return _constraint("regex", _lark_of_regex(regex), codec)
 
 
 def lark_constraint(grammar: str, codec: TextCodec) -> Constraint:
-    """Texts of llguidance's dialect of Lark, from its rule `start`.
+    """Constrains texts to llguidance's dialect of Lark, from its rule `start`.
 
-    Terminals are lexed: the longest one wins. Raises SparkinferError with the place that is not
-    understood."""
+    Terminals are lexed: the longest one wins. Raises SparkinferError with the position of a syntax
+    error."""
     _check_text(grammar, "Lark grammar")
-    if "%json" in grammar:  # the schema in it would not be checked for keywords that are ignored
+    if "%json" in grammar:  # its schema would not be checked for ignored keywords
         raise SparkinferError("Lark grammar: %json is not supported; give --json-schema instead")
     return _constraint("Lark grammar", grammar, codec)
 
 
 def gbnf_constraint(grammar: str, codec: TextCodec) -> Constraint:
-    """Texts of a grammar as llama.cpp has them, from its rule `root`.
+    """Constrains texts to a grammar in llama.cpp's syntax, from its rule `root`.
 
-    Raises SparkinferError with the line that is not understood."""
+    Raises SparkinferError with the line of a syntax error."""
     _check_text(grammar, "GBNF grammar")
     try:
         rules = gbnf_parser.parse(grammar)
@@ -195,12 +196,12 @@ def _constraint(what: Kind, lark: str, codec: TextCodec) -> Constraint:
     if told:
         raise SparkinferError(f"{what}: {_one_line(told[0])}")
     constraint = Constraint(matcher, codec, tokenizer.vocab_size, what)
-    constraint.mask_V(tokenizer.vocab_size)  # raises where no text at all is allowed
+    constraint.mask_V(tokenizer.vocab_size)  # raises if no text at all is allowed
     return constraint
 
 
 def _tokenizer(codec: TextCodec) -> "LLTokenizer":
-    """llguidance's view of the tokens: 0.3 s for 49,152, so made once a codec."""
+    """llguidance's view of the tokens: 0.3 s for 49,152, so built once per codec."""
     from llguidance import LLTokenizer
 
     if codec not in _tokenizers:
@@ -247,7 +248,7 @@ def _check_text(text: str, what: Kind) -> None:
 
 
 def _one_line(message: str) -> str:
-    """llguidance's message without its picture of the place (lines of `3 | ...` and carets)."""
+    """llguidance's message without its excerpt of the source (lines of `3 | ...` and carets)."""
     if "panic" in message or "<backtrace>" in message:
         return "llguidance cannot handle it; make it smaller or simpler"
     lines = [line.strip() for line in message.splitlines()]

@@ -1,7 +1,7 @@
-"""What the controller of drafts goes by: seconds of a step, guesses that were right, and what trying may
+"""Inputs of the draft controller: seconds per step, guesses that were right, and what trying may
 cost.
 
-What this module does not know: what is decided from it (speculation.py)."""
+The decisions are left to speculation.py."""
 
 import statistics
 from collections import deque
@@ -10,16 +10,17 @@ from itertools import pairwise
 
 NUM_TRUSTS = 5
 _PRIOR_RIGHT = (0.2, 0.3, 0.45, 0.75, 0.85)  # of a guess, by trust, before any was seen
-_PRIOR_WEIGHT = 4.0  # guesses that this counts for
-_FORGET = 0.98  # weight of what was seen, at the next guess of the kind
-_PRIOR_SLOPE = 0.5  # cost of a further row in single steps, before any was measured
-_NUM_KEPT = 9  # measurements of a number of rows whose median is taken
-_SHARE = 0.005  # of the time without drafts, that trying may cost
+_PRIOR_WEIGHT = 4.0  # guesses that this prior counts for
+_FORGET = 0.98  # weight of past guesses at the next guess of the kind
+_PRIOR_SLOPE = 0.5  # cost of another row in single steps, before any was measured
+_NUM_KEPT = 9  # measurements kept per number of rows; their median is used
+_SHARE = 0.005  # of the time without drafts: the most that trying may cost
 _START, _MOST_SAVED = 1.25, 20.0  # of the account, in single steps
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows: medians, and between those measured on a line."""
+    """Seconds of a step by its number of rows: medians, linearly interpolated between those
+    measured."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
@@ -38,8 +39,8 @@ class StepCosts:
         return rows in self._median
 
     def curve(self, most: int) -> list[float]:
-        """Of 0, 1, ... `most` rows, once a single one is measured. Beyond those measured the line
-        goes on that leads there from a single one."""
+        """Costs of 0, 1, ... `most` rows, once a single row is measured. Beyond the measured counts
+        the line from a single row to the largest continues."""
         single = self._median[1]
         knots = sorted(self._median.items())
         found = [0.0, single]
@@ -57,7 +58,7 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step of several rows was measured."""
+        """True if any step of several rows was measured."""
         return len(self._median) > 1
 
     def table(self) -> dict[int, float]:
@@ -65,9 +66,9 @@ class StepCosts:
 
 
 class Acceptance:
-    """How often a guess was right, by its trust and its place in the draft, lately.
+    """How often a guess was right recently, by its trust and its place in the draft.
 
-    A place that was seldom reached is taken to be like the one before."""
+    A place seldom reached is assumed to be like the one before."""
 
     def __init__(self, most: int) -> None:
         self._right = [[0.0] * most for _ in range(NUM_TRUSTS)]
@@ -78,7 +79,7 @@ class Acceptance:
         self._seen[trust][place] = self._seen[trust][place] * _FORGET + 1
 
     def expected(self, trust: int, length: int) -> list[float]:
-        """Tokens that a step with a draft of 0, 1, ... `length` tokens brings."""
+        """Expected tokens from a step with a draft of 0, 1, ... `length` tokens."""
         found, reached, probability = [1.0], 1.0, _PRIOR_RIGHT[trust]
         for place in range(length):
             seen = self._seen[trust][place] + _PRIOR_WEIGHT
@@ -90,9 +91,9 @@ class Acceptance:
 
 @dataclass
 class Account:
-    """What trying may still cost, in seconds."""
+    """Seconds that trying may still cost."""
 
-    least: int = 0  # tokens of a draft: the first one must be within its means
+    least: int = 0  # tokens of a draft: the first must be affordable
     saved_s: float | None = None  # None until a single step is measured
     owed_s: float = field(default=0.0)  # spent before that
 

@@ -1,9 +1,8 @@
 """Guesses of a second, smaller model with the same vocabulary.
 
-It keeps a sequence of its own in step with the text: what the two have in common stays, the rest is
-forgotten, what is missing is computed. Its guesses are its most probable tokens, up to where it is not
-sure (llama.cpp's --draft-p-min).
-What this module does not know: the model that the guesses are for, whether they pay."""
+It keeps its own sequence in step with the text: the common prefix stays, the rest is forgotten, and
+missing tokens are computed. Its guesses are its most probable tokens, until it is not sure enough
+(llama.cpp's --draft-p-min)."""
 
 import time
 from collections.abc import Sequence
@@ -19,19 +18,20 @@ from sparkinfer.typed import shown
 
 
 class DraftModel:
-    """`sequence` is one of the draft model's engine; whoever opened that closes it."""
+    """Drafts of a model. `sequence` belongs to the draft model's engine; whoever opened it closes
+    it."""
 
     name = "draft"
     is_free = False
 
     def __init__(self, sequence: TextSequence, min_probability: float) -> None:
-        """Takes a few steps, to know what a token takes."""
+        """Runs a few steps to measure the seconds per token."""
         self._sequence, self._min_probability = sequence, min_probability
         self.token_s = _step_s(sequence)
-        self._logits_V: Tensor | None = None  # behind the last of the sequence's tokens
+        self._logits_V: Tensor | None = None  # after the last of the sequence's tokens
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Nothing where the text is longer than the draft model's context."""
+        """Reads the text; does nothing if it is longer than the draft model's context."""
         sequence = self._sequence
         if self._logits_V is not None and sequence.ids == ids:
             return
@@ -68,13 +68,13 @@ def _step_s(sequence: TextSequence) -> float:
 
 
 def most_probable(logits_V: Tensor) -> tuple[int, float]:
-    """(token, its probability). NaN has none."""
+    """(token, its probability); a NaN has no probability."""
     token = int(logits_V.argmax())
     return token, float(torch.softmax(logits_V, 0)[token])
 
 
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens at the beginning that are the same."""
+    """Length of the common prefix."""
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:
         return shorter
@@ -84,7 +84,7 @@ def num_common(first: Sequence[int], second: Sequence[int]) -> int:
 def check_vocabulary(
     target: Tokenizer, target_size: int, draft: Tokenizer, draft_size: int
 ) -> None:
-    """Raises SparkinferError unless a draft model's tokens are the model's, number by number.
+    """Raises SparkinferError unless the draft model has the same tokens under the same ids.
 
     The sizes are those of the models' logits."""
     if target_size != draft_size:

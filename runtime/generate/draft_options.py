@@ -1,4 +1,4 @@
-"""What a user asks of speculative decoding, checked. Imports neither torch nor numpy, so that the command
+"""Options of speculative decoding, checked. Imports neither torch nor numpy, so that the command
 line can read its defaults here."""
 
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Literal
 from sparkinfer.errors import SparkinferError
 
 SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
-LONGEST = 127  # with the token before it as many rows as a step has
+LONGEST = 127  # with the token before it, as many rows as a step has
 MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times one of a single row on the CPUs measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """`type`: where guesses come from. A draft has at most `most` and at least `least` tokens; a
+    """Options of drafts. `type`: the source of guesses. A draft has `least` to `most` tokens; a
     draft model stops where its next token is less probable than `min_probability`. `is_optional`:
-    left out, instead of refused, where it could change the text."""
+    drafts are switched off, instead of refused, if they could change the text."""
 
     type: SpecType = "none"
     is_optional: bool = False

@@ -1,4 +1,4 @@
-"""A chain of samplers for a model, from what a user asks for."""
+"""Builds a sampler chain for a model from the user's options."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ def sampling_of(
     temperature: float | None = None,
     seed: int | None = None,
 ) -> SamplingOptions:
-    """llama.cpp's defaults, or `sampling`; with a temperature and a seed where these are given."""
+    """`sampling`, or llama.cpp's defaults; temperature and seed replace its own if given."""
     found = sampling or SamplingOptions()
     if temperature is not None:
         found = replace(found, temperature=temperature)
@@ -21,7 +21,8 @@ def sampling_of(
 
 
 def chain_of(sampling: SamplingOptions, codec: TextCodec, vocab_size: int) -> SamplerChain:
-    """Raises SparkinferError for a bias of a token that the model does not have."""
+    """Builds the chain. Raises SparkinferError for a bias on a token that the model does not
+    have."""
     breakers = None
     if sampling.dry_multiplier and sampling.dry_sequence_breakers:
         breakers = dry_breakers(codec, sampling.dry_sequence_breakers)

@@ -1,7 +1,7 @@
 """DRY ("don't repeat yourself"): a penalty for tokens that would continue a repetition.
 
 By p-e-w (text-generation-webui, pull request 5677); the breakers as in KoboldCpp (pi6am, pull
-request 982) and llama_sampler_init_dry. What this module does not know: the other penalties."""
+request 982) and llama_sampler_init_dry."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,22 +12,22 @@ from sparkinfer.runtime.generate.candidates import Candidates
 from sparkinfer.runtime.generate.penalties import last_tokens
 from sparkinfer.runtime.text.codec import TextCodec
 
-# A sequence that ends a repetition, by its first token: the tokens that follow it, () for none.
+# Sequences that end a repetition, by first token: the tokens that follow it, () for none.
 Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 
-_MAX_BREAKER_LENGTH = 40  # characters; llama.cpp has as many bytes
+_MAX_BREAKER_LENGTH = 40  # characters; in llama.cpp this many bytes
 _MAX_TAIL = 20
 _FLOAT_MAX_LOG = 88.7228391  # base ** length stays below float32's largest number
 _FLOAT_MAX = 3.4028234e38
 
 
 def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
-    """The token sequences in which a breaker may be hidden, for any text round it.
+    """The token sequences that may contain a breaker, whatever text surrounds it.
 
-    A token that contains the breaker is one by itself. One that ends with the breaker's beginning
-    is one where the tokens of the rest follow. Beside these, which are llama.cpp's, the tokens of
-    the breaker itself: a character whose bytes are several tokens has no token that looks like it.
-    Reads every token of the vocabulary: once a model, not once a chain."""
+    A token that contains the breaker is one by itself. A token that ends with the breaker's
+    beginning is one together with the tokens of the rest. Besides these, which are llama.cpp's, the
+    breaker's own tokens count: a character whose bytes are several tokens has no token that looks
+    like it. Reads the whole vocabulary: once per model, not per chain."""
     tokenizer = codec.tokenizer
     wanted = [breaker[:_MAX_BREAKER_LENGTH] for breaker in breakers if breaker]
     if not wanted:
@@ -65,9 +65,9 @@ def dry(
     breakers: Breakers,
 ) -> Candidates:
     """logit_i -= multiplier * base ** (length - allowed_length), where i would continue a sequence
-    of `length` >= allowed_length tokens at the end of the last n that stands in them once more.
+    of `length` >= allowed_length tokens that ends the last n and occurs in them once more.
 
-    No sequence reaches over a breaker, and no token is penalised that is a breaker by itself."""
+    No sequence crosses a breaker, and no token that is a breaker by itself is penalised."""
     tokens_N = last_tokens(history, last_n)
     max_exponent = int(_FLOAT_MAX_LOG / np.log(base)) if base > 1.000001 else 0
     lengths = repeats(tokens_N, allowed_length, max_exponent, breakers)
@@ -81,18 +81,18 @@ def dry(
 def repeats(
     tokens_N: np.ndarray, allowed_length: int, max_exponent: int, breakers: Breakers
 ) -> dict[int, int]:
-    """Of each token that would continue a repetition of `allowed_length` tokens or more: how long
-    the longest such repetition is, up to the length from which on the penalty is the same.
+    """For each token that would continue a repetition of `allowed_length` tokens or more: the
+    length of the longest such repetition, up to the length from which the penalty is constant.
 
     llama.cpp finds all lengths by the Z-algorithm. Here the ends of possible repetitions are
-    compared with the end of the text, one token back at a time, while any is left."""
+    compared with the end of the text, one token back at a time, while any match."""
     num_tokens = len(tokens_N)
     limit = tokens_since_breaker(tokens_N, breakers)
     if num_tokens <= allowed_length or limit < allowed_length:
         return {}
     if max_exponent:
         limit = min(limit, allowed_length + max_exponent)
-    length_N = np.zeros(num_tokens - 1, np.int64)  # at each token, of the repetition ending there
+    length_N = np.zeros(num_tokens - 1, np.int64)  # length of the repetition ending at each
     ends = np.arange(num_tokens - 1)
     for back in range(limit):
         ends = ends[ends >= back]
@@ -108,9 +108,9 @@ def repeats(
 
 
 def tokens_since_breaker(tokens_N: np.ndarray, breakers: Breakers) -> int:
-    """How many tokens stand behind the last breaker; all where there is none.
+    """Number of tokens after the last breaker; all if there is none.
 
-    As llama.cpp: from the end backwards, the first token that begins breakers decides, by the
+    As in llama.cpp: scanning backwards, the first token that begins breakers decides, by the
     longest of them."""
     tokens = tokens_N.tolist()
     for start in range(len(tokens) - 1, -1, -1):

@@ -1,14 +1,12 @@
-"""GBNF rules as what llguidance reads: one regex, or Lark.
+"""Translates GBNF rules for llguidance: into one regex, or Lark.
 
-A grammar whose rules do not call themselves becomes one regex, which is as fast as regexes are.
-Any other becomes Lark, whose terminals llguidance lexes, and the longest one wins. With terminals
-as a grammar happens to have them that loses texts (`("a" | "ab") "bc"` would not give abc) or
-never ends (`word word` with `word ::= "x"+`); llguidance's own converter does so. Here terminals
-are single characters, with which parsing is exact, except for longer ones that cannot be mistaken:
-their characters tell where they end, and nothing else in the grammar begins as they do. A string
-in quotes is one: masks of a JSON grammar take 57 us in place of 1,700 (49,152 tokens, one core).
-
-What this module does not know: the syntax of GBNF, and tokens."""
+A grammar without recursion becomes one regex, which is as fast as regexes are. Any other becomes
+Lark, whose terminals llguidance lexes, longest match first. Keeping a grammar's own terminals would
+lose texts (`("a" | "ab") "bc"` would not give abc) or never end (`word word` with `word ::= "x"+`);
+llguidance's own converter has these faults. Here terminals are single characters, with which
+parsing is exact, except for longer ones that are unambiguous: their characters show where they end,
+and nothing else in the grammar begins as they do. A quoted string is one: masks of a JSON grammar
+take 57 us instead of 1,700 (49,152 tokens, one core)."""
 
 from collections.abc import Iterator
 
@@ -30,12 +28,12 @@ from sparkinfer.runtime.generate.gbnf_regular import (
     times,
 )
 
-MAX_PARTS = 40  # of a sequence, for all its parts to be looked at
-MAX_ROUNDS = 8  # of taking back lexemes that begin as others do; then none is made
+MAX_PARTS = 40  # of a sequence; in longer ones not all parts are examined
+MAX_ROUNDS = 8  # of taking back lexemes that begin as others do; after that none is made
 
 
 def as_regex(rules: dict[str, Node]) -> str | None:
-    """The grammar as one regex; None where rules call themselves or it would be too long."""
+    """The grammar as one regex; None if it is recursive or the regex would be too long."""
     node = WrittenOut(rules).of(rules["root"])
     return None if node is None else regex_of(node)
 
@@ -63,7 +61,7 @@ def _lark(node: Node, numbers: dict[str, str]) -> str:
 
 
 def _with_lexemes(rules: dict[str, Node]) -> dict[str, Node]:
-    """The rules that `root` reaches, with terminals as long as they may be."""
+    """The rules reachable from `root`, with terminals as long as possible."""
     refused: set[str] = set()
     for _ in range(MAX_ROUNDS):
         finder = _Finder(rules, refused)
@@ -102,7 +100,7 @@ class _Finder:
         return node
 
     def _parts(self, nodes: tuple[Node, ...]) -> Iterator[Node]:
-        """The longest lexemes from left to right."""
+        """The longest lexemes, from left to right."""
         start = 0
         while start < len(nodes):
             ends = range(len(nodes), start + 1, -1) if len(nodes) <= MAX_PARTS else ()
@@ -118,7 +116,7 @@ class _Finder:
 
     def _lexeme(self, node: Node) -> Lexeme | None:
         if isinstance(node, Reference):
-            return None  # the rule itself is looked at
+            return None  # the rule itself is examined
         written_out = self._written_out.of(node)
         starts = None if written_out is None else starts_if_unmistakable(written_out)
         if written_out is None or starts is None:

@@ -1,7 +1,6 @@
-"""GBNF, the grammars of llama.cpp, from text to rules.
+"""Parses GBNF, llama.cpp's grammars, into rules.
 
-The syntax is that of llama.cpp's grammars/README.md without its tokens (`<think>`). What this
-module does not know: what is done with the rules."""
+The syntax is that of llama.cpp's grammars/README.md without its tokens (`<think>`)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from sparkinfer.errors import SparkinferError
 from sparkinfer.typed import shown
 
-Ranges = tuple[tuple[int, int], ...]  # of characters, ordered and apart
+Ranges = tuple[tuple[int, int], ...]  # of characters, ordered and disjoint
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 MAX_DEPTH = 200  # of nested groups
 MAX_RULES = 1_000
@@ -55,7 +54,7 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Lexeme:
-    """A part that was made one terminal; no grammar is read with one."""
+    """A part that became one terminal; the parser makes none."""
 
     regex: str
     starts: Ranges
@@ -65,7 +64,7 @@ Node = Character | Reference | Sequence | Choice | Repeat | Lexeme
 
 
 def parse(text: str) -> dict[str, Node]:
-    """The rules by name. Raises SparkinferError with the line that is not understood."""
+    """The rules by name. Raises SparkinferError with the line of a syntax error."""
     rules = _Parser(text).rules()
     if "root" not in rules:
         raise SparkinferError("the grammar has no rule 'root', with which every GBNF text begins")
@@ -109,7 +108,7 @@ def references(node: Node) -> Iterator[Reference]:
 
 
 def _ending(rules: dict[str, Node]) -> set[str]:
-    """The rules from which a whole text can be reached."""
+    """The rules that can derive a complete text."""
     found: set[str] = set()
     while more := {name for name in rules.keys() - found if _ends(rules[name], found)}:
         found |= more
@@ -175,7 +174,7 @@ class _Parser:
         return Sequence(nodes=tuple(nodes))
 
     def _symbol(self, depth: int) -> Node | None:
-        """One literal, class, group or reference; None where the sequence is over."""
+        """One literal, class, group or reference; None at the end of the sequence."""
         sign = self._peek()
         if sign in ("<", "!"):
             raise self._error("tokens (<...>) are not supported, only their text in quotes")
@@ -270,7 +269,7 @@ class _Parser:
         return self._text[start : self._at]
 
     def _skip(self, across_lines: bool = False) -> None:
-        """Spaces and comments, and line ends where the rule goes on after them."""
+        """Skips spaces and comments, and line ends if the rule continues after them."""
         while sign := self._peek():
             if sign == "#":
                 line_end = self._text.find("\n", self._at)

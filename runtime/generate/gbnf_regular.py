@@ -1,6 +1,4 @@
-"""The parts of a GBNF grammar that are regular: written out without references, and as regexes.
-
-What this module does not know: which parts of a grammar are looked at, and why."""
+"""The regular parts of a GBNF grammar: expanded without references, and as regexes."""
 
 from dataclasses import dataclass, field
 
@@ -16,19 +14,19 @@ from sparkinfer.runtime.generate.gbnf_parser import (
     without,
 )
 
-MAX_NODES = 20_000  # of what is written out
-MAX_POSITIONS = 400  # of a part that is looked at character by character
+MAX_NODES = 20_000  # of an expansion
+MAX_POSITIONS = 400  # of a part that is analysed character by character
 
 
 class WrittenOut:
-    """Nodes with the rules that they call in place of their names."""
+    """Expands nodes by replacing references with the rules' bodies."""
 
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
         self._known: dict[str, tuple[Node, int] | None] = {}
 
     def of(self, node: Node) -> Node | None:
-        """None where a rule calls itself, or the whole would be too large."""
+        """The expansion; None if a rule is recursive or the whole would be too large."""
         found = self._sized(node)
         return None if found is None else found[0]
 
@@ -38,7 +36,7 @@ class WrittenOut:
                 return node, 1
             case Reference():
                 if node.name not in self._known:
-                    self._known[node.name] = None  # as long as it is being written out
+                    self._known[node.name] = None  # while it is being expanded
                     self._known[node.name] = self._sized(self._rules[node.name])
                 return self._known[node.name]
             case Repeat():
@@ -58,7 +56,7 @@ class WrittenOut:
 
 
 def regex_of(node: Node) -> str:
-    """Of a node without references."""
+    """The regex of a node without references."""
     match node:
         case Character():
             return node.regex
@@ -72,19 +70,19 @@ def regex_of(node: Node) -> str:
 
 
 def times(node: Repeat) -> str:
-    """As regexes and Lark write how often something comes."""
+    """The repetition operator, as regexes and Lark write it."""
     signs = {(0, None): "*", (1, None): "+", (0, 1): "?"}
     most = "" if node.most is None else node.most
     return signs.get((node.least, node.most)) or f"{{{node.least},{most}}}"
 
 
 def starts_if_unmistakable(node: Node) -> Ranges | None:
-    """The characters that a part begins with, if its characters tell where it ends: whoever reads
-    one after the other is at one place of it at any time, and no text of it goes on into a longer
-    one. None otherwise. The node is without references.
+    """The characters that a part begins with, if its characters show where it ends: a reader is at
+    one position in it at any time, and none of its texts is the prefix of a longer one. Otherwise
+    None. The node has no references.
 
-    Decided by Glushkov's automaton: each character of the expression is a position, and those that
-    may follow a position have to be apart."""
+    Decided by Glushkov's automaton: each character of the expression is a position, and the
+    positions that may follow one another's must have disjoint characters."""
     positions = _Positions()
     try:
         part = positions.of(node)
@@ -166,12 +164,12 @@ class _Positions:
             self.follow[position] |= after
 
     def are_apart(self, positions: frozenset[int]) -> bool:
-        """Whether no character is of two of them."""
+        """True if no character belongs to two of the positions."""
         return apart([self.ranges[position] for position in positions])
 
 
 def apart(groups: list[Ranges]) -> bool:
-    """Whether no character is in two of the groups."""
+    """True if no character is in two of the groups."""
     ordered = sorted(low_high for ranges in groups for low_high in ranges)
     return all(left[1] < right[0] for left, right in zip(ordered, ordered[1:], strict=False))
 

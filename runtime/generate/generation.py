@@ -1,6 +1,4 @@
-"""A text that is continued: from the prompt's tokens to the last one, one draw after the other.
-
-What this module does not know: models, how a token is drawn, where drafts come from."""
+"""Generates a text: from the prompt's tokens to the last one, one draw at a time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +15,14 @@ from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.codec import TextCodec
 
 NOT_STOPPED = "not started"
-LEAST_SHIFTED = 4  # tokens of a context that is shifted
+LEAST_SHIFTED = 4  # tokens of a context that can be shifted
 ENDLESS = -1  # as max_tokens: until the text or the context ends
 
 
 @dataclass(frozen=True)
 class Token:
-    """`text` may be empty: a character's first bytes, or what may be the beginning of a stop string.
-    `id` is None where a text ends and what was held back still had to be said. `logprobs` are the
+    """A generated token. `text` may be empty: a character's first bytes, or the possible start of a
+    stop string. `id` is None if a text ended while text was still held back. `logprobs` are the
     most probable tokens with the natural logarithms of their probabilities before any sampler."""
 
     id: int | None
@@ -35,10 +33,11 @@ class Token:
 
 @dataclass
 class Run:
-    """What a generation took; times in seconds, `ffn_bytes` read by the decode steps.
+    """Statistics of a generation; times in seconds, `ffn_bytes` read by the decode steps.
 
-    `cached_tokens` of the prompt were there already. `drafted` tokens were guessed and computed
-    beside others, of which `accepted` were right; `decode_steps` are then fewer than tokens."""
+    `cached_tokens` of the prompt were in the cache. `drafted` tokens were guessed and computed
+    along with others; `accepted` of them were right, and `decode_steps` are then fewer than
+    tokens."""
 
     prefill_tokens: int = 0
     cached_tokens: int = 0
@@ -48,9 +47,9 @@ class Run:
     decode_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
-    shifts: int = 0  # times the context was full and half of the text went out of it
+    shifts: int = 0  # times the context was full and half of the text was dropped
     ffn_bytes: int = 0
-    stopped_by: str = NOT_STOPPED  # then "end of text", "stop string", "max tokens" or "context"
+    stopped_by: str = NOT_STOPPED  # or "end of text", "stop string", "max tokens" or "context"
 
     @property
     def prefill_per_s(self) -> float:
@@ -63,10 +62,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """When a text ends. `stops`: strings that end it and are not part of it. `ignores_end`: the
-    model's end tokens are tokens like others. `num_logprobs`: of how many tokens beside the drawn
-    one; None of none, not even that. `shift_keep`: at the end of the context the text goes on with
-    that many tokens of its beginning and the last half of the rest; None: it ends there."""
+    """When a text ends. `stops`: strings that end it and are not part of it. `ignores_end`: end
+    tokens count as ordinary ones. `num_logprobs`: log probabilities of that many tokens beside the
+    drawn one; None gives none at all. `shift_keep`: at the end of the context the text continues
+    with that many tokens of its beginning and the last half of the rest; None: it ends there."""
 
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
@@ -88,7 +87,7 @@ class GenerationOptions:
 
 
 class Draws(Protocol):
-    """A chain of samplers: runtime.generate.chain."""
+    """A sampler chain: runtime.generate.chain."""
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask_V: Tensor | None) -> int: ...
 
@@ -98,7 +97,7 @@ class Draws(Protocol):
 
 
 class Mask(Protocol):
-    """What a text may go on with: runtime.generate.constraints."""
+    """A mask of allowed tokens: runtime.generate.constraints."""
 
     def mask_V(self, vocab_size: int) -> Tensor: ...
 
@@ -106,20 +105,21 @@ class Mask(Protocol):
 
 
 class Drafts(Protocol):
-    """Guesses what follows: runtime.generate.speculation."""
+    """A source of guesses: runtime.generate.speculation."""
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
-        """At most `room` tokens that may follow `ids`; none where a guess does not pay."""
+        """At most `room` tokens that may follow `ids`; none if a guess does not pay."""
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Hears what a step of so many rows took and how many drafted tokens were right."""
+        """Records the seconds of a step of `rows` rows and the number of drafted tokens that were
+        right."""
 
 
 class Generation:
-    """One text. `sequence` may have tokens: those that `ids` begins with too are not computed
-    again. Afterwards it has all tokens that were given out, but perhaps not the last.
+    """The generation of one text. `sequence` may hold tokens: a common prefix with `ids` is not
+    computed again. Afterwards it has all tokens that were yielded, except perhaps the last.
 
-    Whoever drives it computes `part()`, hands the logits to `take()` and asks for `draw()`, until it
+    Its driver computes `part()`, passes the logits to `take()` and calls `draw()`, until it
     `is_over`; `tokens()` does so for one text, `together()` for several in common steps."""
 
     def __init__(
@@ -134,30 +134,30 @@ class Generation:
         drafts: Drafts | None = None,
     ) -> None:
         self.sequence, self.options = sequence, options
-        self.ids = list(ids)  # the prompt, and what was drawn since
+        self.ids = list(ids)  # the prompt, and the tokens drawn since
         self.run = Run(prefill_tokens=len(self.ids))
         self._draws, self._mask, self._drafts, self._traffic = draws, mask, drafts, traffic
         self._end_ids = frozenset[int]() if options.ignores_end else codec.end_ids
         self._stream = codec.stream(self.ids)
         self._filter = StopFilter(options.stops)
         self._left = options.max_tokens
-        self._read_before = 0  # bytes of feed-forward weights, when the prompt was through
-        # The latest step: its logits, what was drafted behind its first token, and how much of that
-        # has turned out right; the row after it is the one that the next token is drawn from.
+        self._read_before = 0  # bytes of feed-forward weights read up to the prompt's end
+        # The latest step: its logits, the draft after its first token, and how much of that has
+        # turned out right; the next token is drawn from the row after that.
         self._logits_RV: Tensor | None = None
         self._draft: Sequence[int] = ()
         self._right = 0
         self._step_s = 0.0
         self._kept = 0  # tokens of the sequence before it
-        self._length = 0  # and as it is to be when nobody else uses it
+        self._length = 0  # and its length if nobody else uses it
 
     @property
     def is_over(self) -> bool:
         return self.run.stopped_by != NOT_STOPPED
 
     def tokens(self) -> Iterator[Token]:
-        """Yields them as they are made. Raises SparkinferError for what the model, the constraint or
-        the context does not allow."""
+        """Yields tokens as they are made. Raises SparkinferError where the model, the constraint or
+        the context fails."""
         try:
             while not self.is_over:
                 part = self.part()
@@ -166,12 +166,12 @@ class Generation:
                     logits_RV = self.sequence.extend(part.tokens, part.wanted)
                     self.take(logits_RV, time.perf_counter() - began)
                 yield from self.draw()
-        finally:  # also where nobody asks for the next one
+        finally:  # also if the caller stops early
             self.close()
 
     def part(self) -> Part | None:
-        """What has to be computed before the next token is drawn: the prompt, or the last token and
-        what is drafted behind it; None where that token was drafted and is there already."""
+        """What must be computed before the next draw: the prompt, or the last token and the draft
+        after it; None if that token was drafted and is computed already."""
         if self._logits_RV is None:
             return Part(sequence=self.sequence, tokens=self._new_of_prompt())
         token_id = self.ids[-1]
@@ -196,7 +196,7 @@ class Generation:
         return Part(sequence=self.sequence, tokens=tokens, wanted="all" if self._draft else "last")
 
     def take(self, logits_RV: Tensor, seconds: float) -> None:
-        """The logits of `part()`, and what they took."""
+        """Takes the logits of `part()` and the seconds they took."""
         if self._logits_RV is None:
             self.run.prefill_s = seconds
             self._read_before = self._traffic.total
@@ -208,7 +208,7 @@ class Generation:
         self._logits_RV = logits_RV
 
     def draw(self) -> list[Token]:
-        """The next token, and what is said with it: nothing, where it ends the text."""
+        """Draws the next token, with the text to emit: none if it ends the text."""
         assert self._logits_RV is not None
         began = time.perf_counter()
         logits_V = self._logits_RV[self._right]
@@ -224,7 +224,7 @@ class Generation:
         return tokens
 
     def close(self) -> None:
-        """Forgets what was drafted and did not come."""
+        """Drops drafted tokens that were not accepted."""
         if self._draft and self.sequence.is_open:  # a step that failed has added nothing
             self._length = min(self._kept + 1 + self._right, self.sequence.length)
             self.sequence.rollback(self._length)
@@ -233,7 +233,7 @@ class Generation:
         self._draft, self._right, self._step_s = (), 0, 0.0
 
     def _new_of_prompt(self) -> list[int]:
-        """The prompt's tokens that the sequence does not have, at least one."""
+        """The prompt's tokens that the sequence lacks, at least one."""
         text, known = self.sequence, 0
         while known < min(text.length, len(self.ids) - 1) and text.ids[known] == self.ids[known]:
             known += 1
@@ -243,8 +243,8 @@ class Generation:
         return self.ids[known:]
 
     def _shift(self) -> None:
-        """Goes on with the beginning of the text and the last half of the rest, computed again at
-        the positions that they have then."""
+        """Continues with the beginning of the text and the last half of the rest, recomputed at
+        their new positions."""
         if self.sequence.length < LEAST_SHIFTED:
             raise SparkinferError(
                 f"a context of {self.sequence.length} has no half that could be left out; load with a"
@@ -277,7 +277,7 @@ class Generation:
 
     @property
     def _has_room(self) -> bool:
-        """For a token that was not drafted."""
+        """True if a token that was not drafted fits."""
         wrong = len(self._draft) - self._right
         return self.sequence.room + wrong > 0
 
@@ -295,7 +295,7 @@ class Generation:
 def together(
     generations: Sequence[Generation], run: Callable[[Sequence[Part]], Sequence[Tensor]]
 ) -> Iterator[tuple[int, Token]]:
-    """Yields (number of the text, token) of several texts, which `run` computes in common steps."""
+    """Yields (index of the text, token) of several texts, which `run` computes in common steps."""
     try:
         while living := [n for n, g in enumerate(generations) if not g.is_over]:
             parts = {n: part for n in living if (part := generations[n].part()) is not None}

@@ -1,8 +1,7 @@
-"""Which JSON schemas (Draft 2020-12) a constraint enforces in full; all others are refused.
+"""Checks that a constraint enforces a JSON schema (Draft 2020-12) in full; refuses all others.
 
-llguidance raises for some keywords that it does not know and ignores others ("nullable", a
-misspelt one, formats beside numbers), so what may stand in a schema is listed here. What this
-module does not know: how a schema becomes a grammar."""
+llguidance raises for some unknown keywords and ignores others ("nullable", misspelt ones, formats
+beside numbers), so this module lists what a schema may contain."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ _MAX_WHOLE = 1 << 53  # llguidance keeps numbers as float64
 
 
 def parse_schema(text: str) -> object:
-    """The schema in a text. Raises SparkinferError for what is not JSON."""
+    """Parses a schema. Raises SparkinferError for invalid JSON."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_not_a_number)
     except (ValueError, RecursionError) as error:
@@ -39,8 +38,8 @@ def parse_schema(text: str) -> object:
 
 
 def check_schema(schema: object) -> dict[str, object]:
-    """The schema, of which every keyword is enforced. Raises SparkinferError that names the first
-    keyword that is not, and its place as a JSON pointer."""
+    """The schema, every keyword of which is enforced. Raises SparkinferError with the first keyword
+    that is not, and its place as a JSON pointer."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -62,7 +61,7 @@ def check_schema(schema: object) -> dict[str, object]:
 
 
 def _schemas(root: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
-    """(JSON pointer, schema) of all of them but true and false."""
+    """(JSON pointer, schema) of every subschema except true and false."""
     waiting: list[tuple[str, object]] = [("#", root)]
     while waiting:
         place, schema = waiting.pop()
@@ -102,7 +101,7 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _refused(place, "required", "wanted a list of names")
-    # A grammar does not know whether a free key came before: {"a": 1, "a": 2} has one property.
+    # A grammar cannot check whether a free key has occurred: {"a": 1, "a": 2} has one property.
     if isinstance(least, int | float) and least > len(set(required)) + 1:
         raise _refused(
             place, "minProperties", "at most one more than there are names in 'required'"
@@ -110,7 +109,7 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
 
 
 def _check_numbers(place: str, schema: dict[str, object]) -> None:
-    """Refuses numbers that the grammar would have changed."""
+    """Refuses numbers that the grammar would change."""
     for keyword in _BOUNDS | {"const", "enum"}:
         waiting = [schema.get(keyword)]
         while waiting:
@@ -124,7 +123,7 @@ def _check_numbers(place: str, schema: dict[str, object]) -> None:
 
 
 def _ending(schemas: dict[str, dict[str, object]]) -> set[str]:
-    """The schemas, by place, that may have documents of finite length, as far as $ref decides."""
+    """Places of the schemas that may have finite documents, as far as $ref decides."""
     found: set[str] = set()
 
     def ends(place: str) -> bool:
@@ -141,7 +140,7 @@ def _ending(schemas: dict[str, dict[str, object]]) -> set[str]:
 
 
 def _needs(place: str, schema: dict[str, object]) -> Iterator[str | list[str]]:
-    """Places of schemas that every document of this one has parts of; of a list, one of them."""
+    """Places of schemas that every document of this one contains; of a list, one suffices."""
     if "const" in schema or "enum" in schema:
         return
     if isinstance(target := schema.get("$ref"), str):

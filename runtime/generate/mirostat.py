@@ -1,8 +1,8 @@
-"""Mirostat: the number of candidates is steered so that surprise stays near a target.
+"""Mirostat: adapts the number of candidates to keep surprise near a target.
 
-Basu et al. 2020 (arXiv:2007.14966), as llama_sampler_init_mirostat and _mirostat_v2 have it. The
-state is one number, mu, the largest surprise in bits that is let through; it starts at twice the
-target and belongs to the chain. What this module does not know: how a token is drawn."""
+Basu et al. 2020 (arXiv:2007.14966), as in llama_sampler_init_mirostat and _mirostat_v2. The state
+is one number, mu, the largest surprise in bits allowed; it starts at twice the target and belongs
+to the chain."""
 
 import math
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from sparkinfer.runtime.generate.candidates import Candidates
 
-_NUM_ESTIMATED = 100  # llama.cpp's m: tokens that the exponent is estimated from
+_NUM_ESTIMATED = 100  # llama.cpp's m: tokens the exponent is estimated from
 
 
 def start_of(target: float) -> float:
@@ -52,6 +52,6 @@ def zipf_count(sorted_logits_M: np.ndarray, mu: float, vocab_size: int) -> float
 
 
 def mirostat_2(candidates: Candidates, mu: float) -> Candidates:
-    """The tokens whose surprise -log2 p_i is at most mu, and the likeliest in any case."""
+    """The tokens whose surprise -log2 p_i is at most mu, and always the most probable."""
     kept = np.flatnonzero(candidates.probability_A >= 2.0 ** min(-mu, 1000.0))
     return candidates.only(kept) if len(kept) else candidates.largest(1)

@@ -1,10 +1,9 @@
-"""Guesses from the text itself: what followed the last time that it went like this.
+"""Guesses from the text itself: what followed its latest tokens the last time.
 
-Two ways. `NgramDrafter` looks the end of the text up in the text before it and takes the longest match
-(prompt lookup decoding, Saxena 2023; llama.cpp's ngram-simple), at once for any length, through an
-index of n-grams. `NgramPool` keeps what followed each n-gram in a table of fixed size, in which texts
-meet that have gone by (llama.cpp's ngram-mod, common/ngram-mod.cpp): it guesses what other texts said.
-What this module does not know: models, whether a guess pays."""
+There are two ways. `NgramDrafter` looks the end of the text up in the text before it and takes the
+longest match (prompt lookup decoding, Saxena 2023; llama.cpp's ngram-simple) of any length, through
+an index of n-grams. `NgramPool` keeps what followed each n-gram in a table of fixed size, shared by
+successive texts (llama.cpp's ngram-mod, common/ngram-mod.cpp): it guesses what other texts said."""
 
 from array import array
 from bisect import bisect_left
@@ -12,26 +11,24 @@ from collections.abc import Sequence
 
 from sparkinfer.runtime.generate.speculation import Guess
 
-_SIZES = (12, 6, 3, 2)  # of the n-grams in the index, looked up from the longest
-_LONGEST_MATCH = 32  # tokens that are compared; more of them say no more
-_NUM_LATEST = 4  # occurrences of an n-gram that are compared, beside those near the last guess
-_MOST_TOKENS = (
-    1 << 15
-)  # in the index, about 1 KB each; of longer texts it has the last half or more
-_TRUST = (3, 5, 9, 17)  # matches from so many tokens on are one step more credible
+_SIZES = (12, 6, 3, 2)  # lengths of the n-grams in the index, looked up longest first
+_LONGEST_MATCH = 32  # tokens compared; longer matches carry no more information
+_NUM_LATEST = 4  # latest occurrences of an n-gram compared, beside those near the last guess
+_MOST_TOKENS = 1 << 15  # in the index, about 1 KB each; a longer text keeps its last half or more
+_TRUST = (3, 5, 9, 17)  # a match of each of these lengths is one step more credible
 
 
 class NgramDrafter:
-    """The longest match of the text's end in the text. Of matches of the same length it takes the one
-    nearest to where the last guess came from, else the latest: a text that is copied with changes
-    goes on in its place behind a change."""
+    """Guesses from the longest match of the text's end in the text. Among equal matches it takes
+    the one nearest to the source of the last guess, else the latest: where a text is copied with
+    changes, the guess resumes after the change."""
 
     name = "ngram"
     is_free = True
     token_s = 0.0
 
     def __init__(self) -> None:
-        self._ids: Sequence[int] = ()  # the text of the index, and how much of it is there
+        self._ids: Sequence[int] = ()  # the indexed text, and how much of it is indexed
         self._num_known = self._first = 0  # and where it begins
         self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram: where it ended, ascending
         self._lag: int | None = None  # tokens between the end of the text and its source
@@ -51,7 +48,7 @@ class NgramDrafter:
         return Guess(())
 
     def _longest(self, ids: Sequence[int], ends: Sequence[int], size: int) -> tuple[int, int]:
-        """(tokens that match, where their continuation begins)."""
+        """(length of the match, where its continuation begins)."""
         near = len(ids) - (self._lag or 0)
         at = bisect_left(ends, near)
         found = set(ends[-_NUM_LATEST:]) | set(ends[max(0, at - 1) : at + 1])
@@ -60,7 +57,7 @@ class NgramDrafter:
         return length, end
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Enters the n-grams that something follows."""
+        """Enters the n-grams that have a successor."""
         known = self._num_known
         is_same = ids is self._ids or ids[:known] == self._ids[:known]
         if not is_same or len(ids) < known:
@@ -82,7 +79,8 @@ class NgramDrafter:
 
 
 def _match(ids: Sequence[int], end: int, length: int) -> int:
-    """Tokens before `end` that equal those at the end of the text, of which `length` are known to."""
+    """Tokens before `end` that equal those at the end of the text; `length` of them are known
+    to."""
     longest = min(end, _LONGEST_MATCH)
     while length < longest and ids[end - 1 - length] == ids[-1 - length]:
         length += 1
@@ -95,8 +93,8 @@ _WORD = (1 << 64) - 1
 
 
 class NgramPool:
-    """What followed an n-gram the last time, in `num_entries` numbers of 4 bytes. An n-gram is found
-    by its hash alone, so that two may share an entry: a guess is then wrong, and nothing else."""
+    """What followed an n-gram the last time, in `num_entries` numbers of 4 bytes. An n-gram is
+    found by its hash alone, so two may share an entry: that costs a wrong guess, no more."""
 
     name = "ngram-mod"
     is_free = True
@@ -107,7 +105,7 @@ class NgramPool:
         self._size = size
         self._entries = array("i", [_EMPTY]) * num_entries
         self._highest = pow(_FACTOR, size, _WORD + 1)
-        # Hash of the text's last n-gram. Tokens 0 stand before its beginning.
+        # Hash of the text's last n-gram. Before its beginning stand tokens 0.
         self._start = sum(pow(_FACTOR, age, _WORD + 1) for age in range(size)) & _WORD
         self._hash = self._start
         self._ids: Sequence[int] = ()
@@ -140,5 +138,5 @@ class NgramPool:
         self._num_known = len(ids)
 
     def _next(self, state: int, leaving: int, token: int) -> int:
-        """The hash one token further: sum of (token + 1) * FACTOR ** age, without what left."""
+        """The hash one token further: sum of (token + 1) * FACTOR ** age, minus the oldest term."""
         return (state * _FACTOR + token + 1 - self._highest * (leaving + 1)) & _WORD

@@ -1,6 +1,4 @@
-"""Penalties for the tokens that came last: repeat, frequency and presence.
-
-What this module does not know: sequences that repeat, which is DRY's business (dry.py)."""
+"""Penalties for recent tokens: repeat, frequency and presence. Repeated sequences: dry.py."""
 
 from collections.abc import Sequence
 
@@ -10,7 +8,7 @@ from sparkinfer.runtime.generate.candidates import Candidates
 
 
 def last_tokens(history: Sequence[int], last_n: int) -> np.ndarray:
-    """The last n token ids, or all where n is -1."""
+    """The last n token ids, or all if n is -1."""
     kept = history if last_n < 0 else history[max(0, len(history) - last_n) :]
     return np.asarray(kept, np.int64)
 
@@ -24,11 +22,11 @@ def penalties(
     frequency: float,
     presence: float,
 ) -> Candidates:
-    """For a token that is c > 0 times among the last n: logit * repeat where it is not positive,
-    logit / repeat where it is, then - c * frequency - presence.
+    """For a token that occurs c > 0 times among the last n: logit * repeat if it is not positive,
+    logit / repeat if it is, then - c * frequency - presence.
 
-    Keskar et al. 2019 (arXiv:1909.05858), who only divide, which would favour negative logits; the
-    other two are OpenAI's. llama_sampler_init_penalties."""
+    Keskar et al. 2019 (arXiv:1909.05858) only divide, which would favour negative logits; the other
+    two are OpenAI's. llama_sampler_init_penalties."""
     ids, counts = np.unique(last_tokens(history, last_n), return_counts=True)
     positions, there = candidates.positions_of(ids)
     logits = candidates.logits_A[positions].astype(np.float64)

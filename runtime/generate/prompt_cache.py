@@ -1,9 +1,8 @@
-"""The state of a text in a file: its tokens, and the keys and values of every layer.
+"""Saves the state of a text to a file: its tokens, and the keys and values of every layer.
 
-A text that begins like it need not compute that beginning again. What the state is depends on the
-model, on how it is run and on the arithmetic of the processor; a file that was made otherwise is
-refused, as its numbers would be others than those computed here.
-What this module does not know: how a text goes on."""
+A text with the same beginning need not compute it again. The state depends on the model, on how it
+is run and on the processor's arithmetic; a file made otherwise is refused, as its numbers would
+differ from those computed here."""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,25 +18,25 @@ from sparkinfer.runtime.step.sequences import Sequence
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 FORMAT, VERSION = "sparkinfer.prompt", 2
-MAX_HEADER_BYTES = 1 << 20  # that are looked through for the format
+MAX_HEADER_BYTES = 1 << 20  # searched for the format
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptKey:
-    """What a state depends on. `arithmetic`: the instruction level, or "torch"."""
+    """Everything that a state depends on. `arithmetic`: the instruction level, or "torch"."""
 
     model_id: str
-    weights: str  # of the file that is run: weights_digest
+    weights: str  # weights_digest of the file that is run
     mode: str
     arithmetic: str
     vocab_size: int
-    cache: str  # how keys and values are kept
+    cache: str  # storage types of keys and values
     thresholds: tuple[float, ...] = ()
 
 
 def weights_digest(model: ModelFile) -> str:
-    """Of the names, types and shapes of all tensors, the first row of each, and whole limits: files of
-    one checkpoint in several types or with other limits have one model_id."""
+    """Digest of the names, types and shapes of all tensors, the first row of each, and whole
+    limits: files of one checkpoint with other types or limits share a model_id."""
     digest = hashlib.sha256()
     for name in sorted(model.tensors):
         entry = model.tensors[name]
@@ -61,7 +60,8 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
 
 
 def is_prompt(path: Path) -> bool:
-    """Whether a file is, or once was, what `save_prompt` wrote: nothing else may be overwritten."""
+    """True if `save_prompt` wrote the file, even if damaged since: nothing else may be
+    overwritten."""
     try:
         with path.open("rb") as file:
             return f'"format":"{FORMAT}"'.encode() in file.read(MAX_HEADER_BYTES)[8:]
@@ -70,10 +70,10 @@ def is_prompt(path: Path) -> bool:
 
 
 def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
-    """Gives an empty sequence the state in a file; returns its number of tokens.
+    """Loads a state into an empty sequence; returns its number of tokens.
 
-    Raises SparkinferError for a damaged file, one of another model, mode or arithmetic, and one
-    that does not fit into the context."""
+    Raises SparkinferError for a damaged file, for another model, mode or arithmetic, and for a
+    state that does not fit into the context."""
     names = {*asdict(key), "sha256"}
     metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
     _check_key(path, metadata, key)

@@ -1,6 +1,4 @@
-"""Which part of an answer is reasoning: from <think> at its beginning to </think>.
-
-What this module does not know: what is done with either part."""
+"""Splits an answer's reasoning, from <think> at its beginning to </think>, from the rest."""
 
 from typing import Literal
 
@@ -9,26 +7,27 @@ BEGIN, END = "<think>", "</think>"
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether a chat template has begun the reasoning itself, so that the answer goes on with it."""
+    """True if the chat template has opened the reasoning itself, so that the answer starts inside
+    it."""
     return prompt.rstrip().endswith(BEGIN)
 
 
 def close_reasoning(answer: str, *, is_open: bool) -> str:
-    """An answer that stopped while it reasoned, with the end that templates look for."""
+    """An answer that stopped while reasoning, with the closing tag that templates look for."""
     has_begun = is_open or answer.lstrip().startswith(BEGIN)
     return f"{answer}\n{END}\n\n" if has_begun and END not in answer else answer
 
 
 class ReasoningSplitter:
-    """Takes an answer piece by piece, and gives it as (text, whether it is reasoning). Both tags
-    count as reasoning; a tag that comes later is text like other text."""
+    """Takes an answer piece by piece, and returns it as (text, whether it is reasoning). Both tags
+    count as reasoning; later tags are ordinary text."""
 
     def __init__(self, *, is_open: bool) -> None:
         self._place: Place = "inside" if is_open else "before"
         self._held = ""
 
     def push(self, text: str) -> list[tuple[str, bool]]:
-        """What is certain by now; the rest comes with later pieces, or by `flush`."""
+        """Returns what is certain; the rest comes with later pieces, or by `flush`."""
         self._held += text
         if self._place == "before":
             begun = self._held.lstrip()
@@ -41,12 +40,12 @@ class ReasoningSplitter:
         return [part for part in parts if part[0]]
 
     def flush(self) -> list[tuple[str, bool]]:
-        """What was held back, where nothing more comes."""
+        """Returns what was held back, at the end of the answer."""
         text = self._take(len(self._held))
         return [(text, self._place == "inside")] if text else []
 
     def _reasoning(self) -> str:
-        """What is reasoning for certain: not what may be the beginning of the tag."""
+        """Text that is reasoning for certain: excludes a possible start of the tag."""
         at = self._held.find(END)
         if at >= 0:
             self._place = "after"

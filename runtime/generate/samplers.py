@@ -1,9 +1,9 @@
-"""The samplers that narrow down the candidates, and those that change how sharp their logits are.
+"""Samplers that narrow down the candidates, and those that change how sharp their logits are.
 
-Each is a function of candidates (and its settings) alone: it gives back others, and changes nothing.
+Each is a pure function of candidates and settings: it returns new candidates and changes nothing.
 Formulas are those of llama.cpp's src/llama-sampler.cpp, computed in float64 where it has float32.
-`min_keep` candidates survive a sampler at least, where there are as many. What this module does
-not know: penalties for tokens that came before, their order, and how a token is drawn."""
+At least `min_keep` candidates survive a sampler, if there are as many. Penalties for earlier tokens
+are left to penalties.py and dry.py, the order of samplers and the draw to chain.py."""
 
 import math
 import sys
@@ -13,8 +13,8 @@ import numpy as np
 
 from sparkinfer.runtime.generate.candidates import Candidates, largest_until, possible
 
-# From here on no quotient of a float32 overflows a float64. Below, two different ones, which are at
-# least 1e-45 apart, are so many times the temperature apart that only the largest can come.
+# From here on no quotient of a float32 overflows a float64. Below, two different logits, at least
+# 1e-45 apart, differ by so many temperatures that only the largest can be drawn.
 _TINY_TEMPERATURE = 1e-200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -22,8 +22,8 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 def logit_bias(candidates: Candidates, bias: Sequence[tuple[int, float]]) -> Candidates:
     """logit_i += sum of the biases of i, as a float32; -inf bans a token, and +inf makes it win.
 
-    What is banned stays so: -inf and +inf are -inf. Unlike all others it may be given infinite
-    logits. llama_sampler_init_logit_bias, and OpenAI's logit_bias."""
+    A banned token stays banned: -inf and +inf give -inf. Unlike all other samplers it accepts
+    infinite logits. llama_sampler_init_logit_bias, and OpenAI's logit_bias."""
     if not bias:
         return possible(candidates.ids_A, candidates.logits_A)
     positions, there = candidates.positions_of(np.array([token_id for token_id, _ in bias]))
@@ -40,12 +40,12 @@ def logit_bias(candidates: Candidates, bias: Sequence[tuple[int, float]]) -> Can
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
-    """The k largest logits; all where k <= 0. Fan et al. 2018 (arXiv:1805.04833)."""
+    """The k largest logits; all if k <= 0. Fan et al. 2018 (arXiv:1805.04833)."""
     return candidates.largest(k) if k > 0 else candidates
 
 
 def top_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
-    """The fewest likeliest tokens whose probabilities reach p together.
+    """The smallest set of most probable tokens whose probabilities sum to at least p.
 
     Nucleus sampling, Holtzman et al. 2019 (arXiv:1904.09751)."""
     if p >= 1:
@@ -67,7 +67,7 @@ def min_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
     if p <= 0:
         return candidates
     logits_A = candidates.logits_A
-    # As float64: of float32 logits, comparing with a float would round the bound first.
+    # In float64: comparing float32 logits with a float would round the bound first.
     least = np.float64(logits_A[0] if candidates.is_sorted else logits_A.max()) + math.log(p)
     if candidates.is_sorted:
         return candidates.only(slice(max(np.count_nonzero(logits_A >= least), min_keep)))
@@ -76,8 +76,8 @@ def min_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
 
 
 def typical_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
-    """The tokens whose surprise is nearest to the entropy, the fewest whose probabilities exceed p:
-    ordered by abs(-ln p_i - H), H = -sum p_i ln p_i.
+    """The tokens whose surprise is nearest to the entropy, as few as have probabilities above p in
+    sum: ordered by abs(-ln p_i - H), H = -sum p_i ln p_i.
 
     Locally typical sampling, Meister et al. 2022 (arXiv:2202.00666)."""
     if p >= 1:
@@ -85,7 +85,7 @@ def typical_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates
     probability_A = candidates.probability_A
     with np.errstate(divide="ignore"):
         surprise_A = -np.log(probability_A)
-    # 0 ln 0 is 0 (probabilities that underflow); llama.cpp has NaN there.
+    # 0 ln 0 is 0 (probabilities that underflow); llama.cpp gets NaN there.
     entropy = float(probability_A @ np.where(probability_A > 0, surprise_A, 0.0))
 
     def count_of(index: np.ndarray) -> int | None:
@@ -96,17 +96,17 @@ def typical_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates
 
 
 def _count_reaching(probability: np.ndarray, p: float, side: str, min_keep: int) -> int | None:
-    """How many come up to p (side left) or over it (right), at least `min_keep`; None: too few."""
+    """How many sum up to p (side left) or beyond it (right), at least `min_keep`; None: too few."""
     sums = np.cumsum(probability)
     count = max(int(np.searchsorted(sums, p, side=side)) + 1, min_keep)  # type: ignore[call-overload]
     return count if count <= len(sums) else None
 
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
-    """Tokens with logit_i >= max - n * standard deviation of the logits; all where n <= 0.
+    """Tokens with logit_i >= max - n * standard deviation of the logits; all if n <= 0.
 
-    Tang et al. 2024 (arXiv:2411.07641). llama.cpp leaves the others in with logits of -inf, which a
-    later dynamic temperature counts as possible outcomes; here they are gone."""
+    Tang et al. 2024 (arXiv:2411.07641). llama.cpp keeps the others with logits of -inf, which a
+    later dynamic temperature counts as possible outcomes; here they are removed."""
     if n <= 0 or len(candidates) < 2:
         return candidates
     logits_A = candidates.logits_A.astype(np.float64)
@@ -114,15 +114,16 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def xtc(candidates: Candidates, threshold: float, min_keep: int = 0) -> Candidates:
-    """Without the likeliest tokens: of those with p_i >= threshold only the least likely stays.
+    """Removes the most probable tokens: of those with p_i >= threshold only the least probable
+    stays.
 
-    Whether it is applied at all is a coin of the chain's. "Exclude top choices" by p-e-w
+    Whether it applies is a coin tossed by the chain. "Exclude top choices" by p-e-w
     (text-generation-webui, pull request 6335); llama_sampler_init_xtc."""
     likely = np.flatnonzero(candidates.probability_A >= threshold)
     num_out = len(likely) - 1
     if threshold > 0.5 or num_out < 1 or len(candidates) - num_out < min_keep:
         return candidates
-    # Of equals the one behind: with the highest id, which is where a sorted set has it.
+    # Among equals the last: the one with the highest id, as in a sorted set.
     by_logit = np.argsort(-candidates.logits_A[likely], kind="stable")
     is_kept = np.ones(len(candidates), bool)
     is_kept[likely[by_logit[:-1]]] = False
@@ -130,7 +131,7 @@ def xtc(candidates: Candidates, threshold: float, min_keep: int = 0) -> Candidat
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """logit_i / t; at or below zero only the largest logit (of equals the lowest id)."""
+    """logit_i / t; at or below zero only the largest logit (among equals the lowest id)."""
     if t <= 0:
         return candidates.largest(1)
     if t == 1:

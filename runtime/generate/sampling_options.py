@@ -1,7 +1,7 @@
-"""How a token is drawn: llama.cpp's settings, with its names and defaults, checked.
+"""Sampling options: llama.cpp's settings, with its names and defaults, checked.
 
-Imports neither torch nor numpy, so that the command line can read its defaults here. What this
-module does not know: what the samplers do (samplers.py, penalties.py, dry.py, mirostat.py)."""
+Imports neither torch nor numpy, so that the command line can read its defaults here. The samplers
+are in samplers.py, penalties.py, dry.py and mirostat.py."""
 
 import math
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """llama.cpp's common_params_sampling. Every sampler has a value at which it does nothing."""
+    """llama.cpp's common_params_sampling. Every sampler has a value that turns it off."""
 
-    temperature: float = 0.80  # at or below 0 greedy
+    temperature: float = 0.80  # at or below 0: greedy
     dynatemp_range: float = 0.0  # 0: off
     dynatemp_exponent: float = 1.0
     top_k: int = 40  # 0 or below: off
@@ -55,15 +55,15 @@ class SamplingOptions:
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     adaptive_target: float = (
         -1.0
-    )  # a probability; below 0: off. Wants adaptive_p among the samplers,
-    adaptive_decay: float = 0.90  # and wherever it is named there it comes last
-    mirostat: int = 0  # 1 and 2 take the place of all samplers but logit bias and temperature
+    )  # a probability; below 0: off. Needs adaptive_p among the samplers,
+    adaptive_decay: float = 0.90  # where it comes last wherever it is named
+    mirostat: int = 0  # 1 and 2 replace all samplers but logit bias and temperature
     mirostat_lr: float = 0.10  # eta
     mirostat_ent: float = 5.0  # tau, in bits
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias); -inf bans, +inf forces
-    samplers: tuple[str, ...] = DEFAULT_SAMPLERS  # in this order; what is not named is off
-    min_keep: int = 0  # candidates that top_p, min_p, typ_p and xtc leave at least
-    seed: int | None = None  # None: another one each time
+    samplers: tuple[str, ...] = DEFAULT_SAMPLERS  # in this order; samplers not named are off
+    min_keep: int = 0  # least candidates left by top_p, min_p, typ_p and xtc
+    seed: int | None = None  # None: a new one each time
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -90,7 +90,7 @@ class SamplingOptions:
             _check_bias(token_id, bias)
 
 
-# Bounds of the numbers, both inside. Beyond 1e6 a penalty outweighs any logit.
+# Bounds of the numbers, inclusive. Beyond 1e6 a penalty outweighs any logit.
 _RANGES = {
     "temperature": (-_INFINITY, _INFINITY),
     "dynatemp_range": (0.0, _INFINITY),
@@ -121,9 +121,9 @@ _LOWEST = {
 
 
 def samplers_of_names(text: str) -> tuple[str, ...]:
-    """The order "top_k;temperature", also as top-k, topk, temp, typ, nucleus, in any case.
+    """Parses the order "top_k;temperature", also as top-k, topk, temp, typ, nucleus, in any case.
 
-    Raises SparkinferError for a name that is not known."""
+    Raises SparkinferError for an unknown name."""
     plain = {name.replace("_", ""): name for name in LETTERS} | _ALIASES
     names = [name.strip() for name in text.split(";")] if text.strip() else []
     for name in names:
@@ -133,7 +133,7 @@ def samplers_of_names(text: str) -> tuple[str, ...]:
 
 
 def samplers_of_letters(text: str) -> tuple[str, ...]:
-    """The order "kt", by llama.cpp's letters. Raises SparkinferError for one that is not known."""
+    """Parses the order "kt", by llama.cpp's letters. Raises SparkinferError for an unknown one."""
     for letter in text:
         if letter not in _NAMES:
             known = ", ".join(f"{letter} {name}" for letter, name in _NAMES.items())
@@ -144,7 +144,7 @@ def samplers_of_letters(text: str) -> tuple[str, ...]:
 def bias_of(text: str) -> tuple[int, float]:
     """(token id, bias) of llama.cpp's TOKEN(+/-)BIAS: 15043+1, 15043-inf.
 
-    Raises SparkinferError where the text is nothing like it."""
+    Raises SparkinferError for any other text."""
     cut = next((i for i, c in enumerate(text) if c in "+-" and i), 0)
     try:
         token_id, bias = int(text[:cut]), float(text[cut:])

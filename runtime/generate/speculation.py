@@ -1,21 +1,21 @@
-"""How far ahead it pays to guess: a controller between a drafter and the steps that check its guesses.
+"""The draft controller: decides how far ahead it pays to guess, between a drafter and the steps
+that check its guesses.
 
 A step of r rows takes c(r) seconds and gives one token more than were guessed right. With a(i) the
-probability that the i-th guess is right where those before it were, a draft of n tokens brings
+probability that the i-th guess is right if those before it were, a draft of n tokens yields
 
     E(n) = 1 + a(1) + a(1) a(2) + ... + a(1) ... a(n)   tokens in   c(n + 1)   seconds,
 
-and the n that maximises E(n) - rate * c(n + 1) makes the rate in the long run the largest, where `rate`
-is the one that is reached (Dinkelbach 1967, for ratios; n = 0 is a step without a draft). c is the
-median of the latest steps of so many rows; a is counted by what the drafter says of its guess
-(`trust`), and where a guess costs nothing, for guesses too that were not taken. All losses against
-steps of one row, and all time that guessing takes but for reading the prompt, are paid out of an
-account that gets _SHARE of the time, so that a text for which guesses do not pay takes at most that
-share longer. It is from there, too, that now and then a trial is paid for.
+and the n that maximises E(n) - rate * c(n + 1) maximises the long-run rate, where `rate` is the
+rate achieved (Dinkelbach 1967, for ratios; n = 0 is a step without a draft). c is the median of the
+latest steps with as many rows; a is counted by the drafter's confidence in its guess (`trust`), and
+where guesses are free, also for guesses not taken. All losses against steps of one row, and all
+time spent on guessing except for reading the prompt, are paid from an account that gets _SHARE of
+the time, so that a text for which guesses do not pay takes at most that share longer. Occasional
+trials are paid from it, too.
 
-The costs are the machine's, and the choices with them; the text is not, because a step gives each row
-the bits that it has alone, whatever the others are. Where it does not, `check_rows` refuses.
-What this module does not know: where guesses come from, models, text."""
+The costs depend on the machine, and so do the choices; the text does not, because a step gives each
+row the bits it has alone, whatever the others are. Otherwise `check_rows` refuses."""
 
 import time
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ from sparkinfer.runtime.generate.draft_options import SpeculationOptions
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.native_step import NativeStep
 
-_FORGET_RATE = 0.95  # of the steps that the rate is taken over
+_FORGET_RATE = 0.95  # of the steps that the rate averages
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between drafts against the odds, and their length
-_VARY_EVERY = 16  # drafts after which one has another length, so that its cost is known
+_VARY_EVERY = 16  # drafts after which one has another length, to learn its cost
 _SINGLE_EVERY = 128  # drafts after which there is a step without, for the same reason
-_MARGIN = 0.05  # tokens that a draft must promise to bring more; less is chance
+_MARGIN = 0.05  # tokens that a draft must promise to gain; less is noise
 _COSTLY_TRUST = 3  # of the guesses of a drafter that is not free
-_OFF_AFTER = 8  # guesses in a row that were not worth it
+_OFF_AFTER = 8  # guesses in a row that did not pay
 
 
 def has_equal_rows(decoder: Decoder) -> bool:
-    """Whether rows of a step have the bits of single steps."""
+    """True if rows of a step have the same bits as single steps."""
     return isinstance(decoder.native, NativeStep)
 
 
 def check_rows(decoder: Decoder) -> None:
-    """Raises SparkinferError where rows of a step are not those of single steps to the bit."""
+    """Raises SparkinferError unless rows of a step have the same bits as single steps."""
     if has_equal_rows(decoder):
         return
     native = decoder.native
@@ -56,7 +56,7 @@ def check_rows(decoder: Decoder) -> None:
 
 @dataclass(frozen=True)
 class Guess:
-    """Tokens that may follow. `trust`: how credible the drafter finds them, 0 to NUM_TRUSTS - 1."""
+    """Tokens that may follow. `trust`: the drafter's confidence in them, 0 to NUM_TRUSTS - 1."""
 
     tokens: Sequence[int]
     trust: int = 2
@@ -65,18 +65,18 @@ class Guess:
 class Drafter(Protocol):
     name: str
     is_free: bool  # a guess takes next to no time, whatever its length
-    token_s: float  # else what a token of it takes, about
+    token_s: float  # otherwise about the seconds per token
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Reads a text, which mostly grows from call to call."""
+        """Reads a text, which usually grows from call to call."""
 
     def propose(self, ids: Sequence[int], most: int) -> Guess:
-        """At most `most` tokens that may follow `ids`, which was prepared."""
+        """At most `most` tokens that may follow `ids`, the text last prepared."""
 
 
 @dataclass
 class _Pending:
-    """A guess whose tokens are still to come; `checked` of them have, and were right."""
+    """A guess whose tokens are still to come; the first `checked` came and were right."""
 
     start: int
     guess: Guess
@@ -85,8 +85,8 @@ class _Pending:
 
 @dataclass
 class Totals:
-    """What was done so far; times in seconds. `baseline_s`: what the same tokens would have taken
-    one by one, by the median of the steps of a single row."""
+    """Totals so far; times in seconds. `baseline_s`: the time the same tokens would have taken one
+    by one, by the median of single-row steps."""
 
     tokens: int = 0
     steps: int = 0
@@ -101,13 +101,13 @@ class Totals:
 
     @property
     def gain(self) -> float:
-        """Of the speed; 1 where nothing was measured."""
+        """Speedup; 1 if nothing was measured."""
         took = self.step_s + self.draft_s
         return self.baseline_s / took if took and self.baseline_s else 1.0
 
 
 class Speculation:
-    """The drafts of a Generation, or of many one after the other. See the module."""
+    """The drafts of one Generation, or of many in succession. See the module."""
 
     def __init__(self, drafter: Drafter, options: SpeculationOptions) -> None:
         self.options, self._drafter = options, drafter
@@ -115,22 +115,22 @@ class Speculation:
         self._acceptance = Acceptance(options.most)
         self._account = Account(options.least)
         self._ids: Sequence[int] = ()  # the text of the last call
-        self._length = 0  # that it had then
+        self._length = 0  # its length then
         self._pending: list[_Pending] = []
-        # Lately: tokens, and the seconds that they took by the medians.
+        # Recent tokens, and the seconds they took by the medians.
         self._lately = (0.0, 0.0)
-        self._draft_s = 0.0  # before the step that is to come
-        self._is_read, self._read_s = False, 0.0  # the drafter knows the text; what that took
+        self._draft_s = 0.0  # for the coming step
+        self._is_read, self._read_s = False, 0.0  # drafter knows text; seconds
         self._since_trial = self._since_single = self._since_varied = 0
         self._num_declined = 0
         self._is_on = True
-        # For a drafter that is not free: of a token that it guesses, and that it reads; how much of
-        # the text it has read, and what is to be read before the next guess.
+        # For a drafter that is not free: seconds per guessed and per read token; how much of the
+        # text it has read, and what must be read before the next guess.
         self._token_s = self._read_token_s = drafter.token_s
         self._num_read, self._gap_s = 0, 0.0
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
-        """At most `room` tokens that may follow `ids`; none where a guess does not pay."""
+        """At most `room` tokens that may follow `ids`; none if a guess does not pay."""
         began, self._read_s = time.perf_counter(), 0.0
         self._check(ids)
         tokens = self._draft(ids, min(room, self.options.most))
@@ -140,7 +140,8 @@ class Speculation:
         return tokens
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Hears what a step of so many rows took and how many drafted tokens were right."""
+        """Records the seconds of a step of `rows` rows and the number of drafted tokens that were
+        right."""
         self.costs.learn(rows, seconds)
         totals, tokens = self.totals, 1 + accepted
         totals.steps += 1
@@ -155,7 +156,7 @@ class Speculation:
         self._since_trial += tokens
         if single_s is None:
             return
-        # Of steps before the first single one nothing is known: they count from here on.
+        # Nothing is known about steps before the first single one: they count from here on.
         totals.baseline_s += tokens * single_s if rows > 1 else seconds
         gain_s = tokens * single_s - seconds if rows > 1 else 0.0
         self._account.settle(single_s, tokens, gain_s)
@@ -166,7 +167,7 @@ class Speculation:
         )
 
     def line(self) -> str:
-        """What was done, for people."""
+        """A line of statistics for the user."""
         totals = self.totals
         share = f" ({totals.accepted / totals.drafted:.0%})" if totals.drafted else ""
         return (
@@ -176,7 +177,7 @@ class Speculation:
         )
 
     def _check(self, ids: Sequence[int]) -> None:
-        """Compares earlier guesses with what came."""
+        """Compares earlier guesses with the tokens that came."""
         if ids is not self._ids or len(ids) < self._length:
             self._pending.clear()
             self._is_read = False
@@ -188,7 +189,7 @@ class Speculation:
         self._pending = still
 
     def _follow(self, pending: _Pending, ids: Sequence[int]) -> bool:
-        """Whether there is still something to come."""
+        """True if tokens are still to come."""
         tokens, trust = pending.guess.tokens, pending.guess.trust
         while pending.checked < len(tokens) and pending.start + pending.checked < len(ids):
             is_right = tokens[pending.checked] == ids[pending.start + pending.checked]
@@ -203,13 +204,13 @@ class Speculation:
             return ()
         if self._drafter.is_free:
             return self._free_guess(ids, most)
-        gap = len(ids) - self._num_read if self._is_read else 0  # a new text is read for nothing
+        gap = len(ids) - self._num_read if self._is_read else 0  # a new text is read for free
         self._gap_s = gap * self._read_token_s
         length = self._length_for(_COSTLY_TRUST, most)
         return self._costly_guess(ids, length) if length else ()
 
     def _free_guess(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Looked at in full, so that what is not computed teaches something as well."""
+        """Examined in full, so that tokens not computed are learnt from as well."""
         if not self._account.can_pay(0.0):
             return ()
         self._prepare(ids)
@@ -227,14 +228,14 @@ class Speculation:
         token_s = (time.perf_counter() - began) / max(1, len(tokens))
         self._token_s += 0.1 * (token_s - self._token_s)
         if not tokens:
-            self._acceptance.learn(_COSTLY_TRUST, 0, False)  # asked in vain
+            self._acceptance.learn(_COSTLY_TRUST, 0, False)  # no guess
         if len(tokens) < max(1, self.options.least):
             return ()
         self._pending.append(_Pending(len(ids), Guess(tokens, _COSTLY_TRUST)))
         return tokens
 
     def _prepare(self, ids: Sequence[int]) -> None:
-        """A new text is read for nothing, as the model's own reading of it is not counted."""
+        """A new text is read for free, as the model's own reading of it does not count."""
         began = time.perf_counter()
         self._drafter.prepare(ids)
         took = time.perf_counter() - began
@@ -246,7 +247,7 @@ class Speculation:
         self._num_read = len(ids)
 
     def _length_for(self, trust: int, most: int) -> int:
-        """How much of a guess of `most` tokens is computed with the next step."""
+        """How much of a guess of `most` tokens to compute in the next step."""
         length = self.best_length(trust, most)
         if length:
             length = self._varied(length, most)
@@ -256,7 +257,7 @@ class Speculation:
         return length
 
     def best_length(self, trust: int, most: int) -> int:
-        """The length of the best draft that the account can pay for; 0 is none."""
+        """The length of the best draft that the account can afford; 0 is none."""
         expected = self._acceptance.expected(trust, most)
         cost_s = self._draft_costs(most)
         single_s = cost_s[0]
@@ -278,14 +279,14 @@ class Speculation:
         ]
 
     def _can_pay(self, length: int, cost_s: Sequence[float]) -> bool:
-        """Whether the account bears a draft of which nothing is right. Where no cost is known, rows
-        may cost as much as so many steps."""
+        """True if the account can afford a draft of which nothing is right. Where no cost is known,
+        rows may cost as much as single steps."""
         loss_s = cost_s[length] - cost_s[0]
         unknown_s = 0.0 if self.costs.is_known else length * cost_s[0]
         return self._account.can_pay(max(loss_s, unknown_s))
 
     def _varied(self, length: int, most: int) -> int:
-        """Now and then another length nearby whose cost is not known."""
+        """Occasionally another length nearby whose cost is unknown."""
         self._since_varied += 1
         if self._since_varied < _VARY_EVERY:
             return length
@@ -295,7 +296,7 @@ class Speculation:
         return min(unknown, key=lambda n: abs(n - length), default=length)
 
     def _is_trial_due(self, trust: int, most: int) -> bool:
-        """Whether to draft against the odds: costs and drafters may have changed."""
+        """True if a draft against the odds is due: costs and drafters may have changed."""
         length = max(min(_TRIAL, most), self.options.least)
         is_likely = (
             self._acceptance.expected(trust, 1)[1] > 1.5 if self._drafter.is_free else self._is_read

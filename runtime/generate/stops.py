@@ -1,17 +1,17 @@
-"""Strings that end a text, wherever tokens begin and end."""
+"""Stop strings: they end a text wherever token boundaries fall."""
 
 from collections.abc import Sequence
 
 
 class StopFilter:
-    """Lets text through up to the first stop string; holds back what may be the beginning of one."""
+    """Passes text up to the first stop string; holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(what is certainly before a stop string, whether one has come)."""
+        """(text that certainly precedes a stop string, whether one has come)."""
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
@@ -23,13 +23,13 @@ class StopFilter:
         return text, False
 
     def flush(self) -> str:
-        """What is held back, where nothing more comes."""
+        """Returns what is held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that are the beginning of `stop`."""
+    """Length of the suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,6 +1,4 @@
-"""What an engine does with texts: their logits, tokens that go on with them, places that keep them.
-
-What this module does not know: how a model is loaded, and where its weights are."""
+"""The text interface of an engine: logits, generation, sequences."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -50,19 +48,19 @@ class TextEngine:
 
     @property
     def codec(self) -> TextCodec:
-        """The model's tokenizer, read when it is first needed."""
+        """The model's tokenizer, read on first use."""
         if self._codec is None:
             self._codec = TextCodec.of(self.model)
         return self._codec
 
     @told_out_of_memory()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
-        """Runs a text through all layers but not through the head: for observers."""
+        """Runs a text through all layers but not the head: for observers."""
         self._run_alone(token_ids, "none")
 
     @told_out_of_memory()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        """f32 [T, V] on the CPU: what follows each token, the text starting with the first."""
+        """f32 [T, V] on the CPU: the logits after each token of a text starting with the first."""
         return self._run_alone(token_ids, "all")
 
     def _run_alone(self, token_ids: Sequence[int] | Tensor, wanted: Wanted) -> Tensor:
@@ -71,15 +69,15 @@ class TextEngine:
             return text.extend(ids_T.tolist(), wanted)
 
     def sequence(self) -> TextSequence:
-        """A place for a text of its own, kept until it is closed: see runtime.step.sequences.
+        """A sequence for one text, kept until it is closed: see runtime.step.sequences.
 
-        Raises SparkinferError where all `num_sequences` are in use."""
+        Raises SparkinferError if all `num_sequences` are in use."""
         return self._sequences.open()
 
     @told_out_of_memory()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
-        """Computes tokens of several sequences in common steps, which read each weight once: of each
-        part its logits f32 [R, V], the same to the bit as computed alone."""
+        """Computes tokens of several sequences in common steps, which read each weight once: for
+        each part its logits f32 [R, V], bit-identical to those computed alone."""
         return self._sequences.run(parts)
 
     def generate(
@@ -95,14 +93,14 @@ class TextEngine:
         drafts: Drafts | None = None,
         sequence: TextSequence | None = None,
     ) -> Iterator[Token]:
-        """Yields tokens as they are made; `last_run` tells afterwards what they took.
+        """Yields tokens as they are made; afterwards `last_run` has their statistics.
 
-        `sampling` says how tokens are drawn, llama.cpp's defaults unless told; temperature (0 is
-        greedy) and seed (makes a run repeatable) go before its own. `options` say when the text
-        ends, in place of max_tokens. `constraint`: what it has to obey, see
-        runtime.generate.constraints. `drafts` guesses tokens, which changes no text but its speed.
-        `sequence`: where the text is kept, and goes on if the prompt begins with it; without one it
-        is forgotten. Raises SparkinferError for a prompt that is empty or does not fit."""
+        `sampling` is llama.cpp's defaults if not given; temperature (0 is greedy) and seed (makes a
+        run repeatable) override its own. `options` say when the text ends, in place of max_tokens.
+        `constraint` restricts the text, see runtime.generate.constraints. `drafts` guesses tokens,
+        which changes only the speed. `sequence` keeps the text, and is continued if the prompt
+        begins with its tokens; without one the text is forgotten. Raises SparkinferError for a
+        prompt that is empty or does not fit."""
         generation_of = self._generation_of(
             prompt, sampling_of(sampling, temperature, seed),
             options or GenerationOptions(max_tokens=max_tokens), constraint, drafts,
@@ -117,7 +115,7 @@ class TextEngine:
         constraint: Mask | None,
         drafts: Drafts | None,
     ) -> Callable[[TextSequence], Generation]:
-        """Refuses what is wrong before there is a place for the text."""
+        """Refuses wrong arguments before the text takes a sequence."""
         if drafts is not None:
             check_rows(self._live)
         if options.shift_keep is not None and 2 * options.shift_keep > self.context_length:
@@ -151,8 +149,8 @@ class TextEngine:
         options: GenerationOptions | None = None,
         constraints: Sequence[Mask] = (),
     ) -> Iterator[tuple[int, Token]]:
-        """Yields (number of the prompt, token): texts that go on together, in common steps, each with
-        the tokens that it has alone. As `generate`; `last_runs` has one for each prompt.
+        """Yields (index of the prompt, token): texts generated together in common steps, each with
+        the tokens it has alone. As `generate`; `last_runs` has one entry per prompt.
 
         Raises SparkinferError for more prompts than the engine has sequences."""
         makers = [
@@ -180,8 +178,9 @@ class TextEngine:
     ) -> Conversation:
         """A conversation, in a sequence of its own: see runtime.generate.chat.
 
-        `template` is the model's own, the name of one, or a file; `new_constraint` makes what each
-        answer has to obey. Raises SparkinferError where there is no template, or no sequence left."""
+        `template` is the model's own, the name of one, or a file; `new_constraint` makes the
+        constraint of each answer. Raises SparkinferError if there is no template, or no sequence
+        left."""
         found = chat_template_of(self.model, self.codec, template)
         if drafts is not None:
             check_rows(self._live)
@@ -192,7 +191,7 @@ class TextEngine:
         )  # fmt: skip
 
     def prompt_key(self) -> PromptKey:
-        """What the state of a text depends on: runtime.generate.prompt_cache."""
+        """Everything the state of a text depends on: runtime.generate.prompt_cache."""
         return PromptKey(
             model_id=self.model.model_id,
             weights=weights_digest(self.model),
@@ -205,12 +204,12 @@ class TextEngine:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether a row of a step has the bits that it has alone, whatever else is in the step."""
+        """True if a row of a step has the bits it has alone, whatever else is in the step."""
         return has_equal_rows(self._live)
 
     @property
     def not_native(self) -> str | None:
-        """Why a decode step is not one native call, in a few words; None where it is one."""
+        """Why a decode step is not one native call, in a few words; None if it is one."""
         native = self._live.native
         return native if isinstance(native, str) else None
 

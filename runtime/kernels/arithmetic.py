@@ -1,7 +1,5 @@
-"""What decides the last bit of a result, beside model and text: one line for artifacts and for what
-a run that goes on must have in common with the one before.
-
-What this module does not know: what is computed."""
+"""Everything that decides the last bit of a result beside model and text, as one line: for
+artifacts and for the check that a resumed run matches the one before."""
 
 import torch
 
@@ -9,9 +7,9 @@ from sparkinfer.runtime.kernels.cpu import library
 
 
 def arithmetic(device: torch.device) -> str:
-    """E.g. "avx512vnni, torch 2.13.0 AVX512"; our kernels' level is "torch" where there are none.
+    """E.g. "avx512vnni, torch 2.13.0 AVX512"; the kernels' level is "torch" if they are not built.
 
-    The sums of a training depend on the number of torch's threads besides; those of a pass do not."""
+    Sums in training also depend on the number of torch's threads; those of a pass do not."""
     release = torch.__version__.split("+")[0]
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)

@@ -1,7 +1,7 @@
-"""The K-quants of llama.cpp unpacked by torch, on any device: where there is no kernel for them.
+"""Unpacks llama.cpp's K-quants by torch, on any device, where there is no kernel for it.
 
-Blocks of 256 values, laid out as dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c have it;
-runtime/kernels/cpu/k_quants_template.h says it in words. What this module does not know: rows.
+Blocks of 256 values, laid out as in dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c;
+runtime/kernels/cpu/k_quants_template.h describes the layout.
 
 Letters: B blocks. A part is 32 values of a block, a group of q6_k 16."""
 
@@ -17,7 +17,7 @@ def unpack_blocks(blocks: Tensor, kind: str) -> Tensor:
 
 
 def _unpack_with_minima(blocks: Tensor) -> Tensor:
-    """Of q4_k, and of q5_k, which has 32 bytes of fifth bits before its nibbles."""
+    """Unpacks q4_k, and q5_k, which has 32 bytes of fifth bits before its nibbles."""
     factors = _halves(blocks[..., :4])
     scale, minimum = _six_bit_numbers(blocks[..., 4:16])
     quants = _parts(blocks[..., -128:].unflatten(-1, (4, 32)))
@@ -29,7 +29,7 @@ def _unpack_with_minima(blocks: Tensor) -> Tensor:
 
 
 def _unpack_q6_k(blocks: Tensor) -> Tensor:
-    # In each half of the block: two times 32 low nibbles, then the high ones of the same bytes.
+    # Each half of the block: twice 32 low nibbles, then the high ones of the same bytes.
     nibbles = blocks[..., :128].unflatten(-1, (2, 1, 64))
     quants = torch.cat([nibbles & 15, nibbles >> 4], dim=-2).unflatten(-1, (2, 32)).flatten(-3, -2)
     upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _places(blocks, (0, 2, 4, 6))
@@ -54,7 +54,7 @@ def _places(blocks: Tensor, bits: range | tuple[int, ...]) -> Tensor:
 
 def _six_bit_numbers(data: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minima from 12 bytes: the first four of each are the low six bits of
-    bytes 0-3 and 4-7, the others nibbles of bytes 8-11 under the top bits of those."""
+    bytes 0-3 and 4-7; the others are nibbles of bytes 8-11 below the top bits of those."""
     low, middle, high = data.unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
     minimum = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)

@@ -1,25 +1,24 @@
-"""Rows of blocks whose scales, nibbles and other parts lie apart, as a GPU reads them, and q4_0 and
-q8_0 also the CPU (there library.pack_rows makes them).
+"""Planar rows: blocks whose scales, nibbles and other parts are stored apart, as a GPU reads them,
+and the CPU too for q4_0 and q8_0 (there library.pack_rows makes them).
 
-The blocks of q4_0, q8_0 and q6_K in a file are of 18, 34 and 210 bytes: no load of 16 bytes is
-aligned in them. In a planar row each part of all blocks lies behind the same part of the block
-before it, and the row has as many bytes as in the file:
+The blocks of q4_0, q8_0 and q6_K in a file have 18, 34 and 210 bytes: no load of 16 bytes is
+aligned in them. In a planar row each part is contiguous over all blocks, and the row has as many
+bytes as in the file:
 
     q4_0_planar   scales f16 | nibbles, 16 bytes a block
     q8_0_planar   scales f16 | values, 32 bytes a block
     q6_k_planar   ql, 128 bytes a super-block | qh, 64 | scales int8, 16 | d f16
 
-What this module does not know: matrices, files, and what the bits of a block mean.
 Letters: N rows, B blocks of a row."""
 
 import torch
 from torch import Tensor
 
-# The planar kind of a kind in a file; the other kinds are read as they are.
+# The planar kind of each kind in a file; other kinds are read as stored.
 PLANAR_KIND = {"q4_0": "q4_0_planar", "q8_0": "q8_0_planar", "q6_k": "q6_k_planar"}
 FILE_KIND = {planar: kind for kind, planar in PLANAR_KIND.items()}
 
-# (first byte in a block of the file, bytes), in the order of the planar row.
+# (first byte in a block of the file, bytes), in planar order.
 _PLANES = {
     "q4_0_planar": ((0, 2), (2, 16)),
     "q8_0_planar": ((0, 2), (2, 32)),
@@ -28,9 +27,9 @@ _PLANES = {
 
 
 def planar(data: Tensor, kind: str) -> tuple[Tensor, str]:
-    """(rows, their kind) of rows uint8 [N, row_bytes] of a file, rearranged into new memory.
+    """(rows, their kind): rows uint8 [N, row_bytes] of a file, rearranged into new memory.
 
-    Rows of a kind that has no planar one come back as they are."""
+    Rows of a kind without a planar form are returned unchanged."""
     if kind not in PLANAR_KIND:
         return data, kind
     planes = _PLANES[PLANAR_KIND[kind]]

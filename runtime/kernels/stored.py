@@ -1,7 +1,7 @@
-"""A weight matrix in the type it has in the file, as kernels on both sides are handed it.
+"""A weight matrix in the type it has in the file, as kernels on both sides take it.
 
-A row is unpacked when it is used and the unpacked values are dropped again.
-Letters: N rows, D row width, A chosen rows."""
+A row is unpacked when it is used; the unpacked values are not kept. Letters: N rows, D row width, A
+chosen rows."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def unpack(data: Tensor, kind: str) -> Tensor:
-    """f32 [A, D] of rows as they are stored; blocks as in ggml-quants.c of llama.cpp."""
+    """f32 [A, D] of stored rows; blocks as in ggml-quants.c of llama.cpp."""
     if kind in FLOATS:
         return data.float()
     data, kind = from_planar(data, kind)
@@ -39,9 +39,10 @@ def _from_nibbles(bytes_16: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMatrix:
-    """`data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows may lie apart.
+    """A matrix as stored. `data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows
+    may be strided.
 
-    Of the kinds, those that end in "_planar" are in memory only: see runtime.kernels.planar."""
+    Kinds that end in "_planar" exist in memory only: see runtime.kernels.planar."""
 
     data: Tensor
     kind: str
@@ -57,7 +58,7 @@ class StoredMatrix:
 
     @property
     def stride_bytes(self) -> int:
-        """From the start of a row to that of the next."""
+        """Bytes from the start of a row to that of the next."""
         return self.data.stride(0) * self.data.element_size()
 
     @property

@@ -1,6 +1,6 @@
-"""How many threads the runtime takes: ours and torch's alike.
+"""Thread counts of the runtime: the C++ kernels' and torch's alike.
 
-Ours sleep while torch computes and torch's while ours do, so both may have all cores."""
+The kernels' threads sleep while torch computes and vice versa, so both may have all cores."""
 
 import os
 from pathlib import Path
@@ -14,9 +14,9 @@ MOST_THREADS = 1024
 
 
 def use_threads(count: int | None) -> int:
-    """Lets `count` threads (None: one a physical core) share each job; returns how many.
+    """Uses `count` threads (None: one per physical core) for each job; returns how many.
 
-    Raises SparkinferError for a count that cannot be."""
+    Raises SparkinferError for an impossible count."""
     if count is None:
         count = physical_cores()
     if not 1 <= count <= MOST_THREADS:
@@ -28,8 +28,8 @@ def use_threads(count: int | None) -> int:
 
 
 def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Cores that this process may run on, two hardware threads of one core counting once; where
-    the system does not tell, the processors it may run on."""
+    """Physical cores this process may run on, hardware threads of one core counted once; the
+    processors it may run on if the system does not report cores."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     if allowed is None:
         return os.cpu_count() or 1

@@ -2,16 +2,16 @@
 
     h_j = act(gate_j . x) * (up_j . x),   y = sum_j h_j * down_j
 
-(plus biases, where a model has them). Without gates (OPT, Falcon) h_j = act(up_j . x), and what
-is called gate here is that up projection.
+(plus biases, if a model has them). Without gates (OPT, Falcon) h_j = act(up_j . x), and `gate` here
+is that up projection.
 
 `exact` computes every gate and the rest only where the gate is open; `predicted` computes the
-gates that the predictor names and the rest where such a gate is open. Both give what `dense`
-gives up to the neurons that the predictor misses. For one token only the rows that are needed
-are read; for several on the CPU, each takes its own, as it would alone (native_neurons); without the
-C++ kernels those that any of them needs, and what is not needed is masked.
+predicted gates and the rest where such a gate is open. Both give the results of `dense`, except for
+neurons that the predictor misses. One token reads only the rows it needs; of several on the CPU,
+each uses its own rows, as it would alone (native_neurons). Without the C++ kernels, the rows that
+any token needs are read, and the others masked.
 
-But in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
+Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
@@ -32,15 +32,15 @@ from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock, above, without_silent
 
-# Of the neurons that several tokens might need, the share that they must need for all rows to be
-# taken: choosing rows costs a copy of the tokens' values of those that are chosen.
+# The share of a block's neurons that several tokens must need for all rows to be taken: choosing
+# rows costs a copy of the tokens' values of the chosen ones.
 MOST_CHOSEN = 0.9
 
 
 @dataclass
 class Traffic:
-    """Weight bytes that were read, since the last reset. `attention` is what the CPU reads of query,
-    key, value and output projection, all else of the feed-forward layers."""
+    """Weight bytes read since the last reset. `attention` is what the CPU reads of query, key,
+    value and output projection; the others are those of the feed-forward layers."""
 
     gate: int = 0
     up: int = 0
@@ -50,7 +50,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Of the feed-forward layers."""
+        """Bytes of the feed-forward layers."""
         return self.gate + self.up + self.down + self.predictor
 
 
@@ -65,7 +65,7 @@ class Predictor:
     gate: Gate
 
     def scores(self, x_TD: Tensor) -> Tensor:
-        """[T, F]; a neuron is named where its score is above the threshold."""
+        """[T, F]; a neuron is predicted if its score is above the threshold."""
         inner_TR = x_TD if self.down is None else self.down.apply(x_TD)
         logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
         return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
@@ -77,8 +77,8 @@ class Predictor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockResult:
-    """Output [T, D], and gate and hidden values [T, A] of the neurons at `position_A`: None where
-    nobody watches."""
+    """Output [T, D], and gate and hidden values [T, A] of the neurons at `position_A`: None unless
+    observed."""
 
     y_TD: Tensor
     gate_TA: Tensor | None = None
@@ -87,19 +87,20 @@ class BlockResult:
 
 
 class ColdNeurons(Protocol):
-    """What brings neurons of the CPU to a GPU where many tokens are worth it: cold_stream."""
+    """Streams neurons of the CPU to a GPU if there are enough tokens: cold_stream."""
 
     device: torch.device
     least_tokens: int
 
     def has(self, layer: int, block: NeuronBlock) -> bool:
-        """Whether these neurons are brought."""
+        """True if these neurons are streamed."""
 
     def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
-        """Calls `add` with them on the device, a piece at a time: it reads `x` and adds to `y`."""
+        """Calls `add` with the neurons on the device, one piece at a time: it reads `x` and adds to
+        `y`."""
 
 
-# What observers may see of a layer's neurons, and the value where it was not computed.
+# What observers see of a layer's neurons, and the value where it was not computed.
 _SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
 
 
@@ -108,7 +109,7 @@ class FeedForward:
     layer: int
     num_neurons: int  # F
     gate: Gate
-    blocks: tuple[NeuronBlock, ...]  # together, every neuron once
+    blocks: tuple[NeuronBlock, ...]  # every neuron in exactly one of them
     down_bias_D: Tensor | None
     predictor: Predictor | None
     input_limit_D: Tensor | None = None  # on the layer's device; None in mode "dense"
@@ -144,7 +145,7 @@ class FeedForward:
         return total if self.down_bias_D is None else total + self.down_bias_D
 
     def _named(self, x_TD: Tensor) -> Tensor:
-        """bool [T, F]: the neurons that the predictor names."""
+        """bool [T, F]: the predicted neurons."""
         assert self.predictor is not None
         score_TF = self.predictor.scores(x_TD)
         self.traffic.predictor += self.predictor.num_bytes
@@ -152,7 +153,7 @@ class FeedForward:
         return ~(score_TF <= self.predictor.threshold)
 
     def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """One token on the CPU: reads the rows of named gates and of open neurons, no others."""
+        """One token on the CPU: reads only the rows of predicted gates and of open neurons."""
         x_D = x_TD[0].contiguous()
         if named_TN is None:
             position, rows = None, block.row_N
@@ -181,19 +182,20 @@ class FeedForward:
         )
 
     def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, whose values nobody watches: natively all neurons at once, otherwise a
-        part at a time, whose values stay in the cache."""
+        """Any number of tokens, unobserved: natively all neurons at once, otherwise one part at a
+        time, whose values stay in the cache."""
         y_TD = torch.zeros_like(x_TD)
         self._add_parts(y_TD, block, x_TD, named_TN)
         return BlockResult(y_TD=y_TD)
 
     def _is_brought(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
-        """To a GPU. Where someone watches, every value is wanted and nothing is."""
+        """True if the block is streamed to a GPU; never while observed, as every value is wanted
+        then."""
         is_many = num_tokens >= cold.least_tokens and not self.observers.active
         return is_many and cold.has(self.layer, block)
 
     def _brought(self, cold: ColdNeurons, x_TD: Tensor, named_TF: Tensor | None) -> BlockResult:
-        """Several tokens on the GPU of the layer, which gets the weights a piece at a time."""
+        """Several tokens on the layer's GPU, to which the weights are streamed piece by piece."""
         x_TD = x_TD.to(cold.device)
         named_TF = None if named_TF is None else named_TF.to(cold.device)
         y_TD = torch.zeros_like(x_TD)
@@ -206,7 +208,7 @@ class FeedForward:
         return BlockResult(y_TD=y_TD)
 
     def on_cpu(self, block: NeuronBlock, x_TD: Tensor) -> Tensor:
-        """What some neurons of this layer that are on the CPU give for several tokens there."""
+        """Output for several tokens of neurons of this layer that are on the CPU."""
         y_TD = torch.zeros_like(x_TD)
         named_TN = None
         if self.mode == "predicted":
@@ -232,7 +234,7 @@ class FeedForward:
     def _add_part(
         self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
-        """Adds what these neurons give; reads the rows that any of the tokens needs."""
+        """Adds the output of these neurons; reads the rows that any of the tokens needs."""
         rows, position = part.row_N, None
         if named_TN is not None:
             position = self._chosen(part, named_TN)
@@ -244,7 +246,7 @@ class FeedForward:
         hidden_TA, _ = self.gate.act(gate_TA, is_dense=is_dense, limit=limit_A)
         if named_TN is not None:
             hidden_TA = hidden_TA * named_TN
-        # What does not fire is 0, and NaN is not: it is to be seen in the result.
+        # Silent neurons are 0, but NaN is not silent: it must show in the result.
         chosen = None if is_dense else self._chosen(part, hidden_TA != 0)
         if chosen is not None:
             rows = chosen.to(torch.int32) if rows is None else rows[chosen]
@@ -264,12 +266,12 @@ class FeedForward:
     def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
         """Positions of the neurons that any token needs; None: take all of them."""
         if gpu_products.is_gpu(part.device):
-            return None  # to count them would be to wait for the device
+            return None  # counting them would synchronise with the device
         chosen = is_needed_TA.any(dim=0).nonzero().flatten()
         return None if len(chosen) > MOST_CHOSEN * is_needed_TA.shape[1] else chosen
 
     def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, all values of which are kept: reads every row of the block once."""
+        """Any number of tokens, keeping all values: reads every row of the block once."""
         gate_TN = _product(block.gate, x_TD, block.row_N)
         up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
         hidden_TN = self._hidden(block, gate_TN, up_TN, named_TN)
@@ -280,8 +282,8 @@ class FeedForward:
         return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
 
     def _transposed(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens: reads the rows of inputs that any of them has, for all neurons, and
-        of `down` those of neurons that add something."""
+        """Any number of tokens: reads the rows of inputs that are nonzero for any token, for all
+        neurons, and the `down` rows of neurons that contribute."""
         gate_TF = block.gate.apply(x_TD)
         up_TF = None if block.up is None else block.up.apply(x_TD)
         hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
@@ -300,7 +302,7 @@ class FeedForward:
     def _hidden(
         self, block: NeuronBlock, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None
     ) -> Tensor:
-        """What `down` takes, of all neurons of a block."""
+        """The inputs of `down`, for all neurons of a block."""
         is_dense = self.mode == "dense"
         limit_N = block.gate_limit(None)
         activated_TN, _ = self.gate.act(gate_TN, is_dense=is_dense, limit=limit_N)
@@ -316,7 +318,7 @@ class FeedForward:
         self.traffic.down += num_downs * block.down.row_bytes
 
     def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
-        """Puts the values of all blocks into the order of the layer, if anyone wants them."""
+        """Shows observers the values of all blocks in layer order."""
         for name, unknown in _SHOWN.items():
             if not self.observers.want(name, self.layer):
                 continue

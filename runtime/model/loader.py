@@ -1,9 +1,9 @@
-"""From a model file and a plan to layers on their devices.
+"""Loads a model file and a plan into layers on their devices.
 
-What lies on the CPU is copied into memory arranged for it (`runtime.weights.resident`), or stays in the
-mapped file; what lies on a GPU goes into its slab (`runtime.weights.upload`), straight from the mapped file.
-A plan without a GPU at hand runs with both roles on the CPU: the hot block still has matrices of its
-own. What this module does not know: the order of a forward pass."""
+What lies on the CPU is copied into memory arranged for it (`runtime.weights.resident`), or stays in
+the mapped file; what lies on a GPU goes into its slab (`runtime.weights.upload`), straight from the
+mapped file. A plan without an available GPU runs with both roles on the CPU: the hot block still
+has its own matrices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -41,18 +41,18 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """`ffn_norm` is None where attention and feed-forward take the same input."""
+    """One layer. `ffn_norm` is None if attention and feed-forward share their input."""
 
     device: torch.device  # of attention, norms, predictor and cache
     attn_norm: Norm
-    attn_norm_2: Norm | None  # attention's own, where it does not share that input
+    attn_norm_2: Norm | None  # attention's own, if it does not share that input
     attention: Attention
     ffn_norm: Norm | None
     ffn: FeedForward
     is_post_norm: bool
 
     def with_threshold(self, threshold: float) -> "Layer":
-        """Of the activation."""
+        """The layer with another activation threshold."""
         gate = replace(self.ffn.gate, threshold=threshold)
         return replace(self, ffn=replace(self.ffn, gate=gate))
 
@@ -62,7 +62,7 @@ class Weights:
     """Everything a forward pass needs."""
 
     embedding: Matrix
-    positions: Matrix | None  # learned ones, on the CPU; else `rotary` has the layers' devices
+    positions: Matrix | None  # learned ones, on the CPU; otherwise `rotary` has the layers' devices
     layers: tuple[Layer, ...]
     output_norm: Norm | None
     head: Linear
@@ -77,15 +77,15 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which device has which part. `hot` is None where no layer is divided.
+    """The device of each part. `hot` is None if no layer is divided.
 
-    What a layer has on a GPU is on the GPU that it calls home; the last home is the head's."""
+    A layer's parts on GPUs are all on its home GPU; the last home is the head's."""
 
-    homes: tuple[torch.device, ...]  # one a layer, and the head's; the CPU, where there is no GPU
+    homes: tuple[torch.device, ...]  # one per layer, and the head's; the CPU if there is no GPU
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool
     hot: tuple[np.ndarray, ...] | None
-    numbers: tuple[int, ...]  # of the homes, among the GPUs of the plan
+    numbers: tuple[int, ...]  # of the homes, as indices of the plan's GPUs
 
     @classmethod
     def of_split(cls, split: Split, gpus: tuple[torch.device, ...]) -> "Placement":
@@ -111,7 +111,7 @@ class Placement:
 
     @classmethod
     def without_neurons(cls, num_layers: int, device: torch.device) -> "Placement":
-        """All but the neurons of the feed-forward layers on the device."""
+        """Everything but the feed-forward neurons on the device."""
         none = np.zeros(0, np.int32)
         return replace(cls.on_one_device(num_layers, device), hot=(none,) * num_layers)
 
@@ -119,7 +119,7 @@ class Placement:
         return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
 
     def gpu(self, number: int) -> torch.device:
-        """The device that is this one of the plan's GPUs."""
+        """The device of the plan's GPU with this index."""
         return self.homes[self.numbers.index(number)]
 
     @property
@@ -140,17 +140,17 @@ def load_weights(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> Weights:
-    """`notice` hears what a user should know, e.g. the error of a transposed down projection.
-    Without a `residence`, what lies on the CPU stays in the mapped file. What a device has an
-    uploader for goes into that one's memory. `cache_types`: of keys and values; None is the model's
-    own."""
+    """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
+    projection. Without a `residence`, weights on the CPU stay in the mapped file. Weights of a
+    device with an uploader go to that one's memory. `cache_types`: of keys and values; None is the
+    model's own."""
     builder = Builder(
         model, placement, mode, context_length, observers, traffic, notice, residence,
         uploaders or {}, num_sequences, cache_types,
     )  # fmt: skip
     head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
-    # Of one that is not the head too, a step reads one row: it stays where it is.
+    # A step reads one row of an embedding that is not also the head: it stays on the CPU.
     entry = model.tensors["token_embd.weight"]
     embedding = (
         builder.matrix(entry, embedding_device, "head")
@@ -178,7 +178,7 @@ def load_weights(
 
 
 def load_predictors(model: ModelFile, device: torch.device) -> tuple[Predictor, ...]:
-    """Those of all layers, apart from a model that runs."""
+    """The predictors of all layers, without a running model."""
     placement = Placement.on_one_device(model.shape.num_layers, device)
     builder = Builder(model, placement, "predicted", 1, Observers(), Traffic(), lambda line: None)
     return tuple(builder.predictor(index, device) for index in range(model.shape.num_layers))
@@ -202,11 +202,11 @@ class Builder:
 
     @cached_property
     def table(self) -> BlockTable:
-        """Of the cache that the layers have."""
+        """The block table of the layers' caches."""
         return BlockTable(self.num_sequences, self.context_length)
 
     def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
-        """`item` is what its bytes are counted as, where the device's are."""
+        """A matrix of the file; its bytes in a slab are counted under `item`."""
         if device in self.uploaders:
             return self.uploaders[device].matrix(entry, item)
         if self.residence is None or device.type != "cpu":
@@ -269,7 +269,7 @@ class Builder:
         )
 
     def stored(self, index: int, name: str) -> TensorEntry:
-        """A matrix, transposed where it is stored so."""
+        """A matrix, transposed if it is stored so."""
         suffix = "_t" if self.model.is_transposed(index, name) else ""
         return self.entry(index, f"{name}{suffix}.weight")
 
@@ -302,8 +302,8 @@ class Builder:
         self.traffic.attention += num_bytes
 
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
-        """Query, key and value; one matrix of rows three times as long where they are transposed and
-        copied anyway."""
+        """Query, key and value; one matrix with three times the row length if they are transposed
+        and copied anyway."""
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         entries = [self.stored(index, name) for name in names]
@@ -357,7 +357,8 @@ class Builder:
     def block(
         self, index: int, down: TensorEntry, device: torch.device, ids: np.ndarray, rows: str
     ) -> NeuronBlock:
-        """`rows`: "own" copies these neurons' rows, "shared" points at them, "all" takes all."""
+        """A block. `rows`: "own" copies these neurons' rows, "shared" points at them, "all" takes
+        all."""
         chosen = ids if rows == "own" else None
         has_up = self.model.graph.is_gated
         names = [self.model.gate_name, *(["ffn_up"] if has_up else [])]
@@ -395,7 +396,7 @@ class Builder:
         return self.kept(bias, is_weight=True) if device == CPU else bias.to(device)
 
     def ids(self, ids: np.ndarray, device: torch.device, *, is_all: bool) -> Tensor:
-        """Numbers of neurons as a block has them."""
+        """Neuron ids in the form a block has them."""
         if device not in self.uploaders:
             id_N = torch.from_numpy(ids)
             return self.kept(id_N, is_weight=False) if device == CPU else id_N.to(device)
@@ -403,7 +404,7 @@ class Builder:
         return uploader.range(len(ids)) if is_all else uploader.ids(ids)
 
     def kept(self, values: Tensor, *, is_weight: bool) -> Tensor:
-        """Beside the weights on the CPU, where GPUs copy from those."""
+        """Copies values beside the weights on the CPU if GPUs copy from there."""
         if self.residence is None or not self.uploaders:
             return values
         return self.residence.keep(values, is_weight=is_weight)
@@ -411,9 +412,9 @@ class Builder:
     def neuron_matrices(
         self, entries: list[TensorEntry], device: torch.device, chosen: np.ndarray | None
     ) -> list[Matrix]:
-        """Gate, up (where there is one) and down of some neurons (None: all), side by side where
-        they are read together: in mode "exact" every gate is read and the others rarely, in mode
-        "dense" each to its end, but for neurons that are brought to a GPU, in one copy a piece."""
+        """Gate, up (if there is one) and down of some neurons (None: all), interleaved where they
+        are read together: mode "exact" reads every gate and the others rarely, mode "dense" reads
+        each to its end, except for neurons streamed to a GPU, which take one copy per piece."""
         if device in self.uploaders:
             uploader = self.uploaders[device]
             return [uploader.matrix(entry, "neurons", chosen) for entry in entries]
@@ -427,7 +428,7 @@ class Builder:
         )
 
     def transposed_matrices(self, entries: list[TensorEntry], device: torch.device) -> list[Matrix]:
-        """Gate and up (where there is one) side by side, input by input; and down."""
+        """Gate and up (if there is one) interleaved input by input; and down."""
         if self.residence is None or device.type != "cpu":
             return [matrix_of(entry, device) for entry in entries]
         return [
@@ -450,7 +451,7 @@ class Builder:
 
 
 def limited(layer: Layer, limits: LayerLimits) -> Layer:
-    """The layer with these limits instead of its own; in mode "dense" without any."""
+    """The layer with these limits instead of its own; in mode "dense" with none."""
     is_dense = layer.ffn.mode == "dense"
 
     def on_device(limit: np.ndarray | None) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""The neurons of one block for one token or some, in one native call: what a CPU does for a layer that
-is divided, from the normed input to what its neurons add.
+"""The neurons of one block for one token or several, in one native call: the CPU's share of a
+divided layer, from the normed input to the neurons' output.
 
-A call takes a bit a neuron, as a GPU's predictor leaves them, and may come from any thread, also
-from a node of a CUDA graph (`node`). The reference is feed_forward.py.
+A call takes one bit per neuron, as a GPU's predictor writes them, and may come from any thread,
+also from a node of a CUDA graph (`node`). The reference is feed_forward.py.
 
 Letters: T tokens, D model width, F neurons of the layer, N of the block."""
 
@@ -34,7 +34,7 @@ class NeuronsStruct(Structure):
 
 
 class SharedWorkspace:
-    """One for several blocks of which no two run at a time."""
+    """Scratch shared by several blocks, no two of which run at a time."""
 
     def __init__(self) -> None:
         self._structs: list[NeuronsStruct] = []
@@ -44,7 +44,7 @@ class SharedWorkspace:
         self._structs.append(struct)
 
     def allocate(self) -> None:
-        """Once, when all are known. Raises NotNative where one contradicts itself."""
+        """Allocates once all blocks are known. Raises NotNative if one is inconsistent."""
         sizes = [library.neurons_bytes(struct) for struct in self._structs]
         if not sizes:
             return
@@ -55,13 +55,14 @@ class SharedWorkspace:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeNeurons:
-    """Reads `x_D` and the bits of `named_W`, writes `y_D`: buffers that stay where they are."""
+    """One block's native call. Reads `x_D` and the bits of `named_W`, writes `y_D`: buffers at
+    fixed addresses."""
 
     struct: NeuronsStruct
     x_D: Tensor
-    named_W: Tensor | None  # int32 [F / 32 rounded up], bit j % 32 of word j / 32 for neuron j
+    named_W: Tensor | None  # int32 [ceil(F / 32)], bit j % 32 of word j / 32 for neuron j
     y_D: Tensor
-    kept: tuple[Any, ...]  # whatever the struct points at
+    kept: tuple[Any, ...]  # keeps alive what the struct points to
 
     @classmethod
     def of(
@@ -76,9 +77,9 @@ class NativeNeurons:
         y_D: Tensor | None = None,
         room: SharedWorkspace | None = None,
     ) -> "NativeNeurons":
-        """`num_neurons` is the layer's F; vectors that are not given are made. With a `room` it
-        cannot be run before that is allocated. Raises NotNative for
-        what the kernels do not cover, and ImportError where they are not built."""
+        """Makes a call. `num_neurons` is the layer's F; vectors that are not given are allocated.
+        With a `room`, it can run only once that is allocated. Raises NotNative for what the kernels
+        do not cover, and ImportError if they are not built."""
         structs = Structs()
         width = block.down.width
         x_D = torch.zeros(width) if x_D is None else x_D
@@ -109,7 +110,7 @@ class NativeNeurons:
 
     @property
     def node(self) -> tuple[int, int]:
-        """(address of a C function, of its argument): to be called on the host by a CUDA graph."""
+        """(address of a C function, of its argument): a host function for a CUDA graph."""
         return library.neurons_function(), addressof(self.struct)
 
     def run(self) -> None:
@@ -117,23 +118,24 @@ class NativeNeurons:
 
     @property
     def bytes_read(self) -> int:
-        """Of weights, by all calls so far."""
+        """Weight bytes read by all calls so far."""
         return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
 
 
 def add_neurons(
     y_TD: Tensor, block: NeuronBlock, gate: Gate, mode: Mode, x_TD: Tensor, named_TN: Tensor | None
 ) -> tuple[int, int, int]:
-    """Adds what a block's neurons give for each token; `named_TN` are those that a predictor names,
-    None in other modes. Returns bytes of gates, ups and downs, each row counted once a call.
+    """Adds a block's output for each token; `named_TN` are the predicted neurons, None in other
+    modes. Returns bytes of gates, ups and downs, each row counted once per call.
 
-    A token gets the same bits with any others. Raises NotNative for what the kernels do not cover."""
+    A token's bits do not depend on the other tokens. Raises NotNative for what the kernels do not
+    cover."""
     if not len(x_TD):
         return 0, 0, 0
     structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
     x_TD = x_TD.contiguous()
     struct = NeuronsStruct(
-        block=structs.block(replace(block, is_whole=True)),  # named by their places in the block
+        block=structs.block(replace(block, is_whole=True)),  # named by place in the block
         width=block.down.width,
         num_neurons=len(block.id_N),
         max_tokens=num_tokens,

@@ -42,7 +42,7 @@ class NotNative(Exception):
 
 
 class Structs:
-    """Turns parts of a model into structs; `kept` grows by what they point at."""
+    """Converts parts of a model to structs; `kept` collects what they point at."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []

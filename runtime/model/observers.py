@@ -1,8 +1,8 @@
-"""Watching any named tensor of any layer while the model runs.
+"""Observers of any named tensor of any layer while the model runs.
 
-Profile, eval and the tests see the model only through this; see NAMES for what can be seen.
-When nobody watches, a tensor's place in the code costs one test of an empty list. The two
-calls, one before and one after a tensor is computed, are those of llama.cpp's eval callback."""
+Profile, eval and the tests see the model only through this; NAMES lists what can be observed.
+Without observers, a tensor costs one test of an empty list. The two calls, one before and one after
+a tensor is computed, are those of llama.cpp's eval callback."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from typing import Self
 
 from torch import Tensor
 
-# T tokens, D model width, F neurons, V vocabulary. The values of `ffn_gate` that were not
-# computed (a sparse mode needs only some) are NaN, those of `ffn_hidden` are zero.
+# T tokens, D model width, F neurons, V vocabulary. Values of `ffn_gate` that were not computed (a
+# sparse mode needs only some) are NaN, those of `ffn_hidden` are zero.
 NAMES = {
     "embedding": "[T, D] token embeddings",
     "attn_norm": "[T, D] input of attention",
@@ -60,11 +60,11 @@ class Observers:
         return observation
 
     def want(self, name: str, layer: int | None) -> bool:
-        """Asked before a tensor is computed: does anyone want it?"""
+        """True if any observer wants the tensor; called before it is computed."""
         return any(observation.wants(name, layer) for observation in self.active)
 
     def show(self, name: str, layer: int | None, tensor: Tensor) -> None:
-        """Called after a tensor was computed."""
+        """Passes a computed tensor to the observers that want it."""
         if self.active:
             for observation in list(self.active):
                 if observation.wants(name, layer):

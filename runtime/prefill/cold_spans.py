@@ -1,7 +1,6 @@
 """The neurons of a block as spans of host memory, and the same neurons in a buffer on a device.
 
-Matrices that lie side by side (runtime.weights.resident) are one span: a piece of neurons is one run of
-memory. What this module does not know: streams.
+Interleaved matrices (runtime.weights.resident) form one span: a piece of neurons is contiguous.
 
 Letters: N neurons of the block, S bytes of a neuron in a span."""
 
@@ -20,7 +19,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Rows of one or more matrices: `host_NS` uint8, or rows of it at `row_N`."""
+    """Rows of one or more matrices: `host_NS` uint8, or its rows at `row_N`."""
 
     host_NS: Tensor
     row_N: Tensor | None
@@ -31,7 +30,7 @@ class Span:
 
     @property
     def can_be_copied(self) -> bool:
-        """As it lies: rows behind one another, in pinned memory."""
+        """True if rows are contiguous and in pinned memory, so that they can be copied directly."""
         return self.row_N is None and self.host_NS.is_contiguous() and self.host_NS.is_pinned()
 
     def fill(self, target: Tensor, start: int, stop: int) -> None:
@@ -43,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a tensor's rows are: bytes `start` to `stop` of a span's."""
+    """Where a tensor's rows are: bytes `start` to `stop` of a span's rows."""
 
     span: int
     start: int
@@ -72,7 +71,7 @@ class ColdBlock:
             width = max(places[number].stop for number in group)
             spans.append(Span(host_NS=_bytes_of(first, width), row_N=block.row_N))
         for number in range(num_matrices, len(tensors)):
-            # Ids are of the block; biases of the rows that the matrices have.
+            # A block's spans. Ids are those of the block; biases are per row of the matrices.
             is_id = number == len(tensors) - 1
             size = tensors[number].element_size()
             places[number] = _Place(span=len(spans), start=0, stop=size)
@@ -94,16 +93,16 @@ class ColdBlock:
         return all(span.can_be_copied for span in self.spans)
 
     def layout_bytes(self, count: int) -> int:
-        """Of a buffer for so many neurons."""
+        """Bytes of a buffer for `count` neurons."""
         return sum(_aligned(count * span.row_bytes) for span in self.spans)
 
     @property
     def least_piece_bytes(self) -> int:
-        """Of a piece of one neuron."""
+        """Bytes of a piece of one neuron."""
         return self.neuron_bytes + _ALIGNMENT * len(self.spans)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
-        """Even pieces of the block, none above so many bytes."""
+        """Even pieces of the block, none above `piece_bytes`."""
         most = (piece_bytes - _ALIGNMENT * len(self.spans)) // self.neuron_bytes
         assert most >= 1, (piece_bytes, self.neuron_bytes)
         count = -(-self.num_neurons // most)
@@ -120,7 +119,7 @@ class ColdBlock:
             span.fill(target_NS, start, stop)
 
     def on_device(self, buffer: Tensor, start: int, stop: int) -> NeuronBlock:
-        """The neurons of a piece that `copy` or `fill` has put into the buffer."""
+        """The neurons of a piece that `copy` or `fill` has written to the buffer."""
         block, count = self.block, stop - start
         targets = self._targets(buffer, count)
 
@@ -160,14 +159,14 @@ def _matrices(block: NeuronBlock) -> list[Matrix]:
 
 
 def _tensors(block: NeuronBlock) -> list[Tensor]:
-    """Matrices, the biases that there are, ids."""
+    """The block's matrices, its biases, if any, and its ids."""
     linears = [block.gate, *([] if block.up is None else [block.up])]
     biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
     return [*(matrix.data for matrix in _matrices(block)), *biases, block.id_N]
 
 
 def _side_by_side(tensors: list[Tensor]) -> list[list[int]]:
-    """Numbers of the tensors in groups whose rows lie behind one another, row by row."""
+    """Indices of the tensors in groups whose rows are interleaved."""
     numbers = sorted(range(len(tensors)), key=lambda number: tensors[number].data_ptr())
     groups: list[list[int]] = []
     for number in numbers:
@@ -188,7 +187,7 @@ def _side_by_side(tensors: list[Tensor]) -> list[list[int]]:
 
 
 def _bytes_of(first: Tensor, width_bytes: int) -> Tensor:
-    """uint8 [N, width] over the memory of a tensor and what lies behind its rows."""
+    """uint8 [N, width]: a view that covers a tensor and what follows each of its rows."""
     storage = first.untyped_storage()
     offset = first.data_ptr() - storage.data_ptr()
     stride = first.stride(0) * first.element_size()

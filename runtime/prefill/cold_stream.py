@@ -1,16 +1,16 @@
-"""Cold weights brought to a GPU for a prefill pass: pieces of whole neurons through two buffers.
+"""Streams cold weights to a GPU during a prefill pass: pieces of whole neurons through two buffers.
 
     copier    copy 0 | copy 1 |        copy 2 |        copy 3 | ...
     compute          | multiply 0 | multiply 1 | multiply 2 | ...
 
-A piece is copied while the one before it is multiplied, across layers: during the attention of the
-next layer its first pieces are on their way. Buffer k % 2 holds piece k; a piece is multiplied after
-its copy (`ready`), and its buffer is copied to after that product (`free`). What is pinned is copied
-from where it lies; the rest goes through two pinned buffers, of which one is filled on the host
-while the other is copied.
+A piece is copied while the previous one is multiplied, across layers: the first pieces of the next
+layer are prefetched during its attention. Buffer k % 2 holds piece k; a piece is multiplied after
+its copy (`ready`), and its buffer is copied to after that product (`free`). Pinned weights are
+copied in place; the others go through two pinned buffers, one of which is filled on the host while
+the other is copied.
 
 The buffers live from the first piece of a pass to its last: they are temporaries of the pass, taken
-out of the workspace. What this module does not know: tokens, activations.
+out of the workspace.
 
 Letters: N neurons, S bytes of a neuron in a span."""
 
@@ -29,7 +29,7 @@ from sparkinfer.runtime.prefill.cold_spans import ColdBlock
 
 
 class Compute(Protocol):
-    """The part of a stream that products need."""
+    """The part of the stream interface that products need."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -42,7 +42,7 @@ class Compute(Protocol):
 
 @dataclass
 class CurrentStream:
-    """Whatever torch's current stream of a CUDA device is: that of the rest of a pass."""
+    """torch's current stream of a CUDA device: that of the rest of a pass."""
 
     device: torch.device
 
@@ -65,19 +65,20 @@ class _Slot:
     """A buffer on the device, and the two events that hand it over."""
 
     buffer: Tensor  # uint8
-    ready: Any = None  # its piece has been copied
-    free: Any = None  # its piece has been multiplied
+    ready: Any = None  # event: its piece has been copied
+    free: Any = None  # event: its piece has been multiplied
     is_filled: bool = False  # a copy was started that nothing has waited for
 
 
 @dataclass(kw_only=True, eq=False)
 class ColdStream:
-    """Of one device: `blocks` are those whose layers call it home, by layer, in their order."""
+    """The stream of one device: `blocks` are those of the layers with that home, by layer, in
+    order."""
 
     device: torch.device
     blocks: dict[int, ColdBlock]
     piece_bytes: int
-    least_tokens: int  # of a pass that is worth it
+    least_tokens: int  # of a pass for which streaming pays
     compute: Compute
     copier: Stream
     staging: Staging | None  # None: all blocks are pinned
@@ -97,7 +98,7 @@ class ColdStream:
         return layer in self.blocks and self.blocks[layer].block is block
 
     def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
-        """Calls `add` with the layer's neurons on the device, a piece at a time."""
+        """Calls `add` with the layer's neurons on the device, one piece at a time."""
         numbers = self._range[layer]
         if not self._slots or self._next != numbers.start:
             self._begin(numbers.start)
@@ -114,7 +115,7 @@ class ColdStream:
             self._end()
 
     def copy_once(self, layer: int) -> None:
-        """The layer's first piece, to its end: for measuring."""
+        """Copies the layer's first piece and waits for it: for measuring."""
         number = self._range[layer].start
         self._open()
         self._start(number)
@@ -122,20 +123,20 @@ class ColdStream:
         self._end()
 
     def _begin(self, number: int) -> None:
-        """A new pass; one that was left in its middle is over."""
+        """Begins a new pass; an interrupted one is abandoned."""
         self._open()
         self._start(number)
         self._start(number + 1)
 
     def _open(self) -> None:
-        """Takes the buffers."""
+        """Allocates the buffers."""
         self._end()
         self._slots = [_Slot(_buffer(self.piece_bytes, self.device)) for _ in range(2)]
         for slot in self._slots:
-            slot.free = self.compute.record()  # whatever had this memory before
+            slot.free = self.compute.record()  # whatever had this memory before must finish
 
     def _start(self, number: int) -> None:
-        """The copy of a piece, where there is one more."""
+        """Starts the copy of a piece, if there is one more."""
         if number >= len(self._pieces):
             return
         slot = self._slots[number % 2]
@@ -150,13 +151,13 @@ class ColdStream:
         slot.ready = self.staging.send(target, lambda host: block.fill(host, start, stop))
 
     def _end(self) -> None:
-        """Gives the buffers back, to be had by what is launched after their last copies."""
+        """Frees the buffers for what is launched after their last copies."""
         for slot in self._slots:
             self._arrive(slot)
         self._slots = []
 
     def _arrive(self, slot: _Slot) -> None:
-        """Lets what is launched next come after the copy into a buffer, if there is one."""
+        """Orders the next launch after the pending copy into a buffer, if any."""
         if slot.is_filled:
             self.compute.wait(slot.ready)
             slot.is_filled = False

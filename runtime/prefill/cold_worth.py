@@ -1,10 +1,10 @@
-"""From how many tokens on it is worth to bring cold weights to a GPU: measured, once an engine.
+"""Measures, once per engine, from how many tokens on it pays to stream cold weights to a GPU.
 
-The copy of a piece takes as long for any number of tokens, and the GPU's product hides behind it;
-the CPU's product takes the longer the more tokens there are. Copies are timed as they will be made,
-products on the same neurons with the layer's own code.
+The copy of a piece takes as long for any number of tokens, and the GPU's product is overlapped with
+it; the CPU's product takes longer with more tokens. Copies are timed as in a pass, products on the
+same neurons with the layer's own code.
 
-What this module does not know: plans, memory. Letters: T tokens, D model width, F neurons."""
+Letters: T tokens, D model width, F neurons."""
 
 import time
 from collections.abc import Callable
@@ -21,14 +21,14 @@ _ROUNDS = 3
 
 @torch.inference_mode()
 def least_tokens_of(stream: ColdStream, ffn: FeedForward, layer: int, most: int) -> int:
-    """The first power of two (from 2 on) for which the CPU takes longer; `most` + 1 where there is
-    none: then the CPU is always faster."""
+    """The first power of two (from 2 on) for which the CPU takes longer; `most` + 1 if there is
+    none, so that the CPU always computes."""
     block = stream.blocks[layer]
     start, stop = next(block.pieces(stream.piece_bytes))
     copy_s = min(_seconds(lambda: stream.copy_once(layer)) for _ in range(_ROUNDS))
     part = block.block.part(start, stop)
     width = block.block.down.width
-    ffn = replace(ffn, traffic=Traffic())  # nothing that is to be counted
+    ffn = replace(ffn, traffic=Traffic())  # measurements do not count
     tokens = 2
     while tokens <= most:
         x_TD = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))

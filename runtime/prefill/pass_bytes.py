@@ -1,13 +1,13 @@
-"""How many bytes of a GPU a prefill pass takes beside weights and cache: a bound by shapes.
+"""Upper bound on a prefill pass's temporary bytes on a GPU, from shapes.
 
-The bound is of what the code of a pass keeps at a time on its way through attention, the
-feed-forward layer and the head, where nobody watches. It is tested against what torch reports
-(tests/test_device_memory.py); `measure_workspace`, which plans are made with, is of the pass on the
-CPU, where the keys of the whole context are unpacked at once and values of all neurons are kept for
-those who watch. What is left of it here is for cold weights on their way (runtime.prefill.cold_stream).
+It bounds what a pass keeps at a time on its way through attention, the feed-forward layer and the
+head, unobserved. It is tested against what torch reports (tests/test_device_memory.py);
+`measure_workspace`, which plans use, measures the pass on the CPU, where the keys of the whole
+context are unpacked at once and observers' values of all neurons are kept. The difference is
+available for streaming cold weights (runtime.prefill.cold_stream).
 
-What this module does not know: plans. Letters: T tokens, D model width, H heads, K key-value heads,
-W head width, C positions, F neurons."""
+Letters: T tokens, D model width, H heads, K key-value heads, W head width, C positions, F
+neurons."""
 
 from sparkinfer.budget import FLOAT_BYTES, LOGITS_CHUNK, part_neurons
 from sparkinfer.model_file import ModelFile
@@ -16,13 +16,13 @@ from sparkinfer.runtime.model.attention import SCORE_BYTES
 from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.weights import gpu_products
 
-# Most parts of the sum over a layer's hot neurons: kernels.gpu.ranges.down_parts.
+# Maximum partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32
 _DECODE_TENSORS = 64  # at most, with a gap each
 
 
 def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mode) -> int:
-    """At the peak of a pass over so many tokens at the end of the context."""
+    """Upper bound on temporary bytes of a pass over `num_tokens` at the end of the context."""
     shape, tokens = model.shape, num_tokens
     width, neurons = shape.width, shape.num_neurons
     inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
@@ -34,11 +34,11 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
     hidden = tokens * 5 * width  # before, between and after the blocks, and their inputs
     attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
     part = 6 * min(neurons, part_neurons(width, tokens))
-    if mode == "predicted":  # scores of all neurons; then names of a byte each, twice
+    if mode == "predicted":  # scores of all neurons; then masks of a byte each, twice
         part = max(part + neurons // 2, 4 * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
-    # Weights in blocks, two bytes a value; f32 is multiplied as it is.
+    # Weights in blocks are unpacked to two bytes a value; f32 is multiplied as it is.
     tile_rows = gpu_products.TILE_ROWS
     tile = 2 * tile_rows * max(width, heads) + 2 * FLOAT_BYTES * tokens * tile_rows
     return max(
@@ -48,8 +48,9 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
 
 
 def decode_bytes(model: ModelFile, context_length: int) -> int:
-    """Of the vectors that a decode step keeps on a GPU (runtime.step.hybrid_device), at most, and of the
-    numbers of as many neurons as a layer has for layers that have all of them."""
+    """Upper bound on the bytes of the vectors that a decode step keeps on a GPU
+    (runtime.step.hybrid_device), and of the ids shared by layers that have all their neurons
+    there."""
     shape = model.shape
     inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
     heads = shape.num_heads * shape.head_width

@@ -1,11 +1,11 @@
-"""How much memory a forward pass takes beside weights and cache: measured, not estimated.
+"""Measures the memory that a forward pass takes beside weights and cache.
 
 A prefill chunk at the end of the context passes through two layers and the head, on the CPU, while
-torch reports every block of memory that it takes or gives back. That is where the runtime takes
-most: of the layers only the shape matters, and they run one after the other.
+torch reports every allocation and release. That is where the runtime takes most: only the shape of
+the layers matters, and they run one after the other.
 
-What torch's matrix products take inside their own libraries is not reported.
-What this module does not know: plans. Letters: T tokens, D model width."""
+Memory inside the libraries behind torch's matrix products is not reported. Letters: T tokens, D
+model width."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -27,18 +27,17 @@ from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.weights.matrix import Linear, matrix_of
 from sparkinfer.runtime.weights.resident import Residence
 
-# The allocator's own rounding, and room for code that takes a few small tensors more.
+# The allocator's own rounding, and room for code with a few more small tensors.
 ROUNDED_TO = 64 << 10
 # Other shares of hot neurons than those tried took up to 0.8 % more.
 MARGIN = 1.02
 # Divided layers take more: the results of the hot block are kept while the cold one is computed.
-# The fewer are hot, the more the cold block takes.
+# The fewer hot neurons there are, the more the cold block takes.
 HOT_SHARE = 1 / 16
 
 
 def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
-    """Bytes that a pass over a prefill chunk takes at its peak, natively or for those who watch, rounded
-    up.
+    """Peak bytes of a pass over a prefill chunk, native or observed, rounded up.
 
     Reads one layer and the head of the file: a second or so for 7 B parameters."""
     tokens = min(SHORT_CHUNK, context_length)
@@ -52,14 +51,13 @@ def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
             hidden_TD = decoder.forward(ids_T, context_length - tokens)
             decoder.logits(hidden_TD[-LOGITS_CHUNK:])
 
-        run()  # what is kept for good is taken before
+        run()  # permanent allocations happen before the measurement
         most = max(most, peak_bytes(run), native_step.workspace_bytes(decoder.weights))
     return -(-int(MARGIN * most) // ROUNDED_TO) * ROUNDED_TO
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes of torch's CPU tensors that were alive at a time while `run` ran, over those
-    alive before."""
+    """Peak bytes of torch's CPU tensors alive while `run` ran, over those alive before."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
@@ -75,7 +73,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that torch's profiler writes past Python to the error stream."""
+    """Suppresses the lines that torch's profiler writes to stderr past Python."""
     kept = os.dup(2)
     try:
         with open(os.devnull, "wb") as nothing:
@@ -89,18 +87,18 @@ def _quiet() -> Iterator[None]:
 def _two_layers(
     model: ModelFile, context_length: int, mode: Mode, hot_share: float | None
 ) -> Decoder:
-    """The layer with the largest predictor, twice, between embedding and head; undivided where
+    """The layer with the largest predictor, twice, between embedding and head; undivided if
     `hot_share` is None."""
     cpu, num_layers = torch.device("cpu"), model.shape.num_layers
     observers = Observers()
-    observers.add(lambda name, layer, tensor: None, None)  # who watches is within the plan, too
+    observers.add(lambda name, layer, tensor: None, None)  # plans allow for observers, too
     placement = Placement.on_one_device(num_layers, cpu)
     if hot_share is not None:
         step = round(1 / hot_share)
         ids = np.arange(0, model.shape.num_neurons, step, dtype=np.int32)
         placement = replace(placement, hot=(ids,) * num_layers)
-    # As in an engine whose weights fit into the memory; rows that are picked out of a file's take
-    # a copy of each tile more.
+    # As in an engine whose weights fit into memory; rows picked out of a file take one more copy of
+    # each tile.
     residence = Residence() if library.is_available() else None
     builder = Builder(
         model, placement, mode, context_length, observers, Traffic(), lambda line: None, residence

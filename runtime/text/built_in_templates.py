@@ -1,8 +1,7 @@
 """Chat templates by name, for model files that carry none.
 
-As their makers published them in tokenizer_config.json, but that Gemma's and Mistral's take a
-system message, into the first message of the user as their later versions do. What this module
-does not know: how a template is rendered."""
+As published by their makers in tokenizer_config.json, except that Gemma's and Mistral's accept a
+system message, which goes into the user's first message as in their later versions."""
 
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class BuiltInTemplate:
     text: str
-    turn_end: str | None = None  # what an answer ends with, where that is not the model's eos
+    turn_end: str | None = None  # the end of an answer, if it is not the model's eos
 
 
 _ALTERNATE = """\

@@ -1,12 +1,12 @@
-"""Messages of a conversation to the text that a model was trained to continue.
+"""Chat templates: render the messages of a conversation to the text a model was trained to
+continue.
 
     template = chat_template_of(engine.model, engine.codec)
     text = template.render([{"role": "user", "content": "Hello"}])
     ids = engine.codec.encode_rendered(text)
 
-The template is the model file's, one of its named ones, a built-in one or a file's. Texts are
-those of transformers' apply_chat_template. What this module does not know: how a template is run
-(template_process), what comes of the text."""
+The template is the model file's, one of its named ones, a built-in one or a file's. Texts are those
+of transformers' apply_chat_template. Templates run in template_process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,25 +22,25 @@ from sparkinfer.runtime.text.built_in_templates import BUILT_IN
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.runtime.text.template_process import TemplateProcess
 
-Message = Mapping[str, object]  # "role", "content", and what else a template may read
+Message = Mapping[str, object]  # "role", "content", and other keys a template may read
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# Names of tokens in templates, and where a model file has their numbers.
+# Names of tokens in templates, and the keys with their ids in a model file.
 _SPECIAL = {
     "bos_token": Keys.Tokenizer.BOS_ID,
     "eos_token": Keys.Tokenizer.EOS_ID,
     "unk_token": Keys.Tokenizer.UNK_ID,
     "pad_token": Keys.Tokenizer.PAD_ID,
 }
-# transformers: what reasoning may be called in a message; templates read the first, or the second.
+# transformers' names for reasoning in a message; templates read the first, or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """`name` is for refusals. `tool_text` is for messages with tools, where the file has one apart.
-    `turn_end` ends an answer beside the model's own end tokens."""
+    """A chat template. `name` is for error messages. `tool_text` is for messages with tools, if the
+    file has a separate one. `turn_end` ends an answer beside the model's own end tokens."""
 
     name: str
     text: str
@@ -58,12 +58,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of the messages and, as is asked for, of the head of an answer.
+        """The text of the messages and, if asked for, of the head of an answer.
 
-        With `continue_final_message` it ends where the last message does, for the model to go on.
-        `variables` are what a template may ask for beside: enable_thinking, documents, ...
+        With `continue_final_message` it ends where the last message does, for the model to
+        continue. `variables` are further inputs of the template: enable_thinking, documents, ...
 
-        Raises SparkinferError for messages that are none, and as TemplateProcess.render."""
+        Raises SparkinferError for malformed messages, and as TemplateProcess.render."""
         if continue_final_message and add_generation_prompt:
             raise SparkinferError(
                 "continue_final_message goes on with the last message, add_generation_prompt begins"
@@ -90,11 +90,11 @@ class ChatTemplate:
         return self._cut(rendered) if continue_final_message else rendered
 
     def close(self) -> None:
-        """Ends the process that renders; another rendering starts another."""
+        """Ends the rendering process; another rendering starts another."""
         self.process.close()
 
     def _cut(self, rendered: str) -> str:
-        """What is before the mark; a template that trims messages has trimmed the mark's space."""
+        """The text before the mark; a template that trims messages has trimmed the mark's space."""
         at = rendered.rfind(_MARK.strip())
         if at < 0:
             raise SparkinferError(
@@ -105,10 +105,10 @@ class ChatTemplate:
 
 
 def chat_template_of(model: ModelFile, codec: TextCodec, wanted: str | None = None) -> ChatTemplate:
-    """The template of a model file, or the one that `wanted` names: built in, one of the file's
-    named ones, or a file of Jinja.
+    """The template of a model file, or the one that `wanted` names: a built-in one, one of the
+    file's named ones, or a file of Jinja.
 
-    Raises SparkinferError where there is none."""
+    Raises SparkinferError if there is none."""
     special = _special_texts(model, codec)
     found = _named_templates(model)
     if wanted is None:
@@ -146,12 +146,12 @@ def chat_template_of(model: ModelFile, codec: TextCodec, wanted: str | None = No
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # no name that a file can have
+    except (OSError, ValueError):  # not a possible file name
         return False
 
 
 def _named_templates(model: ModelFile) -> dict[str, str]:
-    """Those of the file, by name; the one without a name is the default."""
+    """The file's templates by name; the one without a name is the default."""
     texts = {DEFAULT: TEMPLATE_KEY}
     names = model.extra_keys.get(TEMPLATES_KEY)
     if isinstance(names, list):
@@ -171,8 +171,8 @@ def _special_texts(model: ModelFile, codec: TextCodec) -> dict[str, str]:
 
 
 def _normal(message: Message) -> dict[str, object]:
-    """A message as transformers gives it to a template: nothing that is None, and reasoning under
-    the names that templates know."""
+    """A message in the form transformers passes to a template: without None values, and with
+    reasoning under the names that templates know."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise SparkinferError(
             f"{str(message)[:80]!r} is no message; wanted an object with role and content"
@@ -185,7 +185,7 @@ def _normal(message: Message) -> dict[str, object]:
 
 
 def _marked(message: dict[str, object]) -> dict[str, object]:
-    """With a mark at the end of its text, the last of several."""
+    """The message with a mark at the end of its (last) text."""
     content = message.get("content")
     if isinstance(content, str):
         return message | {"content": content + _MARK}

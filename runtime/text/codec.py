@@ -1,6 +1,4 @@
-"""Text to token ids and back, with the tokenizer that the model file carries.
-
-What this module does not know: the model."""
+"""Text to token ids and back, with the tokenizer of the model file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +12,10 @@ from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 from sparkinfer.tokenizer_text import read_tokenizer, refused
 
 _MAX_HELD = 8  # tokens without a character; no character has more than 4 bytes
-REPLACEMENT = "\ufffd"  # what bytes decode to that are no whole character
-END_KINDS = ("eos", "eot", "eom")  # of a text, a turn, a message
-# Special tokens that end a text or a turn wherever they exist (llama.cpp, llama-vocab.cpp):
-# GGUF files of others often name one of several.
+REPLACEMENT = "\ufffd"  # the decoding of bytes that are no whole character
+END_KINDS = ("eos", "eot", "eom")  # for the end of a text, a turn, a message
+# Special tokens that end a text or a turn in every model that has them (llama.cpp,
+# llama-vocab.cpp): third-party GGUF files often name only one of several.
 END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "< EOT >", "_<EOT>", "<EOT>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -33,9 +31,9 @@ class TextCodec:
 
     @classmethod
     def of(cls, model: ModelFile) -> "TextCodec":
-        """The file's tokenizer.json, or in a file that others made, what its keys tell.
+        """The file's tokenizer.json, or in third-party files a tokenizer from its keys.
 
-        Raises SparkinferError where the file has neither, or keys that are not understood."""
+        Raises SparkinferError if the file has neither, or keys that are not understood."""
         content = model.text(TOKENIZER_KEY)
         tokenizer = (
             ggml_tokenizer(model.path, model.extra_keys)
@@ -45,17 +43,17 @@ class TextCodec:
         return cls(tokenizer, _token_id(model, "bos"), _end_ids(model, tokenizer))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids as the checkpoint's own tokenizer gives them; for no text, the begin token.
+        """Token ids as by the checkpoint's own tokenizer; for an empty text, the begin token.
 
-        Raises SparkinferError for what is not Unicode (bytes of another encoding)."""
+        Raises SparkinferError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)
         return ids or ([] if self.begin_id is None else [self.begin_id])
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what a chat template wrote: special tokens in it are special tokens, and
-        nothing is added to it, no begin token either.
+        """Token ids of a rendered chat template: special tokens in it are parsed, and nothing is
+        added, not even a begin token.
 
-        Raises SparkinferError for what is not Unicode."""
+        Raises SparkinferError for text that is not Unicode."""
         return self._ids(text, add_special_tokens=False)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
@@ -69,7 +67,7 @@ class TextCodec:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def stream(self, after: Sequence[int] = ()) -> "TextStream":
-        """For the tokens that follow `after`."""
+        """A decoder for the tokens that follow `after`."""
         return TextStream(self.tokenizer, after)
 
 
@@ -77,17 +75,17 @@ class TextStream:
     """Turns ids into text one at a time; a character that spans tokens comes with its last one.
 
     A token's text depends on those before it (a SentencePiece decoder drops the space before the
-    first one; bytes become characters together), so it is what decoding with it adds to decoding
-    without it. (tokenizers' DecodeStream raises where bytes that are no UTF-8 follow others.)"""
+    first one; bytes become characters together), so it is the difference between decoding with and
+    without it. (tokenizers' DecodeStream raises if bytes that are not UTF-8 follow others.)"""
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(after)  # those of the last text given out, then what is not given out yet
+        self._ids = list(after)  # the last emitted text's ids, then those not emitted yet
         self._num_known = len(self._ids)
         self._known = tokenizer.decode(self._ids)
 
     def text(self, token_id: int) -> str:
-        if not self._tokenizer.decode([token_id, token_id]):  # twice: of one a space may be dropped
+        if not self._tokenizer.decode([token_id, token_id]):  # twice: one alone may lose a space
             return ""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
@@ -98,8 +96,8 @@ class TextStream:
         return self._given_out(*self._cut())
 
     def _cut(self) -> tuple[int, str]:
-        """How many tokens to give out where too many are held, and their text: none of a character
-        that may yet be whole, which as a part would be one replacement or more."""
+        """How many tokens to emit if too many are held, and their text: none of a possibly
+        incomplete character, which on its own would decode to replacement characters."""
         ends = range(len(self._ids), len(self._ids) - 4, -1)
         texts = ((end, self._tokenizer.decode(self._ids[:end])) for end in ends)
         return min(texts, key=lambda end_text: len(end_text[1]))
@@ -119,8 +117,8 @@ def _check_unicode(text: str) -> None:
 
 
 def _end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
-    """All tokens that end a text: those that the file names, and where it is another's than ours,
-    which carry the checkpoint's list, those that are known by their text."""
+    """All tokens that end a text: those the file names, and in a third-party file (ours carry the
+    checkpoint's list) also those known by their text."""
     named = {_token_id(model, kind) for kind in END_KINDS}
     ends = {token_id for token_id in named if token_id is not None}
     listed = model.extra_keys.get(END_KEY)

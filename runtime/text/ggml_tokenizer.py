@@ -1,8 +1,8 @@
-"""A tokenizer from the `tokenizer.ggml.*` keys of a model file that others made.
+"""A tokenizer from the `tokenizer.ggml.*` keys of a third-party model file.
 
 Two kinds: byte-level BPE ("gpt2") with a known pre-tokenizer, and SentencePiece's BPE ("llama"),
-which joins the adjacent pair whose token has the highest score, the leftmost of equals. What this
-module does not know: tokenizer.json, which our own files carry and which goes before these keys."""
+which joins the adjacent pair whose token has the highest score, the leftmost among equals. Our own
+files carry tokenizer.json, which takes precedence over these keys."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
 def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
-    """The tokenizer that llama.cpp makes of these keys, and with the NFC of Qwen2's own.
+    """The tokenizer that llama.cpp makes of these keys, plus the NFC of Qwen2's own.
 
-    Raises SparkinferError, naming `path`, for a kind that is not known here and for broken keys."""
+    Raises SparkinferError, naming `path`, for an unknown kind and for broken keys."""
     vocabulary = _Vocabulary.read(path, keys)
     model = keys.get(Keys.Tokenizer.MODEL)
     if model == "gpt2":
@@ -106,7 +106,7 @@ class _Vocabulary:
         return [token for token, kind in pairs if kind in kinds]
 
     def ids(self) -> dict[str, int]:
-        """Of all tokens that a text can have: no padding."""
+        """Ids of all tokens that a text can have: no padding."""
         pairs = enumerate(zip(self.tokens, self.types, strict=True))
         return {token: i for i, (token, kind) in pairs if kind != TokenType.UNUSED}
 
@@ -117,7 +117,7 @@ class _Vocabulary:
         return value
 
     def special(self, key: str) -> str:
-        """The text of the token whose number is the value of `key`."""
+        """The text of the token whose id is the value of `key`."""
         value = self.keys.get(key)
         if not isinstance(value, np.integer) or not 0 <= value < len(self.tokens):
             raise SparkinferError(
@@ -128,7 +128,7 @@ class _Vocabulary:
 
 
 def _is_text(token: str) -> bool:
-    """Whether it came without bytes of no text, which are surrogates."""
+    """True if the token decoded without surrogates, which stand for bytes that are not text."""
     return token.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in token)
 
 
@@ -198,7 +198,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool) -> None:
-    """The tokens that every text begins or ends with."""
+    """Adds the tokens that every text begins or ends with."""
     names = Keys.Tokenizer
     begin = end = None
     if vocabulary.is_set(names.ADD_BOS, adds_begin):

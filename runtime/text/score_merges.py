@@ -1,11 +1,11 @@
-"""Scores of tokens to an order of merges, so that BPE by merges does what BPE by scores does.
+"""Converts token scores to an order of merges, so that BPE by merges does what BPE by scores does.
 
-SentencePiece joins, of all adjacent pairs whose texts make a token, the one whose token has the
-highest score, and of equals the leftmost. BPE joins the pair whose merge comes first, and the
-leftmost of one merge. So all pairs that make a token become merges, in order of its score. Where
-two pairs of equal rank would overlap, the two may differ: between different tokens that is
-refused, and of the pairs of one token (runs of one letter) the one with the longer left comes
-first, as joining from the left leaves longer tokens on the left."""
+SentencePiece joins, among all adjacent pairs whose texts make a token, the one whose token has the
+highest score, leftmost first. BPE joins the pair whose merge comes first, leftmost first. So all
+pairs that make a token become merges, in order of its score. If two pairs of equal rank overlap,
+the two may differ: between different tokens that is refused, and among the pairs of one token (runs
+of one letter) the one with the longer left comes first, as joining from the left leaves longer
+tokens on the left."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from sparkinfer.typed import shown
 
 
 def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Raises SparkinferError, naming `path`, where the scores leave the order open."""
+    """The merges. Raises SparkinferError, naming `path`, if the scores leave their order open."""
     order = sorted((token for token in scores if len(token) > 1), key=lambda t: -scores[t])
     pairs = {token: _pairs(path, token, scores) for token in order}
     start = 0
@@ -30,7 +30,7 @@ def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str,
 
 
 def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The cuts of a token into two tokens, the one with the longest left first."""
+    """The splits of a token into two tokens, longest left first."""
     cuts = [(token[:i], token[i:]) for i in range(len(token) - 1, 0, -1)]
     pairs = [(left, right) for left, right in cuts if left in scores and right in scores]
     for left, right in cuts:
@@ -44,7 +44,8 @@ def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[st
 
 
 def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
-    """Two tokens of one score must not want the same piece, one on its right, one on its left."""
+    """Refuses two tokens of equal score that compete for a piece, one on its right, one on its
+    left."""
     by_left: dict[str, set[str]] = {}
     for token, cuts in pairs.items():
         for left, _ in cuts:

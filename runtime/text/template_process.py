@@ -1,6 +1,5 @@
-"""The renderer's process as its user sees it: one call, that returns a text or raises.
-
-What this module does not know: Jinja (template_worker does), messages."""
+"""The client of the rendering process: one call, which returns a text or raises. Jinja is left to
+template_worker."""
 
 import json
 import os
@@ -17,7 +16,7 @@ from threading import Lock
 
 from sparkinfer.errors import SparkinferError
 
-# The worker counts CPU time; this is for a machine that gives it none, or one that is stuck.
+# The worker limits CPU time; this limit is for a machine that gives it none, or a stuck worker.
 WALL_S = 10.0
 _START = (
     "import sys; sys.path[:0] = sys.argv[2:]; sys.path.append(sys.argv[1]);"
@@ -34,15 +33,16 @@ _REASONS = {
 
 
 class TemplateProcess:
-    """Started at the first rendering and kept: 0.1 s, then 1 ms each. May be shared by threads."""
+    """A process started at the first rendering and kept: 0.1 s, then 1 ms each. May be shared by
+    threads."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
 
     def render(self, name: str, template: str, variables: Mapping[str, object]) -> str:
-        """The text. Raises SparkinferError, naming `name`, for what is not a template, raises by
-        itself, writes too much, or takes more CPU time or memory than the worker allows."""
+        """The text. Raises SparkinferError, naming `name`, for a template that does not parse,
+        raises, writes too much, or exceeds the worker's CPU time or memory."""
         try:
             request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -67,7 +67,7 @@ class TemplateProcess:
         process = self._running()
         try:
             line = _ask(process, request)
-        except BaseException:  # an answer that nobody has read must not pass for the next one
+        except BaseException:  # an unread answer must not pass for the next one
             self.close()
             raise
         if line:
@@ -85,7 +85,8 @@ class TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Alone with the packages that it needs, and away from the terminal's Ctrl-C."""
+    """Starts the worker with only the packages it needs, and detached from the terminal's
+    Ctrl-C."""
     places = [_folder_of(package) for package in _PACKAGES]
     here = str(Path(_file_of("sparkinfer.runtime.text.template_worker")).parent)
     return subprocess.Popen(
@@ -111,7 +112,7 @@ def _folder_of(package: str) -> str:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """The line that answers; nothing where the process has ended, or has been ended for time."""
+    """The line with the answer; empty if the process has ended, or was killed for time."""
     assert process.stdin is not None and process.stdout is not None
     deadline = time.monotonic() + WALL_S
     try:
@@ -135,7 +136,7 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It ends with its input; one that does not within a second is killed."""
+    """Closes its input, at which it exits; kills it if it has not within a second."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:

@@ -1,14 +1,14 @@
 """The process that renders chat templates: requests on its stdin, answers on its stdout.
 
-A template is a program of whoever made the model file. jinja2's sandbox keeps it from Python's
-internals, and the operating system from the rest: this process has a limit of CPU time for each
-rendering and of memory, may open no file and start no process, and is alone with the messages.
-A line of input is {"template": text, "variables": {...}}, one of output {"text": ...} or
-{"kind": "syntax" | "template" | "other" | "size", "error": ...}.
+A template is a program by whoever made the model file. jinja2's sandbox keeps it from Python's
+internals, and the operating system from the rest: this process limits the CPU time of each
+rendering and its memory, cannot open files or start processes, and holds nothing but the messages.
+An input line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
+"syntax" | "template" | "other" | "size", "error": ...}.
 
-Environment, filters and globals are those of transformers' apply_chat_template
-(utils/chat_template_utils.py), whose outputs are to be equalled. What this module does not know:
-sparkinfer; it is run by template_process, and imports jinja2 and the standard library alone."""
+Environment, filters and globals match transformers' apply_chat_template
+(utils/chat_template_utils.py), whose outputs are to be reproduced. template_process runs this file
+as a script; it imports only jinja2 and the standard library."""
 
 import encodings.unicode_escape  # noqa: F401  as the others: later no file may be opened
 import json
@@ -40,7 +40,7 @@ ERRORS = (
 
 
 class _Generation(Extension):
-    """{% generation %}, which marks what a model is trained on: its content, as it is."""
+    """{% generation %}, which marks training targets: passes its content through."""
 
     tags = {"generation"}
 
@@ -54,7 +54,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Has no attributes of Python's own."""
+    """Has none of Python's attributes."""
 
     def __init__(*args: object, **names: object) -> None:  # so that `self` may be a name
         made = dict(*args[1:], **names)
@@ -139,7 +139,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes for HTML of jinja2's own."""
+    """JSON without jinja2's HTML escapes."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,13 +1,12 @@
 """Matrix products of several tokens on a GPU: tiles of rows for tensor cores, sums in f32.
 
 Tiles are f16, and bf16 for matrices in bf16, whose numbers f16 cannot hold; matrices in f32 are
-multiplied in f32, as their results are compared with other programs'. Tensor cores add products up
-in f32, and f32 is what comes out. f16 ends at 65,504, and hidden values of a feed-forward layer may
-be larger: a token's values are divided by a power of two before they are rounded to f16, which
-changes no bit of what is left, and the result is multiplied by it again.
+multiplied in f32, as their results are compared with other programs'. Tensor cores accumulate and
+return f32. f16 ends at 65,504, and hidden values of a feed-forward layer may be larger: a token's
+values are divided by a power of two before they are rounded to f16, which is exact, and the result
+is multiplied by it again.
 
-What this module does not know: matrices, models. Letters: T tokens, D row width, A rows of a tile,
-N all rows."""
+Letters: T tokens, D row width, A rows of a tile, N all rows."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 
 Tiles = Iterable[tuple[int, Tensor]]
-# A tile is unpacked and multiplied by a few launches: large enough to be worth them, and in
-# proportion to the model, as the workspace is: 8 MiB of f16 where a row has 4,096 values.
+# A tile is unpacked and multiplied by a few launches: large enough to amortise them, and
+# proportional to the model, as the workspace is: 8 MiB of f16 if a row has 4,096 values.
 TILE_ROWS = 1024
 
 
@@ -34,13 +33,13 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def tile_dtype(kind: str) -> torch.dtype:
-    """Of the tiles of a matrix whose rows are of this kind."""
+    """The type of the tiles of a matrix whose rows are of this kind."""
     return {"f32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float16)
 
 
 @cache
 def kernels() -> "Kernels":
-    """Raises SparkinferError where Triton is missing."""
+    """The Triton kernels. Raises SparkinferError if Triton is missing."""
     from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
 
     try:
@@ -64,7 +63,8 @@ def dot(matrix: StoredMatrix, x_D: Tensor, out_N: Tensor) -> None:
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of its arguments."""
+    """Makes the tensor's device current: Triton launches on the current device, not its
+    arguments'."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -83,7 +83,7 @@ def product(x_TD: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
 
 
 def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
-    """Adds to f32 `sum_TD` every row times its weight, and returns it."""
+    """Adds every row times its weight to f32 `sum_TD`, and returns it."""
     factor: _Factor | None = None
     for start, rows_AD in tiles:
         factor = factor or _Factor(weight_TN, rows_AD.dtype)
@@ -92,14 +92,14 @@ def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
 
 
 class _Factor:
-    """f32 [T, K] as it is multiplied with tiles of a type."""
+    """f32 [T, K] prepared for multiplication with tiles of a type."""
 
     def __init__(self, values_TK: Tensor, dtype: torch.dtype) -> None:
         self.exponent_T1: Tensor | None = None
         if dtype == torch.float16:
             largest_T1 = torch.linalg.vector_norm(values_TK, torch.inf, dim=1, keepdim=True)
             exponent_T1 = torch.frexp(largest_T1).exponent
-            # Of what is no number the exponent is anything.
+            # frexp's exponent is undefined for NaN.
             self.exponent_T1 = torch.where(exponent_T1.abs() < 126, exponent_T1, 0)
             values_TK = torch.ldexp(values_TK, -self.exponent_T1)
         self.values_TK = values_TK.to(dtype)
@@ -114,7 +114,7 @@ class _Factor:
 
 
 def _in_f32(left: Tensor, right: Tensor) -> Tensor:
-    """A product of two 16-bit types whose sums and results are f32: torch has it on CUDA alone."""
+    """A product of two 16-bit types with f32 sums and results: torch has it on CUDA alone."""
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

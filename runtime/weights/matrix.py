@@ -1,9 +1,8 @@
 """The three products a decoder needs, of weights in the type they have in the file.
 
-Sums are f32. On the CPU products go through the C++ kernels, which take vectors in blocks of 16-bit
-integers where the weights are in blocks; without them through torch. On a GPU products of several tokens are tensor
-cores' (runtime.weights.gpu_products).
-What this module does not know: which rows matter.
+Sums are f32. On the CPU, products go through the C++ kernels, which take vectors in blocks of
+16-bit integers if the weights are in blocks, or through torch if they are not built. On a GPU,
+products of several tokens run on tensor cores (runtime.weights.gpu_products).
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
@@ -21,13 +20,13 @@ from sparkinfer.runtime.kernels.planar import PLANAR_KIND
 from sparkinfer.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
 from sparkinfer.runtime.weights import gpu_products
 
-# Arranged for a GPU: the CPU's kernels do not know it.
+# Layouts for GPUs, which the CPU's kernels do not read.
 _GPU_KINDS = ("q6_k_planar",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix(StoredMatrix):
-    """With the products a decoder needs, wherever the rows are."""
+    """A stored matrix with the products a decoder needs, on any device."""
 
     @property
     def _is_on_gpu(self) -> bool:
@@ -35,12 +34,12 @@ class Matrix(StoredMatrix):
 
     @property
     def is_native(self) -> bool:
-        """Whether the C++ kernels take it."""
+        """True if the C++ kernels support it."""
         is_on_cpu = self.data.device.type == "cpu" and not self._is_on_gpu
         return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
 
     def part(self, start: int, stop: int) -> "Matrix":
-        """Some rows that follow one another; nothing is copied."""
+        """A range of consecutive rows, as a view."""
         return replace(self, data=self.data[start:stop])
 
     def rows(self, index_A: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ class Matrix(StoredMatrix):
         return self.add_many(sum_TD, weight_TA, index_A)
 
     def add_many(self, sum_TD: Tensor, weight_TA: Tensor, index_A: Tensor | None = None) -> Tensor:
-        """Adds that to `sum_TD`, f32, and returns it."""
+        """Adds the result of `combine_many` to `sum_TD`, f32, and returns it."""
         if self._is_on_gpu:
             tiles = self._gpu_tiles(index_A)
             return gpu_products.add_many(sum_TD, weight_TA, tiles)
@@ -91,8 +90,8 @@ class Matrix(StoredMatrix):
         return sum_TD
 
     def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """As `_tiles`, of the type that tensor cores multiply. A float matrix that is taken whole
-        is a tile itself; the rows are copied or unpacked otherwise."""
+        """As `_tiles`, in the type that tensor cores multiply. A float matrix taken whole is a tile
+        itself; otherwise rows are copied or unpacked."""
         dtype = gpu_products.tile_dtype(self.kind)
         count = self.num_rows if index_A is None else len(index_A)
         if not count:
@@ -138,8 +137,8 @@ class Matrix(StoredMatrix):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """x W^T + b, with or without b. Transposed, `weight` is W^T [D, N]: a row for each input, so that
-    those of inputs that are 0 need not be read."""
+    """x W^T + b, with or without b. Transposed, `weight` is W^T [D, N]: a row for each input, so
+    that rows of zero inputs need not be read."""
 
     weight: Matrix
     bias_N: Tensor | None = None
@@ -165,7 +164,7 @@ class Linear:
         return self.weight.width if self.is_transposed else self.weight.num_rows
 
     def bytes_read(self, num_active: int | None) -> int:
-        """Of weights, where so many inputs (None: all) are not 0."""
+        """Weight bytes read if this many inputs (None: all) are nonzero."""
         if not self.is_transposed or num_active is None:
             return self.weight.num_bytes
         return num_active * self.weight.row_bytes
@@ -175,14 +174,14 @@ class Linear:
         return self.weight.num_bytes + (0 if self.bias_N is None else self.bias_N.nbytes)
 
     def part(self, start: int, stop: int) -> "Linear":
-        """Some outputs that follow one another; nothing is copied."""
+        """A range of consecutive outputs, as a view."""
         assert not self.is_transposed
         bias = None if self.bias_N is None else self.bias_N[start:stop]
         return Linear(weight=self.weight.part(start, stop), bias_N=bias)
 
 
 def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None = None) -> Matrix:
-    """A matrix of a model file, or of some of its rows, on a device.
+    """A matrix of a model file, or some of its rows, on a device.
 
     On the CPU and without `rows` it stays in the mapped file: nothing is copied."""
     raw = entry.read()

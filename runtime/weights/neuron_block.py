@@ -1,6 +1,4 @@
-"""Some neurons of a layer on one device, and what their activation does.
-
-What this module does not know: layers, modes, who runs them.
+"""Some neurons of a layer on one device, and their activation.
 
 Letters: A active neurons, N neurons of a block."""
 
@@ -19,7 +17,7 @@ Mode = Literal["dense", "exact", "predicted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """What the activation of a layer does; `threshold` as in model_file.ModelFile."""
+    """The activation of a layer; `threshold` as in model_file.ModelFile."""
 
     activation: Activation
     threshold: float
@@ -27,12 +25,12 @@ class Gate:
     def act(
         self, gate: Tensor, *, is_dense: bool, limit: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(activation, whether the neuron fires). A neuron that does not fire gives zero. A `limit`
-        for each neuron, of SiLU and GELU alone, takes the place of the threshold.
+        """Applies the activation; returns (activation, whether the neuron fires). A neuron that
+        does not fire gives zero. A `limit` per neuron, for SiLU and GELU only, replaces the
+        threshold.
 
-        The threshold of SiLU and GELU is an approximation, so `dense` does without it; that of
-        FATReLU is a part of the model (ProSparse, arXiv 2402.13516). What is no number fires, or it
-        would vanish."""
+        The threshold of SiLU and GELU is an approximation, so `dense` ignores it; that of FATReLU
+        is part of the model (ProSparse, arXiv 2402.13516). NaN fires; otherwise it would vanish."""
         value = self.before_threshold(gate)
         if is_dense and self.activation in SMOOTH:
             return value, torch.ones_like(value, dtype=torch.bool)
@@ -40,11 +38,11 @@ class Gate:
         return value * fires, fires
 
     def before_threshold(self, gate: Tensor) -> Tensor:
-        """What is compared with a threshold: SiLU or GELU of the gate, else the gate."""
+        """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
         return self.smooth(gate) if self.activation in SMOOTH else gate
 
     def above_threshold(self, value: Tensor) -> Tensor:
-        """And what is left of it."""
+        """The value, with zeros where the neuron does not fire."""
         return value * self._fires(value)
 
     def _fires(self, value: Tensor) -> Tensor:
@@ -54,7 +52,8 @@ class Gate:
 
     @property
     def opens_above(self) -> float:
-        """Where a neuron with a ReLU fires; SiLU and GELU compare what comes out instead."""
+        """The gate above which a neuron with a ReLU fires; SiLU and GELU compare their output
+        instead."""
         assert self.activation not in SMOOTH, self.activation
         return self.threshold if self.activation == "fatrelu" else 0.0
 
@@ -65,7 +64,7 @@ class Gate:
         return F.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
     def hidden(self, activated: Tensor, up: Tensor | None) -> Tensor:
-        """act(gate) * up, where dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955)."""
+        """act(gate) * up; dReLU takes the ReLU of both (TurboSparse, arXiv 2406.05955)."""
         if up is None:
             return activated
         return activated * (F.relu(up) if self.activation == "drelu" else up)
@@ -75,8 +74,8 @@ class Gate:
 class NeuronBlock:
     """Some neurons of a layer on one device.
 
-    `row_N` are their rows in the matrices: None where the block has matrices of its own, the
-    neuron ids where the matrices are those of the whole layer."""
+    `row_N` are their rows in the matrices: None if the block has its own matrices, the neuron ids
+    if the matrices are those of the whole layer."""
 
     gate: Linear
     up: Linear | None  # None: the model has no gates, and `gate` is its up projection
@@ -84,7 +83,8 @@ class NeuronBlock:
     id_N: Tensor  # on the device of the block: int64 on the CPU, int32 on a GPU
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
-    # At or below which |act(gate)| and |act(gate) * up| are silent, but in mode "dense"; f32.
+    # Limits at or below which |act(gate)| and |act(gate) * up| are silent, except in mode "dense";
+    # f32.
     gate_limit_N: Tensor | None = None
     hidden_limit_N: Tensor | None = None
 
@@ -94,7 +94,7 @@ class NeuronBlock:
 
     @property
     def is_native(self) -> bool:
-        """Whether the C++ kernels take all of it."""
+        """True if the C++ kernels support all of it."""
         if self.is_transposed:
             return False
         matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
@@ -102,11 +102,11 @@ class NeuronBlock:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether gate and up have a row for each input; the neurons are then all of the layer."""
+        """True if gate and up have a row for each input; the block is then the whole layer."""
         return self.gate.is_transposed
 
     def limited(self, gate_F: Tensor | None, hidden_F: Tensor | None) -> "NeuronBlock":
-        """With these limits of the layer's neurons instead of its own."""
+        """The block with these limits of the layer's neurons instead of its own."""
 
         def own(limit_F: Tensor | None) -> Tensor | None:
             if limit_F is None:
@@ -116,16 +116,16 @@ class NeuronBlock:
         return replace(self, gate_limit_N=own(gate_F), hidden_limit_N=own(hidden_F))
 
     def gate_limit(self, position_A: Tensor | None) -> Tensor | None:
-        """Of the neurons at these positions of the block (None: all)."""
+        """Limits of the neurons at these positions of the block (None: all)."""
         return _chosen(self.gate_limit_N, position_A)
 
     def without_silent(self, hidden_A: Tensor, position_A: Tensor | None) -> Tensor:
-        """Hidden values [A] or [T, A], those at or below their limit as zeros."""
+        """Hidden values [A] or [T, A] with those at or below their limit set to zero."""
         limit_A = _chosen(self.hidden_limit_N, position_A)
         return hidden_A if limit_A is None else without_silent(hidden_A, limit_A)
 
     def part(self, start: int, stop: int) -> "NeuronBlock":
-        """Some of its neurons that follow one another; nothing is copied."""
+        """A range of consecutive neurons, as a view."""
         ids, here = self.id_N[start:stop], slice(start, stop)
         block = replace(
             self,
@@ -150,12 +150,12 @@ class NeuronBlock:
 
 
 def above(value: Tensor, limit: Tensor) -> Tensor:
-    """Whether magnitudes are above their limits; NaN is."""
+    """True where a magnitude is above its limit; NaN is."""
     return ~(value.abs() <= limit)
 
 
 def without_silent(value: Tensor, limit: Tensor) -> Tensor:
-    """The same values, those at or below their limit as zeros; NaN stays."""
+    """The same values, with those at or below their limit set to zero; NaN stays."""
     return torch.where(above(value, limit), value, 0.0)
 
 

@@ -1,16 +1,15 @@
-"""Weights in memory of our own, arranged as a decode step reads them.
+"""Resident weights: copied to our own memory in the layout a decode step reads.
 
 Mapped pages of a file are 4 KiB each, and a neuron's gate, up and down lie far apart in it. Here
-they are copied once, at load, into huge pages (where the system gives them): what a neuron needs
-lies together, so that reading one neuron is one run through memory; where all gates are read but
-few of the others (mode "exact"), the gates lie behind one another and up and down together; in mode
-"dense" each matrix is one run. q4_0 and q8_0 rows get their scales first, which halves the
-instructions of products and sums.
+they are copied once, at load, into huge pages (if the system has them), interleaved so that one
+neuron is contiguous; in mode "exact", which reads all gates but few of the others, gates are
+contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. q4_0 and q8_0
+rows get their scales first, which halves the instructions of products and sums.
 
 Measured on two cores of a Cascade Lake, a tenth of the neurons, against mapped rows: q8_0 5.4 and
 10.0 GB/s a thread, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log.md).
 
-What this module does not know: models and plans. Letters: N rows, A chosen rows."""
+Letters: N rows, A chosen rows."""
 
 import mmap
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Residence:
-    """Memory that grows by segments and is given back with the last matrix in it."""
+    """Memory that grows by segments and is freed with the last matrix in it."""
 
     num_bytes: int = 0  # of weights in it
     _rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -45,8 +44,9 @@ class Residence:
         return self.side_by_side([entry], rows)[0]
 
     def side_by_side(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:
-        """Copies of matrices with as many rows each: row j of each lies behind row j of the one
-        before. Matrices of several types lie apart: their rows would not be aligned."""
+        """Copies of matrices with equal numbers of rows, interleaved: row j of each follows row j
+        of the previous one. Matrices of different types stay apart: their rows would not be
+        aligned."""
         if len({entry.kind for entry in entries}) > 1:
             return [self.matrix(entry, rows) for entry in entries]
         index_A = None if rows is None else torch.from_numpy(rows.astype(np.int32))
@@ -60,8 +60,8 @@ class Residence:
         return found
 
     def joined(self, entries: list[TensorEntry]) -> Matrix:
-        """A copy of matrices with as many rows and the same type each as one whose rows are theirs
-        one behind the other."""
+        """A copy of matrices of equal type and number of rows as one matrix of their concatenated
+        rows."""
         data = np.concatenate([entry.read() for entry in entries], axis=1)
         width = sum(entry.shape[-1] for entry in entries)
         whole = TensorEntry(
@@ -79,10 +79,10 @@ class Residence:
         return kept
 
     def pin(self) -> None:
-        """Lets GPUs copy from what was put in so far without a detour, until it is given back.
+        """Pins everything put in so far, so that GPUs copy from it directly, until it is freed.
 
-        Call it once, when everything is in: pages are pinned as far as they are used.
-        Raises SparkinferError where the system does not allow so much."""
+        Call it once, when everything is in: only used pages are pinned. Raises SparkinferError if
+        the system does not allow it."""
         self._close_segment()
         for memory, used in self._segments:
             memory.pin(used.data_ptr(), len(used))
@@ -101,14 +101,14 @@ class Residence:
         return taken
 
     def _close_segment(self) -> None:
-        """Notes what of the last segment is used."""
+        """Records how much of the last segment is used."""
         if self._segments:
             memory, whole = self._segments[-1]
             self._segments[-1] = memory, whole[: len(whole) - len(self._rest)]
 
 
 def _copy(entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice) -> Matrix:
-    """Some columns of `whole`, filled with the rows; the mapped ones are let go of."""
+    """Fills some columns of `whole` with the rows; drops the mapped pages."""
     prefetch(entry)
     source = matrix_of(entry, _CPU)
     kind = library.pack_rows(source.data, source.kind, index_A, whole[:, part])
@@ -121,11 +121,11 @@ def _copy(entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice
 
 
 def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
-    """Zeros that take no memory until they are written to, from the start of a huge page on."""
+    """Zeros that take no memory until written, aligned to a huge page."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         mapping = PinnableMemory(-1, num_bytes + HUGE_PAGE_BYTES, flags)
-    except OSError as error:  # addresses are limited, not memory: that was asked for before
+    except OSError as error:  # addresses are limited, not memory: that was checked before
         raise SparkinferError(
             f"no {format_bytes(num_bytes)} of addresses for weights ({error.strerror}): raise the"
             " limit (ulimit -v), or load with is_resident=False, which leaves them in the file"
@@ -133,7 +133,7 @@ def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a system without them: the same, slower
+        except OSError:  # a system without huge pages: the same, slower
             pass
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     return mapping, memory[-memory.data_ptr() % HUGE_PAGE_BYTES :]

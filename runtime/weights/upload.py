@@ -1,10 +1,10 @@
-"""Matrices of a model file into a device's slab, a piece at a time, as the device reads them.
+"""Uploads matrices of a model file into a device's slab, piece by piece, in the device's layout.
 
-Beside their place in the slab there are two pinned buffers on the host and, for a type that is
-arranged anew (runtime.kernels.planar), two pieces on the device while that is done; mapped pages are given
-back behind each matrix.
+Beside their place in the slab this takes two pinned buffers on the host and, for a type that is
+rearranged (runtime.kernels.planar), two pieces on the device meanwhile; mapped pages are dropped
+after each matrix.
 
-What this module does not know: models and plans. Letters: N rows."""
+Letters: N rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ PIECE_BYTES = 8 << 20
 
 @dataclass
 class Uploader:
-    """Fills a slab. `on_bytes` hears of every piece."""
+    """Fills a slab. `on_bytes` is called after every piece."""
 
     memory: DeviceMemory
     on_bytes: Callable[[int], None] = lambda num_bytes: None
@@ -34,7 +34,7 @@ class Uploader:
     _ranges: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def matrix(self, entry: TensorEntry, item: str, rows: np.ndarray | None = None) -> Matrix:
-        """A matrix of a model file, or some of its rows, of as many bytes as in the file."""
+        """A matrix of a model file, or some of its rows; its size is that in the file."""
         raw = entry.read()
         count = raw.shape[0] if rows is None else len(rows)
         target = self.memory.take((count, entry.row_bytes), torch.uint8, item)
@@ -52,12 +52,12 @@ class Uploader:
         return target.copy_(values)
 
     def ids(self, ids: np.ndarray) -> Tensor:
-        """int32, beside the weights: of the workspace."""
+        """int32, counted as workspace."""
         values = torch.from_numpy(ids.astype(np.int32))
         return self.memory.take(tuple(values.shape), torch.int32, "workspace").copy_(values)
 
     def range(self, count: int) -> Tensor:
-        """0, 1, ...: the ids of all neurons of a layer, the same memory for all layers."""
+        """0, 1, ...: the ids of all neurons of a layer; all layers share the memory."""
         if count not in self._ranges:
             self._ranges[count] = self.ids(np.arange(count))
         return self._ranges[count]
@@ -66,7 +66,7 @@ class Uploader:
         return self.memory.take_zeros(shape, dtype, item)
 
     def finish(self) -> None:
-        """Waits until everything is there, and gives the buffers back."""
+        """Waits until everything is there, and frees the buffers."""
         if self._staging is not None:
             self._staging.finish()
         self._staging = None
@@ -95,13 +95,13 @@ class Uploader:
             if isinstance(chosen, slice):
                 np.copyto(out, source[chosen])
             else:
-                np.take(source, chosen, axis=0, out=out, mode="clip")  # "raise" takes a copy
+                np.take(source, chosen, axis=0, out=out, mode="clip")  # "raise" makes a copy
 
         if kind not in PLANAR_KIND:
             staging.send(target.view(-1), fill)
             return
         piece = torch.empty_like(target)
-        # What had this memory before may still run; the copy is in another stream.
+        # Work that had this memory before may still run, and the copy is in another stream.
         staging.stream.wait(_recorded(target.device))
         event = staging.send(piece.view(-1), fill)
         if event is not None:
@@ -118,7 +118,8 @@ class Uploader:
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:
-    """That what plain code has launched so far has run; None on the CPU, where it has."""
+    """An event after everything plain code has launched so far; None on the CPU, where it has
+    run."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -4,15 +4,14 @@ A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "
 [F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
 values, "q4_k", "q5_k" and "q6_k" with 144, 176 and 210 bytes for each 256; "q4_0_planar" and
 "q8_0_planar" are those with all scales of a row first, as `pack_rows` makes them. Weights are
-unpacked in registers and all arithmetic is f32, but that `dot_rows` takes x in blocks of 16-bit
-integers where the weights are in blocks (kernels.h, Input), and `accumulate_rows` coefficients
-times scales of q8_0 and q4_0 (planar_template.h). Results do not depend on the number of threads.
+unpacked in registers and all arithmetic is f32, with two exceptions: `dot_rows` takes x in blocks
+of 16-bit integers if the weights are in blocks (kernels.h, Input), and `accumulate_rows` takes
+coefficients times scales of q8_0 and q4_0 (planar_template.h). Results do not depend on the number
+of threads.
 
-Knows nothing of layers, models or files. Where the C++ is not built, `is_available()` is False and
-the caller uses torch.
+If the C++ is not built, `is_available()` is False and the caller uses torch.
 
-Shapes: F rows of the matrix, D values in a row, A chosen rows.
-"""
+Shapes: F rows of the matrix, D values in a row, A chosen rows."""
 
 import ctypes
 import os
@@ -113,7 +112,7 @@ def _built() -> ctypes.CDLL:
 
 
 def is_available() -> bool:
-    """Whether the C++ kernels are built. Where not, everything else here raises ImportError."""
+    """True if the C++ kernels are built. If not, everything else here raises ImportError."""
     return _lib is not None
 
 
@@ -124,20 +123,21 @@ def level() -> str:
 
 
 def usable_levels() -> list[str]:
-    """Those of LEVELS that this build has and this processor can run, best first."""
+    """The LEVELS that this build has and this processor can run, best first."""
     lib = _built()
     return [name for name in LEVELS if lib.spark_level_status(name.encode()) == _OK]
 
 
 def set_level(name: str) -> None:
-    """Use another instruction set, for tests. ValueError if it is unknown or not usable here."""
+    """Switches to another instruction set, for tests. ValueError if it is unknown or not usable
+    here."""
     if _built().spark_set_level(name.encode()) != _OK:
         what = "this machine cannot run" if name in LEVELS else "there is no"
         raise ValueError(f"{what} CPU level {name!r}; usable here: {', '.join(usable_levels())}")
 
 
 def num_threads() -> int:
-    """How many threads share a job, the caller's included. All cores unless set."""
+    """Threads that share a job, the caller's included. All cores unless set."""
     return int(_built().spark_num_threads())
 
 
@@ -168,8 +168,8 @@ _use_level_from_environment()
 
 
 def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
-    """The code of `kind`, bytes from row to row, F and D, once it is sure that C++ may read
-    `weight` as such a matrix."""
+    """The code of `kind`, bytes from row to row, F and D, after checking that C++ may read `weight`
+    as such a matrix."""
     layout = _LAYOUTS.get(kind)
     if layout is None:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(_LAYOUTS)}")
@@ -190,7 +190,7 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
 
 
 def _check_vector(name: str, t: Tensor, dtype: torch.dtype, length: int) -> int:
-    """The address of t, once it is sure that C++ may read `length` values there."""
+    """The address of t, after checking that C++ may read `length` values there."""
     if (
         t.dtype != dtype
         or t.dim() != 1
@@ -215,14 +215,15 @@ def kind_code(kind: str) -> int:
 
 
 def step_bytes(step: ctypes.Structure) -> int:
-    """The workspace of a step as native_step.py describes it; -1 where it contradicts itself."""
+    """Workspace bytes of a step described by native_step.py; -1 if it is inconsistent."""
     return int(_built().spark_step_bytes(ctypes.addressof(step)))
 
 
 def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None:
-    """A step of the rows, SparkRow each, see step.h. `logits`: f32, as many rows as have logits.
+    """Runs a step of the rows (SparkRow each, see step.h). `logits`: f32, one row per row with
+    logits.
 
-    IndexError for a token or position that cannot be."""
+    IndexError for an impossible token or position."""
     lib = _lib or _built()
     status = lib.spark_step(
         ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
@@ -236,32 +237,32 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
 
 
 def parts_bytes(step: ctypes.Structure) -> int:
-    """As step_bytes, for a step of which only parts are run."""
+    """As step_bytes, for a step run part by part."""
     return int(_built().spark_parts_bytes(ctypes.addressof(step)))
 
 
 def run_part(part: ctypes.Structure) -> None:
-    """A part of a step as native_parts.py describes it; the step was checked by parts_bytes."""
+    """Runs a part of a step described by native_parts.py; parts_bytes has checked the step."""
     (_lib or _built()).spark_part(ctypes.addressof(part))
 
 
 def part_function() -> int:
-    """The address of what `run_part` calls: void (*)(void*)."""
+    """The address of the function behind `run_part`: void (*)(void*)."""
     return _address("spark_part")
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
-    """As step_bytes, for a block of neurons as native_neurons.py describes it."""
+    """As step_bytes, for a block of neurons described by native_neurons.py."""
     return int(_built().spark_neurons_bytes(ctypes.addressof(neurons)))
 
 
 def run_neurons(neurons: ctypes.Structure) -> None:
-    """Gate, up and down of one block for its tokens; checked by neurons_bytes before."""
+    """Runs gate, up and down of one block for its tokens; neurons_bytes has checked it."""
     (_lib or _built()).spark_neurons(ctypes.addressof(neurons))
 
 
 def neurons_function() -> int:
-    """The address of what `run_neurons` calls: void (*)(void*)."""
+    """The address of the function behind `run_neurons`: void (*)(void*)."""
     return _address("spark_neurons")
 
 
@@ -283,11 +284,10 @@ def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoRetur
 def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None) -> Tensor:
     """y [..., A] f32, y[..., a] = sum over d of x[..., d] * W_FD[index_A[a]][d].
 
-    weight: the matrix W_FD as `kind` stores it (see the module); rows may lie apart. x: f32 [D] or
-    [T, D], contiguous; what a vector gives does not depend on the others, to the bit.
-    index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
-    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
-    """
+    weight: the matrix W_FD as `kind` stores it (see the module); rows may be strided. x: f32 [D] or
+    [T, D], contiguous; the result of a vector does not depend on the others, to the bit. index_A:
+    int32 [A], in any order, repeats allowed; None means all rows, A = F. Raises ValueError for a
+    wrong dtype, shape or layout and IndexError for a row that W lacks."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     num_vectors = x.shape[0] if x.dim() == 2 else 1
@@ -314,12 +314,10 @@ def accumulate_rows(
 ) -> Tensor:
     """y_D [D] f32, y_D[d] = sum over a of coefficient_A[a] * W_FD[index_A[a]][d].
 
-    With W the transposed down matrix, the down projection of the active neurons.
-    weight: the matrix W_FD as `kind` stores it (see the module); rows may lie apart.
-    coefficient_A: f32 [A]. index_A: int32 [A], added in this order, repeats allowed; None means
-    all rows, A = F.
-    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
-    """
+    If W is the transposed down matrix, this is the down projection of the active neurons. weight:
+    the matrix W_FD as `kind` stores it (see the module); rows may be strided. coefficient_A: f32
+    [A]. index_A: int32 [A], added in this order, repeats allowed; None means all rows, A = F.
+    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if index_A is None:
@@ -339,11 +337,11 @@ def accumulate_rows(
 
 
 def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) -> str:
-    """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the kind
-    that they are there: q4_0 and q8_0 become planar.
+    """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the
+    kind they have there: q4_0 and q8_0 become planar.
 
-    out: uint8, its rows contiguous and perhaps apart. With all threads.
-    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
+    out: uint8, its rows contiguous, possibly strided. Uses all threads. Raises ValueError for a
+    wrong dtype, shape or layout and IndexError for a row that W lacks."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     row_bytes = weight.shape[1] * weight.element_size()
     if stride != row_bytes and num_rows > 1:
@@ -364,14 +362,12 @@ def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) ->
 
 
 def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | None = None) -> None:
-    """out_AD[a] = W_FD[index_A[a]], written.
+    """Writes out_AD[a] = W_FD[index_A[a]].
 
-    weight: the matrix W_FD as `kind` stores it (see the module); between its rows there may be
-    something else. out_AD: f32 [A, D], contiguous.
-    index_A: int32 [A], in any order, repeats allowed; None means all rows, A = F.
-    Reads A rows of W and writes A * D values.
-    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks.
-    """
+    weight: the matrix W_FD as `kind` stores it (see the module); rows may be strided. out_AD: f32
+    [A, D], contiguous. index_A: int32 [A], in any order, repeats allowed; None means all rows, A =
+    F. Reads A rows of W and writes A * D values. Raises ValueError for a wrong dtype, shape or
+    layout and IndexError for a row that W lacks."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if index_A is None:

@@ -1,4 +1,4 @@
-"""Triton: activations of neurons, by sparkinfer.runtime.model.feed_forward.Gate, in f32."""
+"""Triton: activations of neurons, as in sparkinfer.runtime.model.feed_forward.Gate, in f32."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def relu(x):
-    """What is no number stays so."""
+    """ReLU; NaN stays NaN."""
     return tl.where(x <= 0.0, 0.0, x)
 
 
@@ -25,7 +25,7 @@ def smooth(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate(gate, threshold, ACTIVATION: tl.constexpr):
-    """(activation, whether the neuron fires); what is no number fires."""
+    """(activation, whether the neuron fires); NaN fires."""
     if ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh":
         value = smooth(gate, ACTIVATION)
         is_silent = tl.abs(value) <= threshold

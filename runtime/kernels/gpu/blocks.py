@@ -1,16 +1,15 @@
 """Triton: weights of every kind read as units of 16 bytes of quants, or of 16 values.
 
-A unit is what one thread loads at once. Of the kinds with nibbles it holds 32 values in two parts:
-those of the low nibbles and those of the high ones; of the others 16 values in one part. A tile is
-[rows, units, 16]; a value is its scale times its quant less its minimum, scale and minimum being
-[rows, units], so that a product multiplies by the scale once for 16 values. Sums over the last axis
-stay within a thread.
+A unit is what one thread loads at once. In kinds with nibbles it holds 32 values in two parts, the
+low nibbles and the high ones; in the others 16 values in one part. A tile is [rows, units, 16]; a
+value is its scale times its quant minus its minimum, scale and minimum being [rows, units], so that
+a product multiplies by the scale once for 16 values. Sums over the last axis stay within a thread.
 
-The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and as
-they are in a file "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.kernels.planar, and for K-quants
-dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c.
+The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and,
+as stored in files, "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.kernels.planar, and for
+K-quants dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c.
 
-What this module does not know: what is done with the values. Letters: R rows, U units."""
+Letters: R rows, U units."""
 
 import triton
 import triton.language as tl
@@ -18,14 +17,14 @@ import triton.language as tl
 
 @triton.jit
 def rows_at(data, row_R, stride, ALIGN: tl.constexpr):
-    """Pointers [R] to rows; `stride` is from one to the next, over ALIGN, which both it and `data`
-    are multiples of: known to the compiler, it gives wide loads."""
+    """Pointers [R] to rows; `stride` is the row stride in units of ALIGN, of which both it and
+    `data` are multiples: the compiler needs that for wide loads."""
     return data + row_R.to(tl.int64) * stride * ALIGN
 
 
 @triton.jit
 def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
-    """Which values [U, 16] of the row a part of the units has."""
+    """Column indices [U, 16] of one part of the units."""
     first = unit_U * 16
     if KIND == "q4_0" or KIND == "q4_0_planar":
         first = unit_U * 32 + 16 * PART
@@ -40,7 +39,7 @@ def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
 def in_row(
     unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Which of `columns` there are. Rows of blocks have whole units, of floats any width."""
+    """Which of `columns` exist. Rows of blocks have whole units, rows of floats any width."""
     if WIDTH % 16 == 0:
         is_there = (unit_U < WIDTH // (16 * PARTS))[:, None]
     else:
@@ -50,8 +49,8 @@ def in_row(
 
 @triton.jit
 def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """f32 [R, U, 16] of each part; of kinds with one part, that one twice. What is not live is not
-    read and gives 0."""
+    """f32 [R, U, 16] of each part; kinds with one part return it twice. Masked-out units are not
+    read and give 0."""
     lane = tl.arange(0, 16)[None, None, :]
     row = row_R[:, None, None]
     unit = unit_U[None, :, None]
@@ -102,8 +101,8 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _float_of(byte, LESS: tl.constexpr):
-    """f32 of a byte less a number, exactly: the byte as the last bits of 2^23. A conversion becomes
-    I2F, of which a multiprocessor does fewer at a time; what that gains is not measured."""
+    """f32 of a byte minus a number, exact: the byte becomes the last bits of 2^23. A conversion
+    would be I2F, of which a multiprocessor does fewer at a time; the gain is not measured."""
     return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)
 
 
@@ -142,8 +141,8 @@ def scales(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
 def scales_and_minima(row_R, live_R, in_row_U, unit_U, BLOCK_BYTES: tl.constexpr):
     """f32 [R, U] of q4_k and q5_k: both parts' scales, then both parts' minima.
 
-    A super-block begins with four words: two f16 factors, and 12 bytes of numbers of 6 bits, of
-    which those of 4 to 7 have their upper two bits at the top of those of 0 to 3."""
+    A super-block begins with four words: two f16 factors, and 12 bytes of 6-bit numbers; numbers 4
+    to 7 have their upper two bits at the top of numbers 0 to 3."""
     unit = unit_U[None, :]
     word = (row_R[:, None] + unit // 8 * BLOCK_BYTES).to(tl.pointer_type(tl.int32))
     is_live = live_R[:, None] & in_row_U[None, :]
@@ -161,7 +160,7 @@ def scales_and_minima(row_R, live_R, in_row_U, unit_U, BLOCK_BYTES: tl.constexpr
 
 @triton.jit
 def _six_bits(first, second, third, part):
-    """Scale and minimum of part 0 to 7 of a super-block, from its three words of them."""
+    """Scale and minimum of part 0 to 7 of a super-block, from its three words of 6-bit numbers."""
     shift = part % 4 * 8
     low = (first >> shift) & 255
     middle = (second >> shift) & 255
@@ -180,7 +179,8 @@ def _half_at(pointer, is_live):
 @triton.jit
 def values(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part, scaled; see `quants`."""
-    # Scales first, as the compiler keeps the order of loads: what waits for quants would wait twice.
+    # Loads scales first, as the compiler keeps the order of loads: after the quants it would wait
+    # twice.
     if KIND == "q4_k" or KIND == "q5_k":
         BLOCK_BYTES: tl.constexpr = 144 if KIND == "q4_k" else 176
         scale_low, scale_high, minimum_low, minimum_high = scales_and_minima(
@@ -210,7 +210,7 @@ def dot_rows(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """f32 [R]: rows times a vector. What is not live is not read and gives 0."""
+    """f32 [R]: rows times a vector. Masked-out rows are not read and give 0."""
     NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
     if HAS_BLOCKS:

@@ -1,14 +1,13 @@
-"""The kernels of a decode step on a GPU as one record of functions, so that the step can be run on
-Triton's and on the float64 reference.
+"""The kernels of a decode step on a GPU as one record of functions, so that the step can run on
+Triton's kernels or on the float64 reference.
 
-All of them write into tensors that they are given, allocate nothing and wait for nothing. They
-launch on torch's current stream of its current device, which must be that of the tensors; grids
-depend on shapes alone, so that a captured CUDA graph stays right for every position and every set
-of neurons.
-Vectors are contiguous f32 where nothing else is said; rows of matrices may lie apart. A matrix is
-of f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar (sparkinfer.runtime.kernels.planar).
+All of them write into given tensors, allocate nothing and do not synchronise. They launch on
+torch's current stream of its current device, which must be that of the tensors; grids depend on
+shapes alone, so that a captured CUDA graph stays valid for every position and every set of neurons.
+Vectors are contiguous f32 unless stated otherwise; rows of matrices may be strided. A matrix is
+f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar
+(sparkinfer.runtime.kernels.planar).
 
-What this module does not know: models, plans, streams.
 Letters: D width, F neurons of the layer, N rows of a matrix or neurons of a block, R rank, H heads,
 K key-value heads, W head width, C positions of the cache, S parts of a sum, P rows to add, A chosen
 rows, B words of 32 bits."""
@@ -32,7 +31,7 @@ class Dot(Protocol):
         *,
         has_relu: bool = False,
     ) -> None:
-        """out = W x + bias, then max(0, .) where `has_relu`; what is no number stays so."""
+        """out = W x + bias, then max(0, .) if `has_relu`; NaN stays NaN."""
 
 
 class Embed(Protocol):
@@ -44,8 +43,8 @@ class Embed(Protocol):
 
 class Unpack(Protocol):
     def __call__(self, matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
-        """The rows (those at `index_A`, int64 or int32, where given) as f32, f16 or bf16, of rows
-        that may lie apart too. Takes q8_0, q4_0 and q6_k as in a file as well."""
+        """Unpacks the rows (those at `index_A`, int64 or int32, if given) to f32, f16 or bf16;
+        output rows may be strided too. Also takes q8_0, q4_0 and q6_k as stored in files."""
 
 
 class AddNorm(Protocol):
@@ -59,8 +58,8 @@ class AddNorm(Protocol):
         out_D: Tensor | None,
         x_out_D: Tensor | None,
     ) -> None:
-        """t = x + the rows of `parts_PD`, in order; x_out = t, and out = norm(t) as
-        sparkinfer.runtime.model.attention.Norm has it, each where given. `x_out_D` may be `x_D`."""
+        """t = x + the rows of `parts_PD`, in order; x_out = t, and out = norm(t) as in
+        sparkinfer.runtime.model.attention.Norm; each optional. `x_out_D` may be `x_D`."""
 
 
 class RotateAppend(Protocol):
@@ -77,9 +76,9 @@ class RotateAppend(Protocol):
         value_CKW: Tensor,
         num_heads: int,
     ) -> None:
-        """RMS norm of each head of q and of k, and rotation by f64 [W / 2] frequencies, each where
-        given. `qkv` is f32 [(H + 2 K) W]: q is written in place, k and v into the cache, f32 or f16,
-        at `position_1` (int64 on the device)."""
+        """RMS norm of each head of q and k, and rotation by f64 [W / 2] frequencies; both optional.
+        `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or
+        f16, at `position_1` (int64 on the device)."""
 
 
 class Attend(Protocol):
@@ -93,8 +92,8 @@ class Attend(Protocol):
         scratch: Tensor,
         out_HW: Tensor,
     ) -> None:
-        """softmax(q k / sqrt W) v over the positions 0 to `position_1`, that one too. `scratch` is
-        f32 with at least `attend_scratch` values."""
+        """softmax(q k / sqrt W) v over the positions 0 to `position_1` inclusive. `scratch` is f32
+        with at least `attend_scratch` values."""
 
 
 class Predict(Protocol):
@@ -108,10 +107,11 @@ class Predict(Protocol):
         activation: Activation,
         named_B: Tensor,
     ) -> None:
-        """Bit j % 32 of word j // 32 of `named_B`, int32 [ceil(F / 32)]: whether neuron j is named.
+        """Bit j % 32 of word j // 32 of `named_B`, int32 [ceil(F / 32)]: whether neuron j is
+        predicted.
 
-        Its score is up_j inner + bias, or |activation(that)| for "gate"; it is named unless score <=
-        threshold. Bits past F are 0."""
+        Its score is up_j inner + bias, or |activation(that)| for "gate"; it is predicted unless
+        score <= threshold. Bits past F are 0."""
 
 
 class GateUp(Protocol):
@@ -129,11 +129,12 @@ class GateUp(Protocol):
         is_dense: bool,
         hidden_N: Tensor,
     ) -> None:
-        """hidden_j = act(gate_j x + bias) (up_j x + bias), by sparkinfer.runtime.model.feed_forward.Gate.
+        """hidden_j = act(gate_j x + bias) (up_j x + bias), by
+        sparkinfer.runtime.model.feed_forward.Gate.
 
-        0 for neurons that are not named or, unless `is_dense`, do not fire: rows of the former and
-        up rows of the latter are not read. `id_N`, int32, are their numbers in the layer, by which
-        `named_B` is looked up; None: 0, 1, ..."""
+        0 for neurons that are not predicted or, unless `is_dense`, do not fire: rows of the former
+        and up rows of the latter are not read. `id_N`, int32, holds the neurons' ids in the layer,
+        which index `named_B`; None: 0, 1, ..."""
 
 
 class Down(Protocol):
@@ -141,8 +142,8 @@ class Down(Protocol):
         self, down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
     ) -> None:
         """Row s of `parts_SD` is the sum of hidden_j down_j over the s-th range of ceil(N / S)
-        neurons, zeros where that is empty. Rows of neurons that are 0 are not read where
-        `skips_zeros`. `add_norm` adds the parts up."""
+        neurons, zeros if the range is empty. With `skips_zeros`, rows of neurons with hidden value
+        0 are not read. `add_norm` adds up the parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +160,11 @@ class Kernels:
 
 
 def triton_kernels() -> Kernels:
-    """By Triton, on the current CUDA device, or without one in its interpreter.
+    """Triton's kernels, on the current CUDA device, or without one in its interpreter.
 
-    The first call for each set of shapes, types and alignments compiles, for a second or so, which
-    fails while a graph is captured: run the very step once before. The numbers of rows and neurons
-    are no part of the set. Raises ImportError in one line where there is no Triton."""
+    The first call for each set of shapes, types and alignments compiles, for about a second, which
+    fails during graph capture: run the same step once before. The set does not include the numbers
+    of rows and neurons. Raises ImportError in one line if Triton is missing."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -186,7 +187,7 @@ def triton_kernels() -> Kernels:
 
 
 def reference_kernels() -> Kernels:
-    """In float64 by torch, on any device: the definition of what the others do."""
+    """Reference kernels in float64 by torch, on any device: the definition of the others."""
     from sparkinfer.runtime.kernels.gpu import reference
 
     return Kernels(

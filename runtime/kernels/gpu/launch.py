@@ -1,13 +1,14 @@
-"""What the launchers say about a matrix: how it lies, and tiles that suit its kind.
+"""Layout and tile sizes that the launchers pass for a matrix.
 
-Tiles come from shapes and kinds alone, so that results do not depend on the device and nothing is
-tuned at run time. Of a tile each thread loads 64 bytes at once, in four loads of 16: with four to
-eight programs on a multiprocessor some 32 KiB are under way, what an H200 needs (4.8 TB/s times
-0.8 us over 132 multiprocessors are 29 KiB), and a laptop's card many times over. Of kinds with
-nibbles it is half of that, as their values fill twice the registers: at 64 bytes the compiler takes
-168 to 255 of them, at 32 bytes 72 to 108, with which five programs fit a multiprocessor.
+Tiles follow from shapes and kinds alone, so that results do not depend on the device and nothing is
+tuned at run time. Each thread loads 64 bytes of a tile at once, in four loads of 16: with four to
+eight programs per multiprocessor some 32 KiB are in flight, which is what an H200 needs (4.8 TB/s
+times 0.8 us over 132 multiprocessors are 29 KiB), and far more than a laptop's card needs. For
+kinds with nibbles it is half of that, as their values fill twice the registers: at 64 bytes the
+compiler takes 168 to 255 of them, at 32 bytes 72 to 108, with which five programs fit a
+multiprocessor.
 
-What this module does not know: Triton. Letters: R rows of a tile, U units."""
+Letters: R rows of a tile, U units."""
 
 import math
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ _BYTE_KINDS = ("q8_0", "q8_0_planar")
 NUM_WARPS = 4
 LEAST_PROGRAMS = 512
 _TILE_BYTES = {1: 64 * 32 * NUM_WARPS, 2: 32 * 32 * NUM_WARPS}  # by parts of a unit
-# Fewer rows do not get longer tiles: laying out x for them would take more than it gives.
+# Fewer rows do not get longer tiles: arranging x for them would cost more than it gains.
 _LEAST_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of a matrix, as blocks.rows_at and blocks.values want it."""
+    """The layout of a matrix, as blocks.rows_at and blocks.values take it."""
 
     kind: str
     width: int
@@ -53,18 +54,19 @@ class Layout:
         return -(-self.width // (16 * self.parts))
 
     def units_of_tile(self, num_rows: int) -> int:
-        """A power of two: units of so many rows that make a tile, but not more than a row has."""
+        """A power of two: units of `num_rows` rows that make a tile, but no more than a row has."""
         wanted = _TILE_BYTES[self.parts] // (max(_LEAST_ROWS, num_rows) * self.unit_bytes)
         return min(wanted, power_of_2(self.num_units))
 
 
 def power_of_2(number: int) -> int:
-    """The least that is not smaller."""
+    """The least power of 2 that is not smaller."""
     return 1 << (number - 1).bit_length()
 
 
 def rows_of_program(num_rows: int, most: int = 4) -> int:
-    """Few enough for `LEAST_PROGRAMS`: several on each multiprocessor of an H200 (132)."""
+    """At most `most` rows, few enough for `LEAST_PROGRAMS`: several per multiprocessor of an H200
+    (132)."""
     rows = most
     while rows > 1 and num_rows < LEAST_PROGRAMS * rows:
         rows //= 2

@@ -1,6 +1,6 @@
-"""The neurons of a block for one token: gate and up into hidden values, and those into sums.
+"""The neurons of a block for one token: gate and up to hidden values, and `down` to partial sums.
 
-What this module does not know: which neurons these are. Letters: N neurons, D width, S parts."""
+Letters: N neurons, D width, S parts."""
 
 import triton
 import triton.language as tl
@@ -13,9 +13,9 @@ from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_pro
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
-# Of `down`: units of columns that a program adds up, a super-block of K-quants or 128 bytes of
-# nibbles; and neurons whose hidden values it looks through at once for those that are not 0. These
-# it takes 16 at a time: at 32, sums and search together take 150 to 250 registers.
+# For `down`: units of columns that a program sums, a super-block of K-quants or 128 bytes of
+# nibbles; and neurons whose hidden values it scans at once for nonzeros. It takes these 16 at a
+# time: at 32, sums and scan together take 150 to 250 registers.
 _UNITS = 8
 _CHUNK = 256
 
@@ -123,8 +123,8 @@ def _down(
             num_open = tl.sum(is_open_C, axis=0)
             first = 0
             while first < num_open:
-                # The neuron that is number k of the open ones comes after as many as have k or
-                # fewer of them up to and with themselves.
+                # Open neuron k's index is the number of neurons whose inclusive count of open ones
+                # is at most k.
                 number_R = first + tl.arange(0, ROWS)
                 is_before = open_up_to_C[None, :] <= number_R[:, None]
                 neuron_R = start + tl.sum(is_before.to(tl.int32), axis=1)
@@ -165,7 +165,7 @@ def gate_up(
 ) -> None:
     layout = Layout.of(gate)
     up_layout = layout if up is None else Layout.of(up)
-    # Of four neurons more are named than of two, so fewer programs would leave at once.
+    # With four neurons a program more often has a predicted one, so fewer would exit early.
     rows = rows_of_program(gate.num_rows, 4 if named_B is None else 2)
     _gate_up[(triton.cdiv(gate.num_rows, rows),)](
         gate.data,
@@ -220,6 +220,6 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
 
 
 def _dense_rows(layout: Layout) -> int:
-    """Neurons of a tile of `down`: at 64 the compiler takes 128 registers or fewer, but for f32 and
-    q6_k."""
+    """Neurons of a tile of `down`: at 64 the compiler takes 128 registers or fewer, except for f32
+    and q6_k."""
     return 32 if layout.kind in ("f32", "q6_k_planar") else 64

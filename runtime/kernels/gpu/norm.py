@@ -1,7 +1,7 @@
-"""A vector plus the parts of a sum, and its norm, in one program.
+"""A vector plus partial sums, and its norm, in one program.
 
-One program reads all parts, so that norm and sum are one launch; sums are in the order of the
-parts. What this module does not know: whose parts these are. Letters: D width, P parts."""
+One program reads all parts, so that norm and sum are one launch; the parts are added in order.
+Letters: D width, P parts."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2
 
-# Values that are loaded at once, in as many parts as that are: one part after the other would each
-# cost the latency of memory. More of them do not fit the registers of a program.
+# Values loaded at once, over all parts: loading one part after the other would cost the latency of
+# memory for each. More of them do not fit the registers of a program.
 _AT_ONCE = 1 << 16
 
 

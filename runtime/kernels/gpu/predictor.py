@@ -1,6 +1,5 @@
-"""Which neurons a predictor names, as a mask of bits.
-
-What this module does not know: where `inner` comes from. Letters: F neurons, R rank, B words."""
+"""Evaluates a predictor: the neurons it predicts, as a bit mask. Letters: F neurons, R rank, B
+words."""
 
 import torch
 import triton
@@ -13,7 +12,7 @@ from sparkinfer.runtime.kernels.gpu.blocks import dot_rows, rows_at
 from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
-# Neurons of a program: it writes one byte, so that no two of them write to the same address.
+# Neurons per program: it writes one byte, so that no two programs write to the same address.
 _ROWS = 8
 
 
@@ -59,7 +58,7 @@ def predict(
     layout = Layout.of(up)
     assert kind != "gate" or activation in SMOOTH, (kind, activation)
     assert len(named_B) == triton.cdiv(up.num_rows, 32), (named_B.shape, up.num_rows)
-    named = named_B.view(torch.uint8)  # bytes of a word stand from the lowest bits on
+    named = named_B.view(torch.uint8)  # bytes of a word, lowest bits first
     _predict[(len(named),)](
         up.data,
         layout.stride,

@@ -1,33 +1,32 @@
-"""Into how many parts the kernels split sums, by shapes alone: a captured graph is right for every
-position and every set of neurons, and results do not depend on the device.
+"""The numbers of parts that kernels split sums into. They follow from shapes alone: a captured
+graph is valid for every position and every set of neurons, and results do not depend on the
+device."""
 
-What this module does not know: Triton, devices."""
-
-# Columns of `down` that one program adds up: 256 bytes of f16.
+# Columns of `down` that one program sums: 256 bytes of f16.
 DOWN_COLUMNS = 128
-# Enough for four programs on each multiprocessor of an H200; add_norm then reads all the parts with
-# one program, so there should be no more of them than that takes.
+# Enough for four programs per multiprocessor of an H200; add_norm then reads all parts with one
+# program, so there should be no more of them than that needs.
 _DOWN_PROGRAMS = 512
 _LEAST_DOWN_NEURONS = 64
 
-# Positions that one program of `attend` takes, and the most such parts of a context.
+# Positions per program of `attend`, and the maximum number of such parts of a context.
 _LEAST_SPLIT = 64
 _MOST_SPLITS = 64
 
 
 def down_parts(num_neurons: int, width: int) -> int:
-    """S: how many sums over ranges of neurons `down` leaves."""
+    """S: the number of partial sums that `down` writes."""
     columns = -(-width // DOWN_COLUMNS)
     return max(1, min(-(-_DOWN_PROGRAMS // columns), -(-num_neurons // _LEAST_DOWN_NEURONS), 32))
 
 
 def range_of(num_neurons: int, num_parts: int) -> int:
-    """Neurons of each part; the last ones may have fewer, or none."""
+    """Neurons per part; the last parts may have fewer, or none."""
     return -(-num_neurons // num_parts)
 
 
 def attend_split(context_length: int) -> int:
-    """Positions of a part: a power of two."""
+    """Positions per part: a power of two."""
     least = -(-context_length // _MOST_SPLITS)
     return max(_LEAST_SPLIT, 1 << (least - 1).bit_length())
 
@@ -37,6 +36,6 @@ def attend_parts(context_length: int) -> int:
 
 
 def attend_scratch(context_length: int, num_heads: int, width: int) -> int:
-    """f32 values: of each part and head the sum of values, the greatest score and the sum of
+    """f32 values of scratch: per part and head the sum of values, the maximum score and the sum of
     weights."""
     return attend_parts(context_length) * num_heads * (width + 2)

@@ -1,6 +1,6 @@
-"""What the GPU kernels compute, in float64 by torch: slow, plain, and their definition.
+"""Reference of the GPU kernels in float64 by torch: slow and plain. It defines their results.
 
-What this module does not know: Triton. Letters and contracts: see kernels.py."""
+Letters and contracts: see kernels.py."""
 
 import torch
 from torch import Tensor
@@ -166,7 +166,8 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool) -> Tensor:
-    """Each pair as a complex number times e^(i angle): neighbours, or values half a head apart."""
+    """Rotates each pair as a complex number times e^(i angle): neighbours, or values half a head
+    apart."""
     pairs = x_HW.unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
     first, second = pairs.unbind(-1 if is_adjacent else -2)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle_W2), angle_W2)

@@ -1,6 +1,6 @@
 """Rows of a matrix times a vector, and rows unpacked.
 
-What this module does not know: neurons. Letters: D width, N rows, A chosen rows."""
+Letters: D width, N rows, A chosen rows."""
 
 import triton
 import triton.language as tl
