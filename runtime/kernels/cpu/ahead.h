@@ -1,9 +1,9 @@
 // Included inside the anonymous namespace of each rows_<level>.cpp, as rows_template.h is.
 
-// Asks the memory for ROWS rows, a line of each at a time; where they lie one behind the other, for
-// as many lines of the first, then of the second: the processor's prefetcher sees one stream then
-// and joins in, where several would take turns in a page. It stops at the end of a page, and cannot
-// know which row of a list comes next.
+// Prefetches ROWS rows, one line of each at a time; if they are contiguous, as many lines of the first
+// row, then of the second: the processor's prefetcher sees one stream then and joins in, where several
+// would alternate within a page. It stops at the end of a page, and cannot know which row of a list
+// comes next.
 template <int ROWS>
 class Ahead {
   public:
@@ -13,7 +13,7 @@ class Ahead {
         step_ = is_one ? 64 * ROWS : 64;
     }
 
-    // The loop that follows asks `steps` times; what is left of `bytes` is asked for now.
+    // The loop that follows prefetches `steps` times; the rest of `bytes` is prefetched now.
     Ahead(const uint8_t* const* rows, int64_t bytes, int64_t steps) : Ahead(rows, bytes) {
         for (int64_t left = (bytes + 63) / 64 - steps; left > 0; --left) ask();
     }
@@ -23,7 +23,7 @@ class Ahead {
         at_ += step_, asked_ += 64;
     }
 
-    // Unless so many bytes of each row were asked for.
+    // Prefetches the first `bytes` of each row, unless done already.
     inline void ask_below(int64_t bytes) {
         if (asked_ < bytes) ask();
     }
@@ -33,12 +33,12 @@ class Ahead {
     int64_t step_, at_ = 0, asked_ = 0;
 };
 
-// Asks for whole rows, one after the other and a line at a time, so that rows with small gaps between
-// them are one stream to the processor's prefetcher.
+// Prefetches whole rows in order, a line at a time, so that rows with small gaps between them are one
+// stream to the processor's prefetcher.
 //
-// They go into the second cache: a core waits for more lines there than in the first. GB/s of one Zen 4
-// core from memory, three of four rows of 2560 values: q8_0 8.9 with each row asking for its own next
-// 512 values, 15.9 so; f16 15 with four rows asking for the next four.
+// They go into the L2 cache: a core can wait for more lines there than in L1. GB/s of one Zen 4 core
+// from memory, three of four rows of 2560 values: q8_0 8.9 with each row prefetching its own next 512
+// values, 15.9 this way; f16 15 with four rows prefetching the next four.
 class AheadRows {
   public:
     AheadRows(const uint8_t* const* rows, int64_t count, int64_t bytes)
@@ -57,10 +57,9 @@ class AheadRows {
     int64_t left_, bytes_, at_ = 0;
 };
 
-// Rows that lie one behind the other are one run through memory, which is asked for so many bytes ahead.
-// GB/s of one Zen 4 core from memory, f16 rows of 576 and 2048 values: one row at a time 23 and 24 with
-// 2048 ahead, 25 and 27 with 4096, 21 and 21 with 8192; four rows at a time, each asking for the
-// one four further, 11 and 13.
+// Contiguous rows are one run through memory, prefetched this many bytes ahead. GB/s of one Zen 4 core
+// from memory, f16 rows of 576 and 2048 values: one row at a time 23 and 24 with 2048 ahead, 25 and 27
+// with 4096, 21 and 21 with 8192; four rows at a time, each prefetching the one four further, 11 and 13.
 constexpr int64_t RUN_AHEAD = 4096;
 
 inline bool is_one_run(const Rows& rows, int64_t row_bytes) {

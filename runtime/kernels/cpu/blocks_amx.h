@@ -1,20 +1,20 @@
 // Products of 16 rows with 16 vectors on tiles of int8 (AMX), for blocks_template.h and with its
-// arithmetic. Fewer than LEAST_VECTORS go through blocks_vnni.h. Behind the packed x of that file
-// there are panels, one for each group of 16 vectors and block:
-//   int8 plane[2][8][16][4]   high and low bytes, four values of each vector side by side
+// arithmetic. Fewer than LEAST_VECTORS go through blocks_vnni.h. The packed x of that file is followed
+// by panels, one for each group of 16 vectors and block:
+//   int8 plane[2][8][16][4]   high and low bytes, four adjacent values of each vector
 //   float scale[16]           of each vector
-// Groups count from vector 0 of the memory, whichever vectors a call means.
+// Groups count from vector 0 of the buffer, whichever vectors a call uses.
 //
 // A tile instruction multiplies 64 values of each row and gets 32 here, since a sum over two blocks
 // would mix their scales. The limit is elsewhere: each 16 sums of a block (512 products) take five
-// vector instructions, which two units share, so that Sapphire Rapids can have at most 200 products
-// a cycle. Sizes below follow from its caches (48 KiB, 2 MiB) and are not measured.
+// vector instructions, which two units share, so that Sapphire Rapids can have at most 200 products a
+// cycle. Sizes below follow from its caches (48 KiB, 2 MiB) and are not measured.
 
 constexpr int64_t GROUP = 16;         // vectors, the columns of a tile of sums
 constexpr int64_t TILE_BLOCKS = 16;   // of a row, whose scales are read together
-constexpr int64_t LEAST_VECTORS = 8;  // a tile costs what about six vectors cost without
+constexpr int64_t LEAST_VECTORS = 8;  // a tile costs as much as about six vectors in blocks_vnni.h
 constexpr int64_t MOST_GROUPS = 4;    // for which weights are unpacked once
-constexpr int64_t ROW_TILES = 2;      // that share a panel while it is in the first cache
+constexpr int64_t ROW_TILES = 2;      // that share a panel while it is in L1
 constexpr int64_t PLANE_BYTES = BLOCK * GROUP;
 constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + GROUP * 4;
 static_assert(LANES == 16, "a tile has 16 rows");
@@ -30,22 +30,22 @@ class Panels {
     int64_t n_;
 };
 
-// Which vectors of a group are meant.
+// The vectors of a group that the call uses.
 inline __mmask16 meant_of(const Input& x, int64_t group) {
     int64_t begin = x.first - group * GROUP, end = begin + x.count;
     begin = begin < 0 ? 0 : begin;
     return static_cast<__mmask16>(first_of_16(end) & ~first_of_16(begin));
 }
 
-// Where in a unit of blocks_vnni.h 16 values of block b begin.
+// Where 16 values of block b begin in a unit of blocks_vnni.h.
 template <class F>
 constexpr int64_t place(int64_t b, int64_t plane, int64_t half) {
     if (F::QUANT_BYTES == 16) return plane * PLANE<F> + half * 64 + b % 4 * 16;
     return plane * PLANE<F> + b % 2 * 32 + half * 16;
 }
 
-// Panels from the packed x of blocks_vnni.h. Writes nothing of vectors that are not meant: another
-// thread may be at them.
+// Makes panels from the packed x of blocks_vnni.h. Writes nothing for unused vectors: another thread may
+// be writing those.
 template <class F>
 void pack_panels(const Input& x, int64_t D) {
     const int64_t n = D / BLOCK;
@@ -53,7 +53,7 @@ void pack_panels(const Input& x, int64_t D) {
     const PackedBlocks<F> from(x, n);
     for (int64_t group = x.first / GROUP; group * GROUP < x.first + x.count; ++group) {
         const __mmask16 meant = meant_of(x, group);
-        int64_t vector[GROUP];  // those that are not meant: any
+        int64_t vector[GROUP];  // unused ones: any
         for (int64_t i = 0; i < GROUP; ++i)
             vector[i] = meant >> i & 1 ? group * GROUP + i - x.first : 0;
         for (int64_t b = 0; b < n; ++b) {
@@ -81,7 +81,7 @@ void pack_panels(const Input& x, int64_t D) {
 template <class F>
 struct RowTile {
     const uint8_t* row[LANES];  // may repeat, the first `valid` count
-    int64_t valid, step;        // step: bytes from row to row, 0 where they differ
+    int64_t valid, step;        // step: bytes from row to row, 0 if irregular
     alignas(64) uint8_t copy[TILE_BLOCKS][LANES][BLOCK];
     alignas(64) float scale[TILE_BLOCKS][LANES];
 
@@ -95,7 +95,7 @@ struct RowTile {
 
     bool is_in_place() const { return F::QUANT_BYTES == BLOCK && step != 0; }
 
-    // Of blocks b0 .. b0 + m - 1: scales, and values where they cannot be read from the rows.
+    // Unpacks blocks b0 .. b0 + m - 1: scales, and values unless they can be read from the rows.
     void unpack(int64_t n, int64_t b0, int64_t m) {
         tile_scales<F>(row, n, b0, scale);
         if (is_in_place()) return;
@@ -117,8 +117,8 @@ struct RowTile {
     }
 };
 
-// Tiles 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. For the time of one call: other code
-// of the same thread has tiles of its own.
+// Configures tiles for the time of one call: 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. Other
+// code of the same thread has its own configuration.
 class TilesInUse {
   public:
     TilesInUse() {
@@ -166,7 +166,7 @@ inline void add_scaled(const TileSums& sums, const float* scale, Floats x_scale,
 
 typedef float RowSums[LANES][GROUP];
 
-// The four parts of each product together, to y: vector t of the call begins at y + t * y_stride.
+// Joins the four parts of each product into y: vector t of the call begins at y + t * y_stride.
 inline void store_products(const RowSums* part, int64_t valid, const Input& x, int64_t group,
                            float* y, int64_t y_stride) {
     alignas(64) RowSums total;
@@ -188,9 +188,9 @@ inline void store_products(const RowSums* part, int64_t valid, const Input& x, i
     }
 }
 
-// Up to ROW_TILES tiles of rows times up to MOST_GROUPS groups; next: what to ask the memory for.
-// While one block's sums are scaled and added, the tiles multiply the block that comes after it:
-// sums that are stored from a tile are not there at once.
+// Up to ROW_TILES tiles of rows times up to MOST_GROUPS groups; next: what to prefetch. While one
+// block's sums are scaled and added, the tiles multiply the next block: sums stored from a tile take
+// time to arrive.
 template <class F>
 inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next, int64_t n,
                        const Input& x, int64_t group, int64_t num_groups, float* y,
@@ -227,7 +227,7 @@ inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next
                                  which ^ 1);
                     for (int64_t at = 0; job == 0 && at < ahead; at += 64)
                         __builtin_prefetch(next + (b0 + b) * ahead + at, 0, 2);
-                    // Zeros for vectors that are not meant, whose scales may be anything.
+                    // Zeros for unused vectors, whose scales are undefined.
                     const Floats x_scale = _mm512_maskz_loadu_ps(
                         meant, panels.at(of_job, b0 + b) + 2 * PLANE_BYTES);
                     add_scaled(sums[which], tile.scale[b], x_scale, total);

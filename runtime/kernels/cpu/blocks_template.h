@@ -1,15 +1,15 @@
 // Products of rows of q8_0 and q4_0, in the file's layout and the planar one, with vectors of 16-bit
 // integers. Included by rows_template.h.
 //
-// The arithmetic is the same at every level and for any number of vectors, to the bit: with I(b) the
-// sum of a block's 32 products, which is an exact integer,
+// The arithmetic is the same at every level and for any number of vectors, to the bit: with I(b) the sum
+// of a block's 32 products, which is an exact integer,
 //   part[p] = the sum over b = p, p + 4, p + 8, ... of I(b) * (row's scale * x's scale),
 //             each term added by one fused multiply-add, in order
 //   product = (part[0] + part[1]) + (part[2] + part[3])
 //
-// Two kernels share it. One takes FEW rows and one vector, four blocks a step: lanes are pairs of a row
-// and a block. The other takes LANES rows and up to TILE_TOKENS vectors: lanes are rows, and a block of
-// weights is unpacked once for all vectors. A level defines, in blocks_madd.h or blocks_vnni.h,
+// Two kernels share it. One takes FEW rows and one vector, four blocks per step: lanes are pairs of a
+// row and a block. The other takes LANES rows and up to TILE_TOKENS vectors: lanes are rows, and a block
+// of weights is unpacked once for all vectors. A level defines, in blocks_madd.h or blocks_vnni.h,
 //   unit<F>()                         blocks that lie together in packed x
 //   quantise_unit<F>(value, to)       unit<F>() blocks of int16 values to packed x
 //   few_products<F>(quants, m, x, stride)   I of FEW rows and four blocks, of which m are there; x from
@@ -24,7 +24,7 @@
 
 constexpr int64_t TILE_TOKENS = 32;
 
-// A vector's packed blocks; n of them, and zeros up to a whole four.
+// Packed blocks of a vector: n of them, padded with zeros to a multiple of four.
 inline int64_t whole_fours(int64_t n) { return (n + 3) / 4 * 4; }
 inline int64_t packed_blocks_bytes(int64_t n) { return whole_fours(n) * 72; }
 
@@ -61,7 +61,7 @@ inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next,
         }
         const int64_t m = n - b < 4 ? n - b : 4;
         for (int r = 0; r < FEW; ++r) {
-            if (F::IS_PLANAR) {  // four scales can be read: quants are behind them
+            if (F::IS_PLANAR) {  // reading four scales is safe: quants follow them
                 quants[r] = F::quants(rows[r], n, b), scale[r] = F::scale(rows[r], n, b);
                 continue;
             }
@@ -114,7 +114,7 @@ inline void dot_tile(const uint8_t* const* rows, const uint8_t* next, int64_t n,
     __builtin_memset(acc, 0, T * sizeof acc[0]);
     alignas(64) float scales[16][LANES];
     for (int64_t b = 0; b < n; ++b) {
-        // gcc would keep the pointers of the rows in vector registers, for which there is better use.
+        // gcc would keep the pointers of the rows in vector registers, which have better uses.
         asm volatile("" ::: "memory");
         if (b % 16 == 0) tile_scales<F>(rows, n, b, scales);
         const uint8_t* ahead = next + b * LANES * F::BLOCK_BYTES;
@@ -179,7 +179,7 @@ void quantise_blocks(const Input& x, int64_t D) {
 #endif
 }
 
-// Fewer rows than half a tile go one vector at a time.
+// Fewer rows than half a tile are multiplied with one vector at a time.
 template <class F>
 void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                 int64_t a1) {
@@ -199,7 +199,7 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
                         y_stride, valid);
         }
     }
-    // Of one run the rows that are read now are not asked for again.
+    // Rows of one run are not prefetched while they are read.
     const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);
     const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
     for (; a < a1; a += FEW) {

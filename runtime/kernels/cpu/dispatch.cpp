@@ -1,9 +1,9 @@
-// The functions Python calls. Picks the best kernels this processor can run and splits the work
+// The functions called from Python. Picks the best kernels this processor can run and splits the work
 // over threads.
 //
-// The kernel files are compiled with flags such as -mavx512f, so they include no C++ library
-// headers: an inline function from one would be compiled with those flags too, and the linker may
-// keep that copy for the whole library, which would then crash on an older processor.
+// The kernel files are compiled with flags such as -mavx512f, so they include no C++ library headers: an
+// inline function from one would be compiled with those flags too, and the linker may keep that copy for
+// the whole library, which would then crash on an older processor.
 #include "dispatch.h"
 
 #include <cstdlib>
@@ -25,7 +25,7 @@ struct Level {
     const char* name;
     const Kernels* kernels;
     bool advertised;
-    int8_t answer = -1;  // of the probe, once there is one
+    int8_t answer = -1;  // of the probe, once known
 
     bool usable() {
         if (!advertised) return false;
@@ -48,8 +48,8 @@ bool has_avx512() {
 
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-// Linux lets a process use tiles once it has asked, in all its threads and in children it forks
-// (Documentation/arch/x86/xstate.rst). It refuses where a signal stack is too small for them.
+// Linux lets a process use tiles once it has requested them, in all its threads and forked children
+// (Documentation/arch/x86/xstate.rst). It refuses if a signal stack is too small for them.
 bool has_amx() {
 #ifdef __linux__
     constexpr uint32_t TILE_AND_INT8 = 3u << 24, TILE_STATE = 3u << 17;
@@ -105,8 +105,7 @@ Status check(int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t*
     return all_inside ? STATUS_OK : STATUS_INDEX_OUT_OF_RANGE;
 }
 
-// Vectors [T, D] as the kernels of a kind take them. Their memory is of the calling thread, kept and
-// grown.
+// Vectors [T, D] in the form a kind's kernels take. Their buffer is thread-local, kept and grown.
 class Prepared {
   public:
     Prepared(int32_t kind, const float* x, int64_t D, int64_t T) : input{x, nullptr, D, T, 0, T} {
@@ -177,7 +176,7 @@ EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_
     AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
     OrderSums* order_sums = current->kernels->order_sums[kind];
     const Rows rows = {weight, stride, D, index, A};
-    // One piece per thread and no narrow ones: the longer the part of a row, the better it is read.
+    // One piece per thread and no narrow ones: memory is read faster in longer parts of a row.
     const int64_t grain = block_values(kind) > 4 * BLOCK ? block_values(kind) : 4 * BLOCK;
     split(A * row_bytes, D, grain, 1, [=, &rows](int64_t d0, int64_t d1) {
         std::memset(y + d0, 0, (d1 - d0) * sizeof(float));

@@ -1,4 +1,4 @@
-// What dispatch.cpp chose, for the other sources of this library.
+// The choices of dispatch.cpp, for the other sources of this library.
 #pragma once
 #include <algorithm>
 
@@ -8,15 +8,15 @@
 // The kernels of the level in use.
 const Kernels& kernels();
 
-// The bytes of one row, or -1 if there can be no such row.
+// The bytes of one row, or -1 if such a row is impossible.
 int64_t row_bytes_of(int32_t kind, int64_t D);
 
-// Less than this many bytes of weights is not worth waking a thread for: 64 KiB are read in about
-// four microseconds.
+// Below this many bytes of weights it does not pay to wake a thread: 64 KiB are read in about four
+// microseconds.
 constexpr int64_t INLINE_BYTES = 64 * 1024;
 
-// body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes; in no more
-// pieces than are each worth it.
+// Calls body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes; makes no
+// more pieces than are worth it.
 template <class Body>
 void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
     if (n <= 0) return;

@@ -7,7 +7,7 @@ inline __m256i or_masked(__m256i a, __m256i b, __m256i mask) {
     return _mm256_or_si256(a, _mm256_and_si256(b, mask));
 }
 
-// Of non-negative numbers in lanes of 16 or 32 bits that no bit leaves.
+// Shifts non-negative numbers in lanes of 16 or 32 bits; no bit may overflow.
 inline __m256i shifted(__m256i numbers, int left) {
     return left < 0 ? _mm256_srli_epi16(numbers, -left) : _mm256_slli_epi16(numbers, left);
 }
@@ -65,7 +65,7 @@ inline Floats add_part(Floats sum, __m256i first, __m256i second, const int16_t*
     return multiply_add(_mm256_cvtepi32_ps(products), broadcast(factor), sum);
 }
 
-// Of q4_K and q5_K. unpack(block, pair, half, low, high) gives 16 words each.
+// For q4_K and q5_K. unpack(block, pair, half, low, high) gives 16 words each.
 template <class Unpack>
 inline float dot_with_minima(const uint8_t* row, int64_t block_bytes, int64_t n,
                              const uint8_t* packed, const uint8_t* next, const Unpack& unpack) {

@@ -60,8 +60,8 @@ inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     }
 }
 
-// What a block's products are multiplied with, and what is taken off: d*s times the scale of x in
-// the lower half of the vector, m*t times the sum of x in the upper.
+// Factors and offsets of a block's products: d*s times the scale of x in the lower half of the vector,
+// m*t times the sum of x in the upper.
 inline __m512 factors_with_x(const uint8_t* block, const SuperScales& x) {
     const __m512i halves = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m512 scales =
@@ -75,7 +75,7 @@ inline Floats add_part(Floats sum, __m512i words, const int16_t* x, __m512 facto
     return add_products(sum, _mm512_madd_epi16(words, load_64_bytes(x)), factor);
 }
 
-// Of q4_K and q5_K. parts(block, pair, low, high) gives 32 words each.
+// For q4_K and q5_K. parts(block, pair, low, high) gives 32 words each.
 template <class Unpack>
 inline float dot_with_minima(const uint8_t* row, int64_t block_bytes, int64_t n,
                              const uint8_t* packed, const uint8_t* next, const Unpack& unpack) {

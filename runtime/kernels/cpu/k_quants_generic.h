@@ -1,8 +1,8 @@
 // The K-quants for rows_generic.cpp; see k_quants_template.h.
 
-// Eight 6-bit scales and minima from the 12 bytes of a q4_K or q5_K block: the first four of each
-// lie in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with their
-// upper two bits in the top of bytes 0-3 and 4-7.
+// Eight 6-bit scales and minima from the 12 bytes of a q4_K or q5_K block: the first four of each are in
+// the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with their upper two
+// bits at the top of bytes 0-3 and 4-7.
 inline void factors_with_minima(const uint8_t* block, float c, float* factor, float* minimum) {
     const float d = c * f16_to_float(block), m = c * f16_to_float(block + 2);
     const uint8_t* p = block + 4;
@@ -68,7 +68,7 @@ inline int32_t product_of(const int32_t* q, const int16_t* x, int count) {
     return product;
 }
 
-// Of q4_K and q5_K; unpack(block, pair, q) gives 64 integers.
+// For q4_K and q5_K; unpack(block, pair, q) gives 64 integers.
 template <class Unpack>
 inline float dot_with_minima(const uint8_t* row, int64_t block_bytes, int64_t n,
                              const uint8_t* packed, const uint8_t* next, const Unpack& unpack) {

@@ -16,12 +16,12 @@
 //              values, f16 d; value = d*s[at / 16]*(q - 32). In each half of the block parts 0 and
 //              2 are the low and high nibbles of the first 32 bytes, 1 and 3 of the others.
 
-// The two parts that lie in the same bytes, for each of the four pairs of a block.
+// The two parts stored in the same bytes, for each of the four pairs of a block.
 struct Parts {
     int first, second;
 };
 
-// Factor of each part (q6_K: of each half of a part), and what is taken off each part's values.
+// The factor of each part (q6_K: of each half of a part), and the offset subtracted from its values.
 struct Factors {
     float factor[16], minimum[8];
 };
@@ -88,7 +88,7 @@ constexpr bool IS_SUPER<Q5_K> = true;
 template <>
 constexpr bool IS_SUPER<Q6_K> = true;
 
-// y[d0..d1) += c[r] * rows[r][d0..d1) for whole blocks; the minima of all rows are taken off first.
+// y[d0..d1) += c[r] * rows[r][d0..d1) for whole blocks; the minima of all rows are subtracted first.
 template <class Format, int ROWS>
 inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                            float* y, int64_t d0, int64_t d1) {

@@ -1,4 +1,4 @@
-// What AVX2 and AVX-512 share of the K-quants; see k_quants_template.h.
+// K-quant code shared by AVX2 and AVX-512; see k_quants_template.h.
 
 inline __m256 floats_of_u8(__m128i bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
@@ -8,11 +8,11 @@ inline __m256 floats_of_i8(__m128i bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
-// The 6-bit numbers of a q4_K or q5_K block as bytes: eight scales, eight minima. The first four of
-// each lie in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with
-// their upper two bits in the top of bytes 0-3 and 4-7.
+// The 6-bit numbers of a q4_K or q5_K block as bytes: eight scales, eight minima. The first four of each
+// are in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with their upper
+// two bits at the top of bytes 0-3 and 4-7.
 inline __m128i six_bit_numbers(const uint8_t* block) {
-    const __m128i bits = load_16_bytes(block + 4);  // 12 bytes and what follows
+    const __m128i bits = load_16_bytes(block + 4);  // the 12 bytes, and four more
     const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(2, 1, 2, 0)),
                                        _mm_set_epi32(4, 0, 0, 0));
     const __m128i high = _mm_srli_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(1, 1, 0, 0)), 2);

@@ -1,4 +1,4 @@
-// The neurons of one block as a call of their own: what a CPU does for a layer that is divided.
+// The neurons of one block as a separate call: the CPU's share of a divided layer.
 #include "neurons.h"
 
 namespace {

@@ -1,5 +1,5 @@
-// The sparse feed-forward of a block of neurons: for one token gate, activation, up and down in one
-// pass over the candidates, for several by groups of neurons, then by columns; the same bits. The
+// The sparse feed-forward of a block of neurons: for one token gate, activation, up and down in one pass
+// over the candidates; for several tokens by groups of neurons, then by columns, with the same bits. The
 // reference is feed_forward.py.
 #pragma once
 #include <cmath>
@@ -7,13 +7,12 @@
 
 #include "row_sums.h"
 
-// Of one token, so many neurons at a time go from gate to up, each row asking for the one that is
-// wanted a few rows later; fewer where rows are long, so that what was asked for is still in the first
-// cache then.
+// For one token, this many neurons at a time go from gate to up, each row prefetching the one needed a
+// few rows later; fewer if rows are long, so that prefetched rows are still in L1 when used.
 constexpr int64_t FEW_NEURONS = 4;
 constexpr int64_t FEW_BYTES = 10 * 1024;
 
-// What an activation does to a gate, as Gate in feed_forward.py.
+// The activation of a gate, as Gate in feed_forward.py.
 struct Gate {
     int32_t activation, mode;
     float threshold;
@@ -42,14 +41,14 @@ struct NeuronLimits {
 
     float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
     bool has_hidden() const { return hidden != nullptr; }
-    // Whether a hidden value is silenced; NaN is not.
+    // True if a hidden value is silenced; NaN is not.
     bool is_silent(float value, int64_t p) const { return std::fabs(value) <= hidden[p]; }
 
     const float threshold;
     const float *const gate, *const hidden;  // or null
 };
 
-// Neurons of a layer by number: a bit each, or a score that is above a threshold or no number.
+// Predicted neurons of a layer: one bit each, or a score that is above a threshold or NaN.
 struct Named {
     const uint32_t* bits;  // or null
     const float* score;
@@ -59,7 +58,7 @@ struct Named {
         return bits ? bits[j / 32] >> (j % 32) & 1 : !(score[j] <= threshold);
     }
 
-    // Those below n in order, to `chosen` [n]; how many they are.
+    // Writes those below n in order to `chosen` [n]; returns their number.
     int64_t list(int64_t n, int32_t* chosen) const {
         if (!bits) return kernels().choose(score, n, threshold, chosen);
         int64_t count = 0;
@@ -72,14 +71,14 @@ struct Named {
     }
 };
 
-// Bytes of weights that were read.
+// Weight bytes read.
 struct NeuronBytes {
     int64_t gate = 0, up = 0, down = 0;
 };
 
 class Neurons {
   public:
-    // Memory for blocks of up to F neurons of width D, and up to T tokens.
+    // Allocates for blocks of up to F neurons of width D, and up to T tokens.
     Neurons(Arena& arena, int64_t D, int64_t F, int64_t T) : D(D), sums_(arena, D, T) {
         position_ = arena.take<int32_t>(F);
         candidate_ = arena.take<int32_t>(F);
@@ -95,7 +94,8 @@ class Neurons {
         num_read_ = arena.take<NumRead>(groups);
     }
 
-    // What the named neurons of a block (all, where `named` is null) add for T tokens, to out [T, D].
+    // Writes the output of the predicted neurons of a block (all, if `named` is null) for T tokens to
+    // out [T, D].
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read) {
         if (T > 1) return run_many(block, gate, named, x, T, out, read);
@@ -104,12 +104,12 @@ class Neurons {
     }
 
   private:
-    // Rows that were read.
+    // Rows read.
     struct NumRead {
         int32_t gate, up, down;
     };
 
-    // The places in the block of named neurons, in order; how many.
+    // Lists the block positions of predicted neurons, in order; returns their number.
     static int64_t list(const SparkBlock& block, const Named& named, int32_t* position) {
         if (!block.id) return named.list(block.num_neurons, position);
         int64_t count = 0;
@@ -122,7 +122,7 @@ class Neurons {
 
     // ---- one token ------------------------------------------------------------------------------
 
-    // The neurons at `count` places of the block, or the first `count` where it is null.
+    // The neurons at `count` places of the block, or the first `count` if it is null.
     void run_one(const SparkBlock& block, const Gate& gate, const int32_t* position, int64_t count,
                  Operand& x, float* out, NeuronBytes& read) {
         const int64_t chunk = groups_of_chunk(block.num_neurons) * SUM_ROWS;
@@ -156,13 +156,13 @@ class Neurons {
         }
     }
 
-    // Neurons of a chunk that add something, open_[begin .. end-1], which of them have no sum yet, and how
-    // many fired: more, where hidden values are silenced.
+    // The contributing neurons of a chunk, open_[begin .. end-1], those of them not yet summed, and the
+    // number that fired: more, if hidden values are silenced.
     struct Open {
         int64_t begin, end, pending, num_fired;
     };
 
-    // Candidates a0 .. a1-1 into `out`. `rows` null: row a is neuron a.
+    // Appends candidates a0 .. a1-1 to `out`. `rows` null: row a is neuron a.
     Open run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
                       const Input& up_x, const int32_t* position, const int32_t* rows, int64_t a0,
                       int64_t a1, float* out) {
@@ -170,7 +170,7 @@ class Neurons {
         const SparkMatrix& then = block.up.data ? block.up : block.down;
         const NeuronLimits limits(block, gate);
         float* hidden = hidden_.value;
-        // Gates that lie one behind the other are read to the end first.
+        // Contiguous gates are read to the end first.
         const bool is_bundled = matrix.stride > row_bytes(matrix);
         const int64_t fitting = std::max<int64_t>(1, FEW_BYTES / row_bytes(matrix));
         const int64_t few = std::min(FEW_NEURONS, fitting), step = is_bundled ? few : a1 - a0;
@@ -191,7 +191,7 @@ class Neurons {
             const int64_t first = open.end;
             const int64_t end = first + act_all(matrix, gate, limits, position, rows, g0, g1, first);
             open.num_fired += end - first;
-            // Where all fire, ups too are one run through memory.
+            // If all fire, ups are contiguous too.
             const bool is_run = !rows && !is_bundled && end - first == g1 - g0;
             for (int64_t o0 = first, o1; o0 < end; o0 = o1) {
                 o1 = std::min(o0 + (is_run ? SUM_ROWS : few), end);
@@ -223,7 +223,8 @@ class Neurons {
         return open;
     }
 
-    // Moves the neurons o0 .. o1-1 whose hidden values pass to places from `to` on; returns its end.
+    // Moves those of neurons o0 .. o1-1 whose hidden values pass to places from `to` on; returns the
+    // end.
     int64_t keep(const NeuronLimits& limits, int64_t o0, int64_t o1, int64_t to) {
         for (int64_t o = o0; o < o1; ++o) {
             const float value = hidden_.value[o];
@@ -234,8 +235,8 @@ class Neurons {
         return to;
     }
 
-    // Gates g0 .. g1-1 through the activation: what fires goes to open_ from `first` on, its value to
-    // hidden_; returns how many they are.
+    // Activates gates g0 .. g1-1: neurons that fire go to open_ from `first` on, their values to
+    // hidden_; returns their number.
     int64_t act_all(const SparkMatrix& matrix, const Gate& gate, const NeuronLimits& limits,
                     const int32_t* position, const int32_t* rows, int64_t g0, int64_t g1,
                     int64_t first) {
@@ -265,8 +266,8 @@ class Neurons {
         }
     }
 
-    // Where rows a0 .. a1-1 of a list (null: of all rows) lie; behind them, up to `room`, some place
-    // that may be asked for.
+    // Addresses of rows a0 .. a1-1 of a list (null: of all rows); after them, up to `room`, addresses
+    // that may be prefetched.
     static const uint8_t* const* rows_at(const SparkMatrix& m, const int32_t* list, int64_t a0,
                                          int64_t a1, const uint8_t** next,
                                          int64_t room = FEW_NEURONS) {
@@ -277,7 +278,7 @@ class Neurons {
         return next;
     }
 
-    // Sums of the open neurons before `end`, all of one group; `next` is what is wanted after them.
+    // Sums the open neurons before `end`, all of one group; `next` is prefetched for what follows them.
     void add(const SparkMatrix& down, Open& open, int64_t end, const uint8_t* const* next, float* out) {
         const int64_t first = open.pending, count = end - first;
         if (!count) return;
@@ -292,10 +293,11 @@ class Neurons {
 
     // ---- several tokens -------------------------------------------------------------------------
 
-    // A list of rows costs about three times as much a row as all rows of a group together.
+    // A row of a list costs about three times as much as a row of a whole group.
     static constexpr int64_t TOGETHER = 3;
 
-    // First hidden values of the neurons that fire, by groups of neurons; then sums, by columns.
+    // First computes hidden values of the neurons that fire, by groups of neurons; then sums, by
+    // columns.
     void run_many(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x,
                   int64_t T, float* out, NeuronBytes& read) {
         const int64_t groups = groups_of(block.num_neurons);
@@ -384,7 +386,7 @@ class Neurons {
         return Places{m, block.row, block.num_neurons}.rows(p0, count);
     }
 
-    // Of the neurons at places p0, p0 + 1, ...
+    // Biases of the neurons at places p0, p0 + 1, ...
     struct Biases {
         const float* data;  // or null
         const int32_t* row;
@@ -402,13 +404,13 @@ class Neurons {
 
     const int64_t D;
     RowSums sums_;
-    Coefficients hidden_;  // of one token: by candidates
+    Coefficients hidden_;  // of one token, by candidate
     int32_t *position_, *candidate_, *open_, *open_position_;
     float *gate_, *up_, *up_many_ = nullptr;
     NumRead* num_read_ = nullptr;
 };
 
-// Whether a block of a layer of F neurons of width D is one.
+// True if this is a valid block of a layer of F neurons of width D.
 inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated) {
     const int64_t rows = block.down.num_rows;
     if (block.is_transposed)

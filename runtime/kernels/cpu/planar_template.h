@@ -1,11 +1,11 @@
-// Rows of q8_0 and q4_0, planar (all scales of a row, then all its quants) and as in a file, and sums of
-// them. Included by rows_template.h.
+// Rows of q8_0 and q4_0, planar (all scales of a row, then all its quants) and as in a file, and their
+// sums. Included by rows_template.h.
 //
-// The sum of rows is one of integers. Of the rows of a group, up to SUM_ROWS, coefficient times scale
-// becomes a factor of 16 bits, and one instruction multiplies the quants of two rows by their factors
-// and adds both; what is rounded is at most 2^-16 of the largest factor of the group. So the sum over a
-// group is exact but for its factors, whatever the order, and rows whose coefficient is 0 change
-// nothing. Beside what rows_template.h wants the including file defines
+// Sums of rows are integer sums. In a group of up to SUM_ROWS rows, coefficient times scale becomes a
+// 16-bit factor, and one instruction multiplies the quants of two rows by their factors and adds both;
+// the rounding is at most 2^-16 of the group's largest factor. So the sum over a group is exact except
+// for its factors, in any order, and rows with coefficient 0 change nothing. Beside what rows_template.h
+// needs, the including file defines
 //   Ints                         int32_t, LANES of them, as a vector of gcc and clang
 //   load_ints(p) to_floats(v) to_ints(floats)          to_ints rounds to the nearest, ties to even
 //   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of the first 8 bytes
@@ -22,7 +22,7 @@ struct Planar {
     static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + 2, VALUE_BYTES = 0;
     static constexpr bool SCALED = true, IS_PLANAR = true;
 
-    // Of block b of a row of n.
+    // Of block b in a row of n.
     static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
         return row + b * 2;
     }
@@ -31,7 +31,7 @@ struct Planar {
     }
 };
 
-// Where a row of a file has them.
+// Offsets in a row as stored in a file.
 template <int64_t BYTES>
 struct Interleaved {
     static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + 2, VALUE_BYTES = 0;
@@ -45,8 +45,8 @@ struct Interleaved {
     }
 };
 
-// How two interleaved units, with 16 bits of one row beside those of the other, are split into PARTS
-// vectors of 16-bit values, counted from ZERO: see start() and scales(). A unit is a vector of quants.
+// How two interleaved units, 16 bits of one row next to those of the other, are split into PARTS vectors
+// of 16-bit values, counted from ZERO: see start() and scales(). A unit is a vector of quants.
 
 struct Nibbles {
     static constexpr int64_t PARTS = 4, ZERO = 8, UNIT = 8 * LANES;
@@ -67,7 +67,7 @@ struct Nibbles {
         part[0] = part[2] = part[3] = scale;
         part[1] = mul(scale, broadcast(0x1p-4f));
     }
-    // Where in a unit lane i of part p of the first or second half is.
+    // The column in a unit of lane i of part p, in the first or second half.
     static inline int64_t column(int64_t half, int64_t p, int64_t i) {
         return i / 4 * 32 + p % 2 * 16 + half * 8 + i % 4 * 2 + p / 2;
     }
@@ -96,7 +96,7 @@ struct Bytes {
 // c[r] times the scales of a chunk: value = 16-bit factor * scale.
 struct SumFactors {
     alignas(64) int32_t pair[SUM_ROWS / 2][CHUNK];  // of two rows, 16 bits each
-    alignas(64) int32_t offset[CHUNK];              // what their ZEROs come to
+    alignas(64) int32_t offset[CHUNK];              // the contribution of their ZEROs
     alignas(64) float scale[CHUNK];
 };
 
@@ -107,12 +107,12 @@ struct Q4_0Planar : Planar<16>, Nibbles {};
 
 constexpr float LARGEST_FACTOR = 32704.0f;
 
-// Factors of m blocks of k rows from their scales, `scale` [k, CHUNK], zeros where a row has no more blocks.
+// Factors of m blocks of k rows from their scales, `scale` [k, CHUNK], zeros past the end of a row.
 template <class Format>
 inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, int64_t m, const float* c) {
     constexpr int32_t MINUS_ZEROS = -0x10000 * Format::ZERO + (0x10000 - Format::ZERO);
     for (int64_t i = 0; i < m; i += LANES) {
-        // Bits of floats without their sign are in the order of the floats, and NaN comes last.
+        // Bits of floats without their sign are ordered as the floats are, and NaN comes last.
         Ints largest = {};
         for (int64_t r = 0; r < k; ++r) {
             const Floats exact = mul(load_floats(scale[r] + i), broadcast(c[r]));
@@ -142,7 +142,7 @@ inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, in
     }
 }
 
-// Scales of m blocks of k rows, zeros behind them.
+// Scales of m blocks of k rows, followed by zeros.
 template <class Format>
 inline void read_scales(const uint8_t* const* rows, int64_t k, int64_t n, int64_t b0, int64_t m,
                         float (*scale)[CHUNK]) {
@@ -156,7 +156,7 @@ inline void read_scales(const uint8_t* const* rows, int64_t k, int64_t n, int64_
     }
 }
 
-// Quants of m blocks of k rows one behind the other: where they lie, or in `copy`.
+// Contiguous quants of m blocks of k rows: in place, or in `copy`.
 template <class Format>
 inline void find_quants(const uint8_t* const* rows, int64_t k, int64_t n, int64_t b0, int64_t m,
                         uint8_t (*copy)[CHUNK * 32], const uint8_t** quants) {
@@ -181,8 +181,8 @@ inline void finish_unit(const Ints (*sum)[Format::PARTS], const SumFactors& fact
             store_floats(y, multiply_add(to_floats(sum[half][p]), scale[p], load_floats(y)));
 }
 
-// One unit of k rows, of a chunk's block `first` and those behind it, onto y. `at` is the unit's place
-// in a row's quants.
+// Adds one unit of k rows, from a chunk's block `first` on, to y. `at` is the unit's offset in a row's
+// quants.
 template <class Format>
 inline void add_unit(const uint8_t* const* quants, int64_t at, int64_t k, const SumFactors& factors,
                      int64_t first, float* y, AheadRows* then = nullptr) {
@@ -204,11 +204,11 @@ inline void add_unit(const uint8_t* const* quants, int64_t at, int64_t k, const 
     finish_unit<Format>(sum, factors, first, y);
 }
 
-// From the order in which add_unit() leaves whole units to that of their columns.
+// Reorders whole units from the order in which add_unit() leaves them to column order.
 template <class Format>
 void order_sums(float* y, int64_t d0, int64_t d1) {
     constexpr int64_t UNIT = Format::UNIT, PARTS = Format::PARTS;
-    int32_t source[UNIT];  // the compiler knows what is in it
+    int32_t source[UNIT];  // so that the compiler knows its contents
     for (int64_t v = 0; v < 2 * PARTS; ++v)
         for (int64_t i = 0; i < LANES; ++i)
             source[Format::column(v / PARTS, v % PARTS, i)] = static_cast<int32_t>(v * LANES + i);
@@ -219,7 +219,7 @@ void order_sums(float* y, int64_t d0, int64_t d1) {
     }
 }
 
-// What fills no unit: n values at the end of rows, whose sums are in the order of columns.
+// The remainder smaller than a unit: n values at the end of rows, whose sums are in column order.
 template <class Format>
 inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k,
                              const SumFactors& factors, int64_t first, int64_t n, float* y) {
@@ -235,10 +235,10 @@ inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k
     for (int64_t i = 0; i < n; ++i) y[i] += sums[i];
 }
 
-// More rows than these read their own next chunk ahead: fewer were asked for before.
+// Above this many rows, each prefetches its own next chunk; fewer were prefetched before.
 constexpr int64_t ASKED_ROWS = 8;
 
-// The same of rows that are in the second cache, while those wanted next are asked for.
+// The same for rows already in L2, while the next ones are prefetched.
 template <class Format>
 inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t k, int64_t n,
                             const float* c, float* y, int64_t d0, int64_t d1) {
@@ -263,7 +263,7 @@ inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t 
 }
 
 // y[d0..d1) += the sum of c[r] * rows[r][d0..d1) over a group of k rows of n blocks, in the order of
-// add_unit(). Meanwhile the memory is asked for the next four rows.
+// add_unit(). Meanwhile the next four rows are prefetched.
 template <class Format>
 inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t k, int64_t n,
                       const float* c, float* y, int64_t d0, int64_t d1) {
@@ -298,7 +298,7 @@ inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, in
 // The same for several vectors, whose coefficients are c + t * c_stride: the quants of two rows are
 // split once for all of them.
 constexpr int64_t SPLIT_VECTORS = 64 * 1024 / (4 * LANES);  // of a chunk of SUM_ROWS rows, any format
-constexpr int64_t FILLED = 8;  // vectors whose factors stay in the first cache
+constexpr int64_t FILLED = 8;  // vectors whose factors stay in L1
 
 template <class Format>
 inline void add_split_units(const Ints* split, int64_t k, const SumFactors* const* factors,
@@ -355,7 +355,7 @@ inline void add_group_to_many(const uint8_t* const* rows, int64_t k, int64_t n, 
             for (int64_t u = 0; u < units; ++u) {
                 const Ints* words = split + u * ((k + 1) / 2) * 2 * PARTS;
                 for (int64_t t = t0; t < t1; t += 2) {
-                    float nowhere[UNIT];  // for an odd vector
+                    float nowhere[UNIT];  // scratch for an odd vector
                     const int64_t other = t + 1 < t1 ? t + 1 : t, d = b0 * BLOCK + u * UNIT;
                     const SumFactors* of[2] = {factors + t - t0, factors + other - t0};
                     float* to[2] = {s.y + t * s.y_stride + d, s.y + other * s.y_stride + d};

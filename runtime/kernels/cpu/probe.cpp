@@ -85,7 +85,7 @@ bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
     return true;
 }
 
-// Two queries over the rows as keys and as values; what comes of it into y.
+// Two queries over the rows as keys and as values; the result goes to y.
 bool attend_alike(const Kernels& tried, const Kernels& reference) {
     const Kernels* both[] = {&tried, &reference};
     constexpr int64_t W = 80, G = 2, PADDED = 96, ROOM = (ROWS + 15) / 16 * 16;
@@ -148,7 +148,7 @@ bool runs_here(const Kernels& tried, const Kernels& reference) {
     pid_t done;
     do done = waitpid(child, &status, 0);
     while (done < 0 && errno == EINTR);
-    // Where someone else waits for all children the answer is lost.
+    // If another thread waits for all children, the status is lost.
     return done < 0 || (WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 #else

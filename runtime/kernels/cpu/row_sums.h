@@ -1,11 +1,11 @@
 // Sums of the rows of a matrix, each times a coefficient, for one vector of coefficients or several:
-// what the down projection of neurons and a transposed product with sparse inputs have in common.
+// shared by the down projection of neurons and transposed products with sparse inputs.
 #pragma once
 #include "work.h"
 
 // Rows are cut into groups of SUM_ROWS by their place, and these into at most this many chunks, each
-// with a sum of its own that is added to the others' in order. Cuts and order depend on the number of
-// places alone: not on which rows are added, the threads, or other vectors.
+// with its own sum, added in order. Cuts and order depend only on the number of places: not on which
+// rows are added, the threads, or other vectors.
 constexpr int64_t MAX_CHUNKS = 16;
 
 inline int64_t groups_of(int64_t places) { return (places + SUM_ROWS - 1) / SUM_ROWS; }
@@ -13,16 +13,16 @@ inline int64_t groups_of_chunk(int64_t places) {
     return (groups_of(places) + MAX_CHUNKS - 1) / MAX_CHUNKS;
 }
 
-// Coefficients of T vectors and which of them count, by places in whole groups.
+// Coefficients of T vectors and a mask of those in use, by places in whole groups.
 struct Coefficients {
-    float* value;    // [T, groups * SUM_ROWS], 0 where it does not count
+    float* value;    // [T, groups * SUM_ROWS], 0 if unused
     uint64_t* mask;  // [T, groups]
     int64_t groups;  // from vector to vector
 
     int64_t stride() const { return groups * SUM_ROWS; }
 };
 
-// The rows at `places` places of a matrix, in order, or those that `row` says.
+// The rows at `places` places of a matrix, in order, or those listed in `row`.
 struct Places {
     const SparkMatrix& matrix;
     const int32_t* row;  // or null
@@ -37,7 +37,7 @@ struct Places {
 
 class RowSums {
   public:
-    // Memory for sums of up to D columns and T vectors.
+    // Allocates for sums of up to D columns and T vectors.
     RowSums(Arena& arena, int64_t D, int64_t T)
         : part(arena.take<float>(std::max(MAX_CHUNKS, T > 1 ? T : 0) * D)), D(D) {}
 
@@ -67,13 +67,13 @@ class RowSums {
     static constexpr int64_t COLUMNS_GRAIN = 256;
 
     // Pieces of a sum's columns: at most as long as their scales are read together, and one for each
-    // thread. The fewer, the fewer times a group's factors are made.
+    // thread. The fewer there are, the less often a group's factors are computed.
     static int64_t column_pieces(int64_t columns) {
         const int64_t most = std::max<int64_t>(1, columns / COLUMNS_GRAIN);
         return std::min(most, std::max<int64_t>(num_threads(), (columns + 511) / 512));
     }
 
-    // Where piece i begins: at whole blocks of every kind.
+    // The first column of piece i: at whole blocks of every kind.
     static int64_t column_of(int64_t i, int64_t pieces, int64_t columns) {
         return i == pieces ? columns : columns * i / pieces / COLUMNS_GRAIN * COLUMNS_GRAIN;
     }

@@ -36,8 +36,8 @@ inline Floats load_i8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16_bytes(p)));
 }
 
-// A permutation of 16 floats looks at the low four bits of each lane only: it is the table from
-// nibble to value, and needs no mask.
+// A permutation of 16 floats uses only the low four bits of each lane: it is the table from nibble to
+// value, and needs no mask.
 inline void unpack_q4(const uint8_t* p, Floats* w) {
     const __m512 values = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
     __m512i bytes = _mm512_cvtepu8_epi32(load_16_bytes(p));
@@ -137,8 +137,8 @@ constexpr int FEW = LANES / 4;
 inline Floats add_floats(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 
-// 16 bytes of rows r, r + 4, r + 8 and r + 12 to each vector, whose four pieces of 32 bits then change
-// places.
+// 16 bytes of rows r, r + 4, r + 8 and r + 12 to each vector, whose four pieces of 32 bits are then
+// transposed.
 inline void transpose_16(const uint8_t* const* p, Ints* out) {
     __m512i row[4];
     for (int r = 0; r < 4; ++r) {

@@ -1,4 +1,4 @@
-// For any processor: gcc and clang turn four-lane vectors into whatever it has.
+// For any processor: gcc and clang compile four-lane vectors to whatever it has.
 #include "kernels.h"
 
 namespace {
@@ -28,8 +28,8 @@ inline Ints load_u16(const uint8_t* p) {
     return __builtin_convertvector(h, Ints);
 }
 
-// The bits moved to where f32 has them are the value times 2^-112, subnormals included; infinity
-// and NaN still need their exponent.
+// The bits moved to their place in f32 are the value times 2^-112, subnormals included; infinity and NaN
+// still need their exponent.
 inline Floats f16_bits_to_floats(Ints bits) {
     Ints magnitude = (bits & 0x7fff) << 13;
     Ints is_special = magnitude >= (0x7c00 << 13);
@@ -119,7 +119,7 @@ constexpr int FEW = LANES / 4;
 
 inline Floats add_floats(Floats a, Floats b) { return a + b; }
 
-// Rounded once, as wider levels do it.
+// Rounded once, as at wider levels.
 inline Floats fused(Floats a, Floats b, Floats c) {
     for (int lane = 0; lane < LANES; ++lane) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
     return c;

@@ -1,19 +1,19 @@
-// Products of transposed matrices, a row an input, with inputs most of which may be silent:
-// y = sum over the inputs that pass of x_i * row i. Rows of silent inputs are not read. The reference is
+// Products of transposed matrices (one row per input) with inputs most of which may be silent: y = sum
+// over the inputs that pass of x_i * row i. Rows of silent inputs are not read. The reference is
 // Linear.apply in matrix.py.
 #pragma once
 #include <cmath>
 
 #include "row_sums.h"
 
-// Whether an input counts; `limit` null: all do. NaN does.
+// True if an input counts; `limit` null: all do. NaN does.
 inline bool passes(float value, const float* limit, int64_t i) {
     return !limit || !(std::fabs(value) <= limit[i]);
 }
 
 class SparseInputs {
   public:
-    // Memory for up to I inputs, D outputs together and T tokens; none where I is 0.
+    // Allocates for up to I inputs, D outputs together and T tokens; nothing if I is 0.
     SparseInputs(Arena& arena, int64_t I, int64_t D, int64_t T)
         : D(D), sums_(arena, I ? D : 0, T) {
         active_ = arena.take<int32_t>(I + SUM_ROWS);
@@ -22,8 +22,8 @@ class SparseInputs {
         many_ = {arena.take<float>(T * groups * SUM_ROWS), arena.take<uint64_t>(T * groups), groups};
     }
 
-    // y [T, stride] of `count` matrices of as many rows, with outputs one after the other; x [T, rows].
-    // Returns the bytes of weights that were read.
+    // y [T, stride] of `count` matrices with as many rows, their outputs concatenated; x [T, rows].
+    // Returns the weight bytes read.
     int64_t run(const SparkMatrix* matrix, int count, const float* x, const float* limit, int64_t T,
                 float* y, int64_t stride) {
         return T == 1 ? run_one(matrix, count, x, limit, y) : run_many(matrix, count, x, limit, T, y, stride);
@@ -60,7 +60,7 @@ class SparseInputs {
         return bytes;
     }
 
-    // The inputs that pass, in order, to active_ and active_x_; how many.
+    // Lists the inputs that pass, in order, in active_ and active_x_; returns their number.
     int64_t list(const float* x, const float* limit, int64_t inputs) {
         int64_t n = 0;
         for (int64_t i = 0; i < inputs; ++i) {
@@ -75,7 +75,7 @@ class SparseInputs {
         return std::lower_bound(active_, active_ + num_active, place) - active_;
     }
 
-    // A piece begins with rows that nobody has asked for, unless the same thread had the one before it.
+    // A piece begins with rows that were not prefetched, unless the same thread had the previous one.
     static constexpr int64_t PIECES_PER_THREAD = 3;
 
     // Active inputs of one group, and columns of a matrix whose first output is `first`.
@@ -83,7 +83,7 @@ class SparseInputs {
         const SparkMatrix* matrix;
         int64_t begin, end, d0, d1, first;
 
-        // Where in a row the columns begin; the first ones with all scales of a planar row.
+        // Byte offset in a row where the columns begin; the first ones with all scales of a planar row.
         int64_t begin_byte() const { return byte_of(d0); }
         int64_t bytes() const { return byte_of(d1) - byte_of(d0); }
         int64_t byte_of(int64_t d) const {
@@ -94,8 +94,8 @@ class SparseInputs {
         }
     };
 
-    // The pieces of active inputs begin .. end-1, in the order in which memory is read: matrix by matrix,
-    // of long rows some columns at a time, so that a group and the next are in the second cache together.
+    // Walks the pieces of active inputs begin .. end-1 in memory order: matrix by matrix, long rows some
+    // columns at a time, so that a group and the next are in L2 together.
     class Walk {
       public:
         Walk(const SparkMatrix* matrix, int count, int64_t begin, int64_t end)
@@ -103,7 +103,7 @@ class SparseInputs {
             at_.d1 = columns_to(0);
         }
 
-        // The next one; an empty one behind the last.
+        // The next piece; an empty one after the last.
         Piece next(const SparseInputs& inputs) {
             at_.begin = at_.end;
             if (at_.begin == end_ && begin_ < end_) {
@@ -140,7 +140,7 @@ class SparseInputs {
         return a;
     }
 
-    // Sums of a piece onto out [D], while the memory is asked for the one behind it.
+    // Adds the sums of a piece to out [D], while the next piece is prefetched.
     void add(const Piece& piece, const Piece& then, float* out) const {
         const SparkMatrix& m = *piece.matrix;
         const uint8_t* next[SUM_ROWS];
@@ -153,11 +153,11 @@ class SparseInputs {
                                           piece.d0, piece.d1);
     }
 
-    static constexpr int64_t UNIT = 128;  // columns that are put in order together
+    static constexpr int64_t UNIT = 128;  // columns reordered together
 
     static int64_t units_of(const SparkMatrix& m) { return (m.num_columns + UNIT - 1) / UNIT; }
 
-    // Units u0 .. u1-1 of a matrix whose sums are in columns `first` on of the chunks'.
+    // Units u0 .. u1-1 of a matrix whose sums are in columns `first` on of the chunks.
     void join(const SparkMatrix& m, int64_t first, int64_t chunks, int64_t u0, int64_t u1,
               float* y) const {
         const int64_t d0 = u0 * UNIT, d1 = std::min(u1 * UNIT, m.num_columns);
@@ -189,7 +189,8 @@ class SparseInputs {
         return num_any(c, T) * row;
     }
 
-    // Which inputs of the group at place p0 pass; their values go to `values`, 0 for the others.
+    // A mask of the inputs of the group at place p0 that pass; their values go to `values`, 0 for the
+    // others.
     static uint64_t mask(const float* x, const float* limit, int64_t p0, int64_t inputs,
                          float* values) {
         uint64_t bits = 0;
@@ -201,7 +202,7 @@ class SparseInputs {
         return bits;
     }
 
-    // Inputs that any of the tokens has.
+    // Number of inputs that are active for any of the tokens.
     static int64_t num_any(const Coefficients& c, int64_t T) {
         int64_t count = 0;
         for (int64_t g = 0; g < c.groups; ++g) {
@@ -219,7 +220,7 @@ class SparseInputs {
     Coefficients many_;
 };
 
-// Whether a matrix has these outputs and inputs: a row for each output, transposed for each input.
+// True if a matrix has these outputs and inputs: one row per output, transposed one per input.
 inline bool fits(const SparkMatrix& m, int64_t outputs, int64_t inputs, bool is_transposed) {
     return is_transposed ? fits(m, inputs, outputs) : fits(m, outputs, inputs);
 }

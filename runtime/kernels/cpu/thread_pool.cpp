@@ -1,8 +1,8 @@
-// Threads of our own rather than OpenMP's, which spin between calls and fight with torch's.
+// Threads of our own rather than OpenMP's, which spin between calls and compete with torch's.
 //
-// A worker that finds no job spins for SPIN_TIME, so that the short jobs of a decode step follow
-// one another without a system call, then sleeps. The caller never waits for a worker that has not
-// begun, only for those inside the job: on a busy machine a late worker costs nothing.
+// An idle worker spins for SPIN_TIME, so that the short jobs of a decode step follow one another without
+// a system call, then sleeps. The caller never waits for a worker that has not begun, only for those
+// inside the job: on a busy machine a late worker costs nothing.
 #include "thread_pool.h"
 
 #include <pthread.h>
@@ -42,8 +42,8 @@ bool spin_until(const Ready& ready) {
     return ready();
 }
 
-// All atomics are sequentially consistent: each hand-over below is one side writing A then reading
-// B while the other writes B then reads A, and one of the two must see the other.
+// All atomics are sequentially consistent: in each hand-over below one side writes A then reads B while
+// the other writes B then reads A, and one of the two must see the other.
 class Pool {
   public:
     explicit Pool(int threads) {
@@ -81,12 +81,12 @@ class Pool {
     void announce() {
         ++round_;
         if (num_asleep_ == 0) return;
-        { std::lock_guard<std::mutex> lock(mutex_); }  // who was about to sleep now does
+        { std::lock_guard<std::mutex> lock(mutex_); }  // wakes workers about to sleep
         start_.notify_all();
     }
 
-    // Half of an even share of what is left at a time, so that memory is read in long pieces and yet
-    // all threads are done at about the same time.
+    // Takes half of an even share of what is left at a time, so that memory is read in long pieces and
+    // yet all threads finish at about the same time.
     void take_pieces() {
         for (int64_t begin = next_; begin < n_;) {
             const int64_t share = (n_ - begin) / (2 * num_threads()) / grain_ * grain_;
@@ -129,14 +129,14 @@ class Pool {
     std::vector<std::thread> workers_;
 };
 
-// Held by the one caller whose job the pool is doing, and while the pool is made or replaced.
+// Held by the one caller whose job the pool is running, and while the pool is created or replaced.
 std::mutex caller_mutex;
 
-// Made at the first use and never destroyed: its threads run until the process ends.
+// Created at the first use and never destroyed: its threads run until the process ends.
 Pool* pool = nullptr;
 int wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 
-// A forked child has none of its parent's threads, so it makes a pool of its own.
+// A forked child has none of its parent's threads, so it creates its own pool.
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
     new (&caller_mutex) std::mutex;
     pool = nullptr;

@@ -3,10 +3,10 @@
 
 using RangeBody = void(const void* context, int64_t begin, int64_t end);
 
-// Calls body(context, begin, end) for pieces of [0, n) on all threads and waits for them. Every
-// piece but the last is a multiple of `grain` long; the first are long and the last short, about as
-// long as if each thread had `pieces_per_thread` equal ones. The body must not throw, nor give
-// results that depend on how [0, n) was cut.
+// Calls body(context, begin, end) for pieces of [0, n) on all threads and waits for them. Every piece
+// but the last is a multiple of `grain` long; the first are long and the last short, about as long as if
+// each thread had `pieces_per_thread` equal ones. The body must not throw, and its results must not
+// depend on the cuts.
 void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody* body,
                   const void* context);
 
@@ -18,7 +18,7 @@ void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, const Bod
     parallel_for(n, grain, pieces_per_thread, call, &body);
 }
 
-// How many threads work on a job, the caller's included.
+// The number of threads that work on a job, the caller's included.
 int num_threads();
 
 // False if the operating system refused to start that many; then there are as many as it gave.

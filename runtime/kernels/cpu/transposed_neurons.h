@@ -1,18 +1,19 @@
-// All neurons of a layer whose gate and up are stored with a row for each input: these read the inputs
-// that pass, and `down` the rows of neurons that add something. The reference is feed_forward.py.
+// All neurons of a layer whose gate and up are stored with a row for each input: gate and up read the
+// inputs that pass, and `down` the rows of neurons that contribute. The reference is feed_forward.py.
 #pragma once
 #include "neurons.h"
 #include "sparse_inputs.h"
 
 class TransposedNeurons {
   public:
-    // Memory for F neurons, none where there are none, and up to T tokens.
+    // Allocates for F neurons, nothing if F is 0, and up to T tokens.
     TransposedNeurons(Arena& arena, int64_t F, int64_t T) : F(F) {
         value_ = arena.take<float>(2 * T * F);
         no_limit_ = arena.take<float>(F);
     }
 
-    // What the named neurons (all, where `named` is null) add for T tokens x [T, D], to out [T, D].
+    // Writes the output of the predicted neurons (all, if `named` is null) for T tokens x [T, D] to out
+    // [T, D].
     void run(SparseInputs& inputs, const SparkBlock& block, const Gate& gate, const Named* named,
              const float* x, const float* limit, int64_t T, float* out, NeuronBytes& read) {
         const SparkMatrix both[] = {block.gate, block.up};
@@ -23,7 +24,7 @@ class TransposedNeurons {
         const int64_t row = gate_row + (block.up.data ? row_bytes(block.up) : 0);
         read.gate += bytes / row * gate_row;
         read.up += bytes / row * (row - gate_row);
-        // Hidden values take the place of the gates, a vector behind the other.
+        // Hidden values take the place of the gates, vectors contiguous.
         for (int64_t t = 0; t < T; ++t)
             hidden(block, gate, named ? named + t : nullptr, value_ + t * 2 * F, value_ + t * F);
         const NeuronLimits limits(block, gate);
@@ -34,7 +35,7 @@ class TransposedNeurons {
     }
 
   private:
-    // Hidden values `to` [F] of one token from its gates and, behind them, ups; 0 where silent.
+    // Hidden values `to` [F] of one token from its gates and the ups that follow them; 0 where silent.
     void hidden(const SparkBlock& block, const Gate& gate, const Named* named, float* values,
                 float* to) const {
         const NeuronLimits limits(block, gate);

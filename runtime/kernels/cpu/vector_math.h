@@ -1,11 +1,11 @@
-// Small loops over vectors that lie in cache: norms, rotary embedding, half precision.
+// Small loops over vectors in cache: norms, rotary embedding, half precision.
 #pragma once
 #include <stdint.h>
 
 #include <cmath>
 #include <cstring>
 
-// Sixteen sums side by side, so that the compiler may make vectors of them.
+// Sixteen interleaved sums, so that the compiler can vectorise them.
 template <class Term>
 inline float sum_of(int64_t n, const Term& term) {
     float sums[16] = {};
@@ -32,7 +32,7 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, f
     for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * factor * weight[i] + bias[i];
 }
 
-// Pairs of one head's values turn: neighbours, or a value and the one half a head further.
+// Rotates pairs of one head's values: neighbours, or a value and the one half a head further.
 inline void rotate(float* x, const float* cos, const float* sin, int64_t width, bool is_adjacent) {
     const int64_t half = width / 2, step = is_adjacent ? 2 : 1, far = is_adjacent ? 1 : half;
     for (int64_t i = 0; i < half; ++i) {

@@ -1,16 +1,16 @@
-// What the sources of a decode step share: memory cut into arrays, and vectors as the kernels of
-// each type take them.
+// Shared by the sources of a decode step: an arena of arrays, and vectors in the form the kernels of
+// each type take.
 #pragma once
 #include <algorithm>
 
 #include "dispatch.h"
 #include "step.h"
 
-// Vectors, one a token, and their packed forms, made when first asked for.
+// Vectors, one per token, and their packed forms, made on first use.
 struct Operand {
     float* f32;  // [capacity, size]
     uint8_t* packed[NUM_FORMS];
-    int64_t num_packed[NUM_FORMS];  // vectors, by which their places go; 0: none
+    int64_t num_packed[NUM_FORMS];  // vectors, which determines their offsets; 0: none
     int64_t size, capacity;
 
     float* row(int64_t t) const { return f32 + t * size; }
@@ -44,7 +44,7 @@ class Arena {
         return base_ ? reinterpret_cast<T*>(base_ + start) : nullptr;
     }
 
-    // Room for the packed forms of `forms`, a bit each.
+    // Allocates the packed forms in `forms`, one bit each.
     Operand operand(int64_t size, int64_t capacity, uint32_t forms) {
         Operand operand = {take<float>(capacity * size), {}, {}, size, capacity};
         for (int form = 0; form < NUM_FORMS; ++form)
@@ -60,7 +60,7 @@ class Arena {
     int64_t used_ = 0;
 };
 
-// The packed form that products with a matrix take, as a bit; 0 for none.
+// The packed form for products with a matrix, as a bit; 0 for none.
 inline uint32_t form_bit(const SparkMatrix& m) {
     return m.data && kernels().quantise[m.kind] ? 1u << form_of(m.kind) : 0;
 }

@@ -1,7 +1,7 @@
-"""Attention of one token: rotation, the cache, and softmax(q k) v in parts of the context.
+"""Attention of one token: rotation, cache append, and softmax(q k) v split over the context.
 
-What this module does not know: layers. Letters: H heads, K key-value heads, W head width, C
-positions of the cache, P positions of a tile, G queries of a key-value head."""
+Letters: H heads, K key-value heads, W head width, C positions of the cache, P positions of a tile,
+G queries of a key-value head."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from torch import Tensor
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2
 from sparkinfer.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
-# Positions of which keys and values are in registers at once: 16 KiB of f16 at a width of 128.
+# Positions whose keys and values are in registers at once: 16 KiB of f16 at a width of 128.
 _TILE = 64
 
 
@@ -34,7 +34,7 @@ def _rotate_append(
     HALF: tl.constexpr,
     IS_ADJACENT: tl.constexpr,
 ):
-    """A program a head. Values are taken by pairs, whether they are turned or not."""
+    """One program per head. Values are loaded in pairs, whether or not they are rotated."""
     head = tl.program_id(0)
     at = tl.load(position)
     pair = tl.arange(0, HALF)
@@ -83,9 +83,9 @@ def _head_norm(first, second, weight, first_at, second_at, in_head, epsilon, WID
 
 @triton.jit
 def _turn(first, second, frequency, pair, in_head, position):
-    """Rotated by position times frequency. The angle in f64, as it may be 100,000 turns of which
-    the fraction counts; cosine and sine of that fraction in f32, as f64 ones cost a laptop's GPU
-    some microseconds a layer."""
+    """Rotates by position times frequency. The angle is in f64, as it may be 100,000 turns of which
+    only the fraction counts; cosine and sine of that fraction are in f32, as f64 ones cost a
+    laptop's GPU some microseconds a layer."""
     turns = position.to(tl.float64) * tl.load(frequency + pair, mask=in_head, other=0.0)
     turns = turns * 0.15915494309189535
     turns -= tl.floor(turns + 0.5)
@@ -116,8 +116,8 @@ def _attend_part(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of a key-value head and a part of the context: for each of the head's queries the greatest
-    score, the sum of e^(score - that), and the sum of values weighted so."""
+    """One key-value head and one part of the context: for each of the head's queries the maximum
+    score, the sum of e^(score - maximum), and the sum of values with these weights."""
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     last = tl.load(position)
@@ -143,8 +143,8 @@ def _attend_part(
                 head_value + (row_P * value_stride + column), mask=is_live, other=0.0
             )
             key_PW, value_PW = key_PW.to(tl.float32), value_PW.to(tl.float32)
-            # One query after the other against the tile in registers: a product of all at once
-            # would be GROUP times as large, and tensor cores would round the queries.
+            # One query at a time against the tile in registers: a product of all at once would be
+            # GROUP times as large, and tensor cores would round the queries.
             score_GP = tl.full([GROUP_BLOCK, TILE], float("-inf"), tl.float32)
             for number in tl.static_range(GROUP):
                 query = qkv + (kv_head * GROUP + number) * WIDTH
@@ -154,7 +154,7 @@ def _attend_part(
                 score_GP = tl.where((group_G == number)[:, None], score_P[None, :], score_GP)
             new_G = tl.maximum(peak_G, tl.max(score_GP, axis=1))
             new_G = tl.where(group_G < GROUP, new_G, 0.0)
-            # Where every score is minus infinity there is no difference to take.
+            # If every score is minus infinity, their difference is undefined.
             base_G = tl.where(new_G == float("-inf"), 0.0, new_G)
             shrink_G = tl.exp(peak_G - base_G)
             share_GP = tl.exp(score_GP - base_G[:, None])
@@ -188,7 +188,7 @@ def _attend_join(
     SPLIT: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
 ):
-    """Of a head: its parts, up to that with the position, with one greatest score for all."""
+    """One head: joins its parts, up to the one with the position, under a common maximum score."""
     head = tl.program_id(0)
     part_S = tl.arange(0, PARTS_BLOCK)
     is_live_S = part_S <= tl.load(position) // SPLIT
@@ -302,6 +302,6 @@ def attend(
 
 
 def _check_cache(key_CKW: Tensor, value_CKW: Tensor) -> None:
-    """Positions and heads may lie apart, in any order; the values of a head may not."""
+    """Positions and heads may be strided, in any order; the values of a head are contiguous."""
     for cache in (key_CKW, value_CKW):
         assert cache.stride(2) == 1, cache.stride()
