@@ -2,9 +2,9 @@
 //   dot_rows         y[a] = sum over d of x[d] * W[index[a]][d]       a < A
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
-// x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked
-// in registers. Each moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in
-// blocks of 16-bit integers for the block kinds, see Input, and accumulate_rows c times scale of
+// x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked in
+// registers. Each operation moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in
+// blocks of 16-bit integers for the block kinds, see Input, and so does accumulate_rows c times scale of
 // q8_0 and q4_0; all other arithmetic is f32. A row stride may be more than the bytes of a row.
 #pragma once
 #include <stdint.h>
@@ -20,14 +20,14 @@ enum Kind : int32_t {
     KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, 6 bits of each for 32 values, nibbles
     KIND_Q5_K,  // 176: the same with 5 bits a value
     KIND_Q6_K,  // 210: 6 bits a value, int8 scale for 16 values, f16 scale
-    // A row with all its scales first, then all its quants: no file has it, it is what q4_0 and
-    // q8_0 become in memory (spark_pack_rows).
+    // A row with all its scales first, then all its quants: the form in memory of q4_0 and q8_0
+    // (spark_pack_rows); no file has it.
     KIND_Q4_0_PLANAR,
     KIND_Q8_0_PLANAR,
     NUM_KINDS
 };
 
-constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // that keys and values may be kept in
+constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // that keys and values may be stored in
 
 enum Activation : int32_t {
     ACTIVATION_RELU,
@@ -47,26 +47,26 @@ inline int64_t block_values(int32_t kind) {
 
 enum Status : int32_t {
     STATUS_OK,
-    STATUS_BAD_ARGUMENT,        // unknown kind, a size that cannot be, D that is no whole blocks
+    STATUS_BAD_ARGUMENT,        // unknown kind, an impossible size, D not in whole blocks
     STATUS_INDEX_OUT_OF_RANGE,  // an index below 0 or not below num_rows; nothing was written
     STATUS_UNKNOWN_LEVEL,       // this build has no such instruction set
-    STATUS_UNUSABLE_LEVEL,      // it has, but this processor or its operating system has not
+    STATUS_UNUSABLE_LEVEL,      // it has, but this processor or its operating system does not
     STATUS_NO_THREADS,          // the operating system refused to start that many threads
     STATUS_NO_MEMORY,
 };
 
-// Vectors to be multiplied with rows, one a token. The block kinds take them quantised: of each 32
-// values
+// Vectors to be multiplied with rows, one per token. The block kinds take them quantised: each 32 values
+// have
 //   scale = max |x| / LARGEST (0 where that is below 1e-30, NaN where an x is not finite)
 //   value = x * (LARGEST / max |x|), rounded to the nearest, ties to even
-// with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low (K-quants: 32767).
-// 16 bits rather than the 8 that llama.cpp takes: the rounding (1.5e-5 of the largest of 32) is below
-// that of an f16, and a prompt on tensor tiles of int8 can have the same arithmetic as a step.
+// with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low (K-quants: 32767). 16
+// bits rather than llama.cpp's 8: the rounding (1.5e-5 of the largest of 32) is below that of an f16,
+// and a prompt on tensor tiles of int8 can have the same arithmetic as a step.
 struct Input {
     const float* f32;  // vector t begins at f32 + t * stride; for the float kinds
-    uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; what quantise() makes of them
+    uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; output of quantise()
     int64_t stride, capacity;
-    int64_t first, count;  // vectors first .. first + count - 1 are meant
+    int64_t first, count;  // vectors first .. first + count - 1 are used
 
     const float* vector(int64_t t) const { return f32 + (first + t) * stride; }
     Input part(int64_t t0, int64_t t1) const {
@@ -74,9 +74,9 @@ struct Input {
     }
 };
 
-// The most is that of blocks_amx.h: 6.5 * D + 232 of 8 vectors, 4.4 * D of many.
+// The maximum is that of blocks_amx.h: 6.5 * D + 232 of 8 vectors, 4.4 * D of many.
 constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
-// Kinds that take one packed form have one number; the float kinds take none.
+// Kinds that take the same packed form share a number; the float kinds take none.
 constexpr int NUM_FORMS = 3;
 constexpr int form_of(int32_t kind) {
     if (kind == KIND_Q4_0_PLANAR || kind == KIND_Q4_0) return 2;
@@ -86,35 +86,35 @@ constexpr int form_of(int32_t kind) {
 constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
 constexpr int64_t SUPER_BLOCK = 256;  // values of a K-quant's block
 
-// Rows of D values, `stride` bytes apart. Where index is null, row a is row a of the matrix.
+// Rows of D values, `stride` bytes apart. If index is null, row a is row a of the matrix.
 struct Rows {
     const uint8_t* weight;
     int64_t stride, D;
     const int32_t* index;
-    int64_t A;  // rows a < A may be asked for ahead of their use
-    // Or what to ask the memory for while row a0 + i is used, for each i; null: rows of this matrix.
+    int64_t A;  // rows a < A may be prefetched
+    // Alternatively what to prefetch while row a0 + i is used, for each i; null: rows of this matrix.
     const uint8_t* const* next = nullptr;
-    const uint8_t* const* also = nullptr;  // likewise, beside `next`
-    // Where rows lie close together, instead of `next`: where those parts of rows begin that are wanted
-    // after these, in order of memory, and how long each is. accumulate_rows of SUM_ROWS rows at most.
+    const uint8_t* const* also = nullptr;  // likewise, in addition to `next`
+    // If rows lie close together, instead of `next`: where the parts of rows needed after these begin,
+    // in memory order, and how long each is. accumulate_rows of SUM_ROWS rows at most.
     const uint8_t* const* then = nullptr;
     int64_t num_then = 0, then_bytes = 0;
 };
 
-// A level is one instruction set: kernels for each kind, over part of the work.
-// y[t * y_stride + a] = row a . x[t] for rows a0 <= a < a1 and all vectors of x. What a product is does
-// not depend on the others that it is computed with.
+// A level is one instruction set: kernels for each kind, over part of the work. y[t * y_stride + a] =
+// row a . x[t] for rows a0 <= a < a1 and all vectors of x. A product does not depend on the others it is
+// computed with.
 using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                      int64_t a1);
-// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0
-// (K-quants: 256); rows in order. Of q8_0 and q4_0 c times scale is rounded to 16 bits for SUM_ROWS
-// rows at a time, see planar_template.h, and y is in an order of its own until it went through
-// order_sums. rows.next: SUM_ROWS pointers at most, as many as rows but at least four.
+// y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0 (K-quants: 256);
+// rows in order. For q8_0 and q4_0, c times scale is rounded to 16 bits for SUM_ROWS rows at a time, see
+// planar_template.h, and y is in a permuted order until order_sums. rows.next: at most SUM_ROWS
+// pointers, as many as rows but at least four.
 constexpr int64_t SUM_ROWS = 64;
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
 // The same for several vectors and rows a0 .. a0 + k - 1, k <= SUM_ROWS. Bit j of mask[t * mask_stride]
-// says whether vector t takes row j; where it does not, c[t * c_stride + j] is 0.
+// says whether vector t takes row j; if not, c[t * c_stride + j] is 0.
 struct ManySums {
     const float* c;
     const uint64_t* mask;
@@ -124,11 +124,11 @@ struct ManySums {
     int64_t d0, d1;
 };
 using AccumulateMany = void(const Rows& rows, int64_t a0, int64_t k, const ManySums& sums);
-// Columns d0 <= d < d1 of what accumulate_rows left in y, put in their order; d0 % 128 == 0.
+// Puts columns d0 <= d < d1 of accumulate_rows' y in order; d0 % 128 == 0.
 using OrderSums = void(float* y, int64_t d0, int64_t d1);
 // rows a0 <= a < a1 of out, D values each
 using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
-// Fills packed from f32, of the vectors that are meant. D % 32 == 0.
+// Fills packed from f32, for the vectors in use. D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
 // Queries that share a key-value head, over n positions of the cache or the first of them.
 struct AttendPart {
@@ -136,25 +136,26 @@ struct AttendPart {
     int64_t run;                   // rows of a run, a multiple of 16 if there are several
     int64_t key_bytes, value_bytes;  // of a row
     int64_t n, W, num_queries;
-    const int32_t* count;        // [num_queries] the first rows that a query is over, 0 .. n
-    const float* query;          // [num_queries, padded_head(W)], zeros behind W
+    const int32_t* count;        // [num_queries] the number of rows that a query attends to, 0 .. n
+    const float* query;          // [num_queries, padded_head(W)], zeros after W
     float scale;                 // of the scores
-    float* score;                // [num_queries, padded_part(n)], room
+    float* score;                // [num_queries, padded_part(n)], scratch
     float *top, *total;          // [num_queries] the largest score; the sum of exp(score - top)
     float* out;                  // [num_queries, padded_head(W)] the sum of exp(score - top) * value
 };
-// The keys of a part are weighed first, `score` to `total`, then the values mixed into `out`: one may be
-// of another kind than the other.
+// The keys of a part are scored first, `score` to `total`, then the values are summed into `out`: keys
+// and values may be of different kinds.
 using Attend = void(const AttendPart& part);
 constexpr int64_t MAX_HEAD_WIDTH = 512;
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
 inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
-// SiLU or GELU of n values, in place, NaN stays. `activation` is one of these.
+// SiLU or GELU of n values, in place; NaN stays NaN. `activation` is one of these.
 using Smooth = void(float* x, int64_t n, int32_t activation);
 // y[i] += x[i]
 using AddTo = void(float* y, const float* x, int64_t n);
-// The i of scores that are above the limit or no number, in order, to `chosen` [n]; how many.
+// Writes the i of scores that are above the limit or NaN, in order, to `chosen` [n]; returns their
+// number.
 using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
 
 struct Kernels {
@@ -164,7 +165,7 @@ struct Kernels {
     UnpackRows* unpack_rows[NUM_KINDS];
     Quantise* quantise[NUM_KINDS];  // null for the float kinds
     Attend *weigh_keys[NUM_CACHE_KINDS], *mix_values[NUM_CACHE_KINDS];
-    OrderSums* order_sums[NUM_KINDS];  // null where they are in order
+    OrderSums* order_sums[NUM_KINDS];  // null if they are in order
     Choose* choose;
     Smooth* smooth;
     AddTo* add_to;
@@ -173,7 +174,7 @@ struct Kernels {
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;
 extern const Kernels kernels_amx;
 
-// What library.py calls.
+// The functions library.py calls.
 extern "C" {
 // weight: num_rows rows, `stride` bytes apart; x: [T, D]; index: A or null; y: [T, A], written.
 int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
@@ -182,14 +183,14 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int6
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
-// Copies rows of the kind (index null: rows 0 .. A-1), as planar ones where `is_planar`.
+// Copies rows of the kind (index null: rows 0 .. A-1), as planar ones if `is_planar`.
 int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.
 int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                           int64_t D, const int32_t* index, int64_t A, float* out);
 const char* spark_level();
-const char* spark_faulty_level();  // the best one that is advertised but faults or errs; or null
+const char* spark_faulty_level();  // the best level that is advertised but faults or errs; or null
 int32_t spark_level_status(const char* name);
 int32_t spark_set_level(const char* name);
 int32_t spark_num_threads();

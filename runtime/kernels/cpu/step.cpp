@@ -1,6 +1,6 @@
 // A step of some rows, see step.h. The order of a forward pass is that of decoder.py and attention.py,
-// the feed-forward layer that of feed_forward.py; they are the reference, and their bits differ
-// only where sums are taken in another order.
+// the feed-forward layer that of feed_forward.py; they are the reference, and bits differ only where
+// sums are taken in another order.
 #include "step.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ uint32_t forms_of(const SparkStep& step) {
     return forms;
 }
 
-// What transposed matrices and limits of the layers take.
+// Scratch for transposed matrices and input limits of the layers.
 struct Sparse {
     explicit Sparse(const SparkStep& s) {
         const int64_t heads = s.num_heads * s.head_width;
@@ -92,7 +92,7 @@ struct Work {
     Operand attn_input, ffn_input[2], heads_out, inner, masked;
 };
 
-// y [T, stride] = W x + bias of T rows, for up to three matrices with outputs one after the other.
+// y [T, stride] = W x + bias of T rows, for up to three matrices with concatenated outputs.
 void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float* y, int64_t stride) {
     Input input[3];
     int64_t first[4] = {0}, bytes = 0;
@@ -184,7 +184,7 @@ class Step {
     }
 
   private:
-    // body(t) for each row, by all threads where they touch many values.
+    // body(t) for each row, by all threads if they touch many values.
     template <class Body>
     void rows(int64_t values, const Body& body) {
         if (T == 1) return body(0);
@@ -217,7 +217,7 @@ class Step {
         });
     }
 
-    // What the layer before left: the hidden state, and what its predictor may want.
+    // Takes over from the previous layer: the hidden state, and the input its predictor may need.
     void enter(const SparkPart& part) {
         std::memcpy(w.x, part.x, D * sizeof(float));
         Operand& before = w.ffn_input[(part.begin + 1) % 2];
@@ -252,12 +252,12 @@ class Step {
         clock.ended(TIMED_HEAD);
     }
 
-    // What tells a layer's predictor which neurons fire.
+    // The input of a layer's predictor.
     Operand& named_by(int64_t index, bool is_first) {
         return w.ffn_input[(index + (s.input_layer_offset && !is_first)) % 2];
     }
 
-    // A layer up to the input of its feed-forward part, and what follows that: the three orders of
+    // Runs a layer up to the input of its feed-forward part, and what follows that: the three orders of
     // blocks, as in decoder.run_layer.
     void front(int64_t index) {
         const SparkLayer& l = s.layer[index];
@@ -336,7 +336,7 @@ class Step {
         clock.ended(TIMED_OUTPUT);
     }
 
-    // y [T, stride] of matrices of attention, without the inputs that are silent.
+    // y [T, stride] of matrices of attention, without the silent inputs.
     void project(const SparkMatrix* matrix, int count, bool is_transposed, Operand& x,
                  const float* limit, float* y, int64_t stride) {
         if (is_transposed) {
@@ -396,7 +396,7 @@ class Step {
         clock.ended(part);
     }
 
-    // Scores of all neurons into `named`.
+    // Writes scores of all neurons to `named`.
     void predict(const SparkLayer& l, Operand& input) {
         const int64_t F = s.num_neurons;
         Operand* inner = &input;
@@ -481,7 +481,7 @@ bool fits(const SparkStep& s) {
     return true;
 }
 
-// Whether every layer can be run from its beginning to its end.
+// True if every layer can be run from beginning to end.
 bool is_whole(const SparkStep& s) {
     bool has_blocks = s.num_layers > 0;
     for (int64_t i = 0; i < s.num_layers; ++i) has_blocks &= s.layer[i].num_blocks > 0;
@@ -507,12 +507,12 @@ EXPORT void spark_part(void* data) {
 
 namespace {
 
-// Whether the rows can be run: each has a place, and those of a sequence follow one another.
+// Checks that the rows can be run: each has a place, and those of a sequence follow one another.
 int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
     int64_t num_computed = 0;
     const SparkRow* last = nullptr;  // that is computed
-    std::array<int32_t, MAX_ROWS> begun;  // the sequences seen
+    std::array<int32_t, MAX_ROWS> begun;  // the sequences seen so far
     int64_t num_begun = 0;
     for (int64_t i = 0; i < count; ++i) {
         const SparkRow& r = row[i];
@@ -522,7 +522,7 @@ int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
         if (r.sequence < 0 || r.sequence >= t.num_sequences) return STATUS_BAD_ARGUMENT;
         const bool is_next = i > 0 && row[i - 1].sequence == r.sequence;
         const int64_t own = r.position / t.block_length;
-        for (int64_t b = is_next ? own : 0; b <= own; ++b) {  // all that it attends to
+        for (int64_t b = is_next ? own : 0; b <= own; ++b) {  // all blocks it attends to
             const int32_t block = t.block[r.sequence * t.blocks_per_sequence + b];
             if (block < 0 || block >= t.num_blocks) return STATUS_INDEX_OUT_OF_RANGE;
         }

@@ -1,18 +1,18 @@
-// A step of a whole model in one call: a few tokens, or one. native_step.py mirrors these structs field
-// by field.
+// A step of a whole model in one call, for one token or a few. native_step.py mirrors these structs
+// field by field.
 //
-// Letters: D model width, F neurons of a layer, N of a block, R predictor rank, V vocabulary,
-// H heads, K key-value heads, W head width, C positions of the cache.
+// Letters: D model width, F neurons of a layer, N of a block, R predictor rank, V vocabulary, H heads, K
+// key-value heads, W head width, C positions of the cache.
 #pragma once
 #include <stdint.h>
 
 #include "kernels.h"
 
-// Rows of a step at most: tokens whose products share each weight that is read.
+// Maximum rows of a step: tokens whose products share each weight that is read.
 constexpr int64_t MAX_ROWS = 128;
-// With those whose keys and values alone are copied, see SparkRow.
+// Including rows whose keys and values are only copied, see SparkRow.
 constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
-// A block of the cache has the whole context, or so many positions that PART is a multiple of them.
+// A block of the cache holds the whole context, or a number of positions that divides PART.
 constexpr int64_t LEAST_BLOCK = 32;
 constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value head
 
@@ -32,32 +32,33 @@ enum Timed : int32_t {
 };
 
 struct SparkMatrix {
-    const uint8_t* data;  // null: there is none
+    const uint8_t* data;  // null: absent
     const float* bias;    // num_rows, or null
     int64_t num_rows, num_columns, stride;  // bytes from row to row
     int32_t kind, unused;
 };
 
 struct SparkNorm {
-    const float* weight;  // null: there is none
+    const float* weight;  // null: absent
     const float* bias;    // null: an RMS norm, else a layer norm
 };
 
-// A neuron is silent where |act(gate)| is at or below its limit, for SiLU and GELU instead of the layer's
-// threshold, and its row of `down` is not read where |act(gate) * up| is; mode dense has no limits.
+// A neuron is silent where |act(gate)| is at or below its limit (for SiLU and GELU this replaces the
+// layer's threshold), and its row of `down` is not read where |act(gate) * up| is; mode dense has no
+// limits.
 struct SparkBlock {
     SparkMatrix gate, up, down;
-    const int32_t* id;   // [N] the neurons' numbers in the layer, or null: 0 .. N-1
+    const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
     const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
     const float *gate_limit, *hidden_limit;  // [N] or null: the threshold, and no limit
     int64_t num_neurons;
-    int32_t is_transposed;  // gate and up: a row an input, [D, F]; all neurons in order
+    int32_t is_transposed;  // gate and up: one row per input, [D, F]; all neurons in order
     int32_t unused;
 };
 
-// Which blocks of the cache each sequence has. A block is of `block_length` positions in every layer.
+// The cache blocks of each sequence. A block has `block_length` positions in every layer.
 struct SparkTable {
-    const int32_t* block;  // [num_sequences, blocks_per_sequence]; below 0: it has none there
+    const int32_t* block;  // [num_sequences, blocks_per_sequence]; below 0: absent
     int64_t num_sequences, blocks_per_sequence, block_length, num_blocks;
 };
 
@@ -66,13 +67,13 @@ struct SparkLayer {
     SparkMatrix input[3], output, predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
     // An input at or below its limit counts as 0: of query, key and value [D], of the output projection
-    // [H * W], of gate and up [D]. Null: none.
+    // [H * W], of gate and up [D]. Null: no limits.
     const float *input_limit, *output_limit, *ffn_limit;
     uint8_t *key, *value;    // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
     const SparkBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;
-    int32_t is_input_transposed, is_output_transposed;  // a row an input, a bias for each column
+    int32_t is_input_transposed, is_output_transposed;  // one row per input, one bias per column
 };
 
 struct SparkStep {
@@ -95,20 +96,19 @@ struct SparkStep {
     int32_t unused;
 };
 
-// A token of a step. The rows of one sequence stand one after the other, at positions without gaps, and
-// each attends to all positions of its sequence up to its own. A row with a source is not computed:
-// keys and values of the row that it names, which stands before it, become this sequence's too.
+// A token of a step. The rows of one sequence are adjacent, at positions without gaps, and each attends
+// to all positions of its sequence up to its own. A row with a source is not computed: keys and values
+// of that row, which comes before it, are copied to this sequence too.
 struct SparkRow {
     int64_t token, position;
     int32_t sequence, has_logits;
-    int32_t source;  // below 0: it is computed
+    int32_t source;  // below 0: the row is computed
     int32_t unused;
 };
 
-// A part of a step, for what of a model is not on a GPU. The layers of `step` are then those that
-// have attention on the CPU, in order; its `embedding` and `head` may be missing. Vectors are where
-// the rest of the model reads and writes them; what a part leaves for the next one is in the step's
-// workspace.
+// A part of a step, for the parts of a model that are not on a GPU. The layers of `step` are then those
+// with attention on the CPU, in order; its `embedding` and `head` may be missing. Vectors are where the
+// rest of the model reads and writes them; intermediate results stay in the step's workspace.
 enum Part : int32_t {
     PART_EMBED,   // x = the row of *token
     PART_LAYERS,  // layers begin .. end-1: x -> x
@@ -125,14 +125,14 @@ struct SparkPart {
     const float* ffn_out[2];  // [D] or null: nothing to add
     float* logits;            // [V]
     int64_t begin, end;
-    int32_t part, is_first;  // of the model: no layer is before it
+    int32_t part, is_first;  // of the model: it is the first layer
 };
 
 // A block of neurons of one layer, for T tokens.
 struct SparkNeurons {
     SparkBlock block;
     const float* x;         // [T, D]
-    const uint32_t* named;  // [T, F / 32 rounded up] a bit a neuron of the layer, or null: all of them
+    const uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
     float* y;               // [T, D], written
     uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
@@ -143,23 +143,22 @@ struct SparkNeurons {
 };
 
 extern "C" {
-// The bytes of workspace a step needs, or -1 where sizes, kinds or pointers do not fit together.
+// The workspace bytes of a step, or -1 if sizes, kinds or pointers are inconsistent.
 int64_t spark_step_bytes(const SparkStep* step);
 // Appends keys and values of `count` rows at their positions and writes logits [rows that have them, V].
-// The same bits for any number of threads, and for a row whatever other rows are in the step (where
-// weights are finite).
-// STATUS_INDEX_OUT_OF_RANGE for a token or position that cannot be, or where the sequence has no block;
-// STATUS_BAD_ARGUMENT for too many rows or rows out of order.
+// The same bits for any number of threads, and for a row whatever other rows are in the step (if weights
+// are finite). STATUS_INDEX_OUT_OF_RANGE for an impossible token or position, or if the sequence has no
+// block there; STATUS_BAD_ARGUMENT for too many rows or rows out of order.
 int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
-// The bytes of workspace that the parts of a step need, or -1; layers may be without blocks where
-// only PART_FRONT and PART_BACK run them.
+// The workspace bytes of a step's parts, or -1; layers may be without blocks if only PART_FRONT and
+// PART_BACK run them.
 int64_t spark_parts_bytes(const SparkStep* step);
-// Runs a part; `data` is a SparkPart*. A function as a CUDA graph calls it on the host: token and
-// position are not checked again.
+// Runs a part; `data` is a SparkPart*. The signature of a CUDA graph's host function; token and position
+// are not checked again.
 void spark_part(void* data);
-// The bytes of workspace it needs, or -1 where sizes, kinds or pointers do not fit together.
+// The workspace bytes it needs, or -1 if sizes, kinds or pointers are inconsistent.
 int64_t spark_neurons_bytes(const SparkNeurons* neurons);
-// y = what the named neurons (all, where `named` is null) add. `data` is a SparkNeurons*: this is the
-// signature of a function that a CUDA graph calls on the host. Does not check anything again.
+// y = the output of the predicted neurons (all, if `named` is null). `data` is a SparkNeurons*: this is
+// the signature of a CUDA graph's host function. Checks nothing again.
 void spark_neurons(void* data);
 }
