@@ -1,6 +1,4 @@
-"""The picture of an advice: divergence from the dense model against tokens a second.
-
-What this module does not know: how anything was measured."""
+"""Plots advice: divergence from the dense model against tokens a second."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +10,11 @@ if TYPE_CHECKING:
     from sparkinfer.profile.advise import Advice
 
 MARKS = {"dense": "s", "gates": "^", "hidden": "v", "neurons": "D", "inputs": "<", "mixed": "o"}
-LEAST_KL = 1e-4  # of an axis in powers of ten: the dense model itself stands here
+LEAST_KL = 1e-4  # on a logarithmic axis: the position of the dense model itself
 
 
 def draw(advice: "Advice", path: Path) -> None:
-    """Writes a PNG: one colour a type, one mark a rule, the front joined, the advice ringed."""
+    """Writes a PNG: one colour per type, one mark per rule, the front joined, the advice ringed."""
     plot = load_pyplot()
     figure, axes = plot.subplots(layout="constrained")
     types = sorted({point.type for point in advice.points})

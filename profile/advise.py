@@ -1,13 +1,13 @@
-"""Which type and which rule to run a model with: measured on a user's text and machine.
+"""Advises which type and which rule to run a model with, measured on a user's text and machine.
 
 A point is a type of the matrices with a rule at a share of bytes. Its quality is measured against
-the model as it was given, dense; so smaller types stand on the same axes as rules. Its speed: every
-type is measured dense, and with its mixed rule at one share; between those two the seconds follow the
-bytes. The front has the points that no other beats in both; the advice is the fastest point
-whose perplexity rises by no more than the user allows, and a plain dense one unless a rule gains more
+the given model, dense, so that smaller types and rules are on the same axes. Its speed: every type
+is measured dense and with its mixed rule at one share; between those two the seconds follow the
+bytes. The front has the points that no other beats in both; the advice is the fastest point whose
+perplexity rises by no more than the user allows, and a plain dense one unless a rule gains more
 than LEAST_GAIN.
 
-What this module does not know: how files are made; whoever calls it converts.
+Making the files is left to the caller, which converts.
 
 Letters: T tokens."""
 
@@ -31,12 +31,12 @@ from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, 
 from sparkinfer.profile.thresholds import up_to
 from sparkinfer.runtime.engine import Engine
 
-SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to save
+SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to be saved
 TIMED_SHARE = 0.16  # the one whose speed is measured
 PROBE_TOKENS = 1024
 SCORE_TOKENS = 4096
-LEAST_GAIN = 0.03  # of the speed, for which a rule is worth its loss
-ROUNDS, STEPS = 7, 24  # of timings, types in turns
+LEAST_GAIN = 0.03  # of the speed: less is not worth a rule's loss
+ROUNDS, STEPS = 7, 24  # of timings; types take turns
 MIN_TOKENS = 2048
 
 
@@ -45,7 +45,7 @@ class AdviseConfig:
     model: Path
     corpora: tuple[Path, ...]
     max_tokens: int = 16_384
-    max_loss: float = 0.01  # relative increase of the perplexity that is no loss to the user
+    max_loss: float = 0.01  # relative increase of the perplexity that the user accepts
     rules: tuple[str, ...] = ("gates", "hidden", "mixed")
     shares: tuple[float, ...] = SHARES
     seed: int = 0
@@ -63,12 +63,12 @@ class AdviseConfig:
 @dataclass(frozen=True, kw_only=True)
 class Point:
     type: str
-    rule: str  # "dense" or of limit_search.RULES
-    share: float  # of the bytes that it was made to save
+    rule: str  # "dense" or one of limit_search.RULES
+    share: float  # of the bytes it was made to save
     bytes_per_token: int  # of weights
     close: Closeness
-    seconds: float = 0.0  # a token
-    is_timed: bool = False  # measured, not by bytes
+    seconds: float = 0.0  # per token
+    is_timed: bool = False  # otherwise by bytes
     is_on_front: bool = False
 
     @property
@@ -87,7 +87,7 @@ class Advice:
 
 
 class Adviser:
-    """The model as it was given, its text, and what was found out about its layers."""
+    """The given model, its text, and what was measured of its layers."""
 
     def __init__(self, config: AdviseConfig, say: Callable[[str], None]) -> None:
         self.config, self.say = config, say
@@ -136,12 +136,12 @@ class Adviser:
         return allocate(self.scores, self.bytes_of, probe.kl)
 
     def limits(self, rule: str, share: float) -> Limits | None:
-        """None where the rule cannot save so much."""
+        """Limits by a rule; None if the rule cannot save that much."""
         choice = self.allocation.best(rule, share)
         return None if choice is None else choice.limits(self.scores, self.model.model_id)
 
     def limits_of(self, point: Point) -> Limits:
-        """Those of a point that is not dense, with what is known of their cost in its type."""
+        """Limits of a point that is not dense, with their known cost in its type."""
         limits = self.limits(point.rule, point.share)
         assert limits is not None, point.name
         close, saved = point.close, point.bytes_per_token
@@ -158,7 +158,7 @@ class Adviser:
         return replace(limits, quality={"exact": quality} if is_recordable(quality) else {})
 
     def points_of(self, kind: str, engine: Engine, rules: Sequence[str]) -> list[Point]:
-        """Of one type: dense, and each rule at each share. `engine` is in mode exact."""
+        """Points of one type: dense, and each rule at each share. `engine` is in mode exact."""
         total = self.dense_bytes[kind] = Bytes.of(engine.model).total
         close = self.meter.measure(self.meter.no_limits, engine)
         points = [Point(type=kind, rule="dense", share=0.0, bytes_per_token=total, close=close)]
@@ -185,8 +185,8 @@ def advise(
     types: Sequence[str],
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Advice, Adviser]:
-    """`file_of` gives the model in a type, `with_limits` the same with limits in it; `types` begins
-    with the model's own."""
+    """Measures and advises. `file_of` returns the model in a type, `with_limits` the same with
+    limits in it; `types` begins with the model's own."""
     adviser = Adviser(config, say)
     points: list[Point] = []
     files: dict[str, Path] = {types[0]: config.model}
@@ -209,7 +209,7 @@ def advise(
 
 
 def seconds_of(dense: Path, sparse: Path | None) -> tuple[float, float | None]:
-    """Seconds a token of a dense model, and of the same with limits, in turns; medians."""
+    """Median seconds a token of a dense model and of the same with limits, timed in turns."""
     files = [(dense, "dense")] + ([(sparse, "exact")] if sparse else [])
     engines = [Engine.load(path, mode=mode, device="cpu") for path, mode in files]  # type: ignore[arg-type]
     try:
@@ -226,8 +226,7 @@ def seconds_of(dense: Path, sparse: Path | None) -> tuple[float, float | None]:
 def timed_points(
     points: Sequence[Point], kind: str, dense_s: float, sparse_s: float | None
 ) -> list[Point]:
-    """With seconds in the points of a type: those between the two that were measured, and beyond
-    them, by bytes."""
+    """Points of a type with their seconds, linear in bytes through the two that were measured."""
     own = [point for point in points if point.type == kind]
     (dense,) = [point for point in own if point.rule == "dense"]
     timed = [p for p in own if p.rule == "mixed" and p.share == TIMED_SHARE]
@@ -244,7 +243,7 @@ def timed_points(
 
 
 def with_front(points: Sequence[Point]) -> list[Point]:
-    """Marks those that no other is both closer and faster than."""
+    """Marks the points that no other beats in both closeness and speed."""
 
     def is_beaten(point: Point) -> bool:
         return any(

@@ -1,12 +1,11 @@
-"""Measures what this machine can do: how fast memory is read, copied and waited for.
+"""Calibrates this machine: measures how fast memory is read and copied, and its latencies.
 
-Each figure is the best of several rounds with their spread beside it: what a plan needs is what
-the machine can do undisturbed, and what a person needs is to see whether it was.
+Each figure is the best of several rounds, with their spread: a plan needs what the machine can do
+undisturbed, and the spread shows whether it was.
 
-The CPU's bandwidths by number of threads are those of the runtime's own row products over an f16
-matrix and of torch's sum beside them; both read a buffer that no cache holds. What plans are priced
-with is measured in `calibrate_cpu`.
-What this module does not know: models."""
+CPU bandwidths by number of threads are those of the runtime's own row products over an f16 matrix
+and of torch's sum; both read a buffer that no cache holds. The costs that plans are priced with are
+measured in `calibrate_cpu`."""
 
 import os
 import platform
@@ -25,14 +24,14 @@ from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.system_memory import free_memory_bytes, memory_bytes
 
-BUFFER_BYTES = 256 << 20  # or twice the last cache, where that is known and larger
+BUFFER_BYTES = 256 << 20  # or twice the last cache, if that is known and larger
 MAX_BUFFER_BYTES = 1 << 30
 ROW_VALUES = 4096
 CPU_LIMIT_S, COSTS_LIMIT_S, GPU_LIMIT_S = (
     8.0,
     8.0,
     10.0,
-)  # in all; the fewest rounds are run in any case
+)  # in all; the minimum of rounds is run in any case
 
 Say = Callable[[str], None]
 OnProbe = Callable[[float], None]
@@ -50,9 +49,10 @@ def calibrate(
     say: Say = lambda line: None,
     on_probe: OnProbe = lambda count: None,
 ) -> Machine:
-    """Measures and writes machine.json; `say` hears what is measured, `on_probe` of each timing.
+    """Measures and writes machine.json; `say` gets the results, `on_probe` is called after each
+    timing.
 
-    Where there is no GPU, and only then, `gpu_from` gives the figures of another machine's."""
+    Only if there is no GPU, `gpu_from` supplies another machine's GPU figures."""
     inputs = () if config.gpu_from is None else (config.gpu_from,)
     check_output(config.output, force=config.force, inputs=inputs)
     borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
@@ -86,7 +86,7 @@ def calibrate(
 
 
 def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
-    """A GPU that was measured there was not measured here."""
+    """The GPU figures, marked as not measured here."""
     return tuple(
         replace(gpu, source=f"measured on {borrowed.cpu_name}") if gpu.source == "measured" else gpu
         for gpu in borrowed.gpus
@@ -94,7 +94,7 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
 
 
 def report(machine: Machine) -> list[str]:
-    """What was measured, in lines for people, and which figures to doubt."""
+    """The measured figures in lines for the user, and which of them to doubt."""
     lines = [
         f"CPU, {n} threads: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
@@ -144,7 +144,7 @@ def measure_cpu(
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
     """GB/s read by our row products and by torch's sum, by number of threads.
 
-    Without the C++ kernels the runtime goes through torch too, and the first are the second."""
+    Without the C++ kernels the runtime uses torch too, and both are the same."""
     counts, torch_before = thread_counts(num_cores()), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
     probes = {("sum", n): _sum_probe(values, n) for n in counts}
@@ -188,7 +188,7 @@ def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
 
 
 def thread_counts(num_cores: int) -> list[int]:
-    """1 to all of them; above eight the powers of two, half and all."""
+    """1 to all of them; above eight only powers of two, half and all."""
     if num_cores <= 8:
         return list(range(1, num_cores + 1))
     powers = {1 << bit for bit in range(num_cores.bit_length()) if 1 << bit <= num_cores}
@@ -203,13 +203,13 @@ def num_cores() -> int:
 
 
 def buffer_bytes() -> int:
-    """More than the caches hold, and no more than an eighth of the free memory."""
+    """More than the caches hold, and at most an eighth of the free memory."""
     wanted = min(max(BUFFER_BYTES, 2 * _last_cache_bytes()), MAX_BUFFER_BYTES)
     return max(8 << 20, min(wanted, free_memory_bytes() // 8))
 
 
 def _last_cache_bytes() -> int:
-    """Of all third-level caches together; 0 where the system does not tell."""
+    """Bytes of all third-level caches; 0 if the system does not report them."""
     sizes: dict[str, int] = {}
     for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
         try:

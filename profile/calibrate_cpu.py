@@ -1,14 +1,13 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
-Rows of every type are read as the runtime does: all of them in turn by a matrix product, and the
-gates, ups and downs of a tenth of the neurons by the native call for a block of neurons. The rest is the time of decode steps of small models
-through the engine. What a layer and a token take beside their bytes: of two models, of FEW and
-MANY layers, the difference is the layers'. Small means next to no bytes, which stay in a cache.
-What attention reads of the keys and values: steps at the end of a long context less steps at its
-beginning.
+Rows of every type are read as the runtime does: all of them by a matrix product, and the gates, ups
+and downs of a tenth of the neurons by the native call for a block of neurons. Fixed costs per layer
+and per token are the times of decode steps of two small models through the engine, of FEW and MANY
+layers; small means next to no bytes, which stay in a cache. Reading keys and values costs the
+difference between steps at the end and at the beginning of a long context.
 
-So where the runtime's kernels change, these figures change with them. What this module does not
-know: real models. Letters: N rows, D row width, A chosen rows."""
+So if the runtime's kernels change, these figures change with them. Letters: N rows, D row width, A
+chosen rows."""
 
 import itertools
 import math
@@ -44,8 +43,8 @@ CONTEXT = 64
 CACHE_STEPS = 8
 # Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
 CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
-# The upper bytes of the f16 numbers in a block: they get those of one. Bits do not matter to the
-# speed, denormals do.
+# The upper bytes of the f16 numbers in a block: those of 1. The speed does not depend on the bits,
+# except for denormals.
 UPPER_BYTES = {"q8_0": (1,), "q4_0": (1,), "q4_k": (1, 3), "q5_k": (1, 3), "q6_k": (209,)}
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -53,7 +52,7 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 def measure_costs(
     buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
 ) -> CpuCosts:
-    """With all threads that the runtime uses; matrices of `buffer_bytes`."""
+    """Measures with all threads that the runtime uses; matrices have `buffer_bytes`."""
     probes = [p for kind in KINDS for p in _row_probes(kind, buffer_bytes)]
     engines = {
         (mode, n): _small_engine(
@@ -83,7 +82,7 @@ def measure_costs(
 
 
 def _difference(many: Figure, few: Figure) -> Figure:
-    """Seconds of one layer of the MANY - FEW that only one of the models has; never 0."""
+    """Seconds of one of the MANY - FEW layers that only one of the models has; never 0."""
     count = MANY - FEW
     best = max(1e-7, (many.best - few.best) / count)
     assert many.quartiles is not None and few.quartiles is not None
@@ -93,7 +92,7 @@ def _difference(many: Figure, few: Figure) -> Figure:
 
 
 def _rest(few: Figure, layer: Figure) -> Figure:
-    """Seconds of a step of FEW layers without them."""
+    """Seconds of a step of FEW layers without the layers."""
     assert few.quartiles is not None and layer.quartiles is not None
     best = max(1e-7, few.best - FEW * layer.best)
     values = [max(1e-7, f - FEW * layer.quartiles[1]) for f in few.quartiles]
@@ -102,9 +101,9 @@ def _rest(few: Figure, layer: Figure) -> Figure:
 
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
-    """Of one type: all rows times a vector, and a tenth of the neurons that they are.
+    """Probes of one type: all rows times a vector, and a tenth of the neurons made of them.
 
-    Each timing takes the next tenth: no cache has kept it from the one before."""
+    Each timing takes the next tenth, which no cache has kept from the one before."""
     entry = _random_rows(kind, num_bytes)
     matrix = Residence().matrix(entry) if library.is_available() else matrix_of(entry, CPU)
     x_D = torch.ones(ROW_VALUES)
@@ -120,7 +119,7 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
 
 
 def _tenths(count: int) -> list[Tensor]:
-    """Numbers below `count`, each in one of the pieces, ascending."""
+    """Ascending indices below `count`, one from each of equal pieces."""
     order = torch.rand(count, generator=torch.Generator().manual_seed(0)).argsort()
     return [piece.sort().values for piece in order.chunk(round(1 / CHOSEN_SHARE))]
 
@@ -133,7 +132,7 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
         gate=Linear(weight=gate), up=Linear(weight=up), down=down, id_N=torch.arange(count),
         row_N=None, is_whole=True,
     )  # fmt: skip
-    # What is named fires, whatever its gate is.
+    # Predicted neurons fire whatever their gate.
     always = Gate(activation="fatrelu", threshold=-math.inf)
     neurons = NativeNeurons.of(block, always, "predicted", count)
     neurons.x_D.fill_(1.0)
@@ -150,7 +149,7 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
-    """The same of the paths that take the place of the kernels, two products for each sum."""
+    """The same by the fallback of the kernels, two products for each sum."""
     x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
     weight_A = torch.ones(len(tenths[0]))
 
@@ -180,7 +179,7 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 
 
 def _cache_probe() -> Probe:
-    """Steps that attend to a whole cache, less steps that attend to next to nothing of it."""
+    """Steps that attend to a whole cache, minus steps that attend to almost none of it."""
     shape = _small_shape(
         num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
         num_kv_heads=CACHE_HEADS, head_width=CACHE_WIDTH,
@@ -197,7 +196,7 @@ def _cache_probe() -> Probe:
 
 
 def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
-    """One decode step of a small model, with what the engine does round it."""
+    """One decode step of a small model, the engine's overhead included."""
 
     def seconds() -> float:
         engine.decode_seconds(steps=2)
@@ -217,7 +216,7 @@ def _small_shape(
 
 
 def _small_engine(shape: ModelShape, *, has_predictors: bool) -> Engine:
-    """Random weights in f16, and so keys and values in f16, as those of any file but an f32 one."""
+    """Random weights in f16, so keys and values are in f16 too, as for any file but an f32 one."""
     num_layers = shape.num_layers
     graph, rank = ARCHITECTURES["llama"], 8 if has_predictors else None
     shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}

@@ -1,17 +1,14 @@
-"""Measures a CUDA device: how fast it reads, how fast it is copied to, what waiting for it costs.
+"""Calibrates a CUDA device: read bandwidth, copies to it, and the cost of synchronising with it.
 
-Kernels and asynchronous copies are timed by CUDA events, that is on the device's own clock, so
-that the time in which Python gets them going is not in the figure. Fixed costs are those inside a
-captured graph, since that is how a decode step runs: a hundred nodes, each waiting for the one
-before it, over a hundred.
+Kernels and asynchronous copies are timed by CUDA events, that is on the device's own clock, so that
+Python's launch time is not included. Fixed costs are those inside a captured graph, since that is
+how a decode step runs: a hundred nodes, each waiting for the one before it, over a hundred.
 
 The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
-pinned memory, an event says that it is there, the CPU sees this in a busy loop and starts the
-second, which copies one back. A host node inside one graph (cudaLaunchHostFunc) cannot be had
-through torch; it saves the start of the second graph and pays for waking a thread of the driver.
-So this is the cost of the same way by other means, not a bound on it.
-
-What this module does not know: the CPU's own figures."""
+pinned memory and records an event, the CPU sees the event in a busy loop and starts the second,
+which copies a hidden state back. A host node inside one graph (cudaLaunchHostFunc) is not available
+through torch; it saves the start of the second graph and pays for waking a thread of the driver. So
+this is the cost of the same exchange by other means, not a bound on it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +50,8 @@ def measure_gpu(
 
 
 def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
-    """Every kernel runs once before it is captured: loading code inside a capture may fail."""
+    """Probes. Every kernel runs once before it is captured: loading code inside a capture may
+    fail."""
     many = torch.ones(min(READ_BYTES, free_bytes // 4) // 4, device=device)
     into = many[: min(COPY_BYTES // 4, len(many))]
     pageable = torch.ones(len(into))
@@ -87,7 +85,7 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
 
 
 def _round_trip(device: torch.device) -> Callable[[], float]:
-    """Seconds of one way there and back, of NUM_NODES one after the other."""
+    """Seconds of one round trip, among NUM_NODES in sequence."""
     x, x_host = torch.ones(HIDDEN_STATE_VALUES, device=device), _pinned(HIDDEN_STATE_VALUES)
     there = _captured(lambda: x_host.copy_(x, non_blocking=True), 1)
     back = _captured(lambda: x.copy_(x_host, non_blocking=True), 1)
@@ -105,7 +103,7 @@ def _round_trip(device: torch.device) -> Callable[[], float]:
 
 
 def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
-    """A graph of `count` runs, each after the one before it."""
+    """A graph of `count` runs in sequence."""
     _waited(run)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -116,7 +114,7 @@ def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
 
 
 def _event_seconds(run: Callable[[], object]) -> float:
-    """Between two events round what was started, on the device's clock."""
+    """Seconds between two events round the submitted work, on the device's clock."""
     with _events() as (begin, end):
         run()
     return begin.elapsed_time(end) / 1e3

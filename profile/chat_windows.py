@@ -1,8 +1,7 @@
-"""A corpus as messages: every paragraph is what a user says, as a chat template writes it.
+"""Reads a corpus as chat messages: every paragraph becomes a user message in a chat template.
 
-A window is one conversation of one message. What the template writes round the message is read by
-the model and not counted: those tokens are always the same. What this module does not know: how
-places of a corpus are drawn (corpus), or how a template is run.
+A window is one conversation of one message. The tokens that the template adds are run but not
+counted, as they are always the same. Drawing places is left to `corpus`.
 
 Letters: T tokens."""
 
@@ -33,8 +32,8 @@ def read_chat_windows(
     max_tokens: int,
     seed: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(token ids, whether each is of a paragraph), int64 and bool [T] a window, up to `max_tokens`
-    of paragraphs in all. Paragraphs of less than MIN_WINDOW tokens are left out.
+    """(token ids, whether each is part of a paragraph), int64 and bool [T] per window, up to
+    `max_tokens` paragraph tokens in all. Paragraphs of less than MIN_WINDOW tokens are skipped.
 
     Raises SparkinferError for a model without a template, and for a corpus without paragraphs."""
     length = min(WINDOW, context_length)

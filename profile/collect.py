@@ -1,6 +1,6 @@
-"""Runs text through a model: counts firings and, if asked, trains predictors on the way.
+"""Profiles a model: runs text through it, counts firings and, if asked, trains predictors.
 
-What this module does not know: how the model computes; it sees it through observers only."""
+The model is seen through observers only."""
 
 import hashlib
 import time
@@ -53,22 +53,22 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
-    """`quality_L` is of the predictors, where some were trained, and `quality` of the model with
-    them, or with thresholds, where there was room for its hidden states."""
+    """Results of a profile. `quality_L` is of the predictors, if some were trained, and `quality`
+    of the model with them, or with thresholds, if there was room for its hidden states."""
 
     output: Path
     model_id: str
     num_tokens: int
     density_L: tuple[float, ...]
-    hottest_fifth_L: tuple[float, ...]  # share of the firings that the hottest 20 % take
+    hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest 20 %
     threshold_L: tuple[float, ...]
-    search: ThresholdReport | None  # where a perplexity budget was given
+    search: ThresholdReport | None  # if a perplexity budget was given
     predictors: Path | None
-    predictor_bytes: int  # as they will be in a model file
+    predictor_bytes: int  # as stored in a model file
     ffn_bytes: int  # of all gates, ups and downs
     quality_L: tuple[LayerQuality, ...]
     quality: EvalReport | None
-    record: Mapping[SparseMode, ModeQuality]  # what the artifacts say of each mode
+    record: Mapping[SparseMode, ModeQuality]  # the artifacts' record of each mode
     seconds: float
 
 
@@ -85,9 +85,9 @@ def profile(
     on_tokens: OnTokens = lambda count: None,
     say: Say = lambda line: None,
 ) -> ProfileReport:
-    """Writes the profile and, if asked, the predictors; `on_tokens` hears of progress.
+    """Writes the profile and, if asked, the predictors; `on_tokens` reports progress.
 
-    A model that does not fit goes through the device layer by layer, of which `say` hears."""
+    A model that does not fit is streamed layer by layer, which `say` reports."""
     began = time.perf_counter()
     files = None
     if config.train_predictors is not None:
@@ -118,7 +118,7 @@ def profile(
 
 
 def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
-    """Raises SparkinferError for what can be known to fail before text is read."""
+    """Raises SparkinferError for errors that can be found before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
     for path in (config.output, *report_paths(config.output)):
         check_output(path, force=config.force, inputs=inputs)
@@ -148,7 +148,7 @@ def _stream_plan(
 
 
 def _engine(config: ProfileConfig, ranks: Ranks, device: str | None) -> Engine:
-    # Without thresholds, which a search sets and takes back, "exact" computes what "dense" does.
+    # Without thresholds, which a search sets and resets, "exact" computes what "dense" does.
     mode: Mode = "dense" if config.perplexity_budget is None else "exact"
     return ranks.together(
         lambda: Engine.load(config.model, mode=mode, device=device, is_resident=False)
@@ -190,7 +190,7 @@ def _begin(
 
 
 def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
-    """What decides the numbers of a run: where any of it differs, one cannot go on with it."""
+    """Everything that decides the numbers of a run: a run resumes only if all of it is equal."""
     trains = config.train_predictors is not None
     return {
         "model": engine.model.model_id,
@@ -213,7 +213,7 @@ def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ra
 
 
 def _types(model: ModelFile) -> str:
-    """A digest of what `convert` decides: activation, tensors and their types (other roundings)."""
+    """A digest of what `convert` decides: activation, tensors and their types (hence roundings)."""
     tensors = sorted((name, entry.kind, entry.shape) for name, entry in model.tensors.items())
     return hashlib.sha256(repr((model.activation, tensors)).encode()).hexdigest()
 
@@ -276,7 +276,7 @@ def _gates(
 ) -> tuple[tuple[Gate, ...], ThresholdReport | None]:
     """The layers' gates with the thresholds to count with.
 
-    Thresholds are chosen on `tune`, which is not counted; `check` tells what a search cost."""
+    Thresholds are chosen on `tune`, which is not counted; `check` measures the cost of a search."""
     engine, model = run.engine, run.engine.model
     target, budget = config.target_sparsity, config.perplexity_budget
     if target is None and budget is None:
@@ -296,7 +296,7 @@ def _gates(
     found = Found(len(zeros_L))
     run.add("thresholds", found)
     if not run.has("thresholds"):
-        run.save()  # a search is long, and nothing of it is saved on the way
+        run.save()  # a search takes long, and saves nothing on the way
         run.ranks.first_only(
             lambda: found.set(*search(engine, histogram_LB, tune, check, goal, say))
         )

@@ -1,6 +1,4 @@
-"""A profile of a model that does not fit: one pass over its weights, which cannot be resumed.
-
-What this module does not know: which files there are."""
+"""Profiles a model that does not fit, in one pass over its weights, which cannot be resumed."""
 
 from collections.abc import Callable, Sequence
 
@@ -48,7 +46,7 @@ def collect_streamed(
 def _histogram(
     stream: LayerStream, gates: tuple[Gate, ...], windows: Sequence[Tensor], on_tokens: OnTokens
 ) -> np.ndarray:
-    """int64 [L, B], of a pass of its own over the weights."""
+    """int64 [L, B], in a separate pass over the weights."""
     counter = Counter(gates, stream.model.shape.num_neurons)
     with stream.observe(counter.observe, counter.wants):
         stream.run(windows, on_tokens)

@@ -1,15 +1,15 @@
-"""What two models say of the same tokens, summed up with the error of the sums.
+"""Compares two models on the same tokens, with confidence intervals.
 
 Intervals are of 95 %, from batch means: the tokens of a window in order are cut into batches of
-BATCH, and the batches are taken for independent. Tokens are not (what a mode loses at one token it
-mostly loses at the next, and texts differ), so an interval as if they were would be too narrow: the
-KL of SmolLM2-135M with half of its neurons silenced, 2,933 tokens of code in six windows, is
-0.296 ± 0.012 with every token for itself, ± 0.019 in batches of 32, 0.021 of 64, 0.024 of 128 and
-0.027 of 256 (where 11 batches make t larger).
+BATCH, which are treated as independent. Tokens are not (what a mode loses at one token it mostly
+loses at the next, and texts differ), so per-token intervals would be too narrow: the KL of
+SmolLM2-135M with half of its neurons silenced, 2,933 tokens of code in six windows, is 0.296 ±
+0.012 with every token by itself, ± 0.019 in batches of 32, 0.021 of 64, 0.024 of 128 and 0.027 of
+256 (where 11 batches make t larger).
 
 The mean is a ratio of sums, the batches' sums of a value over their counts; its variance is that of
 the batches' residuals, widened by Student's t. Both models see the same tokens, and the perplexity
-increase is the exponential of the mean difference of their losses at a token: paired, so that what
+increase is the exponential of the mean difference of their losses per token: paired, so that what
 both find hard cancels.
 
 Letters: T tokens, P tokens of a piece, V vocabulary, B batches."""
@@ -27,14 +27,14 @@ from sparkinfer.errors import SparkinferError
 
 PIECE = 64  # tokens whose probabilities are in memory at a time
 BATCH = 128
-FEWEST_BATCHES = 8  # of a text of fewer whole batches; they are then shorter
-LEAST_BATCHES = 4  # with fewer an interval says nothing
+FEWEST_BATCHES = 8  # a text with fewer whole batches gets shorter ones
+LEAST_BATCHES = 4  # with fewer an interval is meaningless
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean; with 95 % confidence the truth is within the half width, None where unknown."""
+    """A mean; with 95 % confidence the truth is within the half width, None if unknown."""
 
     mean: float
     half_width: float | None
@@ -54,7 +54,7 @@ class Compared:
 
 
 class Comparison:
-    """Sums up what the dense model and others say of the same tokens, in float64."""
+    """Accumulates the dense model's and others' predictions of the same tokens, in float64."""
 
     def __init__(self, num_others: int) -> None:
         self.dense_loss = list[Tensor]()
@@ -64,11 +64,11 @@ class Comparison:
         self.lengths = list[int]()  # tokens of each window
 
     def begin_window(self) -> None:
-        """What is added from here on follows what was added since, in one text."""
+        """Starts a window: later tokens are one text."""
         self.lengths.append(0)
 
     def add(self, dense_TV: Tensor, others: Sequence[Tensor], next_T: Tensor) -> None:
-        """Logits of all, and the tokens that really followed."""
+        """Adds the logits of all models, and the true next tokens."""
         for start in range(0, len(next_T), PIECE):
             piece = slice(start, start + PIECE)
             want_PV, next_P1 = _log_softmax(dense_TV[piece]), next_T[piece, None]
@@ -82,7 +82,7 @@ class Comparison:
         self.lengths[-1] += len(next_T)
 
     def result(self, number: int) -> Compared:
-        """Of one of the others. Raises SparkinferError where nothing was added."""
+        """The result of one of the others. Raises SparkinferError if nothing was added."""
         if not sum(self.lengths):
             raise SparkinferError("the corpus has single tokens only; give a longer text")
         dense_T, loss_T = torch.cat(self.dense_loss), torch.cat(self.loss[number])
@@ -99,7 +99,7 @@ class Comparison:
 
 
 def batch_mean(value_T: Tensor, lengths: Sequence[int]) -> Estimate:
-    """Of values of windows of these lengths, one behind the other."""
+    """The mean of values of concatenated windows of these lengths."""
     mean = value_T.mean().item()
     size = max(1, min(BATCH, len(value_T) // FEWEST_BATCHES))
     pieces = [piece for window in value_T.split(list(lengths)) for piece in window.split(size)]
@@ -128,7 +128,7 @@ def student_t(freedom: int) -> float:
 
 
 def increase_of(difference: Estimate) -> Estimate:
-    """The relative increase of the perplexity that a mean difference of losses is."""
+    """The relative increase of the perplexity for a mean difference of losses."""
     mean, half = difference.mean, difference.half_width
     try:
         increase = math.expm1(mean)

@@ -1,4 +1,4 @@
-"""What a user may ask of `profile`, and whether a model and a text allow it."""
+"""Options of `profile`, and checks of a model and a text against them."""
 
 import math
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class ProfileConfig:
     model: Path
     corpora: tuple[Path, ...]
     output: Path
-    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or what there is; else so many or none
-    text_key: str = "text"  # of JSON lines and parquet
+    max_tokens: int | None = None  # None: up to DEFAULT_TOKENS; otherwise exactly this many
+    text_key: str = "text"  # for JSON lines and parquet
     train_predictors: Path | None = None  # a folder for them and their report
     predictors: PredictorOptions = PredictorOptions()
     input_layer_offset: int = 0
     target_sparsity: float | None = None  # SiLU: choose thresholds for this share of silent neurons
-    # SiLU: give each layer a share of its own, up to this relative increase of the perplexity, or
-    # to the target sparsity where there is one
+    # SiLU: give each layer its own share, up to this relative increase of the perplexity, or up to
+    # the target sparsity if there is one
     perplexity_budget: float | None = None
     max_memory_bytes: int | None = None  # see profile.memory.room_of; None: what is free
     device: str | None = None
@@ -57,12 +57,12 @@ class ProfileConfig:
         return self.target_sparsity is not None or self.perplexity_budget is not None
 
     def num_for_thresholds(self, num_windows: int) -> int:
-        """How many windows thresholds are chosen on, which are then not counted."""
+        """Number of windows that thresholds are chosen on, which are then not counted."""
         return max(1, num_windows // 4) if self.chooses_thresholds else 0
 
 
 def check_model(config: ProfileConfig, model: ModelFile) -> None:
-    """Raises SparkinferError where the model is not for what is asked."""
+    """Raises SparkinferError if the model does not suit the options."""
     if config.chooses_thresholds and model.activation not in SMOOTH:
         raise SparkinferError(
             f"{model.path}: thresholds are for SiLU and GELU models; the activation here is"
@@ -82,7 +82,7 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
 
 
 def check_text(config: ProfileConfig, num_windows: int) -> None:
-    """Raises SparkinferError where there is too little text for what is asked."""
+    """Raises SparkinferError if there is too little text for the options."""
     if config.chooses_thresholds and num_windows < 2:
         raise SparkinferError("thresholds need two windows of text or more; give a longer corpus")
     count = num_windows - config.num_for_thresholds(num_windows)

@@ -1,13 +1,12 @@
 """Corpora as windows of token ids, from places drawn by a seed.
 
-How places are drawn: the blocks of all files (see profile.sources) stand in one row, files in the
-order given and those of a folder in sorted order; the seed gives an order of the blocks, and they
-are read in that order until there are enough tokens. A block gives one stretch of each of its
-texts: short texts are joined up to STRETCH characters, of a longer one the first round takes one
-of about that length, the next round (when every block had its turn) another, so that a few long documents do
-not crowd out the rest. What is drawn depends on the seed, on the files and on nothing else.
-
-What this module does not know: what the tokens are counted for."""
+Places are drawn as follows: the blocks of all files (see profile.sources) form one list, files in
+the given order and those of a folder in sorted order; the seed permutes the blocks, and they are
+read in that order until there are enough tokens. A block yields one stretch of each of its texts:
+short texts are joined up to STRETCH characters; of a longer one the first round takes one stretch
+of about that length, the next round (when every block has had its turn) another, so that a few long
+documents do not crowd out the rest. The draw depends on the seed and the files, and on nothing
+else."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.text.codec import TextCodec
 
 WINDOW = 512
-MIN_WINDOW = 16  # the end of a stretch is left out where it is shorter
+MIN_WINDOW = 16  # a shorter end of a stretch is dropped
 STRETCH = 8192  # characters
 BATCH = 64  # stretches tokenised at a time
 
@@ -42,7 +41,7 @@ class Windows:
 
     @property
     def sha256(self) -> str:
-        """Of all ids and the lengths of the windows."""
+        """Digest of all ids and the lengths of the windows."""
         digest = hashlib.sha256()
         for window in self.ids:
             digest.update(len(window).to_bytes(8, "little") + window.numpy().tobytes())
@@ -60,14 +59,14 @@ def read_windows(
     must_fill: bool = False,
     vocab_size: int | None = None,
 ) -> Windows:
-    """Windows of all files, up to `max_tokens` in all, from places drawn from the seed.
+    """Windows of all files, up to `max_tokens` in all, from places drawn by the seed.
 
-    `-` is standard input. Only as many blocks are read and tokenised as needed; the files that
-    tokens came from are read once through, for their sha256.
+    `-` is standard input. Only as many blocks are read and tokenised as needed; files that tokens
+    came from are read through once for their sha256.
 
-    Raises SparkinferError for a file that is missing or not UTF-8 text, for a corpus of less
-    than MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens`), for tokens that are not
-    below `vocab_size`, and for a context of one token."""
+    Raises SparkinferError for a file that is missing or not UTF-8 text, for a corpus of less than
+    MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens`), for tokens at or above
+    `vocab_size`, and for a context of one token."""
     if context_length < 2:
         raise SparkinferError("the model has a context of one token, which no text fits into")
     with stdin_as_file(files) as paths:
@@ -106,10 +105,10 @@ def spread_windows(windows: Windows | None, ranks: Ranks) -> Windows:
 
 
 def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
-    """(number of the source, stretch of text) until every text was given out."""
+    """(index of the source, stretch of text) until all text was drawn."""
     first = np.cumsum([0, *(source.num_blocks for source in sources)])
     total = int(first[-1])
-    # 4 bytes a block of 8 KiB: 64 MB for 128 GiB of text.
+    # 4 bytes per block of 8 KiB: 64 MB for 128 GiB of text.
     order = np.random.default_rng(seed).permutation(np.arange(total, dtype=np.uint32))
     for turn in count():
         most = 0
@@ -126,8 +125,8 @@ def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
 def stretches(texts: Sequence[str], turn: int, shift: int) -> Iterator[str]:
     """One stretch of each text that has one left in this turn; short ones joined by a line end.
 
-    A text of n stretches begins with the one that `shift` says and goes round, so that not only
-    beginnings are taken."""
+    A text of n stretches starts at stretch `shift` and wraps round, so that not only beginnings are
+    taken."""
     joined: list[str] = []
     for text in texts:
         number = _num_stretches(text)

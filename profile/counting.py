@@ -1,7 +1,7 @@
 """Counts, while the model runs, how often each neuron fires and how large its gate is.
 
-The sums stay on the device of the layer, in int64, and nothing waits for the device until they
-are asked for. What this module does not know: where the text came from.
+The sums stay on the device of the layer, in int64, and nothing synchronises with the device until
+they are asked for.
 
 Letters: T tokens, L layers, F neurons, B histogram bins."""
 
@@ -19,11 +19,11 @@ from sparkinfer.profile.native.library import NUM_BUCKETS, count
 from sparkinfer.profile_file import EDGES, NUM_BINS
 from sparkinfer.runtime.model.feed_forward import Gate
 
-_MAX_ADDED = 255  # ones that a uint8 holds
+_MAX_ADDED = 255  # ones that a uint8 can count
 
 
 class Counter:
-    """An observer of `ffn_gate` and `layer_out`; what is summed up are those of this process."""
+    """An observer of `ffn_gate` and `layer_out`; its sums are those of this process."""
 
     is_sum = True  # the counts of several processes add up; see profile.run.Part
 
@@ -38,7 +38,7 @@ class Counter:
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        if name == "layer_out":  # a NaN in any layer is one here, and these values are fewer
+        if name == "layer_out":  # a NaN in any layer reaches here, and these values are fewer
             is_nan = torch.isnan(tensor.max())  # one pass; a NaN is above every number
             self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
             return
@@ -55,7 +55,7 @@ class Counter:
     def _add(self, layer: int, gate_TF: Tensor) -> None:
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         count_F, histogram_B = self._count[layer], self._histogram[layer]
-        # Of SiLU and GELU the histogram has every magnitude, also of what a threshold silences.
+        # For SiLU and GELU the histogram has every magnitude, also those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
         if gate_TF.device.type == "cpu":
             if is_magnitude and gate.threshold > 0:
@@ -78,7 +78,7 @@ class Counter:
         count_F: Tensor,
         bins_B: Tensor,
     ) -> None:
-        """What is not above the threshold is put into bin 0."""
+        """Puts values that are not above the threshold into bin 0."""
         first, edge = _tables()
         count(
             value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
@@ -104,7 +104,7 @@ class Counter:
         }
 
     def load(self, arrays: dict[str, Tensor]) -> None:
-        """Goes on from what `arrays` gave."""
+        """Continues from an earlier `arrays`."""
         self._count = dict(enumerate(arrays["active_count_LF"].clone()))
         self._histogram = dict(enumerate(arrays["gate_histogram_LB"].clone()))
         self.num_tokens = int(arrays["num_tokens"])
@@ -113,7 +113,7 @@ class Counter:
 def histogram(value: Tensor) -> Tensor:
     """int64 [B]: how many |values| (f32) lie in each bin of profile_file.EDGES; NaN in the last.
 
-    In torch, for GPUs: nothing here makes the host wait, as bincount would for the largest bin."""
+    By torch, for GPUs: nothing here synchronises, as bincount would for the largest bin."""
     size_A = value.abs().flatten()
     bucket_A = (size_A.view(torch.int32) >> 16).long()
     first, edge = (table.to(size_A.device) for table in _tables())
@@ -130,9 +130,11 @@ def _no_bins() -> Tensor:
 
 @cache
 def _tables() -> tuple[Tensor, Tensor]:
-    """A bucket is what has the upper 16 bits of an f32 in common (8 of exponent, 7 of mantissa).
+    """Tables by bucket: the values that share the upper 16 bits of an f32 (8 of exponent, 7 of
+    mantissa).
 
-    Bins are wider, so that a bucket has at most one edge in it. Of each bucket: the bin of its smallest value, and the edge where the next bin begins."""
+    Bins are wider, so a bucket has at most one edge in it. For each bucket: the bin of its smallest
+    value, and the edge where the next bin begins."""
     edges = np.append(EDGES.astype(np.float32), np.float32(np.inf))
     smallest = (np.arange(NUM_BUCKETS, dtype=np.uint32) << 16).view(np.float32)
     smallest = np.where(np.isnan(smallest), np.float32(np.inf), smallest)

@@ -3,9 +3,8 @@
 A folder of model_0.pt, model_1.pt and so on (fc1.weight [2R, D], fc2.weight [F, 2R], ReLU between,
 no biases) and a config.json with one sparse_threshold for all layers and input_layer_offset.
 
-The linear form becomes theirs exactly: z = relu(z) - relu(-z), so fc1 = [down; -down] and
-fc2 = [up, -up]. Their one threshold is met by scaling fc2, which needs thresholds of one sign.
-What this module does not know: how predictors are trained.
+The linear form converts exactly: z = relu(z) - relu(-z), so fc1 = [down; -down] and fc2 = [up,
+-up]. The single threshold is met by scaling fc2, which needs thresholds of one sign.
 
 Letters: L layers, D model width, F neurons, R rank."""
 
@@ -24,12 +23,12 @@ CONFIG = "config.json"
 
 
 def dejavu_paths(folder: Path, num_layers: int) -> list[Path]:
-    """config.json comes last: a folder without it is not whole."""
+    """The files' paths. config.json comes last: a folder without it is incomplete."""
     return [folder / f"model_{layer}.pt" for layer in range(num_layers)] + [folder / CONFIG]
 
 
 def check_dejavu_output(folder: Path, num_layers: int) -> None:
-    """Raises SparkinferError where a file of another number of layers or of our form is there."""
+    """Raises SparkinferError if the folder has files of another number of layers or of our form."""
     wanted = {path.name for path in dejavu_paths(folder, num_layers)}
     for path in sorted(folder.glob("*")) if folder.is_dir() else []:
         if path.name not in wanted and path.suffix in (".pt", ".safetensors"):
@@ -41,8 +40,8 @@ def check_dejavu_output(folder: Path, num_layers: int) -> None:
 def save_dejavu(predictors: Predictors, folder: Path) -> float:
     """Writes f32 state dicts and config.json; returns the sparse_threshold.
 
-    Raises SparkinferError for what the form cannot say: a bias, a single matrix, thresholds of
-    both signs or without an end."""
+    Raises SparkinferError for what the form cannot express: a bias, a single matrix, thresholds of
+    both signs or infinite ones."""
     info = predictors.info
     if info.kind != "linear" or 0 in info.rank_L:
         raise SparkinferError(
@@ -62,7 +61,7 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
             "fc2.weight": torch.cat([up_FR, -up_FR], dim=1) * scale,
         }
         with partial_file(folder / f"model_{layer}.pt") as partial:
-            data = BytesIO()  # torch itself tells of a full disk in many words, or not at all
+            data = BytesIO()  # torch itself reports a full disk in many words, or not at all
             torch.save(state, data)
             partial.write_bytes(data.getbuffer())
     config = {"sparse_threshold": threshold, "input_layer_offset": info.input_layer_offset}

@@ -1,6 +1,6 @@
-"""A predictor with its threshold, on text that nothing was fitted to.
+"""Examines a predictor with its threshold, on held-out text.
 
-The lost norm is here what it says: the output is computed with and without what is not named.
+The lost norm is exact here: the output is computed with all neurons and with the predicted ones.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -25,17 +25,17 @@ class Examiner:
         self.promised, self.down, self.sizes = promised, down, sizes
         device = down.data.device
         self.fired_F = torch.zeros(down.num_rows, dtype=torch.int64, device=device)
-        self.num = torch.zeros(3, dtype=torch.int64, device=device)  # pairs, named, caught
-        # given, kept, lost square, output square
+        self.num = torch.zeros(3, dtype=torch.int64, device=device)  # pairs, predicted, caught
+        # contribution given and kept, squares of the lost and the whole output
         self.amount = torch.zeros(4, dtype=torch.float64, device=device)
 
     def sums(self) -> dict[str, Tensor]:
-        """The tensors themselves, which grow in place."""
+        """The tensors themselves, which are updated in place."""
         return {"fired_F": self.fired_F, "num": self.num, "amount": self.amount}
 
     @torch.no_grad()
     def add(self, x_TD: Tensor, fires_TF: Tensor, hidden_TF: Tensor, norm_F: Tensor) -> None:
-        """`hidden_TF` is that of all neurons, `norm_F` the lengths of the rows of `down`."""
+        """`hidden_TF` has all neurons, `norm_F` the lengths of the rows of `down`."""
         named_TF = self.predictor.scores(x_TD) > self.predictor.threshold
         hidden_TF = hidden_TF * fires_TF
         given_TF = hidden_TF.abs() * norm_F

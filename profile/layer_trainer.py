@@ -1,14 +1,15 @@
-"""The predictor of each layer while the model runs: phases over the text, candidates, choice.
+"""Trains the predictor of each layer while the model runs: phases over the text, candidates,
+choice.
 
-1. moments: the second moments that the untrained starts follow from (profile.moments).
-2. keep: a few hundred tokens are held, for early stopping and to see which rank is worth training.
-3. train: one low-rank predictor, of that rank (profile.training).
-4. measure: every candidate is counted with every threshold, and the choice made
+1. moments: the second moments that the untrained starts follow from (profile.moments). 2. keep: a
+few hundred tokens are kept, for early stopping and to see which rank is worth training. 3. train:
+one low-rank predictor, of that rank (profile.training). 4. measure: every candidate is counted with
+every threshold, and the choice made
    (profile.selection): low-rank ones of several ranks and types, trained or not, and the whole
    gate in blocks.
-5. examine: what was chosen, its threshold fixed, on text that nothing was fitted to.
+5. examine: the chosen predictor, its threshold fixed, on held-out text.
 
-No other activation is ever stored. What this module does not know: how the model computes.
+No other activation is ever stored.
 
 Letters: T tokens, D model width, F neurons, R rank."""
 
@@ -32,13 +33,13 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512
-# Shares of the windows that the phases take; training has the rest.
+# Shares of the windows for the phases; training has the rest.
 SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Which predictors are considered. Types whose blocks do not fit are left out."""
+    """The predictors to consider. Types whose blocks do not fit are left out."""
 
     ranks: tuple[int, ...]
     kinds: tuple[str, ...] = ("f16", "q8_0", "q4_0")
@@ -49,14 +50,14 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerQuality:
-    """`chosen` and `start`, the untrained one of the same shape, on text that nothing was fitted
-    to; `candidates` on the text that the choice was made on."""
+    """`chosen` and `start`, the untrained one of the same shape, on held-out text; `candidates` on
+    the text that the choice was made on."""
 
     chosen: Quality
     start: Quality
-    hottest_fifth: float  # share of the firings that the hottest 20 % of the neurons take
+    hottest_fifth: float  # share of the firings of the hottest 20 %
     candidates: tuple[Quality, ...]
-    break_even_density: float  # below it, predicted reads fewer bytes than exact
+    break_even_density: float  # below it, mode predicted reads fewer bytes than exact
 
 
 class LayerTrainer:
@@ -84,7 +85,8 @@ class LayerTrainer:
         self.phase: Phase = "moments"
 
     def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
-        """The phases in order; `num_steps` is that of the training, `agree` as for LowRank."""
+        """Enters the phases in order; `num_steps` is that of the training, `agree` as for
+        LowRank."""
         self.phase = phase
         if phase == "train":
             self._begin_training(num_steps, agree)
@@ -94,7 +96,7 @@ class LayerTrainer:
             self._begin_examining()
 
     def add(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        """Tokens of the current phase: the predictor's input, gates, and act(gate) * up."""
+        """Adds tokens of the current phase: the predictor's input, gates, and act(gate) * up."""
         take = {
             "moments": self._add_moments,
             "keep": self._keep,
@@ -118,14 +120,14 @@ class LayerTrainer:
             self.kept.append(replace(batch, given_TF=batch.given_TF.half()))
 
     def _begin_training(self, num_steps: int, agree: Agree) -> None:
-        """Makes the untrained candidates, and takes the best low-rank one on to be trained."""
+        """Makes the untrained candidates, and starts to train the best low-rank one."""
         self.start = self.moments.start()
-        for tensor in self.start.tensors():  # another processor may round its own otherwise
+        for tensor in self.start.tensors():  # another processor may round differently
             agree(tensor)
         self.held_out, self.kept = joined(self.kept), []
         if "whole" in self.choices.forms:
             for kind in self._kinds(self.start.map_FD.shape[1]):
-                if kind != "f16":  # as many bytes as the gate itself
+                if kind != "f16":  # in f16, as many bytes as the gate itself
                     made = whole(self.start, kind, self.gate)
                     self.candidates.append(Candidate(predictor=made, is_trained=False))
         if "low-rank" in self.choices.forms:
@@ -210,7 +212,8 @@ class LayerTrainer:
         return choose(qualities, self.choices.target, exact)
 
     def _break_even(self, chosen: Quality) -> float:
-        """Exact reads every gate; predicted the predictor, and over-fetch times the density."""
+        """Exact reads every gate; predicted reads the predictor, and over-fetch times the
+        density."""
         gates = len(self.down_norm_F) * self.sizes.gate_row
         overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
@@ -248,7 +251,7 @@ class LayerTrainer:
 
 
 class PredictorTrainer:
-    """An observer that hands each layer's tensors to its LayerTrainer."""
+    """An observer that passes each layer's tensors to its LayerTrainer."""
 
     def __init__(self, layers: Sequence[LayerTrainer], input_layer_offset: int) -> None:
         self.layers, self.offset = layers, input_layer_offset
@@ -260,7 +263,7 @@ class PredictorTrainer:
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        # The model runs in inference mode, whose tensors autograd does not take.
+        # The model runs in inference mode, whose tensors autograd does not accept.
         with torch.inference_mode(False), torch.enable_grad():
             if name == "ffn_norm":
                 self.inputs[layer] = tensor.clone()
@@ -273,7 +276,7 @@ class PredictorTrainer:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """One behind the other; what is given, in f32."""
+    """The concatenated batches, in f32."""
     if len(batches) == 1:
         return replace(batches[0], given_TF=batches[0].given_TF.float())
     return Batch(
@@ -284,7 +287,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def phases(count: int) -> dict[Phase, slice]:
-    """Which of `count` windows each phase takes, in the order of the phases; at least one each."""
+    """The windows that each phase takes, out of `count`, in the order of the phases; at least one
+    each."""
     sizes = {name: max(1, round(share * count)) for name, share in SHARES.items()}
     pieces: dict[Phase, slice] = {}
     start = 0

@@ -1,7 +1,6 @@
-"""What limits do to a model, against its dense self: measured on the same windows again and again.
+"""Measures what limits do to a model, against its dense self, on the same windows again and again.
 
-The dense log probabilities are kept, so that a measurement is one pass. What this module does not
-know: how limits were chosen.
+The dense log probabilities are kept, so that a measurement is one pass.
 
 Letters: T tokens, V vocabulary."""
 
@@ -23,22 +22,22 @@ PIECE = 256  # tokens compared at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Closeness:
-    """Means a token in nats with the half-width of their 95 % interval, by windows: what is said
-    of one text, had other windows of its kind been drawn."""
+    """Means per token in nats with the half-width of their 95 % interval, by windows: it describes
+    one kind of text, had other windows of it been drawn."""
 
     kl: float
     kl_error: float
     perplexity: float
     perplexity_increase: float  # relative to dense
     perplexity_increase_error: float
-    same_top: float  # share of tokens whose most likely successor is the same
+    same_top: float  # share of tokens with the same most likely successor
     num_tokens: int
 
 
 def fitting(
     windows: Sequence[Tensor], vocab_size: int, most_bytes: int = KEPT_BYTES
 ) -> list[Tensor]:
-    """As many windows as there may be log probabilities of; one at least."""
+    """As many windows as `most_bytes` of log probabilities allow; at least one."""
     chosen: list[Tensor] = []
     for ids_T in windows:
         size = sum(map(len, chosen)) + len(ids_T)
@@ -49,7 +48,7 @@ def fitting(
 
 
 class LimitMeter:
-    """Of an engine in mode exact or dense, which is left with the last limits."""
+    """Measures an engine in mode exact or dense, which keeps the last limits."""
 
     def __init__(self, engine: Engine, windows: Sequence[Tensor]) -> None:
         """The dense side is `engine` without limits."""
@@ -62,14 +61,14 @@ class LimitMeter:
         self.engine = engine
 
     def kl(self, limits_L: tuple[LayerLimits, ...]) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return self.measure(limits_L).kl
 
     def measure(
         self, limits_L: tuple[LayerLimits, ...] | None, engine: Engine | None = None
     ) -> Closeness:
-        """With these limits (None: with those it has), or of another engine with the same
-        vocabulary. Raises SparkinferError where the model gives NaN."""
+        """Measures with these limits (None: the current ones), or another engine with the same
+        vocabulary. Raises SparkinferError if the model gives NaN."""
         engine = engine or self.engine
         if limits_L is not None:
             set_limits(engine, limits_L)
@@ -95,7 +94,7 @@ def _log_probabilities(engine: Engine, ids_T: Tensor) -> Tensor:
 
 
 def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ...]:
-    """Sums over a window: divergence, loss, dense loss, same tops; and how many tokens."""
+    """Sums over a window: divergence, loss, dense loss, same tops; and the number of tokens."""
     kl, same = 0.0, 0
     for want, got in zip(want_TV.split(PIECE), got_TV.split(PIECE), strict=True):
         kl += F.kl_div(got, want, reduction="sum", log_target=True).item()
@@ -105,8 +104,8 @@ def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ..
 
 
 def _closeness(sums_WS: Tensor) -> Closeness:
-    """Of windows by what `_compare` sums up. The intervals are those of a ratio of sums over
-    windows that are taken as drawn independently (Cochran 1977, section 2.11)."""
+    """Means over windows of the sums of `_compare`. The intervals are those of a ratio of sums over
+    windows treated as drawn independently (Cochran 1977, section 2.11)."""
     kl_W, loss_W, dense_W, same_W, count_W = sums_WS.unbind(1)
     count = count_W.sum()
 

@@ -1,8 +1,9 @@
-"""What limits would silence, and what that would lose: samples of a text, a layer at a time.
+"""Scores limits from samples of a text, layer by layer: what they would silence, and what that
+would lose.
 
-Each rule ranks values by how much they add, |value| times the norm of the weights that it meets
-(WINA, arXiv 2505.19427; for neurons the row of `down`), and what it drops is an energy: the sum of
-the squares of those products, which is what the layer's output loses where they are independent.
+Each rule ranks values by their contribution, |value| times the norm of the weights it multiplies
+(WINA, arXiv 2505.19427; for neurons the row of `down`), and its loss is an energy: the sum of the
+squares of the dropped products, which is what the layer's output loses if they are independent.
 
     gate      |act(gate_j)| * E|h_j| / E|act(gate_j)| * |down_j|      saves the rows of up and down
     hidden    |h_j| * |down_j|, known once up is                     saves the rows of down
@@ -11,7 +12,7 @@ the squares of those products, which is what the layer's output loses where they
     ffn       |x_i| * |column i of gate and up|                      saves their columns
 
 A limit of a value is the threshold on its rank over its factor, so that the runtime compares
-magnitudes alone. What this module does not know: which shares are good.
+magnitudes alone.
 
 Letters: T tokens of the sample, F neurons, D inputs, A shares."""
 
@@ -32,7 +33,7 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0 is no rule
 SAMPLE_TOKENS = 512  # of all windows, evenly drawn; 20 MB a layer of a model of 7 B
-# Rules on inputs: the tensor they are of.
+# Rules on inputs: the tensor each applies to.
 INPUTS = {"qkv": "attn_norm", "output": "attn_heads", "ffn": "ffn_norm"}
 _SEEN = (*INPUTS.values(), "ffn_gate", "ffn_hidden")
 
@@ -45,22 +46,22 @@ class Ranks:
     factor_N: Tensor
 
     def threshold(self, share: float) -> float:
-        """The rank that this share of the sample is at or below."""
+        """The rank such that this share of the sample is at or below it."""
         if share <= 0:
             return -1.0
         flat = self.rank_TN.flatten()
         return float(flat.kthvalue(max(1, int(share * len(flat)))).values)
 
     def limit_N(self, share: float) -> np.ndarray | None:
-        """f32 [N]; None for a share of 0. A value that meets no weights has the largest limit
-        that there is: it adds nothing."""
+        """f32 [N]; None for a share of 0. A value whose weights are all zero gets the largest
+        limit: it contributes nothing."""
         if share <= 0:
             return None
         limit_N = self.threshold(share) / self.factor_N
         return limit_N.nan_to_num(posinf=torch.finfo(torch.float32).max).clamp(min=0).numpy()
 
     def lost_A(self) -> np.ndarray:
-        """f64 [A]: the energy a token that each of SHARES loses."""
+        """f64 [A]: the energy per token that each of SHARES loses."""
         ordered, _ = self.rank_TN.flatten().sort()
         energy = ordered.double().square().cumsum(0)
         counts = [int(share * len(ordered)) for share in SHARES]
@@ -75,8 +76,8 @@ class LayerScores:
     inputs: dict[str, Ranks]  # by the names of INPUTS
 
     def neurons_lost_AA(self) -> np.ndarray:
-        """f64 [A, A]: the energy lost where the gates silence the first share, and the hidden
-        values silence more until the second is reached; infinity where the second is less."""
+        """f64 [A, A]: the energy lost if the gates silence the first share, and the hidden values
+        silence more until the second is reached; infinity if the second is less."""
         lost_AA = np.full((len(SHARES), len(SHARES)), np.inf)
         hidden, order = self.hidden.rank_TN.flatten().sort()
         gate, energy = self.gate.rank_TN.flatten()[order], hidden.double().square()
@@ -92,7 +93,7 @@ class LayerScores:
         return lost_AA / len(self.hidden.rank_TN)
 
     def limits(self, gate: float, hidden: float, inputs: dict[str, float]) -> LayerLimits:
-        """For these shares; `hidden` counts what the gates silence too."""
+        """Limits for these shares; `hidden` includes what the gates silence."""
         hidden_F = None
         if hidden > gate:
             is_open = self.gate.rank_TN > self.gate.threshold(gate)
@@ -108,7 +109,8 @@ class LayerScores:
         )
 
     def uniform_gate(self, share: float) -> LayerLimits:
-        """One threshold for all neurons, whatever they add (CATS, arXiv 2404.08763)."""
+        """One threshold for all neurons, regardless of their contribution (CATS, arXiv
+        2404.08763)."""
         magnitude_TF = self.gate.rank_TN / self.gate.factor_N
         ones_F = torch.ones_like(self.gate.factor_N)
         return LayerLimits(gate_F=Ranks(rank_TN=magnitude_TF, factor_N=ones_F).limit_N(share))
@@ -116,7 +118,7 @@ class LayerScores:
 
 @dataclass
 class _Sample:
-    """An observer that keeps some tokens of what a layer's rules are about."""
+    """An observer that keeps some tokens of the tensors that a layer's rules apply to."""
 
     every: int
     values: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
@@ -138,7 +140,8 @@ class _Sample:
 
 
 def sample_scores(engine: Engine, windows: Sequence[Tensor]) -> tuple[LayerScores, ...]:
-    """Of a dense engine's layers on a text. Raises SparkinferError where values are not finite."""
+    """Scores of a dense engine's layers on a text. Raises SparkinferError if values are not
+    finite."""
     assert engine.mode == "dense", engine.mode
     count = sum(len(ids_T) for ids_T in windows)
     sample = _Sample(every=max(1, count // SAMPLE_TOKENS))
@@ -179,14 +182,14 @@ def _row_norms(matrix: Matrix) -> Tensor:
 
 
 def _column_norms(matrices: Sequence[Matrix]) -> Tensor:
-    """f32 [D], of several matrices with the same inputs."""
+    """f32 [D], over several matrices with the same inputs."""
     square_D = sum(rows.square().sum(dim=0) for m in matrices for rows in _pieces(m))
     assert isinstance(square_D, Tensor)
     return square_D.sqrt()
 
 
 def _pieces(matrix: Matrix) -> Iterator[Tensor]:
-    """The rows, unpacked, some at a time."""
+    """The unpacked rows, some at a time."""
     step = tile_rows(matrix.width)
     for start in range(0, matrix.num_rows, step):
         part = matrix.part(start, min(start + step, matrix.num_rows))

@@ -1,18 +1,16 @@
-"""Which share of what each layer may silence, at equal bytes: limits without training.
+"""Searches which share of each layer to silence, at equal bytes: limits without training.
 
-The loss of a choice is taken to be a sum over layers and rules,
+The loss of a choice is modelled as a sum over layers and rules,
 
     KL = sum_l s_l,neurons * energy(gate_l, hidden_l) + sum_l sum_r s_l,r * energy_r(share_l,r)
 
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
-the whole model from its dense self where one part of one layer alone has limits (neurons; both
-inputs of attention; the feed-forward's input), scaled by one probe with the rule in all layers. Three
-probes a layer and one a rule; no gradients. A layer whose gates and ups are stored by columns, for the
-sake of sparse inputs, saves nothing of them by its gates: it has the one or the other. Given the sum, the best
-choice of a number of saved bytes is found by a price: each layer takes what loses least plus price
-times bytes, and the price is bisected. What a choice really costs is measured afterwards.
-
-What this module does not know: files, modes, seconds.
+the whole model from its dense self with limits in one part of one layer (neurons; both inputs of
+attention; the feed-forward's input), scaled by one probe with the rule in all layers. This takes
+three probes per layer and one per rule; no gradients. A layer whose gates and ups are stored by
+columns, for sparse inputs, saves none of them by its gates: it has one or the other. Given the sum,
+the best choice for a number of saved bytes is found by a price: each layer takes what loses least
+plus price times bytes, and the price is bisected. The true cost of a choice is measured afterwards.
 
 Letters: L layers, A shares."""
 
@@ -41,7 +39,7 @@ ATTENTION = ("qkv", "output")  # probed together
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Weight bytes that a token reads, dense: by layer, and the rest (the head)."""
+    """Weight bytes that a dense token reads: by layer, and the rest (the head)."""
 
     qkv_L: np.ndarray
     output_L: np.ndarray
@@ -81,7 +79,7 @@ def _size(model: ModelFile, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Shares by layer; `hidden` counts what the gates silence too."""
+    """Shares by layer; `hidden` includes what the gates silence."""
 
     gate_L: tuple[float, ...]
     hidden_L: tuple[float, ...]
@@ -95,7 +93,7 @@ class Choice:
 
 
 class Allocation:
-    """The sum, ready to be minimised for any rule and any number of bytes."""
+    """The loss as a sum, to be minimised for any rule and any number of bytes."""
 
     def __init__(self, scores: Sequence[LayerScores], bytes_of: Bytes) -> None:
         self.bytes_of, self.num_layers = bytes_of, len(scores)
@@ -105,7 +103,7 @@ class Allocation:
         }
         shares = np.array(SHARES)
         up, down = (b[:, None, None] for b in (bytes_of.up_L, bytes_of.down_L))
-        # A gate with neither up nor down behind it saves nothing by itself.
+        # A gate without up and down rows to skip saves nothing by itself.
         self.neurons_saved_LAA = up * shares[:, None] + down * np.maximum(shares[:, None], shares)
         sizes = {"qkv": bytes_of.qkv_L, "output": bytes_of.output_L,
                  "ffn": bytes_of.gate_L + bytes_of.up_L}  # fmt: skip
@@ -136,8 +134,8 @@ class Allocation:
         self.inputs_price_L["ffn"] = price_L("ffn", ("ffn",), "ffn")
 
     def best(self, rule: str, saved_share: float) -> Choice | None:
-        """What loses least of those that save this share of all bytes; None where the rule cannot
-        save so much."""
+        """The choice that loses least among those that save this share of all bytes; None if the
+        rule cannot save that much."""
         wanted = saved_share * self.bytes_of.total
         low, high = 1e-30, 1e30
         if self._take(rule, high).saved_share * self.bytes_of.total < wanted:
@@ -151,7 +149,7 @@ class Allocation:
         return self._take(rule, high)
 
     def _take(self, rule: str, price: float) -> Choice:
-        """The best of every layer at a price of bytes, in nats a byte."""
+        """The best choice of every layer at a price of bytes, in nats per byte."""
         kinds = RULES[rule]
         layers = [self._of_layer(layer, kinds, price) for layer in range(self.num_layers)]
         return Choice(
@@ -176,7 +174,7 @@ class Allocation:
     def _parts(
         self, layer: int, kinds: Sequence[str], inputs: Sequence[str], price: float
     ) -> "_OfLayer":
-        """The best neurons and the best share of each of `inputs`, which do not depend on each
+        """The best neurons and the best share of each of `inputs`, which are independent of each
         other."""
         lost_AA = self.neurons_LAA[layer] * self.neurons_price_L[layer]
         saved_AA = self.neurons_saved_LAA[layer]
@@ -222,8 +220,8 @@ def allocate(
     bytes_of: Bytes,
     kl_of: Callable[[tuple[LayerLimits, ...]], float],
 ) -> Allocation:
-    """The sum with sensitivities from `num_probes` measurements; `kl_of` gives nats a token of the
-    whole model with these limits. Deterministic."""
+    """The sum with sensitivities from `num_probes` measurements; `kl_of` returns nats per token of
+    the whole model with these limits. Deterministic."""
     allocation = Allocation(scores, bytes_of)
 
     def probe(*kinds: str) -> list[LayerLimits]:

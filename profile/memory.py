@@ -1,6 +1,4 @@
-"""How much memory a profile takes, all layers at once or one at a time, and how much there is.
-
-What this module does not know: how a profile is made.
+"""Memory that a profile takes, all layers at once or one at a time, and memory available.
 
 Letters: T tokens of a chunk, D model width, F neurons of a layer, R predictor rank."""
 
@@ -23,12 +21,12 @@ from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices
 from sparkinfer.sizes import format_bytes
 from sparkinfer.system_memory import free_memory_bytes
 
-# Of free memory, what a profile may take: the rest is for others, and for blocks that do not fit.
+# The share of free memory that a profile may take: the rest is for others, and for fragmentation.
 FREE_SHARE = 0.9
-# Observers see a gate in f32 and make of it magnitudes, bins (int64) and firings.
+# Observers get a gate in f32 and derive magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
-# Code that is read when it first runs (10 MiB), what products and observers take for a moment
-# more than is counted here, and what the C library cannot give back.
+# Code loaded on first use (10 MiB), short-lived memory of products and observers that is not
+# counted here, and what the C library cannot give back.
 _BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 SLACK_BYTES = 24 << 20
 _C = ctypes.CDLL(None)
@@ -36,10 +34,10 @@ _C = ctypes.CDLL(None)
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What a profile may take of a device's memory, over what this process has taken already."""
+    """What a profile may take of a device's memory, beyond what this process has taken already."""
 
     num_bytes: int
-    taken_bytes: int  # on the CPU; what CUDA takes itself is not known to torch
+    taken_bytes: int  # on the CPU; torch does not know what CUDA itself takes
     says: str  # where the limit comes from
 
 
@@ -53,9 +51,9 @@ class Needs:
 def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
     """The smaller of what is free and what `max_memory_bytes` leaves.
 
-    On the CPU the latter bounds all that is resident: anonymous memory and pages of mapped files,
-    those of the program itself among them. On CUDA it bounds what torch allocates there.
-    Raises SparkinferError where it cannot be known or leaves nothing."""
+    On the CPU the latter bounds all resident memory: anonymous memory and pages of mapped files,
+    the program's own included. On CUDA it bounds what torch allocates there. Raises SparkinferError
+    if it is unknown or leaves nothing."""
     if device.type == "cuda":
         free, taken = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]), 0
     else:
@@ -116,12 +114,13 @@ def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
 
 
 def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, int]:
-    """(while it lives, at its start or in a step) of one layer's profile.layer_trainer.LayerTrainer.
+    """(bytes while it lives, bytes at its start or in a step) of one layer's
+    profile.layer_trainer.LayerTrainer.
 
     The first: the gate matrix and its map, moments in f64, their start, every candidate in its
-    type, and of the network in training weights, gradients, the two moments of Adam and the best
-    weights; the tokens that are kept. The second: the SVD of F x D in f64 with LAPACK's copies and
-    workspace (at 3072 x 1024 some 230 MiB, from one peak), or a step's T x F values."""
+    type, the trained network's weights, gradients, Adam's two moments and the best weights, and the
+    kept tokens. The second: the SVD of F x D in f64 with LAPACK's copies and workspace (at 3072 x
+    1024 some 230 MiB, from one peak), or a step's T x F values."""
     square, gate = width * width, num_neurons * width
     stored = sum(_BYTES_PER_VALUE[kind] for kind in choices.kinds)
     ranks = choices.ranks if "low-rank" in choices.forms else ()
@@ -137,7 +136,7 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
 
 
 def trim() -> None:
-    """Gives back what the C library keeps of freed memory; nothing where it has no such call.
+    """Returns the memory of freed blocks to the system; a no-op without malloc_trim.
 
     glibc keeps blocks of up to 32 MiB once it has seen one freed. In the test of a model of four
     times its cap the peak over the start was 129 MiB without this, growing by 4 MiB a layer, 101
@@ -147,7 +146,7 @@ def trim() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in main memory. Raises SparkinferError where it is unknown."""
+    """This process's resident memory. Raises SparkinferError if it is unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)

@@ -1,4 +1,4 @@
-"""Adds up profiles of one model: count by count, bin by bin."""
+"""Merges profiles of one model: adds counts and histogram bins."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -35,7 +35,7 @@ def merge(config: MergeConfig) -> MergeReport:
     """Writes the sum.
 
     Raises SparkinferError for profiles of different models, sizes or thresholds, and, unless
-    `force`, where two have a text in common: a profile does not tell which places of a text it
+    `force`, if two have a text in common: a profile does not record which places of a text it
     counted, so some of them may be in both."""
     check_output(config.output, force=config.force, inputs=config.profiles)
     loaded = [(path, Profile.load(path)) for path in config.profiles]

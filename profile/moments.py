@@ -1,11 +1,9 @@
-"""Second moments of a layer's activity, and the untrained predictor that follows from them.
+"""Second moments of a layer's activity, and the untrained predictor derived from them.
 
-For predictors of the layer's own input the map to imitate is the gate matrix G itself. For those
-of the layer before it is the linear regression of the gates on that input. The truncated SVD of
-G M^(1/2), with M = E[x x^T], gives the map of rank R closest to it in the mean square over the
-text (whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
-
-What this module does not know: what fires, or when.
+For predictors of the layer's own input the map to imitate is the gate matrix G itself. For those of
+the layer before it is the linear regression of the gates on that input. The truncated SVD of G
+M^(1/2), with M = E[x x^T], gives the map of rank R closest to it in the mean square over the text
+(whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
 
 Letters: T tokens, D width of the input, F neurons, R rank."""
 
@@ -14,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RIDGE = 1e-6  # of the largest eigenvalue of M: directions that the text never took
+RIDGE = 1e-6  # of the largest eigenvalue of M: for directions that the text lacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """z = map x + bias imitates the gate; the SVD is that of map M^(1/2), whitened."""
+    """z = map x + bias imitates the gate; the SVD is of map M^(1/2), whitened."""
 
     map_FD: Tensor
     bias_F: Tensor
@@ -34,7 +32,7 @@ class Start:
                 self.right_RD, self.gate_square_F)  # fmt: skip
 
     def residual_F(self, rank: int) -> Tensor:
-        """Root mean square of what the map of this rank does not say about each gate."""
+        """Root mean square of each gate's error by the map of this rank."""
         kept_F = self.left_FR[:, :rank].square().sum(dim=1)
         floor_F = 1e-4 * self.gate_square_F + 1e-12
         return (self.gate_square_F - kept_F).clamp(min=floor_F).sqrt()
@@ -57,7 +55,7 @@ class Moments:
         self.num_tokens = zeros()
 
     def sums(self) -> dict[str, Tensor]:
-        """The tensors themselves, which grow in place."""
+        """The tensors themselves, which are updated in place."""
         found = {
             "input_DD": self.input_DD, "input_D": self.input_D, "num_tokens": self.num_tokens,
             "gate_square_F": self.gate_square_F, "gate_F": self.gate_F,

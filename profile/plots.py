@@ -1,6 +1,4 @@
-"""Three pictures of a profile and the report on its predictors.
-
-What this module does not know: how anything was measured.
+"""Three plots of a profile and the report on its predictors.
 
 Letters: L layers, F neurons."""
 
@@ -20,8 +18,8 @@ MAX_NAMED = 12  # layers in a legend
 
 
 def draw(profile: Path, folder: Path) -> list[Path]:
-    """Of a profile and the report beside it: writes density.png, firings.png and, where
-    predictors were trained, recall.png; returns their paths."""
+    """Plots a profile and the report beside it: writes density.png, firings.png and, if predictors
+    were trained, recall.png; returns their paths."""
     pyplot = load_pyplot()
     loaded = Profile.load(profile)
     report = _read_report(report_paths(profile)[0], loaded)
@@ -57,7 +55,7 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
 
 
 def _recall(pyplot: Any, report: dict[str, Any]) -> Any:
-    """Of every candidate of every layer; the chosen ones stand out."""
+    """Every candidate of every layer; the chosen ones stand out."""
     figure, axes = pyplot.subplots(layout="constrained")
     for layer, quality in enumerate(report["quality_L"]):
         points = sorted((q["num_bytes"], 100 * q["recall"]) for q in quality["candidates"])

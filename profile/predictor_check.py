@@ -1,8 +1,7 @@
-"""Do a model file's predictors know more than chance, and about which layer?
+"""Checks that a model file's predictors know more than chance, and the layer they are for.
 
-A predictor of the layer ahead that is read as one of its own layer (or the other way round) names
-neurons at random, and nothing else shows it. What this module does not know: how predictors are
-trained, or where they came from.
+A predictor for the next layer that is read as one of its own layer (or the other way round) selects
+neurons at random, and nothing else shows it.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -18,13 +17,13 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate, Predictor
 from sparkinfer.runtime.model.loader import load_predictors
 
-# (recall - named share) / (1 - named share): 1 is perfect, 0 is naming at random.
+# (recall - predicted share) / (1 - predicted share): 1 is perfect, 0 is random.
 CHANCE = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorCheck:
-    """Means over the layers, on a short text, of the offset in the file and of the other one."""
+    """Means over the layers, on a short text, for the offset in the file and for the other one."""
 
     offset: int
     recall: float
@@ -38,7 +37,7 @@ class PredictorCheck:
 
     @property
     def line(self) -> str:
-        """What to tell a user whose predictors are near chance."""
+        """The line for a user whose predictors are near chance."""
         line = (
             f"predictors catch {self.recall:.0%} of the firing neurons while naming"
             f" {self.named:.0%} of all, on a short text: little better than chance"
@@ -52,7 +51,7 @@ class PredictorCheck:
 
 
 def check_predictors(path: Path) -> PredictorCheck | None:
-    """None for a model without predictors, or of which too much fires to tell."""
+    """None for a model without predictors, or if too many neurons fire to judge."""
     model = ModelFile.load(path)
     if model.predictor is None:
         return None
@@ -69,7 +68,7 @@ def check_predictors(path: Path) -> PredictorCheck | None:
 
 
 def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each layer, on a short text: its input [T, D], and which neurons fire, bool [T, F]."""
+    """Each layer on a short text: its input [T, D], and which neurons fire, bool [T, F]."""
     gates = [Gate(activation=model.activation, threshold=t) for t in model.threshold_L]
     inputs: list[Tensor] = []
     fires: list[Tensor] = []
@@ -93,7 +92,8 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
 def _quality(
     predictors: tuple[Predictor, ...], inputs: list[Tensor], fires: list[Tensor], offset: int
 ) -> tuple[float, float, float]:
-    """(recall, named share, gain over chance) of all layers; layer 0 always takes its own input."""
+    """(recall, predicted share, gain over chance) of all layers; layer 0 always takes its own
+    input."""
     first = 1 if len(predictors) > 1 else 0
     caught = fired = named = pairs = 0
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What a user may ask of the predictors, and what that means for a model."""
+"""Options of predictors, and the choices they leave for a model."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -19,7 +19,7 @@ RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorOptions:
-    """`auto` leaves form and type to what is measured; a rank of None considers several."""
+    """`auto` leaves form and type to measurement; a rank of None considers several."""
 
     rank: int | None = None
     form: PredictorForm = "auto"
@@ -48,14 +48,14 @@ class PredictorOptions:
 
 
 def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
-    """Raises SparkinferError for what this model's predictors cannot be."""
+    """The choices. Raises SparkinferError for what this model's predictors cannot be."""
     width, neurons = model.shape.width, model.shape.num_neurons
     if options.rank is not None and options.rank > min(width, neurons):
         raise SparkinferError(f"predictor rank {options.rank} is above the width {width}")
     blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
     fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
     ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
-    # q8_0 loses nothing to f16 and takes half the bytes; f16 is for rows that are no whole blocks.
+    # q8_0 is as good as f16 at half the bytes; f16 is for rows that are not whole blocks.
     kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
     rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
                                        or options.rank % BLOCK == 0)  # fmt: skip

@@ -1,6 +1,4 @@
-"""What predictors and thresholds do to the model, and the files that predictors become.
-
-What this module does not know: how predictors are trained."""
+"""Measures what predictors and thresholds do to the model, and writes the predictors' files."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -38,14 +36,14 @@ class PredictorOutput:
         return self.folder if self.format == "dejavu" else self.folder / FILE_NAME
 
     def check(self, num_layers: int, inputs: Sequence[Path]) -> None:
-        """Raises SparkinferError for what exists already or is one of `inputs`; called before the
-        work starts."""
+        """Raises SparkinferError if an output exists already or is one of `inputs`; called before
+        the work starts."""
         if self.format == "dejavu":
             check_dejavu_output(self.folder, num_layers)
         check_outputs(self.paths(num_layers), force=self.force, inputs=inputs)
 
     def paths(self, num_layers: int) -> list[Path]:
-        """All files of a model of so many layers."""
+        """All files of a model with `num_layers` layers."""
         is_ours = self.format == "sparkinfer"
         return [self.path] if is_ours else dejavu_paths(self.folder, num_layers)
 
@@ -58,7 +56,7 @@ class PredictorOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the run was for against the dense model, and the record of all its modes."""
+    """The mode the run was for against the dense model, and the record of all its modes."""
 
     report: EvalReport | None = None  # None: no room for its hidden states
     record: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
@@ -71,8 +69,8 @@ def measure(
     windows: Sequence[Tensor],
     corpus_sha256: str,
 ) -> Measured:
-    """The model with these thresholds in mode exact, and in mode predicted where there are
-    predictors, against its dense self: one pass of that serves both."""
+    """Compares the model with these thresholds in mode exact, and in mode predicted if there are
+    predictors, with its dense self: one dense pass serves both."""
     chosen, left = [], MAX_TOKENS
     for ids in windows:
         chosen.append(ids[: max(2, left)])
@@ -97,9 +95,8 @@ def measure(
 def changed(
     model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors | None
 ) -> list[tuple[ModelFile, Mode]]:
-    """The model with these thresholds and predictors, and the modes to measure: what the run was
-    for last. Mode exact of a model that is sparse by itself is not among them: it is its dense
-    self, and tells nothing."""
+    """The model with these thresholds and predictors, and the modes to measure; the one the run was
+    for is last. Mode exact of a natively sparse model is left out: it equals its dense self."""
     found: list[tuple[ModelFile, Mode]] = []
     if model.activation in SMOOTH:
         thresholds = tuple(gate.threshold for gate in gates)
@@ -112,7 +109,7 @@ def changed(
 def recorded(
     model: ModelFile, reports: Sequence[EvalReport], dense_shares: ShareCounter, corpus_sha256: str
 ) -> Measured:
-    """The reports of `changed`, and the record that the artifacts get."""
+    """The reports of `changed`, and the record for the artifacts."""
     if not reports:
         return Measured()
     record: dict[SparseMode, ModeQuality] = {}
@@ -135,7 +132,7 @@ def recorded(
 
 
 def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:
-    """That of the file; of several, the sha256 of theirs, joined."""
+    """The file's digest; for several, the sha256 of theirs, joined."""
     if len(corpora) == 1:
         return corpora[0].sha256
     return hashlib.sha256("".join(c.sha256 for c in corpora).encode()).hexdigest()

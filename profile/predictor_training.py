@@ -1,7 +1,6 @@
-"""Trains the predictors of all layers, with the model in memory or streaming by.
+"""Trains the predictors of all layers, with the model in memory or streamed.
 
-Phases, their windows and their order are the same in both, and so are the predictors. What this
-module does not know: how a predictor is trained, or which files there are.
+Phases, their windows and their order are the same in both, and so are the predictors.
 
 Letters: T tokens of a chunk, F neurons of a layer."""
 
@@ -35,7 +34,7 @@ Trained = tuple[Predictors, tuple[LayerQuality, ...]]
 def layer_trainer(
     model: ModelFile, index: int, layer: Layer, gate: Gate, config: ProfileConfig
 ) -> LayerTrainer:
-    (block,) = layer.ffn.blocks  # an engine without a plan has one block a layer
+    (block,) = layer.ffn.blocks  # an engine without a plan has one block per layer
     return LayerTrainer(
         gate=gate,
         gate_FD=block.gate.weight.rows(block.id_N),
@@ -50,9 +49,9 @@ def layer_trainer(
 def train_whole(
     run: Run, gates: Sequence[Gate], windows: Sequence[Tensor], config: ProfileConfig
 ) -> Trained:
-    """All layers at once, on as many processes as `run` has; can be stopped and go on.
+    """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
-    What the phases before have made of the parts is made again by a run that goes on."""
+    A resumed run recomputes what earlier phases made of the parts."""
     model, ranks = run.engine.model, run.ranks
     layers = [
         layer_trainer(model, index, layer, gate, config)
@@ -94,7 +93,7 @@ def train_streamed(
     config: ProfileConfig,
     on_tokens: Callable[[float], None],
 ) -> Trained:
-    """Each layer from start to end while it is loaded: one layer's trainer is in memory at a
+    """Trains each layer from start to end while it is loaded: one layer's trainer is in memory at a
     time, and one pass over the weights serves all phases."""
     pieces = phases(len(windows))
     steps = num_steps(windows[pieces["train"]], 1)
@@ -108,13 +107,13 @@ def train_streamed(
                 step.advance(piece.start, piece.stop)
         return trainer.finish()
 
-    # A function of its own for a layer: nothing of it is left when the next is loaded.
+    # A separate function per layer: nothing of it is left when the next is loaded.
     all_steps = stream.steps(windows, on_tokens, keeps_inputs=config.input_layer_offset == 1)
     return _together([train(step) for step in all_steps], stream.model, config)
 
 
 class _Watcher:
-    """An observer that hands one streamed layer's tensors to its trainer."""
+    """An observer that passes one streamed layer's tensors to its trainer."""
 
     def __init__(self, step: StreamedLayer, trainer: LayerTrainer, offset: int) -> None:
         self.step, self.offset = step, offset

@@ -1,4 +1,4 @@
-"""How close modes of a model are to its dense self, on text that none was fitted to.
+"""Measures how close modes of a model are to its dense self, on held-out text.
 
 Letters: T tokens, V vocabulary."""
 
@@ -26,16 +26,17 @@ from sparkinfer.runtime.model.feed_forward import Mode
 class EvalConfig:
     model: Path
     corpora: tuple[Path, ...]
-    # None: the plan's, else the one that the file's predictors or thresholds are for
+    # None: the plan's, else the one the file's predictors or thresholds are for
     mode: Mode | None = None
     split: Path | None = None
     thresholds: Path | None = None  # a profile; see Engine.load
     max_tokens: int = 16_384
-    # Paragraphs as messages: "" by the model's own template, else a name or a file; None as they are
+    # Paragraphs as messages: "" by the model's own template, else a name or a file; None: plain
+    # text
     chat_template: str | None = None
     device: str | None = None
     seed: int = 0
-    # Of keys and values, by name (sparkinfer.cache_types); the dense model has its own
+    # Of keys and values, by name (sparkinfer.cache_types); the dense model keeps its own
     cache_type_k: str | None = None
     cache_type_v: str | None = None
 
@@ -67,8 +68,8 @@ class EvalReport:
     top1_half_width: float | None
     bytes_per_token: int
     dense_bytes_per_token: int
-    named_share_L: tuple[float, ...]  # of neurons that the predictor names; () in other modes
-    hidden_share_L: tuple[float, ...]  # of neurons that add to the output
+    named_share_L: tuple[float, ...]  # of neurons that are predicted; () in other modes
+    hidden_share_L: tuple[float, ...]  # of neurons that contribute to the output
 
     @property
     def line(self) -> str:
@@ -82,13 +83,13 @@ class EvalReport:
         )
 
     def record(self, corpus_sha256: str) -> ModeQuality | None:
-        """For the artifacts; None where the text was too short, or the mode is broken."""
+        """For the artifacts; None if the text was too short, or the mode is broken."""
         if self.perplexity_half_width is None:
             return None
         quality = ModeQuality(
             perplexity_increase=self.perplexity_increase,
             perplexity_half_width=self.perplexity_half_width,
-            kl_mean=max(0.0, self.kl_mean),  # rounding may leave less than nothing
+            kl_mean=max(0.0, self.kl_mean),  # rounding may leave less than zero
             top1_agreement=self.top1_agreement,
             num_tokens=self.num_tokens,
             bytes_per_token=self.bytes_per_token,
@@ -129,7 +130,7 @@ def _mode(config: EvalConfig, model: ModelFile) -> Mode | None:
 def _windows(
     config: EvalConfig, dense: Engine, engine: Engine
 ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-    """Token ids, and where not all of them are counted, which are."""
+    """Token ids and, unless all are counted, which of them are."""
     context = min(dense.context_length, engine.context_length)
     if config.chat_template is not None:
         return read_chat_windows(
@@ -151,9 +152,9 @@ def compare_all(
     counted: Sequence[Tensor] | None = None,
     dense_shares: "ShareCounter | None" = None,
 ) -> list[EvalReport]:
-    """All engines on the same windows of token ids, by the same path, that of observers: modes are
-    compared, not two orders of sums. `counted` says of each token whether what is said of it
-    counts; `dense_shares` hears of the dense model's neurons."""
+    """Runs all engines on the same windows of token ids, by the same path, that of observers: this
+    compares modes, not two orders of sums. `counted` says of each token whether its prediction
+    counts; `dense_shares` observes the dense model's neurons."""
     shares = [ShareCounter(engine.model) for engine in engines]
     comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
     observed = [(dense, watcher), *zip(engines, shares, strict=True)]
@@ -180,7 +181,7 @@ def compare_all(
 def report_of(
     comparison: Comparison, number: int, mode: Mode, model: ModelFile, shares: "ShareCounter"
 ) -> EvalReport:
-    """Raises SparkinferError where nothing was compared."""
+    """Raises SparkinferError if nothing was compared."""
     found = comparison.result(number)
     increase = increase_of(found.loss_difference)
     return EvalReport(
@@ -203,8 +204,8 @@ def report_of(
 
 
 def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
-    """Weight bytes of a token by the shares of neurons that it names and opens; what limits of
-    inputs save is not counted."""
+    """Weight bytes per token by the shares of neurons predicted and open; savings by input limits
+    are not counted."""
     model = model.row_major
     layers = range(model.shape.num_layers)
     named_L = shares.named_share_L if mode == "predicted" else (1.0,) * len(layers)
@@ -230,7 +231,7 @@ def _within(half_width: float | None, form: str) -> str:
 
 
 class ShareCounter:
-    """An observer: which share of the neurons is named, and which adds to the output."""
+    """An observer of the shares of neurons that are predicted and that contribute to the output."""
 
     def __init__(self, model: ModelFile) -> None:
         self.thresholds = model.predictor.threshold_L if model.predictor else ()

@@ -1,7 +1,7 @@
-"""Several processes that share the work, as torchrun starts them; alone, everything is a no-op.
+"""Several processes that share the work, as torchrun starts them; with one, everything is a no-op.
 
-Tensors on the CPU go by gloo, those on a GPU by NCCL. Nothing that passes between the processes
-is pickled. What this module does not know: what the work is."""
+Tensors on the CPU go through gloo, those on a GPU through NCCL. Nothing passed between the
+processes is pickled."""
 
 import os
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 
 Result = TypeVar("Result")
-# The others wait while the first reads the corpus; torchrun ends all where one dies.
+# The others wait while the first reads the corpus; torchrun ends all if one dies.
 PATIENCE = timedelta(days=1)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_here() -> int:
-    """This process's number: 0 where it is alone, or the first."""
+    """This process's rank: 0 if it is alone, or the first."""
     return _number("RANK", 0) if size_here() > 1 else 0
 
 
@@ -44,9 +44,9 @@ class Ranks:
         self._is_own = False
 
     def device(self, asked: str | None) -> str | None:
-        """The device for this process: where none is asked for, each takes a GPU of its own.
+        """The device for this process: unless one is given, each takes its own GPU.
 
-        Raises SparkinferError where there are fewer GPUs than processes of this machine."""
+        Raises SparkinferError if there are fewer GPUs than processes of this machine."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
         if self.size == 1 or asked not in (None, "cuda") or not count:
             return asked
@@ -80,9 +80,9 @@ class Ranks:
         return self.rank == 0
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in every process; where one of them refuses, all end.
+        """Runs `work` in every process; if one of them fails, all end.
 
-        The first that refused raises its SparkinferError, the others leave without a word."""
+        The first that failed raises its SparkinferError, the others exit silently."""
         result: list[Result] = []
         failure: SparkinferError | None = None
         try:

@@ -1,7 +1,7 @@
-"""What became of the predictors, in a few lines, as JSON, and as a table for people.
+"""Reports on predictors: in a few lines, as JSON, and as a table.
 
-Shares are of the text that nothing was fitted to, but for the candidates of a layer, which are of
-the text that the choice was made on. What this module does not know: where the figures come from.
+Shares are of held-out text, except for the candidates of a layer, which are of the text that the
+choice was made on.
 
 Letters: L layers."""
 
@@ -32,7 +32,7 @@ def report_paths(output: Path) -> tuple[Path, Path]:
 
 
 def short_lines(report: "ProfileReport") -> list[str]:
-    """For the terminal: of predictors and thresholds, where there are any."""
+    """For the terminal: predictors and thresholds, if there are any."""
     if not report.quality_L:
         return [_of_model(report.quality), *warnings(report)] if report.quality else []
     forms = [q.chosen.name for q in report.quality_L]
@@ -49,8 +49,8 @@ def short_lines(report: "ProfileReport") -> list[str]:
 
 
 def warnings(report: "ProfileReport") -> list[str]:
-    """What is not worth having: predictors that read more than they save, modes that cost more
-    than MAX_LOSS of the perplexity."""
+    """Warns of predictors that read more than they save, and of modes that cost more than MAX_LOSS
+    of the perplexity."""
     lines = [f"warning: {line}" for line in _not_paying(report.quality_L)]
     costly = {m: q for m, q in report.record.items() if q.perplexity_increase > MAX_LOSS}
     if not costly:
@@ -77,7 +77,7 @@ def _cost(quality: ModeQuality) -> str:
 
 
 def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
-    """Where the density is above the break-even."""
+    """Layers where the density is above the break-even."""
     bad = [q for q in quality_L if q.chosen.density >= q.break_even_density]
     if not bad:
         return []
@@ -126,7 +126,7 @@ def save_report(report: "ProfileReport") -> None:
 
 
 def markdown(report: "ProfileReport") -> str:
-    """The whole report for a reader."""
+    """The whole report as Markdown."""
     lines = [
         "# Profile",
         "",

@@ -1,6 +1,6 @@
-"""OUTPUT.resume: where a run stood, so that the same command can go on from there.
+"""OUTPUT.resume: the position of a run, from which the same command can continue.
 
-Specified in docs/formats.md. What this module does not know: what is counted or trained."""
+Specified in docs/formats.md."""
 
 import hashlib
 import json
@@ -27,12 +27,13 @@ class Position:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def of_part(self, part: str) -> dict[str, np.ndarray]:
-        """The arrays of one part of the run, by their names there; {} where it has none."""
+        """The arrays of one part of the run, by their names there; {} if it has none."""
         prefix = part + "/"
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
 
     def digest(self) -> str:
-        """Of the place and of every array; what goes on from a damaged file would count wrong."""
+        """Digest of the position and of every array; resuming from a damaged file would count
+        wrong."""
         found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
         for name in sorted(self.arrays):
             array = np.ascontiguousarray(self.arrays[name])
@@ -64,7 +65,7 @@ def save_position(path: Path, settings: Settings, position: Position) -> None:
 
 
 def load_position(path: Path, settings: Settings, *, force: bool) -> Position | None:
-    """Where the run stood; None where there is no file, or one of another run and `force`.
+    """The position of a run; None if there is no file, or one of another run and `force`.
 
     Raises SparkinferError for a damaged file, and for the file of another run: of another model,
     corpus, seed or other settings."""

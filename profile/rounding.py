@@ -1,9 +1,9 @@
-"""A matrix of a predictor in the type that it will have in the model file.
+"""Rounds a predictor's matrix to the type it has in the model file.
 
-q4_0 is rounded with error feedback (GPTQ, arXiv 2210.17323): what rounding a column adds to the
-product is taken out again by the columns that follow it, by the moment of the input. The scale of
-a block stays that of ggml, its largest magnitude over -8, so that encoding the rounded values
-again gives the same bytes. What this module does not know: what the matrix is for.
+q4_0 is rounded with error feedback (GPTQ, arXiv 2210.17323): the following columns compensate for
+the error that rounding a column adds to the product, by the moment of the input. The scale of a
+block stays that of ggml, its largest magnitude over -8, so that encoding the rounded values again
+gives the same bytes.
 
 Letters: N rows, M values of a row."""
 
@@ -18,12 +18,12 @@ from sparkinfer.runtime.kernels.stored import unpack
 from sparkinfer.runtime.weights.matrix import Matrix
 
 BLOCK = 32
-DAMPING = 0.01  # of the mean of the moment's diagonal, as GPTQ has it
+DAMPING = 0.01  # of the mean of the moment's diagonal, as in GPTQ
 F16_LIMIT = 65504.0
 
 
 def rounded(weight_NM: Tensor, kind: str, moment_MM: Tensor | None = None) -> Matrix:
-    """The matrix as stored; `moment_MM` is E[x x^T] of what it is multiplied with (q4_0 only)."""
+    """The matrix as stored; `moment_MM` is E[x x^T] of its input (q4_0 only)."""
     num_rows, width = weight_NM.shape
     assert is_whole_blocks(width, kind), (width, kind)
     weight_NM = weight_NM.float()
@@ -42,7 +42,7 @@ def stored(matrix: Matrix) -> StoredMatrix:
 
 
 def values_of(matrix: Matrix) -> Tensor:
-    """f32 [N, M]: what a reader of the file will see."""
+    """f32 [N, M]: the values that a reader of the file gets."""
     return unpack(matrix.data, matrix.kind)
 
 
@@ -64,7 +64,7 @@ def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
 
 
 def _block(piece_NB: Tensor, factor_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """One block of columns: its rounded values, and the scaled errors for the columns behind."""
+    """One block of columns: its rounded values, and the scaled errors for the following columns."""
     left_NB = piece_NB.clone()
     result_NB, error_NB = torch.empty_like(left_NB), torch.empty_like(left_NB)
     place_N = left_NB.abs().argmax(dim=1)
@@ -73,7 +73,7 @@ def _block(piece_NB: Tensor, factor_BB: Tensor) -> tuple[Tensor, Tensor]:
     for column in range(left_NB.shape[1]):
         value_N = left_NB[:, column]
         steps_N = (value_N / divisor_N).round().clamp(-8, 7)
-        steps_N = torch.where(place_N == column, -8.0, steps_N)  # keeps the scale what it is
+        steps_N = torch.where(place_N == column, -8.0, steps_N)  # keeps the scale as it is
         result_N = steps_N * scale_N
         error_N = (value_N - result_N) / factor_BB[column, column]
         left_NB[:, column + 1 :] -= error_N[:, None] * factor_BB[column, column + 1 :]

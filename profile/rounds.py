@@ -1,7 +1,5 @@
-"""Times several things in turn, round by round: a slow moment of the machine then falls on all of
-them alike, and shows as a spread of each.
-
-What this module does not know: what is timed."""
+"""Times several things in turn, round by round: a slow moment of the machine then affects all of
+them alike, and shows as a spread of each."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +12,8 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 15
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One thing to time. `seconds()` runs it once, prepared and waited for; the figure is
-    `num_bytes` over that in GB/s, or where there are no bytes the seconds themselves."""
+    """One thing to time. `seconds()` runs it once, prepared and synchronised; the figure is
+    `num_bytes` over that in GB/s, or without bytes the seconds themselves."""
 
     name: str
     seconds: Callable[[], float]
@@ -33,8 +31,8 @@ def run_rounds(
     on_probe: Callable[[float], None] = lambda count: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Figure]:
-    """A figure of each probe by its name: MAX_ROUNDS rounds, or fewer once the time is over, but
-    MIN_ROUNDS in any case; before them one that is not counted."""
+    """Figures of the probes by name: MAX_ROUNDS rounds, or fewer once the time is up, but at least
+    MIN_ROUNDS; one warm-up round before them is not counted."""
     began = clock()
     times: dict[str, list[float]] = {probe.name: [] for probe in probes}
     assert len(times) == len(probes), "two probes have one name"

@@ -1,8 +1,8 @@
-"""Runs windows of text through a model, phase by phase, so that it can be stopped and go on.
+"""Runs windows of text through a model, phase by phase, so that it can be interrupted and resumed.
 
-Every process of several takes each `size`-th window. What is summed up or trained on the way are
-parts, which this module saves now and then, adds up over the processes and loads again. What it
-does not know: what the parts are."""
+Each of several processes takes every `size`-th window. What accumulates on the way, sums or trained
+weights, are parts; this module saves them from time to time, adds them up over the processes and
+loads them again."""
 
 import signal
 import threading
@@ -30,20 +30,21 @@ _SAVE, _STOP = 1, 2
 
 
 class Part(Protocol):
-    """Something that grows with every window: sums, or weights in training."""
+    """State that changes with every window: sums, or weights in training."""
 
-    is_sum: bool  # processes have shares of it that add up; otherwise all have the same
+    is_sum: bool  # the processes' shares add up; otherwise all hold the same
 
     def arrays(self) -> dict[str, Tensor]: ...
 
     def load(self, arrays: dict[str, Tensor]) -> None: ...
 
     def check(self) -> None:
-        """Raises SparkinferError where what was gathered cannot be right."""
+        """Raises SparkinferError if the gathered values cannot be right."""
 
 
 class Lockstep(Protocol):
-    """Training on several processes: told of every round of windows, so that all step together."""
+    """Training on several processes: called for every round of windows, so that all step
+    together."""
 
     def begin(self, length_of_rank: Sequence[int]) -> None: ...
 
@@ -76,18 +77,18 @@ class Run:
         self._in_phase = False
 
     def has(self, name: str) -> bool:
-        """Whether the run that this one goes on with had come to that part."""
+        """True if the resumed run had reached that part."""
         return bool(self.position.of_part(name))
 
     def add(self, name: str, part: Part) -> None:
-        """From here on the part is saved; it is given what an earlier run saved of it."""
+        """Saves the part from here on, and loads what an earlier run saved of it."""
         self.parts[name] = part
         found = self.position.of_part(name)
         if found and (self.ranks.is_first or not part.is_sum):
             part.load({key: torch.from_numpy(array) for key, array in found.items()})
 
     def drop(self, name: str) -> None:
-        """The part is needed no more, and not saved."""
+        """Stops saving the part, which is no longer needed."""
         del self.parts[name]
 
     def total(self, name: str) -> dict[str, Tensor]:
@@ -98,7 +99,8 @@ class Run:
         return {k: self.ranks.sum(a) for k, a in arrays.items()} if part.is_sum else arrays
 
     def phase(self, windows: Sequence[Tensor], lockstep: Lockstep | None = None) -> None:
-        """Runs the windows that an earlier run has not. Raises Interrupted, with all saved."""
+        """Runs the windows that an earlier run has not. Raises Interrupted, with everything
+        saved."""
         self._phase, self._done = self._phase + 1, 0
         if self.position.phase > self._phase:
             self._done = len(windows)
@@ -112,7 +114,7 @@ class Run:
         self._in_phase = False
 
     def _round(self, windows: Sequence[Tensor], lockstep: Lockstep | None) -> None:
-        """One window for each process; at the end of a phase some have none."""
+        """One window per process; at the end of a phase some have none."""
         lengths = [len(window) for window in windows]
         if lockstep:
             lockstep.begin(lengths + [0] * (self.ranks.size - len(lengths)))
@@ -124,7 +126,7 @@ class Run:
         self.on_tokens(sum(lengths))
 
     def _pause(self) -> None:
-        """Saves when it is time, and stops when told to: all processes or none."""
+        """Saves when it is time, and stops on a signal: all processes or none."""
         since = time.monotonic() - self._saved_at
         is_due = self.ranks.is_first and since > max(self.save_every_s, self._save_s / SAVE_SHARE)
         order = self.ranks.largest(_STOP if self._signal else _SAVE if is_due else 0)
@@ -158,10 +160,10 @@ class Run:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """The first SIGINT, SIGTERM or SIGHUP ends the run after the window, between phases at once; so
-        does a second one."""
+        """The first SIGINT, SIGTERM or SIGHUP ends the run after the window (between phases at
+        once); so does a second one."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python hears signals in the main thread only
+            yield  # Python handles signals in the main thread only
             return
 
         def note(number: int, frame: FrameType | None) -> None:

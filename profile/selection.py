@@ -1,19 +1,18 @@
 """Which predictor a layer gets: the one that makes a token read the fewest bytes.
 
-Predictors are compared on held-out text with everything about them as the runtime will have it,
-rounding included. Each gets the largest threshold with which it still keeps `contribution` of
-sum |h_j| |down_j| and loses at most `lost_norm` of the output, |y - y_named| / |y|. Then what a
-token reads follows,
+Predictors are compared on held-out text exactly as the runtime will run them, rounding included.
+Each gets the largest threshold with which it still keeps `contribution` of sum |h_j| |down_j| and
+loses at most `lost_norm` of the output, |y - y_named| / |y|. A token then reads
 
     predictor + named * gate_row + open * (up_row + down_row)
 
-and the least wins among those whose named neurons fire often enough (`precision`): a row that is
-named in vain comes from the slow memory, the predictor mostly from the fast one. A precise one
-that reads more than mode exact is of no use: the whole gate in q4_0 for a model in q4_0.
+and the least wins among those whose predicted neurons fire often enough (`precision`): a row
+predicted in vain comes from slow memory, the predictor mostly from fast memory. A precise one that
+reads more than mode exact is useless: the whole gate in q4_0 for a model in q4_0.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
 orthogonal directions, so |sum lost h_j down_j|^2 is the sum of (h_j |down_j|)^2 to 1-3 %
-(docs/log.md). What this module does not know: how predictors are made.
+(docs/log.md).
 
 Letters: T tokens, F neurons, B histogram bins."""
 
@@ -30,13 +29,13 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.model.feed_forward import Predictor
 
 NUM_BINS = 8192
-RANGE = 16.0  # in standard deviations of the scores, to either side
+RANGE = 16.0  # in standard deviations of the scores, on either side
 Form = Literal["low-rank", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a predictor must reach on held-out text; shares in 0..1."""
+    """Requirements of a predictor on held-out text; shares in 0..1."""
 
     contribution: float = 0.992  # on other text up to 0.002 less
     lost_norm: float = 0.04
@@ -51,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Of one predictor with one threshold, on held-out tokens; shares in 0..1."""
+    """One predictor with one threshold, on held-out tokens; shares in 0..1."""
 
     form: Form
     rank: int
@@ -60,10 +59,10 @@ class Quality:
     num_bytes: int
     threshold: float
     density: float  # of neurons that fire
-    predicted_density: float  # of neurons that are named
-    recall: float  # of firings that are named
-    precision: float  # of named neurons that fire
-    contribution: float  # of sum |h_j| |down_j| that is named
+    predicted_density: float  # of neurons that are predicted
+    recall: float  # of firings that are predicted
+    precision: float  # of predicted neurons that fire
+    contribution: float  # of sum |h_j| |down_j| that is predicted
     lost_norm: float  # |y - y_named| / |y|
     bytes_per_token: float  # of the feed-forward layer: predictor, gate, up and down
 
@@ -95,8 +94,8 @@ class Candidate:
 
 
 class Tally:
-    """What one candidate would name with every threshold: per bin of its scores the number of
-    neurons, firings, contribution and squared contribution."""
+    """Statistics of one candidate for every threshold: per bin of its scores the number of neurons,
+    firings, contribution and squared contribution."""
 
     def __init__(self, candidate: Candidate, unit: float, device: torch.device) -> None:
         """`unit` is about the standard deviation of the scores."""
@@ -105,7 +104,7 @@ class Tally:
         self.output_square = torch.zeros((), dtype=torch.float64, device=device)
 
     def sums(self) -> dict[str, Tensor]:
-        """The tensors themselves, which grow in place."""
+        """The tensors themselves, which are updated in place."""
         return {"sum_B": self.sum_B, "output_square": self.output_square}
 
     def add(self, score_TF: Tensor, fires_TF: Tensor, given_TF: Tensor, square: float) -> None:
@@ -119,7 +118,7 @@ class Tally:
         self.output_square += square
 
     def quality(self, target: Target, sizes: LayerBytes) -> Quality:
-        """With the largest threshold that keeps the contribution and the output."""
+        """The quality with the largest threshold that keeps the contribution and the output."""
         above_B = self.sum_B.flip(1).cumsum(1).flip(1)
         named_B, fired_B, given_B, squared_B = above_B
         total = max(self.output_square.item(), 1e-30)
@@ -154,14 +153,14 @@ class Tally:
 def bytes_per_token(
     predictor_bytes: int, named: float, opened: float, num_neurons: int, sizes: LayerBytes
 ) -> float:
-    """What a token reads of a layer when these shares of its neurons are named and open."""
+    """Bytes that a token reads of a layer if these shares of its neurons are predicted and open."""
     rest = sizes.up_row + sizes.down_row
     return predictor_bytes + num_neurons * (named * sizes.gate_row + opened * rest)
 
 
 def choose(qualities: Sequence[Quality], target: Target, exact_bytes: float) -> int:
-    """The index of the fewest bytes a token among those precise enough; where none of them is
-    below `exact_bytes`, which a token reads without a predictor, among all."""
+    """The index of the fewest bytes per token among those precise enough; if none of them is below
+    `exact_bytes`, which a token reads without a predictor, among all."""
     precise = [
         i
         for i, q in enumerate(qualities)

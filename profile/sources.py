@@ -1,8 +1,7 @@
-"""The files that a corpus is made of, read a block at a time from anywhere in them.
+"""The files of a corpus, with random access by block.
 
-A file is never read whole: what is known of it is its size (of parquet: its table of contents),
-and a block is found by its place. What this module does not know: tokens, and which blocks are
-drawn."""
+A file is never read whole: only its size is known (of parquet: its table of contents), and a block
+is found by its position."""
 
 import codecs
 import hashlib
@@ -47,14 +46,14 @@ class Source(Protocol):
     def texts(self, block: int) -> list[str]:
         """The texts that begin in a block; together, the blocks hold every text once.
 
-        Raises SparkinferError for what cannot be read."""
+        Raises SparkinferError for unreadable content."""
         ...
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Block k is what lies between the first beginnings of a line at or behind k and k + 1 times
-    BLOCK_BYTES. Where a line is longer than a block it is cut between two characters."""
+    """Block k lies between the first line starts at or after k and k + 1 times BLOCK_BYTES. A line
+    longer than a block is cut between two characters."""
 
     name: str
     path: Path
@@ -107,7 +106,7 @@ class JsonLinesSource:
         with opened(self.path) as file:
             if start:
                 file.seek(start - 1)
-                self._line(file)  # the end of the line before
+                self._line(file)  # the rest of the previous line
             while (offset := file.tell()) < min(end, self.size):
                 line = self._line(file)
                 if line.strip():
@@ -201,9 +200,9 @@ class ParquetSource:
 def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
     """The files given, and all files of known kinds in the folders given, in sorted order.
 
-    A file that is given may have any name: what is neither JSON lines nor parquet is text. In a
-    folder, names that begin with a dot and empty files are passed over. Raises SparkinferError
-    for what is not there, and for a folder with nothing in it."""
+    A file given by name may have any name: unless it is JSON lines or parquet, it is text. In a
+    folder, names that begin with a dot and empty files are skipped. Raises SparkinferError for a
+    missing path, and for a folder with no corpus in it."""
     sources: list[Source] = []
     for path in paths:
         if path.is_dir():
@@ -259,7 +258,7 @@ def _first(source: Source) -> list[str]:
 
 @contextmanager
 def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
-    """The paths, where `-` is a file with what standard input has; that is removed in the end."""
+    """The paths, with `-` replaced by a file of standard input, which is removed on exit."""
     if STDIN not in paths:
         yield tuple(paths)
         return
@@ -273,7 +272,7 @@ def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
 def sha256_of_text(source: Source) -> str:
     """Hex digest of the file's content, read piece by piece.
 
-    Raises SparkinferError where a text file has bytes that are not UTF-8."""
+    Raises SparkinferError if a text file has bytes that are not UTF-8."""
     digest, total = hashlib.sha256(), 0
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened(source.path) as file:
@@ -284,7 +283,7 @@ def sha256_of_text(source: Source) -> str:
             if source.is_utf8:
                 try:
                     decoder.decode(chunk, final=not chunk)
-                except UnicodeDecodeError as error:  # of what was left over, and the chunk
+                except UnicodeDecodeError as error:  # positions count the remainder and the chunk
                     at = total - len(error.object) + error.start
                     raise _not_utf8(source.path, at) from error
             if not chunk:

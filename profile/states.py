@@ -1,7 +1,7 @@
-"""Hidden states of many tokens between two layers: in memory, or in a file without a name.
+"""Hidden states of many tokens between two layers: in memory, or in an unnamed file.
 
-The file is read and written, not mapped: a few megabytes at a time are in this process's memory,
-whatever the system keeps in its own cache.
+The file is read and written, not mapped: only a few megabytes at a time are in this process's
+memory, whatever the system keeps in its own cache.
 
 Letters: N tokens of all windows, T tokens at a time, D model width."""
 
@@ -44,10 +44,10 @@ class MemoryStates:
 
 
 class FileStates:
-    """In a file of `folder` that has no name and ends with this process."""
+    """States in an unnamed file of `folder`, which is deleted with this process."""
 
     def __init__(self, num_tokens: int, width: int, folder: Path) -> None:
-        """Raises SparkinferError where the folder cannot be written or has too little space."""
+        """Raises SparkinferError if the folder cannot be written or has too little space."""
         self.width = width
         num_bytes = 4 * num_tokens * width
         try:

@@ -1,7 +1,6 @@
-"""A model that does not fit, with predictors or thresholds, against its dense self.
+"""Compares a model that does not fit, with predictors or thresholds, with its dense self.
 
-A pass over the weights for each, layer by layer, then the head for all. What this module does not
-know: where the predictors came from.
+Each model takes one pass over its weights, layer by layer; then the head runs for all.
 
 Letters: N tokens of all windows, D model width."""
 
@@ -32,7 +31,7 @@ def compare_streamed(
     max_tokens: int,
     dense_shares: ShareCounter,
 ) -> list[EvalReport]:
-    """As quality.compare_all, on as many of the windows as there is room for; [] for none."""
+    """As quality.compare_all, on as many of the windows as there is room for; [] if none."""
     room = room_of(plan.device, plan.max_memory_bytes)
     row_bytes = (1 + len(others)) * plan.needs.state_row_bytes
     count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / row_bytes))
@@ -55,7 +54,7 @@ def compare_streamed(
 
 
 def _compared(head: "_Head", states: Sequence[Tensor], windows: Sequence[Tensor]) -> Comparison:
-    """Of the hidden states behind the last layer, the dense model's first."""
+    """Compares the hidden states after the last layer, the dense model's first."""
     comparison, start = Comparison(len(states) - 1), 0
     for ids_T in windows:
         comparison.begin_window()
@@ -77,7 +76,7 @@ def _hidden(
     observe: Observe,
     wants: Wants,
 ) -> Tensor:
-    """f32 [N, D] on the CPU, behind the last layer; observed, as quality.compare_all does it."""
+    """f32 [N, D] on the CPU, after the last layer; observed as by quality.compare_all."""
     last, pieces = model.shape.num_layers - 1, []
     with LayerStream(model, plan, mode=mode) as stream:
         with stream.observe(
@@ -90,7 +89,7 @@ def _hidden(
 
 
 class _Head:
-    """The norm and the output matrix of a model, on the CPU; mapped pages are given back."""
+    """The norm and the output matrix of a model, on the CPU; mapped pages are dropped after use."""
 
     def __init__(self, model: ModelFile) -> None:
         name = "token_embd.weight" if model.is_tied else "output.weight"

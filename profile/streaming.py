@@ -1,14 +1,12 @@
 """Runs many windows of text through a model one layer at a time.
 
-Every window goes through a layer before the next layer is loaded, so a model of several times the
-memory is read once, not once a window. A window is run in the chunks and with the arithmetic of
-Engine.hidden: what observers see of a layer is the same to the bit, in another order.
+Every window goes through a layer before the next layer is loaded, so a model several times larger
+than memory is read once, not once a window. A window is run in the chunks and with the arithmetic
+of Engine.hidden: observers see the same bits of a layer, in another order.
 
     with LayerStream(model, plan, say) as stream:
         for step in stream.steps(windows):
             step.advance(0, len(windows))
-
-What this module does not know: what is observed.
 
 Letters: T tokens of a chunk, N tokens of all windows, D model width."""
 
@@ -47,7 +45,8 @@ OnTokens = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
-    """How a model is streamed: where, within which memory, and where states go that do not fit."""
+    """How a model is streamed: the device, the memory limit, and the folder for states that do not
+    fit."""
 
     device: torch.device
     needs: Needs
@@ -63,9 +62,9 @@ def plan_stream(
     choices: Choices | None,
     folder: Path,
 ) -> StreamPlan | None:
-    """None where the whole model fits. `choices`: of the predictors to train; None trains none.
+    """None if the whole model fits. `choices`: of the predictors to train; None trains none.
 
-    Raises SparkinferError where not even one layer fits."""
+    Raises SparkinferError if not even one layer fits."""
     longest = model.shape.context_length
     needs = needs_of(
         model,
@@ -81,7 +80,7 @@ def plan_stream(
 
 
 def _room(model: ModelFile, plan: StreamPlan) -> Room:
-    """What there is now. Raises SparkinferError where it is not enough for a layer."""
+    """The room available now. Raises SparkinferError if it is not enough for a layer."""
     room = room_of(plan.device, plan.max_memory_bytes)
     if plan.needs.layer_bytes > room.num_bytes:
         raise SparkinferError(
@@ -93,8 +92,8 @@ def _room(model: ModelFile, plan: StreamPlan) -> Room:
 
 
 class LayerStream:
-    """A model of which one layer is on the device at a time. Stands in for an Engine where only
-    `model`, `codec`, `context_length` and `observe` are used."""
+    """A model with one layer on the device at a time. Stands in for an Engine where only `model`,
+    `codec`, `context_length` and `observe` are used."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class LayerStream:
         return builder.norm("output_norm", CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
-        """Every window through every layer; `on_tokens` hears of them a layer's share at a time."""
+        """Runs every window through every layer; `on_tokens` reports progress in layers' shares."""
         keeps_inputs = self.input_layer_offset == 1
         for step in self.steps(windows, on_tokens, keeps_inputs=keeps_inputs):
             step.advance(0, len(windows))
@@ -154,8 +153,8 @@ class LayerStream:
     ) -> Iterator["StreamedLayer"]:
         """The layers in order, each with all windows waiting before it.
 
-        Every window must be advanced before the next layer is taken, and a step is of no use
-        after that. `keeps_inputs` keeps the feed-forward inputs for one layer more."""
+        Every window must be advanced before the next layer is taken, and a step is invalid after
+        that. `keeps_inputs` keeps the feed-forward inputs for one more layer."""
         waiting = self._waiting(windows, on_tokens, keeps_inputs)
         try:
             self._embed(waiting)
@@ -173,7 +172,7 @@ class LayerStream:
     def _waiting(
         self, windows: Sequence[Tensor], on_tokens: OnTokens, keeps_inputs: bool
     ) -> "Waiting":
-        """Hidden states go into the device's memory, or a GPU's host's, or a file."""
+        """Allocates hidden states in the device's memory, in a GPU's host memory, or in a file."""
         width, plan, room = self.model.shape.width, self.plan, _room(self.model, self.plan)
         starts = [0, *accumulate(len(ids_T) for ids_T in windows)]
         wanted = (2 if keeps_inputs else 1) * starts[-1] * plan.needs.state_row_bytes
@@ -199,7 +198,7 @@ class LayerStream:
 
     @torch.inference_mode()
     def _embed(self, waiting: "Waiting") -> None:
-        """The embeddings of all windows; the matrix gives its pages back chunk by chunk."""
+        """The embeddings of all windows; the matrix's mapped pages are dropped chunk by chunk."""
         entry = self.model.tensors["token_embd.weight"]
         embedding = matrix_of(entry, CPU)
         learned = self.model.tensors.get("position_embd.weight")
@@ -222,7 +221,7 @@ class LayerStream:
                 if n.startswith(prefix) and "ffn_pred_" not in n]  # fmt: skip
 
     def _load(self, index: int, waiting: "Waiting") -> "StreamedLayer":
-        """Reads a layer and asks for the next one to be read meanwhile."""
+        """Reads a layer and prefetches the next one."""
         began = time.perf_counter()
         for entry in self._entries(index):
             _touch(entry)
@@ -237,7 +236,7 @@ class LayerStream:
         return StreamedLayer(self, index, layer, waiting, seconds)
 
     def _say_plan(self, step: "StreamedLayer") -> None:
-        """What will happen and about how long it takes, by layer 0's reading and one product."""
+        """Announces the plan and a time estimate, from layer 0's reading and one product."""
         layers, plan, waiting = self.model.shape.num_layers, self.plan, step.waiting
         entries, num_tokens = self._entries(0), waiting.starts[-1]
         num_bytes = sum(e.num_bytes for e in entries)
@@ -265,7 +264,7 @@ class Waiting:
     windows: Sequence[Tensor]
     starts: list[int]  # first row of each window, and the number of all rows
     states: States
-    inputs: States | None  # of the feed-forward part of the layer before
+    inputs: States | None  # of the previous layer's feed-forward part
     where: str
     room: Room
     on_tokens: OnTokens
@@ -277,7 +276,7 @@ class Waiting:
 
 
 class StreamedLayer:
-    """One layer on the device, and all windows, which wait before it or are through."""
+    """One layer on the device, and all windows, waiting before it or through it."""
 
     def __init__(
         self, stream: LayerStream, index: int, layer: Layer, waiting: Waiting, load_s: float
@@ -285,7 +284,7 @@ class StreamedLayer:
         self.stream, self.index, self.waiting, self.load_s = stream, index, waiting, load_s
         self._layer: Layer | None = layer
         self.is_through = [False] * len(waiting.windows)
-        # Of the chunk that runs: feed-forward input of the layer before, where it is kept.
+        # For the current chunk: the previous layer's feed-forward input, if it is kept.
         self.before_TD: Tensor | None = None
 
     @property
@@ -334,19 +333,20 @@ class StreamedLayer:
 
 
 def _touch(entry: TensorEntry) -> None:
-    """Reads a byte of every page of a mapped tensor: in order, as a disk likes it."""
+    """Reads a byte of every page of a mapped tensor, in order, so that the disk reads
+    sequentially."""
     flat = entry.read().reshape(-1).view(np.uint8)
     if len(flat):
         flat[::4096].max()
 
 
 def _flops_per_s(layer: Layer) -> float:
-    """Of one product as the pass does it, unpacking included; the second of two."""
+    """FLOP/s of one product as in the pass, unpacking included; the second of two."""
     gate = layer.ffn.blocks[0].gate
     x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):
         began = time.perf_counter()
-        gate.apply(x_TD)[0, 0].item()  # waits for the device
+        gate.apply(x_TD)[0, 0].item()  # synchronises with the device
         seconds = time.perf_counter() - began
     return 2 * x_TD.numel() * gate.weight.num_rows / seconds
 

@@ -1,15 +1,13 @@
 """Thresholds on |act(gate)| for SiLU and GELU models, without training: which neurons to skip.
 
-A threshold a layer is read off the histogram of its magnitudes for the share of neurons to
-silence (CATS, arXiv 2404.08763). Which share each layer gets is either the same for all, or
-found greedily (as TEAL, arXiv 2408.14690, does within a block): from nothing silenced, the layer
-that costs least goes up by one step, again and again, until a share or a perplexity is reached.
+A layer's threshold is read off the histogram of its magnitudes for the share of neurons to silence
+(CATS, arXiv 2404.08763). The share is either the same for all layers, or found greedily (as TEAL,
+arXiv 2408.14690, does within a block): starting from nothing silenced, the layer that costs least
+goes up by one step, repeatedly, until a share or a perplexity is reached.
 
-A step's cost is measured on the whole model with all other layers as they are by then. What is
-compared is the KL divergence from the dense model, in nats a token; the loss of a few thousand
-tokens is too noisy to tell layers apart, so it only says when a perplexity budget is used up.
-
-What this module does not know: predictors, files, plans.
+A step's cost is measured on the whole model with all other layers in their current state. The cost
+is the KL divergence from the dense model, in nats a token; the loss of a few thousand tokens is too
+noisy to tell layers apart, so it only says when a perplexity budget is used up.
 
 Letters: T tokens, L layers, B histogram bins, V vocabulary."""
 
@@ -28,23 +26,24 @@ from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile_file import EDGES, NUM_BINS
 from sparkinfer.runtime.engine import Engine
 
-STEP = 0.05  # of a layer's neurons; a search takes it or leaves it
-MOST_STEPS = 19  # a layer keeps the largest 5 %
-TUNE_TOKENS = 4096  # a measurement of the search; their dense logits are kept in memory
-CHECK_TOKENS = 8192  # what is reported, on other text
+STEP = 0.05  # of a layer's neurons, by which a search raises it
+MOST_STEPS = 19  # a layer keeps at least the largest 5 %
+TUNE_TOKENS = 4096  # per measurement of the search; their dense logits are kept in memory
+CHECK_TOKENS = 8192  # for the reported cost, on other text
 
 
 def thresholds_for(
     histogram_LB: np.ndarray, sparsity: float | Sequence[float]
 ) -> tuple[float, ...]:
-    """Per layer what `sparsity` (one for all, or one a layer) of the magnitudes lie below.
+    """Per layer the threshold below which `sparsity` (one for all, or one per layer) of the
+    magnitudes lie.
 
-    Within a bin the magnitudes count as evenly spread; f32 values."""
+    Within a bin the magnitudes are assumed to be uniform; f32 values."""
     shares_L = np.broadcast_to(np.asarray(sparsity, np.float64), len(histogram_LB))
     below_LB = np.cumsum(histogram_LB, axis=1) / histogram_LB.sum(axis=1, keepdims=True)
     thresholds = []
     for below_B, share in zip(below_LB, shares_L, strict=True):
-        cut = int(np.searchsorted(below_B, share, side="right"))  # the bin the share ends in
+        cut = int(np.searchsorted(below_B, share, side="right"))  # the bin where the share ends
         if cut >= NUM_BINS - 1:  # the last one has no end
             thresholds.append(float(np.float32(EDGES[-1])))
             continue
@@ -68,7 +67,7 @@ def magnitudes(engine: Engine, windows: Sequence[Tensor]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Means a token, in nats: divergence from the dense model, and the loss."""
+    """Means per token, in nats: divergence from the dense model, and the loss."""
 
     divergence: float
     loss: float
@@ -90,12 +89,12 @@ class Meter:
         self.num_runs, self.seconds = 0, 0.0
 
     def __call__(self, sparsity_L: Sequence[float]) -> Cost:
-        """Raises SparkinferError where the model gives NaN."""
+        """Raises SparkinferError if the model gives NaN."""
         self.engine.set_thresholds(thresholds_for(self.histogram_LB, sparsity_L))
         return self.run()
 
     def run(self) -> Cost:
-        """With the thresholds that the engine has."""
+        """Runs with the engine's current thresholds."""
         began = time.perf_counter()
         cost = self._measure(self._log_probabilities(ids_T) for ids_T in self.windows)
         self.num_runs += 1
@@ -104,11 +103,11 @@ class Meter:
 
     @property
     def num_tokens(self) -> int:
-        """Predicted ones."""
+        """Predicted tokens."""
         return sum(len(ids_T) - 1 for ids_T in self.windows)
 
     def increase(self, cost: Cost) -> float:
-        """Of the perplexity, relative to the dense model's."""
+        """Increase of the perplexity, relative to the dense model's."""
         return math.expm1(cost.loss - self.dense_loss)
 
     def _log_probabilities(self, ids_T: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """How many steps of sparsity each layer has, and what that costs."""
+    """The steps of sparsity of each layer, and their cost."""
 
     steps_L: tuple[int, ...]
     cost: Cost
@@ -143,7 +142,7 @@ class Allocation:
 
 
 def most_runs(num_layers: int, sparsity: float = 1.0) -> int:
-    """Measurements that `greedy` never exceeds on the way to a mean sparsity: two for each step
+    """Upper bound on the measurements of `greedy` on the way to a mean sparsity: two for each step
     that it takes, and two for each layer that goes no further."""
     steps = min(num_layers * MOST_STEPS, math.ceil(num_layers * sparsity / STEP) + 1)
     return 1 + num_layers + 2 * (steps + num_layers)
@@ -156,8 +155,8 @@ def greedy(
 ) -> Iterator[Allocation]:
     """Allocations from nothing silenced, each with one step more in one layer.
 
-    Of the layers it measures the two that by their last measurements cost least. One whose step
-    `accepts` refuses gets no further. Deterministic: ties go to the lower layer."""
+    It measures the two layers that cost least by their last measurements. A layer whose step
+    `accepts` refuses goes no further. Deterministic: ties go to the lower layer."""
     known: dict[tuple[int, ...], Cost] = {}
 
     def cost_of(steps_L: tuple[int, ...]) -> Cost:
@@ -191,7 +190,7 @@ def greedy(
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdReport:
-    """What a search found. Increases of the perplexity are relative to dense, on text that the
+    """Results of a search. Increases of the perplexity are relative to dense, on text that the
     search has not seen; `uniform_increase` is that of one sparsity of the same mean for all."""
 
     sparsity_L: tuple[float, ...]
@@ -205,7 +204,7 @@ class ThresholdReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Where a search ends: what is reached first. Infinity, or one, is no end."""
+    """Where a search ends: at whichever is reached first. Infinity, or one, sets no end."""
 
     perplexity_budget: float  # relative increase
     sparsity: float  # mean over the layers
@@ -219,9 +218,9 @@ def search(
     goal: Goal,
     on_line: Callable[[str], None],
 ) -> tuple[tuple[float, ...], ThresholdReport]:
-    """Thresholds of a greedy search, and what they cost; the engine is left without thresholds.
+    """Thresholds of a greedy search, and their cost; leaves the engine without thresholds.
 
-    Raises SparkinferError where the budget is too small for any step."""
+    Raises SparkinferError if the budget is too small for any step."""
     began = time.perf_counter()
     num_layers = len(histogram_LB)
     meter = Meter(engine, histogram_LB, up_to(tune, TUNE_TOKENS))
@@ -248,7 +247,8 @@ def search(
 def _follow(
     meter: Meter, num_layers: int, goal: Goal, on_line: Callable[[str], None]
 ) -> Allocation:
-    """The last allocation of the greedy search within the goal; a line for each 5 % on the way."""
+    """The last allocation of the greedy search within the goal; prints a line for each 5 % on the
+    way."""
 
     def accepts(cost: Cost) -> bool:
         return meter.increase(cost) <= goal.perplexity_budget
@@ -273,7 +273,7 @@ def _follow(
 
 
 class Found:
-    """The thresholds of a search and its report, so that a run that goes on need not search."""
+    """The thresholds of a search and its report, so that a resumed run need not search again."""
 
     is_sum = False
 
@@ -317,7 +317,7 @@ _NUMBERS = ("perplexity_increase", "uniform_increase", "tuned_increase", "second
 
 
 def up_to(windows: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-    """The first windows, as many as fit; one at least."""
+    """The first windows, as many as fit; at least one."""
     chosen: list[Tensor] = []
     used = 0
     for ids_T in windows:

@@ -1,6 +1,6 @@
 """The state of predictor training: what a run saves and loads, and what processes share.
 
-What this module does not know: how predictors are trained; profile.layer_trainer does."""
+Training itself is in profile.layer_trainer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from sparkinfer.profile.training import Batch, LowRank
 
 
 class Sums:
-    """Tensors of every layer that grow in place; the shares of the processes add up.
+    """Tensors of every layer that are updated in place; the processes' shares add up.
 
     Sums of f64: over two processes they are those of one up to rounding."""
 
@@ -35,7 +35,7 @@ class Sums:
             tensor.copy_(arrays[name])
 
     def settle(self, total: dict[str, Tensor]) -> None:
-        """All processes have the whole from here on."""
+        """Gives all processes the total."""
         self.load(total)
         self.is_sum = False
 
@@ -44,14 +44,14 @@ class Sums:
 
 
 class Kept:
-    """The tokens that every layer keeps; of several processes, one behind the other."""
+    """The tokens that every layer keeps, concatenated over the processes."""
 
     def __init__(self, layers: Sequence[LayerTrainer], ranks: Ranks) -> None:
         self.layers, self.ranks, self.is_sum = layers, ranks, True
         self.settled: dict[str, Tensor] = {}
 
     def arrays(self) -> dict[str, Tensor]:
-        """Every process must call this together: each puts its tokens where they belong."""
+        """Every process must call this together: each writes its tokens to their places."""
         if self.settled:
             return self.settled
         count = sum(len(batch.x_TD) for batch in self.layers[0].kept)
@@ -78,7 +78,7 @@ class Kept:
             ]
 
     def settle(self, total: dict[str, Tensor]) -> None:
-        """All processes have the same tokens from here on: the first ones of all."""
+        """Gives all processes the same tokens: the first ones of all."""
         self.settled = {name: rows[:KEPT_TOKENS].contiguous() for name, rows in total.items()}
         self.load(self.settled)
         self.is_sum = False
@@ -91,7 +91,7 @@ _FIELDS = {"x": "x_TD", "fires": "fires_TF", "given": "given_TF"}
 
 
 class Weights:
-    """Predictors in training with their optimizers; in all processes the same."""
+    """Predictors in training with their optimizers; identical in all processes."""
 
     is_sum = False
 
@@ -117,20 +117,20 @@ class Weights:
 
 
 def networks_of(layers: Sequence[LayerTrainer]) -> dict[int, LowRank]:
-    """Of the layers that train one."""
+    """The networks of the layers that train one."""
     return {i: layer.trained for i, layer in enumerate(layers) if layer.trained is not None}
 
 
 class SharedSteps:
     """All processes take every step together, with the mean of their gradients.
 
-    The mean is by tokens; a process that has no text left takes part with nothing. A step of n
+    The mean is by tokens; a process that has no text left contributes nothing. A step of n
     processes is that of one process on n chunks, so there are n times fewer of them."""
 
     def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
         self.ranks, self.networks = ranks, networks_of(layers)
         self.length_of_rank: Sequence[int] = ()
-        self.steps = dict.fromkeys(self.networks, 0)  # of each layer, in this round
+        self.steps = dict.fromkeys(self.networks, 0)  # per layer, in this round
         if ranks.size > 1:
             for index, network in self.networks.items():
                 network.before_step(self._hook(index))
@@ -139,7 +139,7 @@ class SharedSteps:
         self.length_of_rank, self.steps = length_of_rank, dict.fromkeys(self.networks, 0)
 
     def end(self) -> None:
-        """The steps that others have and this process has no text for."""
+        """Takes the steps for which others have text and this process has none."""
         for _ in range(num_chunks(self.length_of_rank[self.ranks.rank]), self._num_steps):
             for network in self.networks.values():
                 network.step_without_text()
@@ -164,11 +164,11 @@ class SharedSteps:
 
 
 def num_chunks(length: int) -> int:
-    """Steps that a window of `length` tokens makes."""
+    """Steps in a window of `length` tokens."""
     return -(-length // SHORT_CHUNK)
 
 
 def num_steps(windows: Sequence[Tensor], size: int) -> int:
-    """Steps that `size` processes make on the windows."""
+    """Steps that `size` processes take on the windows."""
     chunks = [num_chunks(len(window)) for window in windows]
     return sum(max(chunks[start : start + size]) for start in range(0, len(chunks), size))

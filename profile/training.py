@@ -1,14 +1,14 @@
-"""One low-rank predictor: its start, its training, and its matrices as a file will hold them.
+"""One low-rank predictor: its start, its training, and its matrices as stored in a file.
 
-The start is the whitened SVD of profile.moments, with logits in units of what each neuron's
-estimate leaves open: P(gate > 0 | estimate) of a normal residual s is close to a logistic function
-of 1.7 estimate / s. Without that scale training first unlearns the start (docs/log.md).
+The start is the whitened SVD of profile.moments, with logits in units of each neuron's residual:
+P(gate > 0 | estimate) of a normal residual s is close to a logistic function of 1.7 estimate / s.
+Without that scale, training first unlearns the start (docs/log.md).
 
-AdamW on a logistic loss; a neuron that fires weighs as much as it adds to the output,
-|h_j| |down_j|, so that what is lost is what matters least. It stops early when the loss on tokens
-that it does not train on has stopped falling, and the best weights are kept.
+Training is AdamW on a logistic loss; a neuron that fires is weighted by its contribution to the
+output, |h_j| |down_j|, so that the least important neurons are lost. It stops early when the loss
+on held-out tokens has stopped falling, and the best weights are kept.
 
-SiLU and GELU neurons fire on both sides of zero, which no linear logit can say: there the
+SiLU and GELU neurons fire on both sides of zero, which no linear logit can say: there, the
 predictor imitates the gate, and its score is |act(estimate)|.
 
 Letters: T tokens, D model width, F neurons, R rank."""
@@ -29,14 +29,15 @@ from sparkinfer.runtime.weights.matrix import Linear
 LEARNING_RATE = 0.01  # of a tensor's root mean square; 0.003 and 0.03 are no better: docs/log.md
 LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in mean contributions
-CHECKS = 16  # times that the held-out loss is looked at
+CHECKS = 16  # checks of the held-out loss
 PATIENCE = 4  # checks without a better loss before training stops
 Agree = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Tokens of one layer: the predictor's input, what fires, and what it adds |h_j| |down_j|."""
+    """Tokens of one layer: the predictor's input, what fires, and the contributions |h_j|
+    |down_j|."""
 
     x_TD: Tensor
     fires_TF: Tensor
@@ -78,8 +79,8 @@ class LowRank:
         )
 
     def begin(self, num_steps: int, held_out: Batch, agree: Agree = lambda tensor: None) -> None:
-        """Before the first step; `held_out` is never trained on. `agree` gives every process that
-        trains the same network the first one's values, in place."""
+        """Called before the first step; `held_out` is never trained on. `agree` gives every process
+        that trains the same network the first one's values, in place."""
         self.held_out, self.num_steps, self.steps = held_out, max(1, num_steps), 0
         self.agree = agree
         groups = [
@@ -119,7 +120,7 @@ class LowRank:
         self.optimizer.register_step_pre_hook(hook)
 
     def end(self) -> None:
-        """Back to the weights with the least held-out loss."""
+        """Restores the weights with the least held-out loss."""
         with torch.no_grad():
             for parameter, kept in zip(self._parameters(), self.best, strict=True):
                 parameter.copy_(kept)
@@ -127,7 +128,8 @@ class LowRank:
         self.best = tuple(p.detach() for p in self._parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that steps change: `load_state` of a network begun alike goes on from it."""
+        """Everything that steps change: `load_state` of an equally begun network continues from
+        it."""
         found = {f"now/{n}": p.detach() for n, p in enumerate(self._parameters())}
         found |= {f"best/{n}": tensor for n, tensor in enumerate(self.best)}
         numbers = [self.best_loss, self.num_worse, self.is_trained, self.is_done, self.steps]
@@ -161,12 +163,12 @@ class LowRank:
         self.schedule.last_epoch = self.steps
 
     def predictor(self, kind: str) -> Predictor:
-        """As the runtime will run it, with matrices of `kind`; the threshold is still to be set."""
+        """The predictor with matrices of `kind`; its threshold is not set yet."""
         down_RD = (self.right_RD @ self.start.whiten_DD.T).detach()
         up_FR = self.up_FR.detach()
         down = rounded(down_RD, kind, self.start.moment_DD)
         moment_RR = None
-        if kind == "q4_0":  # `up` learns what became of `down`
+        if kind == "q4_0":  # `up` is fitted to the rounded `down`
             rounded_RD = values_of(down)
             through_DR = (self.start.moment_DD @ rounded_RD.T).double()
             moment_RR = rounded_RD.double() @ through_DR

@@ -1,13 +1,11 @@
-"""Is a written model file the model it was made from? Logits of both on a short text.
+"""Verifies that a written model file is the model it was made from, by logits on a short text.
 
-The reference is the source's own graph (transformers' in f32, or for a GGUF our runtime's) with
-the values that the file holds put back into it. So the rounding of the file's types, which grows
-from layer to layer, is on both sides. Ours is the runtime's graph with the file's values unpacked
-to f32, and so with an f32 KV cache. What is left is f32 arithmetic in another order, and wrong
-names, wrong order, a wrong graph. That the values are the source's to their rounding is checked
-when they are put back.
-
-What this module does not know: how a file is written.
+The reference is the source's own graph (transformers' in f32, or for a GGUF our runtime's) with the
+file's values put back into it, so that the rounding of the file's types, which grows from layer to
+layer, is on both sides. Ours is the runtime's graph with the file's values unpacked to f32, and so
+with an f32 KV cache. The remaining differences are the order of f32 sums, and errors: wrong names,
+a wrong order, a wrong graph. Putting the values back also checks that they are the source's up to
+rounding.
 
 Letters: T tokens, V vocabulary."""
 
@@ -44,7 +42,7 @@ BOUND = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """`relative_error` is |got - want| / |want| over all logits; None where there was nothing to
+    """`relative_error` is |got - want| / |want| over all logits; None if there was nothing to
     compare with, and `line` says why."""
 
     relative_error: float | None
@@ -57,7 +55,7 @@ class Skipped(Exception):
 
 @torch.inference_mode()
 def verify(written: Written) -> Verification:
-    """Raises SparkinferError where the file is not its source."""
+    """Raises SparkinferError if the file differs from its source."""
     model = ModelFile.load(written.path)
     ids = text_token_ids(model)
     is_folder = written.source.is_dir()
@@ -84,7 +82,7 @@ def verify(written: Written) -> Verification:
 
 
 def _in_f32(model: ModelFile) -> ModelFile:
-    """The same model with its matrices unpacked as the runtime does it; each when it is loaded."""
+    """The same model with its matrices unpacked as by the runtime, each when it is loaded."""
     cpu = torch.device("cpu")
 
     def unpacked(entry: TensorEntry) -> TensorEntry:
@@ -99,11 +97,11 @@ def _in_f32(model: ModelFile) -> ModelFile:
 
 
 def text_token_ids(model: ModelFile) -> list[int]:
-    """Of the text, by the file's tokenizer; without one any tokens will do."""
+    """Ids of the text by the file's tokenizer; without one any tokens will do."""
     limit, vocab_size = min(MAX_TOKENS, model.shape.context_length), model.shape.vocab_size
     try:
         ids = [token for token in TextCodec.of(model).encode(TEXT) if token < vocab_size]
-    except SparkinferError:  # the file has none that is known
+    except SparkinferError:  # the file has no known tokenizer
         ids = []
     return (ids or [(7919 * place + 11) % vocab_size for place in range(MAX_TOKENS)])[:limit]
 
@@ -117,7 +115,7 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
 
 
 def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
-    """f32 [T, V]. Raises Skipped where transformers cannot run the checkpoint, or not here."""
+    """f32 [T, V]. Raises Skipped if transformers cannot run the checkpoint, or not here."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.configuration_utils import PretrainedConfig
 
@@ -149,7 +147,7 @@ def _load(folder: Path) -> torch.nn.Module:
 
 def _check_known(folder: Path, values: Mapping[str, object]) -> None:
     """Raises Skipped for a model that transformers does not know, and SparkinferError for one that
-    it would take for another than `architectures` says, which is what `convert` went by."""
+    it would run as another architecture than `architectures` says, which `convert` went by."""
     from transformers.activations import ACT2FN
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -171,7 +169,7 @@ def _check_known(folder: Path, values: Mapping[str, object]) -> None:
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Without its progress bars, and its table of the tensors that it misses or does not want."""
+    """Silences transformers' progress bars, and its table of missing and unexpected tensors."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -184,7 +182,7 @@ def _silent_transformers() -> Iterator[None]:
 
 
 def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
-    """Overwrites the weights of a model with those of the file."""
+    """Overwrites a model's weights with those of the file."""
     for item in restored:
         names = [n for n in state if n == item.source or n.endswith("." + item.source)]
         if len(names) != 1:
@@ -197,7 +195,7 @@ def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
 
 
 def _refuse_too_large(folder: Path) -> None:
-    """f32 and what is made on the way take three times the size of a 16-bit file (measured)."""
+    """f32 and intermediates take three times the size of a 16-bit file (measured)."""
     files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
     needed, free = 3 * sum(file.stat().st_size for file in files), free_memory_bytes()
     if needed > 0.8 * free:

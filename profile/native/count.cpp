@@ -1,5 +1,5 @@
-// Adds one chunk of values to the counts of a layer: which neurons fire, and a histogram of
-// |value| of those that do. Reads the values once (T * F * 4 bytes); the rest stays in cache.
+// Adds one chunk of values to the counts of a layer: which neurons fire, and a histogram of their
+// |value|. Reads the values once (T * F * 4 bytes); the rest stays in cache.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -12,9 +12,9 @@ namespace {
 
 constexpr int64_t MAX_BINS = 256;
 constexpr int64_t LANES = 16;
-constexpr int NUM_TABLES = 4;  // a run of equal bins would wait for the addition before
+constexpr int NUM_TABLES = 4;  // with one, a run of equal bins would wait for each addition
 
-// Sizes of `count` neurons that fire, into the tables.
+// Adds the sizes of `count` neurons that fire to the tables.
 inline void add_bins(const float* size, int64_t count, const uint8_t* first, const float* edge,
                      int32_t* tables) {
     for (int64_t i = 0; i < count; ++i) {
@@ -26,8 +26,8 @@ inline void add_bins(const float* size, int64_t count, const uint8_t* first, con
     }
 }
 
-// Adds 1 to `fired` of each neuron of a row that fires, and puts |value| of those into `size`
-// (with room for LANES more); returns how many.
+// Adds 1 to `fired` of each neuron of a row that fires, and writes their |value| to `size` (with room
+// for LANES more); returns their number.
 using Pick = int64_t (*)(const float* row, int64_t F, float threshold, bool is_magnitude,
                          int32_t* fired, float* size);
 
@@ -77,10 +77,9 @@ Pick best_pick() {
 
 }  // namespace
 
-// value: f32 [T, F]; a neuron fires where value > threshold, or |value| > threshold.
-// first, edge: of each of 2^15 buckets, see counting.py; count: i64 [F] and histogram: i64
-// [num_bins], added to; what does not fire is in bin 0. T * F < 2^31. Returns 0, or 1 for sizes
-// that cannot be.
+// value: f32 [T, F]; a neuron fires where value > threshold, or |value| > threshold. first, edge: of
+// each of 2^15 buckets, see counting.py; count: i64 [F] and histogram: i64 [num_bins], added to; neurons
+// that do not fire go to bin 0. T * F < 2^31. Returns 0, or 1 for impossible sizes.
 extern "C" __attribute__((visibility("default"))) int32_t spark_count(
     const float* value, int64_t T, int64_t F, float threshold, int32_t is_magnitude,
     const uint8_t* first, const float* edge, int64_t* count, int64_t* histogram,

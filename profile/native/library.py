@@ -1,7 +1,6 @@
 """The C++ counter in this folder, called on torch tensors.
 
-Knows nothing of models. Where the C++ is not built, importing this raises SparkinferError: torch
-would do the same at a tenth of the speed.
+If the C++ is not built, importing this raises SparkinferError: torch would be ten times slower.
 
 Letters: T tokens, F neurons, B histogram bins."""
 
