@@ -1,6 +1,4 @@
-"""Answers as OpenAI has them: objects of JSON from tokens, whole or chunk by chunk.
-
-What this module does not know: HTTP, where tokens come from."""
+"""OpenAI's answer objects: JSON objects made from tokens, whole or chunk by chunk."""
 
 import secrets
 import time
@@ -20,16 +18,16 @@ Body = dict[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What a text says next."""
+    """The next piece of a text."""
 
     content: str = ""
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
-    tokens: Sequence[Token] = ()  # those that have logprobs
+    tokens: Sequence[Token] = ()  # only if they have logprobs
 
 
 class Voice:
-    """One text of a chat: its tokens as content, reasoning and tool calls."""
+    """One text of a chat: splits its tokens into content, reasoning and tool calls."""
 
     def __init__(self, request: ChatRequest) -> None:
         is_open = request.begins_reasoning
@@ -51,7 +49,7 @@ class Voice:
         return self._delta(parts, tokens)
 
     def finish(self) -> Delta:
-        """What was held back, where nothing more comes."""
+        """Returns what was held back, at the end of the text."""
         delta = self._delta(self._reasoning.flush() if self._reasoning else [], ())
         if self._tools is None:
             return delta
@@ -80,7 +78,7 @@ class Voice:
 
 @dataclass(kw_only=True)
 class Said:
-    """All that a text has said so far."""
+    """Everything a text has said so far."""
 
     content: str = ""
     reasoning: str = ""
@@ -97,7 +95,7 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What all chunks of an answer begin with."""
+    """The fields shared by all chunks of an answer."""
 
     id: str
     kind: str
@@ -126,7 +124,7 @@ def finish_reason(report: Report, *, has_calls: bool = False) -> str:
 
 
 def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
-    """A prompt counts once, though there are several answers to it."""
+    """Token usage. A prompt counts once, even with several answers to it."""
     each = len(reports) // num_prompts
     prompts = reports[::each]
     prompt = sum(report.prompt_tokens for report in prompts)
@@ -140,7 +138,7 @@ def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
 
 
 def timings_of(reports: Sequence[Report]) -> Body:
-    """llama-server's; of several texts, the sums."""
+    """llama-server's timings; for several texts, the sums."""
     cached = sum(report.cached_tokens for report in reports)
     prompt_n = sum(report.prompt_tokens for report in reports) - cached
     predicted_n = sum(report.generated_tokens for report in reports)
@@ -187,7 +185,8 @@ def delta_of(delta: Delta) -> Body:
 
 
 def chat_logprobs(served: ServedModel, tokens: Sequence[Token]) -> Body | None:
-    """Of a chat: for each token its bytes, its logprob, and the likeliest tokens'."""
+    """Log probabilities of a chat: for each token its bytes, its logprob, and the most probable
+    tokens'."""
     if not tokens:
         return None
     content = []
@@ -207,12 +206,13 @@ def _logprob(served: ServedModel, token_id: int, logprob: float) -> Body:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's number for what cannot come."""
+    """JSON has no infinity: OpenAI's number for impossible tokens."""
     return max(logprob, -9999.0)
 
 
 def completion_logprobs(served: ServedModel, tokens: Sequence[Token], start: int) -> Body | None:
-    """Of a completion, in OpenAI's older form; `start`: characters of the text before."""
+    """Log probabilities of a completion, in OpenAI's older form; `start`: characters of the text
+    before."""
     if not tokens:
         return None
     names, offsets = [], []

@@ -1,4 +1,4 @@
-"""What a client is told that went wrong, in OpenAI's words: a status, a type, a parameter, a code."""
+"""Errors sent to clients, in OpenAI's form: a status, a type, a parameter, a code."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -27,7 +27,7 @@ class ApiError(Exception):
 
 
 def wrong(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
-    """Of a request that cannot be, as it stands."""
+    """The error for an invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 

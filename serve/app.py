@@ -1,6 +1,4 @@
-"""The application: which path does what, and errors in OpenAI's form.
-
-What this module does not know: what is behind a path, sockets."""
+"""The application: routes of all paths, and errors in OpenAI's form."""
 
 from collections.abc import Awaitable, Callable
 
@@ -76,7 +74,7 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
 
 
 def _error_of(error: HTTPException, scope: Scope) -> ApiError:
-    """Of a path that is not there, or not for this method."""
+    """The error for an unknown path, or a wrong method."""
     shown = scope["path"][:80]
     if error.status_code == 405:
         found = ApiError(

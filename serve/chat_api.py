@@ -1,6 +1,4 @@
-"""/v1/chat/completions.
-
-What this module does not know: how a request is read (chat_requests), what answers look like."""
+"""/v1/chat/completions. Requests are read by chat_requests."""
 
 from collections.abc import AsyncIterator
 
@@ -44,7 +42,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 async def gathered(chat: ChatRequest, exchange: Exchange) -> list[Said]:
-    """All that the texts of a request say."""
+    """Everything the texts of a request say."""
     voices = [Voice(chat) for _ in chat.jobs]
     said = [Said() for _ in chat.jobs]
     async for batch in exchange.batches():

@@ -1,6 +1,5 @@
-"""A chat's request: messages and tools to a prompt, and what its answer has to be looked through for.
-
-What this module does not know: sampling and endings (text_requests), templates' syntax."""
+"""Reads chat requests: messages and tools become a prompt and the rules for splitting its
+answer."""
 
 import json
 from collections.abc import Mapping
@@ -22,9 +21,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """A chat, ready to be submitted. `form`: of the tool calls that are looked for in an answer.
-    `begins_reasoning`: whether the template has opened the model's reasoning. `marks`: special tokens
-    that tell calls and reasoning from text."""
+    """A chat, ready to be submitted. `form`: of the tool calls that are parsed in an answer.
+    `begins_reasoning`: whether the template has opened the model's reasoning. `marks`: special
+    tokens that separate calls and reasoning from text."""
 
     wanted: Wanted
     jobs: list[Job]
@@ -42,7 +41,7 @@ class Rendering:
 
 
 def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
-    """Of /v1/chat/completions. Raises ApiError."""
+    """The request of /v1/chat/completions. Raises ApiError."""
     rendering = take_rendering(fields, served)
     form = None
     if rendering.has_tools and isinstance(served.template, ChatTemplate):
@@ -70,7 +69,7 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatR
 
 
 def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
-    """What the template makes of messages and tools. Raises ApiError."""
+    """Renders messages and tools with the template. Raises ApiError."""
     messages = messages_of(fields.items("messages", MAX_MESSAGES))
     tools = tools_of(fields.items("tools", MAX_TOOLS))
     choice = fields.take("tool_choice")
@@ -88,7 +87,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     )
     if effort is not None:
         variables["reasoning_effort"] = effort
-    if effort == "none":  # what templates ask for
+    if effort == "none":  # the variable templates read
         variables["enable_thinking"] = False
     if (more := fields.take("chat_template_kwargs")) is not None:
         if not isinstance(more, dict):
@@ -106,7 +105,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
 
 
 def messages_of(items: list[object]) -> list[dict[str, object]]:
-    """Messages as templates read them: texts for contents, objects for the arguments of calls."""
+    """Messages as templates read them: contents as texts, the arguments of calls as objects."""
     if not items:
         raise wrong("messages", "messages is missing or empty; a chat has at least one")
     return [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
@@ -130,7 +129,7 @@ def _message(item: object, place: str) -> dict[str, object]:
 
 
 def _content(content: object, place: str) -> str:
-    """Of several parts, their texts on lines of their own, as llama-server has it."""
+    """The content's text; several parts are joined by line ends, as in llama-server."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -191,7 +190,7 @@ def _tool_form(template: ChatTemplate) -> ToolForm:
 
 
 def _num_logprobs(fields: Fields) -> int | None:
-    """Of a chat: whether, and beside the token's own of how many others."""
+    """The logprobs of a chat: None, or the number of alternatives beside the token's own."""
     is_wanted = fields.flag("logprobs")
     count = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if count is not None and not is_wanted:

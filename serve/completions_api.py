@@ -1,6 +1,4 @@
-"""/v1/completions.
-
-What this module does not know: how a request is read (text_requests), what answers look like."""
+"""/v1/completions. Requests are read by text_requests."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -36,7 +34,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 class _Answer:
-    """One request's; both ways have the same objects."""
+    """One request's answer; whole and streamed answers have the same objects."""
 
     def __init__(self, service: Service, text: TextRequest, request: Request) -> None:
         self._service, self._text, self._request = service, text, request
@@ -89,7 +87,7 @@ class _Answer:
         return {"usage": usage, "timings": timings_of(reports)}
 
     def _prompt(self, number: int) -> str:
-        """What an answer begins with, where its prompt is repeated."""
+        """The beginning of an answer that repeats its prompt."""
         if not self._text.echoes:
             return ""
         text, ids = self._text.prompts[number // self._text.wanted.count]

@@ -1,4 +1,4 @@
-"""What a server is told at its start, and the limits of what it takes."""
+"""Options of a server, and its limits."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +11,17 @@ MAX_PARALLEL = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """`parallel` texts are worked on at a time, `kept` more stay for whoever begins alike, and
-    `queue` more may wait. `max_tokens`: of an answer, where a request does not want fewer; -1 for
-    all that the context has room for. Times are in seconds: `timeout_s` of a request from its
-    arrival, `drain_s` for running answers at the end, `read_s` for a client to send its request and
-    to take a piece of the answer."""
+    """`parallel` texts are worked on at a time, `kept` more stay for prompts with the same
+    beginning, and `queue` more may wait. `max_tokens`: of an answer, unless a request wants fewer;
+    -1 for all that the context has room for. Times are in seconds: `timeout_s` of a request from
+    its arrival, `drain_s` for running answers at the end, `read_s` for a client to send its request
+    and to take a piece of the answer."""
 
     model: Path
     host: str = "127.0.0.1"
     port: int = 8080
     parallel: int = 4
-    kept: int | None = None  # as many as parallel
+    kept: int | None = None  # None: as many as parallel
     queue: int = 64
     max_tokens: int = -1
     timeout_s: float = 600.0
@@ -30,8 +30,8 @@ class ServeConfig:
     max_body_bytes: int = 8 << 20
     max_connections: int = 1024
     api_key: str | None = field(default=None, repr=False)
-    origins: tuple[str, ...] = ()  # of CORS
-    hosts: tuple[str, ...] = ()  # names beside localhost that a request may be for
+    origins: tuple[str, ...] = ()  # allowed by CORS
+    hosts: tuple[str, ...] = ()  # names beside localhost that requests may address
     alias: str | None = None
     template: str | None = None
     sampling: SamplingOptions = SamplingOptions()

@@ -1,7 +1,5 @@
-"""A connection of the server: uvicorn's, with a limit to their number, and to the time that a client
-may take for the head of a request and for what is left of an answer.
-
-What this module does not know: what is asked."""
+"""A connection of the server: uvicorn's, with limits on their number, and on the time that a client
+may take for the head of a request and for the rest of an answer."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -10,8 +8,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Connection(H11Protocol):
-    """`head_s`: from the connection to the end of a request's headers; and from the end of an answer
-    until all of it is sent."""
+    """One connection. `head_s`: from the connection to the end of a request's headers; and from the
+    end of an answer until all of it is sent."""
 
     head_s: ClassVar[float] = 30.0
     most: ClassVar[int] = 1024
@@ -29,7 +27,7 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, "abort": self._abort}  # becomes scope["state"]
 
     def _abort(self) -> None:
-        """For an answer that is not finished, as its client does not take it. That is no fault of the
+        """Aborts an unfinished answer that its client does not take. That is no fault of the
         application, which uvicorn would log."""
         self.cycle.disconnected = True
         if not self.transport.is_closing():
@@ -48,7 +46,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def _cut_unsent(self, cycle: object) -> None:
-        """An answer that nobody reads would be kept for ever."""
+        """An answer that nobody reads would otherwise be kept for ever."""
         if self.cycle is cycle and self.transport.get_write_buffer_size():
             self.transport.abort()
 

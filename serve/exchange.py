@@ -1,8 +1,7 @@
-"""A request's texts on the loop of asyncio: their events as they come, and who is waiting for them.
+"""A request's texts on asyncio's event loop: passes their events to the handlers that await them.
 
 The scheduler's thread hands over all events of a step at once; here they go to their requests. A
-client that goes away, or takes nothing of its answer for too long, ends its texts.
-What this module does not know: JSON's content, HTTP's paths."""
+client that disconnects, or takes nothing of its answer for too long, ends its texts."""
 
 import asyncio
 import json
@@ -20,7 +19,7 @@ from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Said, Stoppi
 
 log = logging.getLogger("sparkinfer.serve")
 Result = TypeVar("Result")
-STATUS_GONE = 499  # nginx's for a client that has closed the connection; for the log alone
+STATUS_GONE = 499  # nginx's for a client that closed the connection; for the log alone
 MAX_DROPPED_BYTES, DROP_S = 16 << 20, 1.0
 DONE = b"data: [DONE]\n\n"
 
@@ -30,8 +29,8 @@ class Gone(Exception):
 
 
 class Exchange:
-    """The texts of one request. Made and used on the loop. Where tokens are not told as they come
-    (`is_stream`), nobody is woken for each: 0.1 ms of the loop's time."""
+    """The texts of one request. Made and used on the loop. Unless tokens are streamed
+    (`is_stream`), the handler is not woken for each: that costs 0.1 ms of the loop's time."""
 
     def __init__(
         self, scheduler: Scheduler, jobs: Sequence[Job], retry_s: int, *, is_stream: bool
@@ -55,9 +54,9 @@ class Exchange:
             raise unavailable("the server is stopping") from None
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Said | Ended]]]:
-        """What has happened since the last time, until all texts have ended.
+        """The events since the last call, until all texts have ended.
 
-        Raises ApiError where one of them fails; the others are then cancelled."""
+        Raises ApiError if one of them fails; the others are then cancelled."""
         while self._num_open:
             await self._news.wait()
             self._news.clear()
@@ -72,8 +71,8 @@ class Exchange:
             yield batch
 
     def cancel(self) -> None:
-        """Ends what has not ended, and forgets the texts: as these know their exchange, only Python's
-        collector, which comes after minutes, would free either."""
+        """Ends unfinished texts, and drops the references: texts refer to their exchange, and only
+        Python's cycle collector, minutes later, would free either."""
         texts, self.texts = self.texts, []
         if self._num_open:
             self._scheduler.cancel(texts)
@@ -85,7 +84,7 @@ class Exchange:
 
 
 def error_of(error: Exception) -> ApiError:
-    """What a client is told of a text that failed."""
+    """The error sent to a client for a text that failed."""
     if isinstance(error, Late):
         return ApiError(504, "the answer took longer than it may (--timeout)",
                         kind="server_error", code="timeout")  # fmt: skip
@@ -97,7 +96,8 @@ def error_of(error: Exception) -> ApiError:
 
 
 async def while_there(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
-    """The result of some work, unless the client goes away: then Gone, and the work is cancelled."""
+    """The result of some work, unless the client disconnects: then Gone, and the work is
+    cancelled."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))
     try:
@@ -109,12 +109,12 @@ async def while_there(receive: Receive, work: Coroutine[object, object, Result])
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-        del each, task, watch  # an error's traceback has this frame, and the task has the error
+        del each, task, watch  # an error's traceback has this frame, and the task the error
 
 
 async def drop_body(receive: Receive) -> None:
-    """Reads what a client has left to send of a request that is refused, within bounds: where the
-    connection is closed while it writes, it sees that and not the answer."""
+    """Reads the rest of a refused request, within bounds: if the connection were closed while the
+    client writes, it would see that and not the answer."""
     left = MAX_DROPPED_BYTES
     with suppress(TimeoutError):
         async with asyncio.timeout(DROP_S):
@@ -153,8 +153,8 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 class EventStream(Response):
-    """Server-sent events. `pieces` gives bytes, some of them b""; the status is 200 once there is a
-    first one, so that what fails before has a status of its own."""
+    """Server-sent events. `pieces` yields bytes, some of them b""; the status is 200 once there is
+    a first one, so that an earlier failure has a status of its own."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class EventStream(Response):
             await error_response(failed)(scope, receive, send)
 
     async def _write(self, send: Send) -> ApiError | None:
-        """An error that came before anything was sent; later ones go into the stream."""
+        """Sends an error before anything was sent; later errors go into the stream."""
         has_begun = False
         try:
             async for piece in self._pieces:

@@ -1,6 +1,6 @@
-"""The fields of a request, taken one by one: each checked, and what nobody has taken refused.
+"""Reads the fields of a request one by one: each is checked, and unread fields are refused.
 
-A field that is null is one that is not there, as OpenAI's clients send them."""
+A null field counts as absent, as OpenAI's clients send them."""
 
 import json
 import math
@@ -14,7 +14,7 @@ MAX_DEPTH = 64  # of lists and objects in a request
 
 
 class Fields:
-    """`name` is that of the object within the request, for errors: "stream_options"."""
+    """Fields of an object. `name` is its name within the request, for errors: "stream_options"."""
 
     def __init__(self, values: Mapping[str, object], name: str = "") -> None:
         self._left = {key: value for key, value in values.items() if value is not None}
@@ -24,7 +24,7 @@ class Fields:
         return name in self._left
 
     def take(self, name: str) -> object:
-        """As it came; None where it did not."""
+        """The raw value; None if absent."""
         return self._left.pop(name, None)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -39,7 +39,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return None
-        if isinstance(value, float) and value.is_integer():  # JavaScript has no other numbers
+        if isinstance(value, float) and value.is_integer():  # JavaScript has no integer type
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise self.refuse(name, value, f"a whole number, {low} to {high}")
@@ -87,24 +87,24 @@ class Fields:
         return Fields(value, self.place(name))
 
     def ignore(self, *names: str) -> None:
-        """Fields that do not change an answer."""
+        """Accepts fields that do not change an answer."""
         for name in names:
             self._left.pop(name, None)
 
     def only(self, name: str, *values: object, why: str) -> None:
-        """Refuses a field that has none of these values, with the reason."""
+        """Refuses a field with any other value, with the reason."""
         value = self.take(name)
         if value is not None and value not in values:
             shown = f"{self.place(name)}: {_shown(value)} is not supported: {why}"
             raise wrong(self.place(name), shown, "unsupported_value")
 
     def rest(self) -> dict[str, object]:
-        """All that is left, for whoever knows it."""
+        """All remaining fields, for a caller that knows them."""
         left, self._left = self._left, {}
         return left
 
     def finish(self) -> None:
-        """Refuses what nobody has taken: a misspelt field would change an answer in silence."""
+        """Refuses unread fields: a misspelt one would silently change an answer."""
         if self._left:
             name = self.place(next(iter(self._left)))[:MAX_SHOWN]
             raise wrong(name, f"Unknown parameter: {name!r}.", "unknown_parameter")
@@ -118,7 +118,7 @@ class Fields:
 
 
 def fields_of(body: bytes) -> Fields:
-    """Of a request. Raises ApiError for what is no JSON object."""
+    """The fields of a request. Raises ApiError unless it is a JSON object."""
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Who may ask, and how: what every request passes before it is read, and its line in the log.
+"""The guard of the application: checks every request before it is read, and logs it.
 
-The API key is wanted for every path but /health. Without one, a server on this machine's own address
-answers only requests that are addressed to it by that: a page in a browser that has its own name
-resolve to 127.0.0.1 is refused. What this module does not know: what a path does."""
+The API key is required for every path but /health. Without one, a server on this machine's own
+address only answers requests whose Host is that address: it refuses a page in a browser whose own
+name resolves to 127.0.0.1 (DNS rebinding)."""
 
 import base64
 import binascii
@@ -33,7 +33,8 @@ _ALLOWED = {
 
 
 class Guard:
-    """The outermost of the application. `count` hears of requests that begin (+1) and end (-1)."""
+    """The outermost layer of the application. `count` is called when requests begin (+1) and end
+    (-1)."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Guard:
             if line.status == 0:
                 await error_response(failed)(scope, receive, self._marked(scope, send, line))
             else:
-                raise  # the connection is closed in the middle of the answer
+                raise  # the connection is closed in mid-answer
         finally:
             self._count(-1)
             line.seconds = time.perf_counter() - began
@@ -84,7 +85,7 @@ class Guard:
             self._check(scope, headers)
         except ApiError as error:
             scope["state"]["line"].error = error.message
-            if "expect" not in headers:  # else nothing is sent before it is asked for
+            if "expect" not in headers:  # otherwise clients wait to be asked for the body
                 await drop_body(receive)
             await error_response(error)(scope, receive, send)
             return
@@ -132,7 +133,7 @@ class Guard:
         )
 
     def _origin(self, headers: Headers) -> str | None:
-        """What a page of another origin is told, if it may ask."""
+        """CORS headers for a page of another origin, if it is allowed."""
         origin, known = headers.get("origin"), self._config.origins
         if origin is None or not known:
             return None
@@ -160,7 +161,7 @@ class Guard:
 
 
 def _nothing() -> None:
-    """Where the application is not called by a Connection."""
+    """Stands in if the application is not called by a Connection."""
 
 
 async def _preflight(send: Send) -> None:
@@ -170,8 +171,8 @@ async def _preflight(send: Send) -> None:
 
 
 def _given_key(headers: Headers) -> bytes | None:
-    """Of Authorization: Bearer, of X-Api-Key, or the password of Authorization: Basic, which is what
-    a browser can ask a person for."""
+    """The key in Authorization: Bearer, X-Api-Key, or the password of Authorization: Basic, which a
+    browser can ask a user for."""
     if (key := headers.get("x-api-key")) is not None:
         return key.encode("latin-1")
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -198,7 +199,7 @@ def is_address(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Without the port; an IPv6 address without its brackets."""
+    """The host without its port; an IPv6 address without its brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0].lower() if ":" in host else host.lower()

@@ -1,6 +1,4 @@
-"""Numbers of a server for Prometheus. Those of one process: each server has a registry of its own.
-
-What this module does not know: how requests are answered."""
+"""Prometheus metrics of a server. Each server has its own registry in its one process."""
 
 from collections.abc import Callable
 
@@ -18,7 +16,7 @@ from sparkinfer.serve.texts import Report
 
 NAMESPACE = "sparkinfer"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# Paths that get a label of their own; what strangers make up would fill the memory.
+# Paths with their own label; arbitrary paths sent by strangers would fill the memory.
 PATHS = (
     "/", "/health", "/metrics", "/props", "/tokenize", "/detokenize", "/apply-template",
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models",
@@ -27,7 +25,7 @@ PATHS = (
 
 class Metrics:
     def __init__(self) -> None:
-        disable_created_metrics()  # a second series for each, of times
+        disable_created_metrics()  # otherwise a second series of times for each
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests answered.", "path", "status")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
@@ -47,7 +45,7 @@ class Metrics:
                          registry=self.registry)  # fmt: skip
 
     def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
-        """A number that is asked for whenever someone looks."""
+        """A number that is computed whenever it is read."""
         found = Gauge(name, what, namespace=NAMESPACE, registry=self.registry)
         found.set_function(value)
 

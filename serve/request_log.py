@@ -1,6 +1,4 @@
-"""A line in the log for each request, for people or (--log-json) for programs.
-
-What this module does not know: what requests are."""
+"""A line in the log for each request, as text or (--log-json) as JSON."""
 
 import json
 import logging

@@ -1,6 +1,5 @@
-"""/v1/responses: a chat's answer as items, whole or as events.
-
-What this module does not know: how a request is read (responses_requests)."""
+"""/v1/responses: a chat's answer as items, whole or as events. Requests are read by
+responses_requests."""
 
 import secrets
 import time
@@ -40,14 +39,14 @@ async def responses(service: Service, request: Request) -> Response:
 
 
 class _Answer:
-    """Items as they grow. Of a reasoning, a message and calls, each begins where the one before
-    ends."""
+    """Items as they grow. Reasoning, message and calls follow one another: each begins where the
+    previous one ends."""
 
     def __init__(self, service: Service, request: Request, voice: Voice) -> None:
         self._service, self._request, self._voice = service, request, voice
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._items: list[Body] = []
-        self._text = ""  # of the last item
+        self._text = ""  # of the current item
         self._is_open = False
         self._number = -1
 
@@ -78,7 +77,7 @@ class _Answer:
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def take(self, delta: Delta) -> Iterator[bytes]:
-        """The events of what is said next."""
+        """The events for a delta."""
         if delta.reasoning:
             yield from self._grow("reasoning", delta.reasoning)
         if delta.content:
@@ -88,7 +87,7 @@ class _Answer:
             yield from self._call(call)
 
     def end(self) -> Iterator[bytes]:
-        """The events of the end of an item, where one is open."""
+        """The events that end an item, if one is open."""
         if not self._is_open:
             return
         self._is_open = False
@@ -109,7 +108,7 @@ class _Answer:
         )
 
     def whole(self, report: Report) -> Body:
-        """The response, once it has ended."""
+        """The complete response, once it has ended."""
         self._service.report(self._request, [report])
         is_whole = report.stopped_by in ("end of text", "stop string")
         body = self._body("completed" if is_whole else "incomplete")

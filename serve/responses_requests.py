@@ -1,7 +1,6 @@
-"""/v1/responses' request as a chat's: items to messages, fields to fields.
+"""Converts /v1/responses requests to chat requests: items to messages, fields to fields.
 
-Nothing is stored here, so what refers to an earlier response is refused. What this module does not
-know: how a chat's request is read (chat_requests)."""
+Nothing is stored here, so references to an earlier response are refused."""
 
 from collections.abc import Mapping
 
@@ -13,13 +12,13 @@ from sparkinfer.serve.served_model import ServedModel
 MAX_ITEMS = 4096
 MAX_INSTRUCTIONS = 1 << 24
 _REFERS = "nothing is stored here; send the whole conversation as input"
-# Names of a chat's fields that a client of this API knows by others.
+# Names of a chat's fields that differ in this API.
 _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
            "response_format": "text.format"}  # fmt: skip
 
 
 def responses_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
-    """Raises ApiError for what does not map onto a chat."""
+    """Raises ApiError for a request that does not map to a chat."""
     chat = _chat_fields(fields)
     try:
         return chat_request(Fields(chat), served, timeout_s)
@@ -95,7 +94,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _tool(tool: object, place: str) -> Mapping[str, object]:
-    """The flat form to a chat's."""
+    """Converts the flat form to a chat's."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
     function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}

@@ -1,6 +1,4 @@
-"""Sampling as requests have it: llama-server's names, upon the defaults that the server has.
-
-What this module does not know: what the samplers do."""
+"""Sampling fields of requests: llama-server's names, over the server's defaults."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,8 +14,8 @@ from sparkinfer.serve.fields import Fields
 
 MAX_BIASES, MAX_BIAS, MAX_BIASED_LENGTH = 1024, 1e6, 256
 MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 256
-RANDOM_SEEDS = (-1, 0xFFFFFFFF)  # llama.cpp's, for another one each time
-# The names of requests, where they are not those of SamplingOptions.
+RANDOM_SEEDS = (-1, 0xFFFFFFFF)  # llama.cpp's values for a random seed
+# Names in requests, where they differ from those of SamplingOptions.
 RENAMED = {"typical_p": "typ_p", "mirostat_tau": "mirostat_ent", "mirostat_eta": "mirostat_lr"}
 NUMBERS = (
     "temperature", "dynatemp_range", "dynatemp_exponent", "top_p", "min_p", "typical_p", "typ_p",
@@ -34,9 +32,10 @@ _INT32 = (1 << 31) - 1
 def take_sampling(
     fields: Fields, defaults: SamplingOptions, encode: Callable[[str], list[int]], vocab_size: int
 ) -> SamplingOptions:
-    """`encode` gives the tokens of a text that has a bias. Raises ApiError for what cannot be."""
+    """The options. `encode` returns the tokens of a text with a bias. Raises ApiError for invalid
+    ones."""
     given: dict[str, object] = {}
-    names: dict[str, str] = {}  # of requests, by those of SamplingOptions
+    names: dict[str, str] = {}  # in the request, by those of SamplingOptions
     for name in NUMBERS:
         if (number := fields.number(name)) is not None:
             given[RENAMED.get(name, name)] = number
@@ -64,8 +63,8 @@ def take_sampling(
 def take_bias(
     fields: Fields, encode: Callable[[str], list[int]], vocab_size: int
 ) -> tuple[tuple[int, float], ...]:
-    """OpenAI's {"15043": -100}, or llama-server's [[15043, 1.5], [" Hello", false]], where false
-    bans a token and a text stands for each of its tokens."""
+    """Reads OpenAI's {"15043": -100}, or llama-server's [[15043, 1.5], [" Hello", false]], where
+    false bans a token and a text stands for each of its tokens."""
     value = fields.take("logit_bias")
     pairs = list(value.items()) if isinstance(value, dict) else value
     if value is None:
@@ -125,7 +124,7 @@ def _samplers(value: object) -> tuple[str, ...]:
 
 
 def _named(error: SparkinferError, names: Mapping[str, str]) -> ApiError:
-    """With the field that the message begins with, by the name that the request has for it."""
+    """The error under the request's name of the field that its message begins with."""
     first = str(error).split()[0]
     param = names.get(first, first if first in (*WHOLE, "seed", "samplers") else None)
     return wrong(param, str(error).replace(first, param or first, 1))

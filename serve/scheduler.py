@@ -1,12 +1,9 @@
 """The thread that runs the engine: texts join and leave between its steps.
 
-A step computes the last token of every text that is being written and, with the rows that are left,
-pieces of prompts, so that a long prompt does not hold up the answers of others. The engine gives a
-row the same bits whatever else is in the step, so a text is the one that its request would get alone.
-A text whose prompt begins like one that is being read waits until that beginning is there, and
-shares it.
-
-What this module does not know: HTTP, JSON, how tokens are drawn."""
+A step computes the last token of every text in generation and, with the remaining rows, pieces of
+prompts, so that a long prompt does not hold up other answers. The engine gives a row the same bits
+whatever else is in the step, so a text is the one that its request would get alone. A text that
+shares a prefix with a prompt being read waits until that prefix is computed, and reuses it."""
 
 import logging
 import threading
@@ -25,28 +22,29 @@ from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said
 log = logging.getLogger("sparkinfer.serve")
 
 Batch = list[tuple[Text, Event]]
-STEP_ROWS = 128  # of a step; the native one reads each weight once for so many
-LEAST_ROWS = 16  # of prompts, beside texts that are written
-READ_S = 0.25  # that reading prompts may add to a step in which others write
+STEP_ROWS = 128  # of a step; the native one reads each weight once for this many
+LEAST_ROWS = 16  # of prompts, beside texts in generation
+READ_S = 0.25  # that reading prompts may add to a step with texts in generation
 WORTH_WAITING = 64  # tokens of a prompt that another text is about to have read
 
 
 class QueueFull(Exception):
-    """As many texts wait as may."""
+    """The queue of waiting texts is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many texts are worked on at a time, and how many more may wait."""
+    """The number of texts worked on at a time, and of those that may wait."""
 
     parallel: int
     queue: int
 
 
 class Scheduler:
-    """`post` is called by the scheduler's thread, once a step, with all that happened in it.
+    """Runs the engine. The scheduler's thread calls `post` once per step, with all of its events.
 
-    `submit`, `cancel` and `stop` are for other threads; `run` is for the one that has the engine."""
+    `submit`, `cancel` and `stop` are for other threads; `run` is for the one that owns the
+    engine."""
 
     def __init__(
         self, engine: TextEngine, shelf: Shelf, limits: Limits, post: Callable[[Batch], None]
@@ -56,7 +54,7 @@ class Scheduler:
         self._running: list[Text] = []
         self._change = threading.Condition()
         self._is_stopped = False
-        self._row_s = 0.0  # what a row of a prompt takes, lately
+        self._row_s = 0.0  # recent seconds per prompt row
         self.on_step: Callable[[float, int], None] = lambda seconds, rows: None  # for metrics
         self._batch: Batch = []
 
@@ -86,14 +84,14 @@ class Scheduler:
         return texts
 
     def cancel(self, texts: Sequence[Text]) -> None:
-        """Nobody wants these any more. They end before the next step, and nothing is told."""
+        """Cancels texts. They end before the next step, without an event."""
         for text in texts:
             text.is_cancelled = True
         with self._change:
             self._change.notify()
 
     def stop(self) -> None:
-        """Ends `run` after the step that it is in; what is not finished fails as Stopping."""
+        """Ends `run` after the current step; unfinished texts fail as Stopping."""
         with self._change:
             self._is_stopped = True
             self._change.notify()
@@ -109,7 +107,7 @@ class Scheduler:
         self._fail_all(Stopping())
 
     def step(self) -> None:
-        """One step of the engine, for whoever needs it."""
+        """Runs one step of the engine."""
         self._sweep()
         self._admit()
         parts = self._parts()
@@ -131,7 +129,7 @@ class Scheduler:
             self._post(batch)
 
     def _sweep(self) -> None:
-        """Lets go of texts that nobody wants, or that have taken too long."""
+        """Drops cancelled texts and those past their deadline."""
         now = time.monotonic()
         with self._change:
             texts = [*self._running, *self._waiting]
@@ -167,7 +165,7 @@ class Scheduler:
         self._end(text, Failed(error), is_kept=False)
 
     def _parts(self) -> list[tuple[Text, Part]]:
-        """What the step computes: a row of every text that is written, then pieces of prompts."""
+        """The parts of a step: a row of every text in generation, then pieces of prompts."""
         writing = [text for text in self._running if text.is_writing]
         parts = [found for text in writing if (found := self._part(text, 1))]
         rows = STEP_ROWS - len(writing)
@@ -187,8 +185,8 @@ class Scheduler:
             return None
 
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
-        """Which prompts are read by how many tokens: of the oldest as much as half of the rows, so
-        that it ends, then the shortest first, so that they need not wait for long ones."""
+        """How many tokens of which prompts to read: up to half of the rows for the oldest, so that
+        it ends, then the shortest first, so that they need not wait for long ones."""
         reading = [text for text in self._running if not text.is_writing and self._has_begun(text)]
         if not reading:
             return []
@@ -203,7 +201,8 @@ class Scheduler:
         return [(text, share) for text, share in shares.items() if share]
 
     def _has_begun(self, text: Text) -> bool:
-        """Whether it has a place; gives it one, unless a part of its prompt is about to be read."""
+        """True if the text has a place; gives it one, unless a prefix of its prompt is about to be
+        read."""
         if text.sequence is not None:
             return True
         job = text.job
@@ -223,7 +222,7 @@ class Scheduler:
         return True
 
     def _is_being_read(self, ids: Sequence[int]) -> bool:
-        """Whether waiting gives many more tokens of a prompt than are known."""
+        """True if waiting makes many more tokens of a prompt reusable than are now."""
         coming = 0
         for other in self._running:
             if other.sequence is not None and not other.is_writing and other.job.reuses:
@@ -246,8 +245,8 @@ class Scheduler:
             self._draw(text, part, logits_RV, seconds)
 
     def _compute_alone(self, parts: list[tuple[Text, Part]]) -> None:
-        """As a step that fails adds nothing to any sequence, only the texts that fail alone, too,
-        are at fault."""
+        """Computes the parts one by one. A failed step adds nothing to any sequence, so only texts
+        that fail alone, too, are at fault."""
         for text, part in parts:
             began = time.perf_counter()
             try:

@@ -1,6 +1,4 @@
-"""The model of a server as requests need it: tokens, template, samplers. Safe for several threads.
-
-What this module does not know: how tokens are made."""
+"""The served model as requests need it: tokens, template, samplers. Thread-safe."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,12 +17,12 @@ from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.serve.api_error import ApiError, wrong
 
 LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
-MAX_BREAKER_SETS = 16  # that are remembered: each is looked for in the whole vocabulary
+MAX_BREAKER_SETS = 16  # cached: each is looked for in the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`template` is a line that says why there is none, where there is none."""
+    """The served model. `template` is a line with the reason if there is no template."""
 
     name: str
     created: int
@@ -42,7 +40,7 @@ class ServedModel:
     _lock: Lock = field(default_factory=Lock, compare=False, repr=False)
 
     def check_length(self, text: str, param: str) -> None:
-        """Refuses, before it is tokenised, what cannot fit into the context."""
+        """Refuses, before tokenising, a text that cannot fit into the context."""
         most = self.context_length * self.longest_token
         if len(text) > most:
             raise wrong(
@@ -53,24 +51,24 @@ class ServedModel:
             )
 
     def encode(self, text: str) -> list[int]:
-        """As a prompt: with what the tokenizer puts before it. Raises ApiError."""
+        """Tokens of a prompt, with those the tokenizer adds. Raises ApiError."""
         try:
             return self._long_ids(text, is_special=True) or self.codec.encode(text)
         except SparkinferError as error:
             raise wrong("prompt", str(error)) from error
 
     def encode_plain(self, text: str, param: str = "content") -> list[int]:
-        """Nothing is added. Raises ApiError."""
+        """Tokens of the text alone. Raises ApiError."""
         try:
             return self._long_ids(text, is_special=False) or self.codec.encode_rendered(text)
         except SparkinferError as error:
             raise wrong(param, str(error)) from error
 
     def _long_ids(self, text: str, *, is_special: bool) -> list[int] | None:
-        """The tokens of a long text; None for a short one, and one that the codec has to refuse.
+        """The tokens of a long text; None for a short one, and one that the codec must refuse.
 
-        For one text tokenizers holds Python's lock, and with it every answer, for seconds a MiB; for
-        a batch it does not."""
+        For one text tokenizers holds Python's lock, and with it every answer, for seconds per MiB;
+        for a batch it does not."""
         if len(text) < LONG_TEXT:
             return None
         try:
@@ -89,7 +87,7 @@ class ServedModel:
         continues: bool,
         add_generation_prompt: bool,
     ) -> str:
-        """The text of a conversation. Raises ApiError where the template does not take it."""
+        """The text of a conversation. Raises ApiError if the template rejects it."""
         if isinstance(self.template, str):
             raise ApiError(501, self.template, code="no_chat_template")
         try:
@@ -128,13 +126,13 @@ class ServedModel:
         return replace(self.codec, end_ids=self.codec.end_ids | {token_id}), ()
 
     def hidden_marks(self, texts: Sequence[str]) -> dict[int, str]:
-        """Those of some texts that are special tokens, which are left out of what is said."""
+        """The texts among these that are special tokens, which are left out of answers."""
         added = self.codec.tokenizer.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items()
                 if token.special and token.content in texts}  # fmt: skip
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; those of a special one are its name's."""
+        """The bytes of a token; for a special one, those of its name."""
         tokenizer = self.codec.tokenizer
         name = tokenizer.id_to_token(token_id)
         if name is None:
@@ -160,7 +158,7 @@ class ServedModel:
 
 
 def _byte_of() -> dict[str, int]:
-    """GPT-2's names of bytes: those that can be printed are themselves, the others follow at 256."""
+    """GPT-2's names of bytes: printable ones are themselves, the others follow at 256."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     names = {chr(byte): byte for byte in printed}

@@ -1,9 +1,8 @@
-"""A server's life: its socket, the thread of its engine, its signals, its end.
+"""The lifetime of a server: its socket, the engine's thread, signals, shutdown.
 
-The port is bound before the model is loaded, so that a port in use is told at once; until then
+The port is bound before the model is loaded, so that a port in use is reported at once; until then
 /health says "loading model". SIGTERM or SIGINT lets running answers finish (drain_s), refuses new
-ones, and ends the process with 0; a second signal ends it at once.
-What this module does not know: paths, how a model is loaded."""
+ones, and ends the process with 0; a second signal ends it at once."""
 
 import asyncio
 import os
@@ -30,14 +29,14 @@ from sparkinfer.serve.served_model import ServedModel
 from sparkinfer.serve.service import Service
 from sparkinfer.serve.shelf import Shelf
 
-LAST_S = 2.0  # for answers that are made, to be sent
+LAST_S = 2.0  # for finished answers to be sent
 
 OpenEngine = Callable[[], AbstractContextManager[TextEngine]]
 
 
 class Server:
-    """`open_engine` is called in the thread that runs it, and gives an engine of `num_places`
-    sequences; `on_ready` hears the server's address when it takes requests."""
+    """A server. `open_engine` is called in the engine's thread, and returns an engine of
+    `num_places` sequences; `on_ready` gets the server's address once it takes requests."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class Server:
         self._num_signals = 0
 
     def run(self) -> None:
-        """Until a signal. Raises SparkinferError where the port or the model cannot be had."""
+        """Runs until a signal. Raises SparkinferError if the port or the model is unavailable."""
         listener = _listener(self.config)
         try:
             asyncio.run(self._serve(listener))
@@ -113,7 +112,7 @@ class Server:
     def _tell(self, what: Callable[[], object]) -> None:
         try:
             self._loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop is closed: nobody is left who could hear it
+        except RuntimeError:  # the loop is closed: nobody is left to notify
             assert self._loop.is_closed()
 
     def _on_signal(self) -> None:
@@ -128,7 +127,7 @@ class Server:
             self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Lets what is running end, within its time; then what is left fails."""
+        """Lets running answers finish, within their time; then fails the rest."""
         deadline = time.monotonic() + self.config.drain_s
         while self.service.num_active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -147,7 +146,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without its own handling of signals, which closes the port before answers are finished."""
+    """Without uvicorn's signal handling, which closes the port before answers are finished."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -194,11 +193,11 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         defaults=config.sampling,
         max_tokens=config.max_tokens,
     )
-    served.chain(config.sampling)  # refuses what cannot be
+    served.chain(config.sampling)  # refuses impossible options
     try:
         json_schema_constraint({"type": "object"}, codec)  # reads the vocabulary, once
     except SparkinferError:
-        pass  # the request that wants one is told why
+        pass  # a request that needs one gets the reason
     return served
 
 

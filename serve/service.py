@@ -1,6 +1,4 @@
-"""What all paths of a server share: its model once it is loaded, its scheduler, its state.
-
-What this module does not know: paths, sockets, signals."""
+"""State shared by all paths of a server: its model once it is loaded, and its scheduler."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,20 +23,20 @@ MAX_RETRY_S = 60
 
 
 class Service:
-    """Used on the loop; `scheduler` has a thread of its own."""
+    """Used on the loop; `scheduler` has its own thread."""
 
     def __init__(self, config: ServeConfig, fingerprint: str = "sparkinfer") -> None:
         self.config, self.fingerprint = config, fingerprint
         self.state: Literal["loading", "ready", "stopping"] = "loading"
         self.metrics = Metrics()
-        self.num_active = 0  # requests that are being answered
+        self.num_active = 0  # requests in progress
         self._served: ServedModel | None = None
         self._scheduler: Scheduler | None = None
         self._preparing = ThreadPoolExecutor(NUM_PREPARING, thread_name_prefix="prepare")
-        self._text_s = 1.0  # what a text takes, lately
+        self._text_s = 1.0  # recent seconds per text
 
     def begin(self, served: ServedModel, scheduler: Scheduler) -> None:
-        """The model is loaded."""
+        """Called when the model is loaded."""
         self._served, self._scheduler = served, scheduler
         scheduler.on_step = self.metrics.step
         for name, what, value in (
@@ -53,7 +51,7 @@ class Service:
 
     @property
     def served(self) -> ServedModel:
-        """Raises ApiError while the model is loaded."""
+        """Raises ApiError until the model is loaded."""
         if self._served is None:
             raise unavailable("the model is being loaded")
         return self._served
@@ -80,7 +78,8 @@ class Service:
         self.num_active += change
 
     async def fields(self, request: Request) -> Fields:
-        """Of a POST. Raises ApiError for a body that is no JSON object, too long, or too slow."""
+        """The fields of a POST. Raises ApiError for a body that is not a JSON object, too long, or
+        too slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             await drop_body(request.receive)
@@ -107,18 +106,18 @@ class Service:
         return await self.prepared(lambda: fields_of(b"".join(pieces)))
 
     async def prepared(self, make: Callable[[], Result]) -> Result:
-        """The result of work that would hold up the loop."""
+        """The result of work that would block the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
     def exchange(self, jobs: Sequence[Job], *, is_stream: bool) -> Exchange:
-        """Raises ApiError where there is no room for them."""
+        """Submits the jobs. Raises ApiError if there is no room for them."""
         waiting = self.scheduler.num_waiting + 1
         retry_s = round(self._text_s * waiting / self.config.parallel)
         retry_s = max(1, min(MAX_RETRY_S, retry_s))
         return Exchange(self.scheduler, jobs, retry_s, is_stream=is_stream)
 
     def report(self, request: Request, reports: Sequence[Report]) -> None:
-        """For the log and the metrics, once the texts of a request have ended."""
+        """Logs a request and updates the metrics, once its texts have ended."""
         line: RequestLine = request.scope["state"]["line"]
         for report in reports:
             self.metrics.text(report)
@@ -131,7 +130,7 @@ class Service:
     async def while_there(
         self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
     ) -> Result:
-        """As exchange.while_there; the texts end with it."""
+        """As exchange.while_there; if it ends early, so do the texts."""
         try:
             return await while_there(request.receive, work)
         finally:

@@ -1,15 +1,13 @@
-"""The places for texts, and what is kept in those that nobody writes to.
+"""The places for texts, and the finished texts kept in them.
 
-A text that has ended stays, and one that begins alike takes its keys and values over: the whole
-place where it goes on with all of them (the next turn of a conversation), else a fork of the part
-that they share, which copies nothing until it is written to. Where no place is empty, the text that
-was not used for the longest time goes.
+A finished text stays, and a text with a common prefix reuses its keys and values: the whole place
+if it continues all of them (the next turn of a conversation), else a fork of the shared part, which
+is copy-on-write. If no place is empty, the least recently used text goes.
 
-The longest beginning in common is found by comparing token lists: 32 kept texts of 4,096 tokens take
-0.1 ms where one is alike to its end and the others differ at once, and 2 ms where all are alike
-(Zen 4 core, shared), once a text; a step of a small model takes 30. A radix tree would save that and
-be another place that says what is kept.
-What this module does not know: when a text begins or ends."""
+The longest common prefix is found by comparing token lists: 32 kept texts of 4,096 tokens take 0.1
+ms if one is equal to its end and the others differ at once, and 2 ms if all are equal (Zen 4 core,
+shared), once per text; a step of a small model takes 30. A radix tree would save that and be a
+second record of what is kept. When texts begin and end is left to the scheduler."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,11 +18,11 @@ _FIRST_SLICE = 16
 
 
 class Shelf:
-    """All of an engine's sequences are opened and closed here."""
+    """Opens and closes all of an engine's sequences."""
 
     def __init__(self, engine: TextEngine, num_places: int) -> None:
         self._engine, self.num_places = engine, num_places
-        self._kept: list[TextSequence] = []  # the one that was used last is last
+        self._kept: list[TextSequence] = []  # the last used one is last
         self._used: list[TextSequence] = []
 
     @property
@@ -40,12 +38,12 @@ class Shelf:
         return sum(sequence.length for sequence in self._used)
 
     def known(self, ids: Sequence[int]) -> int:
-        """How many tokens of a prompt are there already; at least one is always computed."""
+        """Tokens of a prompt that are reusable; at least one is always computed."""
         return self._nearest(ids)[1]
 
     def take(self, ids: Sequence[int], *, reuses: bool = True) -> TextSequence:
-        """A place that has the longest known beginning of a prompt. There must be one that is not
-        in use."""
+        """A place with the longest known prefix of a prompt. There must be one that is not in
+        use."""
         assert len(self._used) < self.num_places, "every place is in use"
         found, count = self._nearest(ids) if reuses else (None, 0)
         if found is None:
@@ -55,7 +53,7 @@ class Shelf:
             found.rollback(count)
             sequence = found
         else:
-            if found in self._kept:  # it has been of use just now
+            if found in self._kept:  # it was used just now
                 self._kept.append(self._kept.pop(self._kept.index(found)))
             self._make_room()
             sequence = found.fork()
@@ -64,7 +62,7 @@ class Shelf:
         return sequence
 
     def keep(self, sequence: TextSequence) -> None:
-        """Nobody writes to it any more, and others may go on with it."""
+        """Keeps a finished sequence for others to continue."""
         self._used.remove(sequence)
         if not sequence.length:
             sequence.close()
@@ -80,18 +78,18 @@ class Shelf:
         self._kept.append(sequence)
 
     def drop(self, sequence: TextSequence) -> None:
-        """Nobody may go on with it."""
+        """Closes a sequence that nobody may continue."""
         self._used.remove(sequence)
         sequence.close()
 
     def check_integrity(self) -> None:
-        """Every open sequence is either kept or used."""
+        """Checks that every open sequence is either kept or in use."""
         numbers = [sequence.number for sequence in (*self._kept, *self._used)]
         assert len(set(numbers)) == len(numbers) <= self.num_places, numbers
         assert all(sequence.is_open for sequence in (*self._kept, *self._used))
 
     def _nearest(self, ids: Sequence[int]) -> tuple[TextSequence | None, int]:
-        """(the sequence that begins most like a prompt, the tokens that they share)."""
+        """(the sequence with the longest prefix of a prompt, length of that prefix)."""
         return longest(ids, (*self._kept, *self._used) if self._can_fork else self._kept)
 
     @property
@@ -99,7 +97,7 @@ class Shelf:
         return self.num_places > 1
 
     def _has_other(self, kept: TextSequence) -> bool:
-        """Whether there is a place beside it: an empty one, or one whose text may go."""
+        """True if there is another place beside it: an empty one, or one whose text may go."""
         return len(self._used) + 1 < self.num_places
 
     def _empty(self) -> TextSequence:
@@ -118,7 +116,7 @@ class Shelf:
 def longest(
     ids: Sequence[int], sequences: Iterable[TextSequence]
 ) -> tuple[TextSequence | None, int]:
-    """(the one that begins most like a prompt, the tokens that they share); None where none does."""
+    """(the one with the longest common prefix, its length); None if none shares any."""
     best, most, ids = None, 0, ids[:-1]
     for sequence in sequences:
         count = common(sequence.ids, ids)
@@ -128,10 +126,10 @@ def longest(
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike. Compares slices that double in length, then halves
-    the one that differs."""
+    """Length of two texts' common prefix. Compares slices that double in length, then bisects the
+    one that differs."""
     most = min(len(a), len(b))
-    low, high = 0, min(_FIRST_SLICE, most)  # the first `low` are alike
+    low, high = 0, min(_FIRST_SLICE, most)  # the first `low` are equal
     while low < most and a[low:high] == b[low:high]:
         low, high = high, min(2 * high, most)
     while high - low > 1:

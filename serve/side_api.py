@@ -1,6 +1,5 @@
-"""The paths beside the answers: models, tokens, templates, properties, health, metrics, the page.
-
-What this module does not know: how answers are made."""
+"""The paths beside the answers: models, tokens, templates, properties, health, metrics, the
+page."""
 
 import base64
 import hashlib
@@ -24,7 +23,7 @@ MAX_TEXT, MAX_TOKENS = 1 << 20, 1 << 17  # of /tokenize, 5 s on a busy core; of 
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 where the server takes requests. llama-server's words."""
+    """200 if the server takes requests, in llama-server's words."""
     if service.state == "ready":
         return JsonResponse({"status": "ok"})
     word = "loading model" if service.state == "loading" else "stopping"
@@ -36,7 +35,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 async def page(service: Service, request: Request) -> Response:
-    """The one file that is served: its path is the program's own."""
+    """The one static file; its path is fixed."""
     if not PAGE.is_file():
         raise ApiError(404, "this server has no page; its API is under /v1", code="not_found")
     content, policy = _page()
@@ -117,7 +116,7 @@ async def props(service: Service, request: Request) -> Response:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """llama-server's: without special tokens before it unless asked; with_pieces tells texts."""
+    """llama-server's: without special tokens before it unless asked; with_pieces returns texts."""
     fields = await service.fields(request)
     content = _content(fields)
     is_special = fields.flag("add_special")
@@ -167,7 +166,7 @@ def _content(fields: Fields) -> str:
 
 
 def _piece(found: bytes) -> str | list[int]:
-    """Its text; where its bytes are no whole characters, these."""
+    """Its text; if its bytes are not whole characters, the bytes."""
     try:
         return found.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,6 +1,4 @@
-"""What requests of all kinds have in common, and a completion's own part: from fields to jobs.
-
-What this module does not know: messages (chat_requests), what is answered."""
+"""The shared part of all text requests, and completion requests: from fields to jobs."""
 
 import json
 import time
@@ -27,13 +25,13 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_PROMPTS = 64
-# Of OpenAI's clients and llama-server's: they say nothing about an answer's text.
+# Fields of OpenAI's and llama-server's clients that do not affect an answer's text.
 NEUTRAL = (
     "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "id_slot", "timings_per_token", "return_tokens",
     "return_progress", "sse_ping_interval", "n_cache_reuse",
 )  # fmt: skip
-# What is not done here, with the values that ask for nothing, as llama-server's clients send them.
+# Unsupported fields, with the values that turn them off, as llama-server's clients send them.
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("n_keep", (0, -1), "the context is not shifted"),
     ("n_discard", (0,), "the context is not shifted"),
@@ -48,9 +46,9 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How each text of a request is made, and how it is told."""
+    """How each text of a request is made and returned."""
 
-    count: int  # of each prompt
+    count: int  # per prompt
     is_stream: bool
     has_usage: bool  # in a stream
     sampling: SamplingOptions
@@ -71,7 +69,7 @@ class TextRequest:
 
 
 def completion_request(fields: Fields, served: ServedModel, timeout_s: float) -> TextRequest:
-    """Of /v1/completions. Raises ApiError."""
+    """The request of /v1/completions. Raises ApiError."""
     prompts = _prompts(fields.take("prompt"), served)
     echoes = fields.flag("echo")
     logprobs = fields.take("logprobs")
@@ -102,7 +100,7 @@ def take_wanted(
     timeout_s: float,
     stops: Sequence[str] = (),
 ) -> Wanted:
-    """The fields that completions and chats have in common; `stops` are the template's."""
+    """The fields shared by completions and chats; `stops` are the template's."""
     fields.ignore(*NEUTRAL)
     for name, values, why in UNSUPPORTED:
         fields.only(name, *values, why=why)
@@ -134,7 +132,7 @@ def take_wanted(
 def jobs_of(
     served: ServedModel, ids: list[int], wanted: Wanted, codec: TextCodec, param: str
 ) -> list[Job]:
-    """A job for each choice: with a seed, that of the n-th is the seed + n."""
+    """A job for each choice: with a seed, the n-th has seed + n."""
     if not ids:
         raise wrong(param, f"{param} has no tokens; give it some text")
     if len(ids) >= served.context_length:
@@ -195,7 +193,7 @@ def _ids(value: list[int], served: ServedModel) -> list[int]:
 
 
 def _logprobs(value: object) -> int | None:
-    """Of completions: a number of them."""
+    """The number of logprobs of a completion."""
     if value is None:
         return None
     if value is True:
@@ -206,7 +204,7 @@ def _logprobs(value: object) -> int | None:
 
 
 def _max_tokens(fields: Fields, served: ServedModel) -> int:
-    """By any of its names; never more than the server allows."""
+    """The limit under any of its names; never more than the server allows."""
     asked = None
     for name in ("max_completion_tokens", "max_tokens", "n_predict"):
         found = fields.whole(name, -1, (1 << 31) - 1)
@@ -227,7 +225,7 @@ def _timeout_s(fields: Fields) -> float | None:
 
 
 def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
-    """Of response_format, json_schema or grammar; at most one of them."""
+    """The constraint of response_format, json_schema or grammar; at most one of them."""
     given = [name for name in ("json_schema", "grammar") if fields.has(name)]
     schema, param = fields.take("json_schema"), "json_schema"
     grammar = fields.text("grammar", MAX_GRAMMAR_BYTES)
@@ -260,7 +258,7 @@ def schema_constraint(schema: object, codec: TextCodec, param: str) -> Constrain
 
 
 def _schema(shape: Fields, kind: str) -> object:
-    if kind == "json_object":  # llama-server: with a schema beside
+    if kind == "json_object":  # llama-server: with an optional schema
         return shape.take("schema") or {"type": "object"}
     if shape.has("schema"):
         return shape.take("schema")

@@ -1,6 +1,4 @@
-"""One text of a request: what is asked for, where it stands, and what is told about it.
-
-What this module does not know: other texts, HTTP."""
+"""One text of a request: its job, its state, and its events."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +19,8 @@ from sparkinfer.runtime.text.codec import TextCodec
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be continued. `deadline`: when it fails, by time.monotonic. `reuses`: whether it
-    may begin with keys and values that others have computed, and leave its own for others."""
+    """A text to be continued. `deadline`: when it fails, by time.monotonic. `reuses`: whether it
+    may reuse keys and values that others have computed, and leave its own for others."""
 
     ids: Sequence[int]
     codec: TextCodec
@@ -35,7 +33,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Of a text that has ended; times in seconds by the clock, so with the steps that it shared."""
+    """Statistics of a finished text; times in wall-clock seconds, so including shared steps."""
 
     stopped_by: str
     prompt_tokens: int
@@ -47,11 +45,11 @@ class Report:
 
 
 class Stopping(Exception):
-    """The server ends before the text does."""
+    """The server stops before the text ends."""
 
 
 class Late(Exception):
-    """The text's deadline is over."""
+    """The text's deadline has passed."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,17 @@ class Failed:
 
 
 Event = Said | Ended | Failed
-Listen = Callable[[int, Event], None]  # the number of the text within its request, what happened
+Listen = Callable[[int, Event], None]  # the index of the text within its request, its event
 
 
 class Text:
-    """A job on its way: it waits, reads its prompt, writes, and ends.
+    """A job in progress: it waits, reads its prompt, generates, and ends.
 
-    `listen` is not called here: the scheduler hands its events over in batches."""
+    `listen` is not called here: the scheduler delivers events in batches."""
 
     def __init__(self, job: Job, number: int, listen: Listen) -> None:
         self.job, self.number, self.listen = job, number, listen
-        self.is_cancelled = False  # by any thread; heard before the next step
+        self.is_cancelled = False  # set by any thread; read before the next step
         self.sequence: TextSequence | None = None
         self.generation: Generation | None = None
         self.is_writing = False
@@ -95,12 +93,12 @@ class Text:
 
     @property
     def num_unread(self) -> int:
-        """Tokens of the prompt that are to be computed."""
+        """Tokens of the prompt still to be computed."""
         known = 0 if self.sequence is None else self.sequence.length
         return 0 if self.is_writing else len(self.job.ids) - known
 
     def begin(self, sequence: TextSequence, traffic: Traffic) -> None:
-        """Goes on with what the sequence has, which is a part of the prompt."""
+        """Continues from the sequence's tokens, which are a prefix of the prompt."""
         job = self.job
         self.sequence, self.num_cached = sequence, sequence.length
         self._began_s = time.monotonic()
@@ -109,7 +107,7 @@ class Text:
         )
 
     def part(self, most: int) -> Part:
-        """What it wants computed next: at most `most` tokens of its prompt, or its last token."""
+        """What to compute next: at most `most` tokens of its prompt, or its last token."""
         assert self.sequence is not None and self.generation is not None
         if self.num_unread <= most:
             part = self.generation.part()
@@ -131,8 +129,8 @@ class Text:
         return tokens
 
     def let_go(self) -> None:
-        """Frees what an ended text was made with. Its last logits, a view of those of all the texts of
-        a step, would otherwise live for as long as anybody knows the text."""
+        """Frees the resources of an ended text. Its last logits, a view of those of all texts of a
+        step, would otherwise live as long as any reference to the text."""
         self.generation = None
 
     @property

@@ -1,8 +1,7 @@
-"""Tool calls in answers, for the templates whose form of them is known.
+"""Parses tool calls in answers, for templates whose form of them is known.
 
-A template tells its model how to write a call, so the form is recognised by the template's text.
-Where it is not known, tools are refused: the calls would come as text that no client understands.
-What this module does not know: what a tool does, tokens."""
+A template tells its model how to write a call, so the form is detected from the template's text. If
+it is not known, tools are refused: the calls would be text that no client understands."""
 
 import json
 import secrets
@@ -20,7 +19,7 @@ class ToolCall:
     arguments: str  # JSON, as the model wrote it
 
     def body(self, index: int | None = None) -> dict[str, object]:
-        """As OpenAI has it; with an index, as a part of a stream."""
+        """OpenAI's object; with an index, as a part of a stream."""
         function = {"name": self.name, "arguments": self.arguments}
         found: dict[str, object] = {"id": self.id, "type": "function", "function": function}
         return found if index is None else {"index": index, **found}
@@ -28,9 +27,9 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolForm:
-    """How a template's model calls tools. From `begin` on a text is no text any more; `where` says
-    whether it may come anywhere or at the beginning alone. `read` gives the calls of what begins
-    there, or None where these are none. `marks` may be special tokens."""
+    """How a template's model calls tools. From `begin` on, text is a call; `where` says whether
+    that may be anywhere or only at the beginning. `read` returns the calls that begin there, or
+    None if they are malformed. `marks` may be special tokens."""
 
     name: str
     begin: tuple[str, ...]
@@ -40,7 +39,7 @@ class ToolForm:
 
 
 def form_of(template: str) -> ToolForm | None:
-    """None where the template has no tools, or none in a form that is known."""
+    """None if the template has no tools, or none in a known form."""
     if "tools" not in template:
         return None
     return next((form for marks, form in _FORMS if all(mark in template for mark in marks)), None)
@@ -105,7 +104,7 @@ _FORMS: tuple[tuple[tuple[str, ...], ToolForm], ...] = (
 
 
 class ToolSplitter:
-    """Lets text through up to the first call, and reads the calls at its end."""
+    """Passes text up to the first call, and parses the calls at its end."""
 
     def __init__(self, form: ToolForm, *, most: int = MAX_CALLS) -> None:
         self._form, self._most = form, most
@@ -113,7 +112,7 @@ class ToolSplitter:
         self._is_call = False
 
     def push(self, text: str) -> str:
-        """What is certainly text."""
+        """Returns what is certainly text."""
         self._held += text
         if self._is_call:
             return ""
@@ -137,7 +136,7 @@ class ToolSplitter:
         return self._take(len(self._held))
 
     def finish(self) -> tuple[str, Sequence[ToolCall]]:
-        """(what was held and is text, calls). A call that cannot be read is text."""
+        """(held text that is not a call, calls). A malformed call is text."""
         text = self._take(len(self._held))
         found = self._form.read(text) if self._is_call else None
         if found is None:
@@ -159,5 +158,5 @@ class ToolSplitter:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of a text that `mark` begins with."""
+    """Length of the suffix of a text that is a prefix of `mark`."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

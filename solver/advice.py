@@ -1,13 +1,13 @@
-"""What to make of a plan: what it could reach at most, what others would reach, what would help.
+"""Advice on a plan: its limit, what other placements would reach, and budgets that would help.
 
     limit         the bytes that the plan's step touches on either side, over the bandwidth of that
-                  side, both at once, and no fixed cost: max(GPU bytes / B_g, CPU bytes / B_c)
+                  side, both overlapped, without fixed costs: max(GPU bytes / B_g, CPU bytes / B_c)
     fits from     the budget that holds everything
     helps from    below it no placement is more than WORTH_IT faster than the CPU alone, by the
                   bound at single prices (`lagrangian`), which is never too high
 
-B_c is the fastest that any loop of this machine reads memory, so the limit is the shortest time
-that can be thought of. What others would reach is in `layer_split`. What this module does not know: how it is printed.
+B_c is the fastest rate at which any loop on this machine reads memory, so the limit is a true lower
+bound. Other placements are in `layer_split`.
 
 Letters: L layers, K GPUs, P prices, B budgets."""
 
@@ -28,7 +28,7 @@ NUM_BUDGETS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Seconds a token and bytes; `helps_from_bytes` is None where nothing on a GPU helps."""
+    """Seconds per token and bytes; `helps_from_bytes` is None if nothing on a GPU helps."""
 
     cpu_only_s: float
     limit_s: float
@@ -54,7 +54,7 @@ def advise(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> Advic
 
 
 def best_cpu_rate(inputs: Inputs) -> float:
-    """Bytes a second, by whatever loop is fastest."""
+    """Bytes per second of the fastest loop."""
     machine = inputs.machine
     rates = [f.best for f in machine.cpu_sum_gb_per_s.values()]
     rates += [f.best for f in machine.costs.all_rows_gb_per_s.values()]
@@ -62,7 +62,7 @@ def best_cpu_rate(inputs: Inputs) -> float:
 
 
 def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> float:
-    """The GPUs take their turns, one after the other; the CPU works beside all of them."""
+    """The GPUs run one after the other; the CPU overlaps with all of them."""
     model, placement = inputs.model, plan.placement
     kv = kv_bytes_per_layer(model, inputs.context_length) / 2
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
@@ -95,5 +95,5 @@ def helps_from(problem: Problem) -> int | None:
 
 
 def host_bytes(inputs: Inputs, pipeline: Pipeline) -> int:
-    """Main memory that the model takes with nothing on a GPU."""
+    """Main memory for the model with nothing on a GPU."""
     return pipeline.model.placeable_bytes + embedding_bytes(inputs.model) + inputs.workspace

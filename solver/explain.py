@@ -1,6 +1,6 @@
-"""Where each byte of a plan's GPU memory goes: a table of items, and one of layers.
+"""Explains where each byte of a plan's GPU memory goes: a table of items, and one of layers.
 
-Read from the written plan and its model file, not from the solver's memory of them."""
+It reads the written plan and its model file, not the solver's data."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from sparkinfer.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class LayerUse:
-    """One layer's bytes on its GPU; a layer on the CPU alone has none."""
+    """One layer's bytes on its GPU; a layer entirely on the CPU has none."""
 
     layer: int
     gpu: int
@@ -26,7 +26,7 @@ class LayerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """`unused_bytes` are what a budget grants and the plan leaves."""
+    """`unused_bytes` are granted by a budget and unused by the plan."""
 
     items_of_gpus: tuple[Items, ...]
     unused_bytes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Explanation:
 
 
 def explain(config: SolveConfig) -> Explanation:
-    """Of the plan at the config's output."""
+    """Explains the plan at the config's output."""
     split, model = Split.load(config.output), ModelFile.load(config.model)
     gpus, _ = split.items_of_gpus(model)
     gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
@@ -66,7 +66,7 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
 
 
 def _layer_lines(layers: tuple[LayerUse, ...]) -> list[str]:
-    """Layers of like use stand in one line."""
+    """Consecutive layers with equal use share a line."""
     lines = ["  layer   GPU  attn, predictor         KV    neurons  hot"]
     for use in layers:
         sizes = [format_bytes(n) for n in (use.dense_bytes, use.kv_bytes, use.neuron_bytes)]

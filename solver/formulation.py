@@ -13,8 +13,8 @@ Real     seconds_l    T_l >= 0
          visit_i_k    >= 0; a visit to GPU k begins with item i: a dense block, or the head for i = L
 
 With t_lg the touched bytes of a group, b_l the bytes of a neuron, B_k the rate of GPU k, B_l that
-of the CPU for the layer's neurons, and the dense block's seconds
-D_l = dense_cpu_s_l + sum_k dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
+of the CPU for the layer's neurons, and the dense block's seconds D_l = dense_cpu_s_l + sum_k
+dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
 
     minimise    sum_l seconds_l + head_seconds + sum_(i, k) visit_s_k visit_i_k
     begins_i_k         visit_i_k >= on_i_k - on_(i-1)_k    (on_i_k is dense_i_k, head_k for i = L)
@@ -33,30 +33,29 @@ D_l = dense_cpu_s_l + sum_k dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
     hot_at_home_l_k, dense_at_home_l_k, head_at_home_k    has_hot, dense, head <= home
     order_i_k          sum_(j <= k) home_(i+1)_j <= sum_(j <= k) home_i_j
 
-The workspace needs no variable: what takes none, the CPU-only placement, keeps to that as well. A
-GPU whose budget does not hold its workspace gets no variables at all.
-Hot and cold neurons of one layer need no rule of their own: with the dense block on the GPU the
-cold ones split the layer, with it on the CPU the hot ones do. Nothing forces hot groups to be
-the hottest: where the GPU is the longer side, another choice can balance the layer better.
+The workspace needs no variable: the CPU-only placement, which takes none, satisfies the budget row
+as well. A GPU whose budget does not hold its workspace gets no variables at all. Hot and cold
+neurons of one layer need no separate rule: with the dense block on the GPU the cold ones split the
+layer, with it on the CPU the hot ones do. Nothing forces hot groups to be the hottest: if the GPU
+is the longer side, another choice can balance the layer better.
 
-HiGHS works with absolute tolerances of 1e-6, so seconds are counted in thousandths of the
-CPU-only token and bytes in the largest neuron. The groups' edges include those of the
-start's hot neurons in each layer, so that the start is a point of the program and the answer
-is never slower than it.
+HiGHS works with absolute tolerances of 1e-6, so seconds are counted in thousandths of the CPU-only
+token and bytes in the largest neuron. The groups' edges include those of the start's hot neurons in
+each layer, so that the start is a point of the program and the answer is never slower than it.
 
 Measured (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores busy with other
 work). To a gap of 0.1 %, without the start's edges: 0.9-7.9 s with 1,000 groups and 1.7-31 s with
-2,000; one summed row instead of a row a group for the two indicator rules 1.1-16 s and 1.8-31 s.
-To a gap of 0.01 % with 2,000 groups no variant finished everywhere in 30 s: counts per group as
+2,000; one summed row instead of a row a group for the two indicator rules 1.1-16 s and 1.8-31 s. To
+a gap of 0.01 % with 2,000 groups no variant finished everywhere in 30 s: counts per group as
 integers, or continuous groups, were faster at some budgets, but at 12 GiB stood at 15 % and 3 %,
 binary groups never above 0.3 %. Hence binary groups, a row a group, 1,000 groups. With the start's
 edges 0.4-1.3 s, and 0.7-1.0 s for a 70B shape (80 layers of 28,672 neurons).
 
-With a binary for "anything is on the GPU" and the workspace as its coefficient in the budget,
-HiGHS 1.15.1 once in 1,200 solves of tiny random models called a placement optimal that was 0.07 %
-slower than the best; as above, never in the same 1,200. Its bound is no certificate.
+With a binary for "anything is on the GPU" and the workspace as its coefficient in the budget, HiGHS
+1.15.1 once in 1,200 solves of tiny random models called a placement optimal that was 0.07 % slower
+than the best; as above, never in the same 1,200. Its bound is no certificate.
 
-What this module does not know: files, or any bound for single neurons."""
+Bounds for single neurons are left to `lagrangian` and `knapsack`."""
 
 import time
 from dataclasses import dataclass
@@ -75,17 +74,17 @@ from sparkinfer.solver.pipeline import (
 )
 from sparkinfer.solver.problem import Placement, ffn_seconds
 
-MAX_GROUPS = 1000  # over all layers, but at least one a layer; the start's edges come on top
-GROUPED_GAP = 1e-3  # finer than this the grouping itself is the error
-NEURON_GAP = 1e-6  # where every group is one neuron
+MAX_GROUPS = 1000  # over all layers, but at least one per layer; the start's edges are extra
+GROUPED_GAP = 1e-3  # below this the grouping itself is the error
+NEURON_GAP = 1e-6  # if every group is one neuron
 THOUSANDTHS = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedResult:
-    """What HiGHS found; seconds of a token, except `solve_s`.
+    """The result of HiGHS; seconds per token, except `solve_s`.
 
-    `plan` is None, and `objective_s` infinite, where there is none of whole groups."""
+    `plan` is None, and `objective_s` infinite, if no placement of whole groups was found."""
 
     status: Literal["optimal", "time_limit", "infeasible"]
     objective_s: float  # of the placement, recomputed in numpy
@@ -125,13 +124,13 @@ class _Layer:
 @dataclass(frozen=True, kw_only=True)
 class _Program:
     lp: pulp.LpProblem
-    gpus: list[int]  # those that hold their workspace
+    gpus: list[int]  # those whose budget holds their workspace
     layers: list[_Layer]
     heads: list[pulp.LpVariable]
     head_seconds: pulp.LpVariable
     visits: list[list[pulp.LpVariable]]  # [I][K]
-    homes: list[list[pulp.LpVariable]]  # [I][K], empty where there is one GPU
-    second: float  # how many of the objective's units a second is
+    homes: list[list[pulp.LpVariable]]  # [I][K], empty with one GPU
+    second: float  # units of the objective per second
 
 
 def solve_grouped(
@@ -141,7 +140,7 @@ def solve_grouped(
     time_limit_s: float,
     max_groups: int = MAX_GROUPS,
 ) -> GroupedResult:
-    """The best placement of whole groups, to the gap above or as far as the time goes.
+    """The best placement of whole groups, to the gap above or as far as the time allows.
 
     `start` must be feasible."""
     began = time.perf_counter()
@@ -165,7 +164,7 @@ def solve_grouped(
     is_solved = found == statuses.kOptimal or highs.getInfo().primal_solution_status == 2
     if is_solved and found != statuses.kInfeasible:
         plan = _read(pipeline, program)
-        # A rounding of HiGHS could cost a byte too many; the start never does.
+        # Rounding in HiGHS could cost a byte too many; the start never does.
         if not plan_is_feasible(pipeline, plan):
             plan = start
     names = {statuses.kOptimal: "optimal", statuses.kTimeLimit: "time_limit"}
@@ -182,7 +181,7 @@ def solve_grouped(
 
 
 class _StartedHiGHS(pulp.HiGHS):
-    """PuLP's HiGHS, begun at the initial values of the variables: PuLP itself drops them."""
+    """PuLP's HiGHS, started from the variables' initial values, which PuLP itself drops."""
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         values = [variable.varValue for variable in lp.variables()]
@@ -236,8 +235,7 @@ def _build(pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: i
 def _group_edges(
     pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: int
 ) -> list[np.ndarray]:
-    """First ranks of each layer's groups: even sizes, and where the start's hot neurons begin
-    and end."""
+    """First ranks of each layer's groups: even sizes, and the ends of the start's hot neurons."""
     model = pipeline.model
     per_layer = max(1, max_groups // (model.num_layers * pipeline.num_gpus))
     size = -(-model.num_neurons // per_layer)
@@ -264,7 +262,7 @@ def _add_layer(
     starts_G: np.ndarray,
     second: float,
 ) -> _Layer:
-    """Adds one layer's variables and the constraints that concern it alone."""
+    """Adds one layer's variables and its own constraints."""
     model = pipeline.model
     layer = _Layer(
         starts_G=starts_G,
@@ -335,7 +333,7 @@ def _add_budgets(
 def _add_homes(
     lp: pulp.LpProblem, gpus: list[int], layers: list[_Layer], heads: list[pulp.LpVariable]
 ) -> list[list[pulp.LpVariable]]:
-    """The homes of the layers and the head, and that they never fall."""
+    """The homes of the layers and the head, which never decrease."""
     homes = [[_binary(lp, f"home_{i}_{k}") for k in gpus] for i in range(len(layers) + 1)]
     for item, home_K in enumerate(homes):
         lp += pulp.lpSum(home_K) == 1, f"one_home_{item}"
@@ -354,7 +352,7 @@ def _add_homes(
 def _add_visits(
     lp: pulp.LpProblem, gpus: list[int], layers: list[_Layer], heads: list[pulp.LpVariable]
 ) -> list[list[pulp.LpVariable]]:
-    """Where visits begin. Continuous: at the optimum they are 0 or 1 by themselves."""
+    """The starts of visits. Continuous: at the optimum they are 0 or 1 by themselves."""
     visits, before_K = [], [pulp.lpSum([]) for _ in gpus]
     blocks = [[side.dense for side in layer.sides] for layer in layers] + [heads]
     for item, block_K in enumerate(blocks):
@@ -367,7 +365,7 @@ def _add_visits(
 
 
 def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) -> None:
-    """Gives every variable its value in the start."""
+    """Sets every variable to its value in the start."""
     model, placement = pipeline.model, start.placement
     num_hot_L, dense_L = placement.num_hot_L, placement.dense_L
     # A GPU without variables holds nothing: its layers may count as those of any other.
@@ -404,7 +402,7 @@ def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) 
 
 
 def _read(pipeline: Pipeline, program: _Program) -> PipelinePlacement:
-    """The placement that the variables say."""
+    """The placement given by the variables."""
     model = pipeline.model
     hot_LF = np.zeros(model.touched_LF.shape, bool)
     dense_L = np.zeros(model.num_layers, bool)

@@ -1,14 +1,11 @@
 """How full memories can be made: exact sums of whole blocks and whole neurons.
 
-A plan is refused where the main memory cannot hold what the GPUs leave to it. Whether some plan is
-held by all memories, and which memories would be enough, is a question about sums of bytes alone: a
-layer puts none of its neurons on the GPU or C_l to F of them, a dense block or the head is there or
-not. All sums that a run of layers can have, up to the room there is, are the set bits of one
-integer, in units of what divides all sizes; items of equal size are entered together by doubling.
-The searches for fast plans look at few of these sums; where they find nothing that fits, this
-decides.
-
-What this module does not know: seconds.
+A plan is refused if main memory cannot hold what the GPUs leave to it. Whether some plan fits all
+memories, and which memories would suffice, depends on sums of bytes alone: a layer puts none of its
+neurons on the GPU or C_l to F of them, a dense block or the head is there or not. All sums that a
+run of layers can have, up to the available room, are the set bits of one integer, in units of the
+sizes' greatest common divisor; items of equal size are entered together by doubling. The searches
+for fast plans look at few of these sums; if they find nothing that fits, this decides.
 
 Letters: K GPUs, L layers, I = L + 1 items (the head is the last)."""
 
@@ -22,7 +19,7 @@ import numpy as np
 from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement, joined
 from sparkinfer.solver.problem import Placement, Problem, of_counts
 
-Intervals = list[tuple[int, int]]  # of counts, both ends included, rising and apart
+Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending and disjoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +33,18 @@ class _Class:
 
 
 def fullest(run: Problem, room_bytes: int) -> Placement:
-    """The placement that takes most bytes of at most `room_bytes`, workspace apart."""
+    """The placement with the most bytes up to `room_bytes`, workspace excluded."""
     classes = list(_classes(run))
     return _placement(run, classes, _counts_below(classes, max(0, room_bytes)))
 
 
 def emptiest(run: Problem, need_bytes: int) -> Placement | None:
-    """The placement that takes fewest bytes of at least `need_bytes`; None where all are fewer."""
+    """The placement with the fewest bytes from `need_bytes` on; None if all are below."""
     classes = list(_classes(run))
     spare = sum(c.size * c.counts[-1][1] for c in classes) - need_bytes
     if spare < 0:
         return None
-    # What is left on the CPU is at most `spare`, and as much as can be.
+    # The rest on the CPU is at most `spare`, and as large as possible.
     left = [
         _Class(size=c.size, counts=[(c.counts[-1][1] - b, c.counts[-1][1] - a)
                                     for a, b in reversed(c.counts)])
@@ -61,7 +58,7 @@ def emptiest(run: Problem, need_bytes: int) -> Placement | None:
 
 
 def bytes_of(run: Problem, placement: Placement) -> int:
-    """GPU bytes of a placement, workspace apart."""
+    """GPU bytes of a placement, workspace excluded."""
     neurons = int(placement.num_hot_L @ run.neuron_bytes_L)
     return (
         neurons + int(run.dense_bytes_L[placement.dense_L].sum()) + run.head_bytes * placement.head
@@ -69,7 +66,7 @@ def bytes_of(run: Problem, placement: Placement) -> int:
 
 
 def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
-    """The plan that leaves fewest bytes to the main memory."""
+    """The plan that leaves fewest bytes to main memory."""
     best: PipelinePlacement | None = None
     best_bytes = -1
     known: dict[tuple[int, int, int], Placement] = {}
@@ -89,8 +86,8 @@ def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
 
 
 def least_room(pipeline: Pipeline, gpu: int) -> int | None:
-    """The least room of one GPU, above 0, with which some plan is held by all memories, the other
-    GPUs having the room they have; None where no room is enough."""
+    """The least room of one GPU, above 0, with which some plan fits all memories, the other GPUs'
+    room unchanged; None if no room suffices."""
     best: int | None = None
     for least, cut in _cuts_by_need(pipeline, gpu):
         if best is not None and least >= best:
@@ -115,7 +112,7 @@ def _cuts_by_room(pipeline: Pipeline) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def _cuts_by_need(pipeline: Pipeline, gpu: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Every row of cuts with the fewest bytes that `gpu` could be left with, the fewest first."""
+    """Every row of cuts with the fewest bytes that could be left to `gpu`, the fewest first."""
     cut_CK, most_CK = _most(pipeline)
     others_C = most_CK.sum(axis=1) - most_CK[:, gpu]
     least_C = np.maximum(1, pipeline.need_bytes - others_C)
@@ -148,7 +145,7 @@ def _classes(run: Problem) -> Iterator[_Class]:
 
 
 def _union(intervals: Intervals) -> Intervals:
-    """Rising intervals, those that touch made one; an empty one is left out."""
+    """Merges ascending intervals that touch; drops empty ones."""
     found: Intervals = []
     for low, high in intervals:
         if low > high:
@@ -161,7 +158,7 @@ def _union(intervals: Intervals) -> Intervals:
 
 
 def _counts_below(classes: list[_Class], limit: int) -> list[int]:
-    """How many of each class take most bytes of at most `limit`."""
+    """Counts of each class with the most bytes up to `limit`."""
     if not classes:
         return []
     unit = reduce(gcd, (c.size for c in classes))
@@ -179,7 +176,7 @@ def _counts_below(classes: list[_Class], limit: int) -> list[int]:
 
 
 def _with_class(sums: int, size: int, counts: Intervals, mask: int) -> int:
-    """The sums with each of the counts of items of `size` more."""
+    """The sums with each of the counts of additional items of `size`."""
     found = 0
     for low, high in counts:
         part = (sums << low * size) & mask if low * size < mask.bit_length() else 0
@@ -194,7 +191,7 @@ def _with_class(sums: int, size: int, counts: Intervals, mask: int) -> int:
 
 
 def _count_of(before: int, total: int, size: int, counts: Intervals) -> int:
-    """The most items of `size` that leave a sum of those `before`."""
+    """The largest count of `size` that leaves a sum among those `before`."""
     bits = np.frombuffer(before.to_bytes(before.bit_length() // 8 + 1, "little"), np.uint8)
     for low, high in reversed(counts):
         left = total - size * np.arange(min(high, total // size), low - 1, -1, dtype=np.int64)
@@ -220,8 +217,8 @@ def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> Placem
 
 
 def _spread(run: Problem, layers: tuple[int, ...], count: int) -> list[int]:
-    """So many neurons over layers of rising C_l: in as many layers as can be, which serves every
-    layer's round trip least badly where the hottest of each go first."""
+    """Spreads this many neurons over layers of ascending C_l: over as many layers as possible,
+    which hurts every layer's round trip least if the hottest of each go first."""
     least = [max(1, int(run.min_hot_L[layer])) for layer in layers]
     used = int((np.cumsum(least) <= count).sum()) if count else 0
     found = least[:used] + [0] * (len(layers) - used)

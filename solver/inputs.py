@@ -1,6 +1,4 @@
-"""What one solve is made of: the files, checked to belong together, and the pipeline they give.
-
-What this module does not know: how a plan is found, or what is done with it."""
+"""Inputs of one solve: the files, checked to belong together, and the pipeline made from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,10 +14,10 @@ from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import build_problem
 from sparkinfer.split_file import PlanMode
 
-# Bytes that a pass takes beside weights and cache, of a model, a context and a mode.
+# Bytes of a pass beside weights and cache, for a model, a context and a mode.
 Workspace = Callable[[ModelFile, int, PlanMode], int]
 _NONE = Figure(best=1.0)
-# Stands for the GPU of a machine without one; with a budget of 0 its figures do not matter.
+# Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
 NO_GPU = Gpu(
     name="no GPU", source="none", memory_bytes=0, free_bytes=0, bandwidth_gb_per_s=_NONE,
     host_to_device_gb_per_s=_NONE, host_to_device_pageable_gb_per_s=_NONE,
@@ -29,7 +27,7 @@ NO_GPU = Gpu(
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """`paths` are those of model, profile and machine file, for messages."""
+    """Checked inputs. `paths` are those of model, profile and machine file, for messages."""
 
     model: ModelFile
     profile: Profile
@@ -66,11 +64,11 @@ class Inputs:
 
     @property
     def always_on_host(self) -> int:
-        """Bytes of main memory of any plan: the embedding's and the workspace's."""
+        """Bytes of main memory that any plan takes: the embedding's and the workspace's."""
         return embedding_bytes(self.model) + self.workspace
 
     def with_budget(self, budget: int) -> "Inputs":
-        """The same with one GPU of this budget."""
+        """The same inputs with one GPU of this budget."""
         return replace(self, budgets=(budget,))
 
 
@@ -85,7 +83,7 @@ def load_inputs(
     mode: PlanMode | None,
     workspace: Workspace,
 ) -> Inputs:
-    """Raises SparkinferError for files that do not belong together or lack what is asked for."""
+    """Raises SparkinferError for files that do not belong together or lack something required."""
     files = (ModelFile.load(model), Profile.load(profile), Machine.load(machine))
     if files[0].has_limits:
         raise SparkinferError(
@@ -109,7 +107,8 @@ def load_inputs(
 
 
 def _check_profile(inputs: Inputs) -> None:
-    """Raises SparkinferError where it is of another model, or the model lacks what is asked."""
+    """Raises SparkinferError if the profile is of another model, or the model cannot be planned
+    for."""
     model, profile = inputs.model, inputs.profile
     model_path, profile_path, _ = inputs.paths
     if profile.model_id != model.model_id:

@@ -1,23 +1,24 @@
 """A bound and a placement by dynamic programming over bytes, for models of few layers.
 
-The Lagrangian bound is loose by up to one layer's fixed costs, which is nothing among 32 layers
-and several percent among 8 small ones. Here every layer and the head is an item of which exactly
-one option is taken, (dense block here or there, n hot neurons), and bytes are counted in units:
+The Lagrangian bound is loose by up to one layer's fixed costs, which is negligible for 32 layers
+and several percent for 8 small ones. Here every layer and the head is an item with exactly one
+option, (dense block here or there, n hot neurons), and bytes are counted in units:
 
     best[item, on, r] = min over options with the block on and u <= r units
                             [seconds + min(best[item - 1, 1, r - u],
                                            best[item - 1, 0, r - u] + (visit where on))]
 
-where on says whether the item's block is on the GPU. With the bytes of every option rounded down to units, and M_l of n neurons taken as in
-`lagrangian` (no more than that of any n neurons; what the host cannot hold does not enter), the result is no more than T of any placement:
-a bound, at most (L + 1) units of memory better than what can be had. With bytes rounded up and
-the n hottest neurons, it is a placement that fits.
+where on says whether the item's block is on the GPU. With the bytes of every option rounded down to
+units, and M_l of n neurons taken as in `lagrangian` (no more than that of any n neurons; the host's
+limit is ignored), the result is no more than T of any placement: a bound, at most (L + 1) units of
+memory better than any real placement. With bytes rounded up and the n hottest neurons, it is a
+placement that fits.
 
 Measured (8 layers of 1,024 neurons, width 256, launch 4 us, round trip 15 us, one busy core of
 two): gaps of 0.8 to 9.6 % become 0.04 % or less in 0.3 s or less. With 22 layers of 5,632 neurons
 it takes 1-8 s and proves less than the Lagrangian search, whose gap there is 0.004 % or less.
 
-What this module does not know: how to fill what the rounding up leaves (see `refine`).
+Filling what the rounding up leaves is left to `refine`.
 
 Letters: L layers, F neurons, O options of an item, R units of memory."""
 
@@ -33,9 +34,9 @@ from sparkinfer.solver.problem import (
     placement_seconds,
 )
 
-BOUND_UNITS = 16384  # memory is divided into at most this many units for the bound
-PLACEMENT_UNITS = 4096  # and for a placement, where every choice is kept
-# The sums behind a bound are of up to some thousand terms in f64.
+BOUND_UNITS = 16384  # most units of memory for the bound
+PLACEMENT_UNITS = 4096  # and for a placement, which stores every choice
+# The sums behind a bound have up to some thousand terms in f64.
 ROUNDING = 1e-12
 
 
@@ -53,7 +54,7 @@ _Item = tuple[_Side, _Side]  # block on the CPU, on the GPU
 
 
 def knapsack_bound(problem: Problem) -> float:
-    """No placement of single neurons takes less than this."""
+    """A lower bound on all placements of single neurons."""
     cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     if problem.room_bytes < 0:
         return cpu_only_s * (1 - ROUNDING)
@@ -71,7 +72,7 @@ def knapsack_bound(problem: Problem) -> float:
 
 
 def knapsack_placement(problem: Problem) -> Placement:
-    """A placement that fits; nothing on the GPU where the workspace leaves no room."""
+    """A placement that fits; nothing on the GPU if the workspace leaves no room."""
     if problem.room_bytes < 0:
         return on_one_device(problem, gpu=False)
     unit = -(-max(1, problem.room_bytes) // PLACEMENT_UNITS)
@@ -99,7 +100,7 @@ def knapsack_placement(problem: Problem) -> Placement:
 
 
 def _items(problem: Problem, *, is_relaxed: bool) -> list[_Item]:
-    """The layers, then the head; seconds of any sets of neurons, or of the hottest ones."""
+    """The layers, then the head; in seconds of the best sets of neurons, or of the hottest ones."""
     items = [_layer_item(problem, layer, is_relaxed) for layer in range(problem.num_layers)]
     none = np.zeros(1, np.int64)
     head_cpu = _Side(bytes_O=none, seconds_O=np.array([problem.head_cpu_s]), num_hot_O=none)
@@ -117,7 +118,7 @@ def _nothing(num_units: int) -> np.ndarray:
 
 
 def _before(best_2R: np.ndarray, visit_s: float) -> np.ndarray:
-    """What an item with its block on the CPU, or on the GPU, is added to; [2, R]."""
+    """Costs before an item with its block on the CPU, or on the GPU; [2, R]."""
     off_R, on_R = best_2R
     return np.stack([np.minimum(off_R, on_R), np.minimum(off_R + visit_s, on_R)])
 
@@ -153,7 +154,8 @@ def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: b
 def _add_side(
     best_R: np.ndarray, units_O: np.ndarray, seconds_O: np.ndarray, *, keep_choices: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """best of an item and a side from what comes before it; and the option taken for every r, where they are kept."""
+    """best of an item and a side from that of the previous items; and the option for every r, if
+    choices are kept."""
     new_R = np.full_like(best_R, np.inf)
     choice_R = np.zeros(len(best_R) if keep_choices else 0, np.int64)
     for option in _useful(units_O, seconds_O, len(best_R) - 1):

@@ -1,40 +1,38 @@
 """A certified lower bound on T, and good placements, at the granularity of single neurons.
 
-Give every byte of the GPU a price (seconds per byte) and charge for it instead of limiting it. The
-layers then no longer compete for bytes, and for any price
+Charge a price (seconds per byte) for every byte of the GPU instead of limiting it. The layers then
+no longer compete for bytes, and for any price
 
     value(price) = min over the devices of all dense blocks and the head
                        [sum_l min over neurons of l [T_l + price * bytes_l]
                         + head seconds + price * head bytes + visit * visits]
                  - price * (room where price >= 0, need where price < 0)
 
-is no more than T of any placement that uses the GPU and keeps to the budgets: such a placement is
-among those minimised over, and need <= its bytes <= room. room is the budget less the workspace,
-need what the host cannot hold; without it negative prices prove nothing and are not tried. So each
-price is a certificate, whatever search it came from.
+is at most T of any placement that uses the GPU and keeps to the budgets: such a placement is among
+those minimised over, and need <= its bytes <= room. room is the budget less the workspace, need
+what the host cannot hold; without it negative prices prove nothing and are not tried. So each price
+is a certificate, whatever search found it.
 
-What this bound loses is largest where the best price leaves a dense block half on the GPU: one
-is worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and
-each device of the head. Within a branch the minimum over the sets of m layers is exact: layer by
-layer, the least cost of everything up to it with m blocks on the GPU, this one there or not (what
-a visit costs couples a layer to the one before it, and to no other). The bound is the least over the branches that fit of the best value found in each, or T of the
-placement without a GPU where that is less.
+The bound is loosest where the best price leaves a dense block half on the GPU, as one is worth
+milliseconds. So there is one branch for each number m of dense blocks on the GPU and each device of
+the head. Within a branch the minimum over the sets of m layers is exact: layer by layer, the least
+cost of everything up to it with m blocks on the GPU, this one there or not (the cost of a visit
+couples a layer to the one before it only). The bound is the least over the branches that fit of the
+best value found in each, or T of the placement without a GPU if that is less.
 
-The inner minimum over one layer's neurons. Write x for the touched bytes of n hot neurons,
-1 <= n < F: the layer is split wherever the dense block is, and
+For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
+n < F: the layer is split wherever the dense block is, and
 
     M = max(x / B_g + launch, (touched_l - x) / B_c + round_trip)
 
-depends on the chosen set through x alone, which lies between the sum of the n smallest and of
-the n largest. M falls up to the x* where both sides are equal and rises after it, so taking x*
-where it lies in that range, else the nearer end, is exact or too low: a bound over all subsets,
-not only over prefixes (`Problem.least_split_s_LN`). As a function of n it is convex: it falls by
-ever less while even the n largest are below x* (each saves touched / B_c), is level, and rises by
-ever more once even the n smallest are above x*. So the best n for a price is the first whose next
-step changes M by at least -price * bytes: one binary search in the steps for all prices. n = 0
-and n = F are compared apart.
-
-What this module does not know: files, reports, or the grouped formulation.
+depends on the chosen set through x alone, which lies between the sum of the n smallest and of the n
+largest. M falls up to the x* where both sides are equal and rises after it, so taking x* where it
+lies in that range, else the nearer end, is exact or too low: a bound over all subsets, not only
+over prefixes (`Problem.least_split_s_LN`). As a function of n it is convex: it falls by ever less
+while even the n largest are below x* (each saves touched / B_c), is level, and rises by ever more
+once even the n smallest are above x*. So the best n for a price is the first whose next step
+changes M by at least -price * bytes: one binary search in the steps for all prices. n = 0 and n = F
+are compared apart.
 
 Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU."""
 
@@ -59,8 +57,8 @@ from sparkinfer.solver.refine import fill
 FIRST_PRICES = 500
 LEAST_SHARE = 1e-6  # the lowest price but 0, as a share of the seconds to read a byte on the CPU
 ZOOM_PRICES, ZOOM_ROUNDS = 32, 5
-MAX_BRANCHES_TRIED = 16  # branches that a placement is made of, best bound first
-# The sums behind a bound are of up to some thousand terms in f64.
+MAX_BRANCHES_TRIED = 16  # branches that get a placement, best bound first
+# The sums behind a bound have up to some thousand terms in f64.
 ROUNDING = 1e-12
 
 
@@ -68,7 +66,7 @@ ROUNDING = 1e-12
 class LagrangianResult:
     """No placement takes less than `bound_s`; `placement` takes `objective_s`.
 
-    `placement` is None, and `objective_s` infinite, where none was found that the host can hold."""
+    `placement` is None, and `objective_s` infinite, if none was found that the host can hold."""
 
     bound_s: float
     objective_s: float
@@ -102,7 +100,7 @@ class _Branch:
 
 
 def search(problem: Problem) -> LagrangianResult:
-    """The bound over all placements, and the best placement found on the way to it."""
+    """The bound over all placements, and the best placement found on the way."""
     cpu_only = on_one_device(problem, gpu=False)
     best: Placement | None = None
     best_s = bound_s = np.inf
@@ -152,7 +150,7 @@ def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np
 def _split_layer(
     problem: Problem, layer: int, bytes_K: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same for one layer with both hot and cold neurons; infinite where C_l forbids it."""
+    """The same for one layer with both hot and cold neurons; infinite if C_l forbids it."""
     least, most = int(problem.min_hot_L[layer]), problem.num_neurons - 1
     if least > most:
         return np.full_like(bytes_K, np.inf), np.zeros(len(bytes_K), np.int64)
@@ -178,7 +176,7 @@ def least_costs(problem: Problem, price_K: np.ndarray) -> np.ndarray:
 def chain_costs(
     problem: Problem, price_K: np.ndarray, off_KL: np.ndarray, on_KL: np.ndarray, *, first: int
 ) -> np.ndarray:
-    """The same of the layers first, .. i - 1 alone for i = first, .. L, and last of these and the
+    """The same for the layers first, .. i - 1 alone for i = first, .. L, and last for these and the
     head; f64 [L + 2 - first, K]."""
     visit_s, off_K, on_K = problem.visit_s, np.zeros_like(price_K), np.full_like(price_K, np.inf)
     costs = [off_K]
@@ -211,9 +209,9 @@ def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:
 def _sums(
     off_KL: np.ndarray, on_KL: np.ndarray, visit_s: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """After 0, 1, .. L layers: least sums with m blocks on the GPU, the last not there or there.
+    """Least sums after 0, 1, .. L layers with m blocks on the GPU, the last one off or on it.
 
-    Pairs of f64 [K, L + 1]; infinite where no m of so many layers are."""
+    Pairs of f64 [K, L + 1]; infinite if there are fewer than m layers."""
     num_prices, num_layers = off_KL.shape
     off_Km = np.full((num_prices, num_layers + 1), np.inf)
     on_Km = off_Km.copy()
@@ -231,7 +229,7 @@ def _sums(
 
 
 def _branches(problem: Problem) -> list[_Branch]:
-    """Every branch that fits, least value first; that one has the best price there is."""
+    """Every branch that fits, least value first; that one has its best possible price."""
     if problem.room_bytes < 0:
         return []
     price_K = first_prices(problem)
@@ -244,15 +242,15 @@ def _branches(problem: Problem) -> list[_Branch]:
         if least_bytes_m[num_dense] + problem.head_bytes * head <= problem.room_bytes
     ]
     heapq.heapify(queue)
-    # Zooming only raises a value, so when the least one is zoomed the bound is final.
+    # Zooming only raises a value, so once the least branch is zoomed the bound is final.
     while not queue[0].is_zoomed:
         heapq.heapreplace(queue, _zoom(problem, queue[0]))
     return sorted(queue)
 
 
 def first_prices(problem: Problem) -> np.ndarray:
-    """From nothing to where one neuron costs more than the whole token can save; where the host
-    is too small the same below nothing."""
+    """Prices from nothing to where one neuron costs more than the whole token can save; the same
+    below zero if the host is too small."""
     cpu_s = float(problem.cpu_s_per_byte_L.max())
     most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     most_s += problem.num_layers * problem.round_trip_s
@@ -273,7 +271,7 @@ def _zoom(problem: Problem, branch: _Branch) -> _Branch:
 
 
 def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
-    """Which dense blocks are on the GPU where the branch's value is taken; bool [L]."""
+    """The dense blocks on the GPU at the branch's value; bool [L]."""
     off_KL, on_KL = block_costs(problem, np.array([branch.price]))
     sums = [(off_Km[0], on_Km[0]) for off_Km, on_Km in _sums(off_KL, on_KL, problem.visit_s)]
     dense_L = np.zeros(problem.num_layers, bool)
@@ -287,9 +285,9 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 
 
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
-    """The neurons to go with these dense blocks; None where the blocks alone do not fit.
+    """The neurons to go with these dense blocks; None if the blocks alone do not fit.
 
-    The lowest price, at least 0, whose neurons fit, then `fill`; where they are fewer than the
+    Takes the lowest price, at least 0, whose neurons fit, then `fill`; if they are fewer than the
     host needs, the highest price below 0 at which they are not."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
@@ -313,9 +311,9 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
 def _balanced(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
 ) -> Placement:
-    """As many neurons of each layer, of consecutive ranks, so that neither side is longer than it
-    must be: the sum over such a window falls from that of the hottest to that of the coldest by
-    no more than a neuron at a time. Where the host can hold few, more are on the GPU than pays."""
+    """The same numbers of neurons per layer, of consecutive ranks, so that neither side is longer
+    than necessary: the sum over such a window falls from that of the hottest to that of the coldest
+    by at most a neuron at a time. If the host can hold few, more are on the GPU than pays."""
     hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
     for layer, count in enumerate(num_hot_L.tolist()):
         if 0 < count < problem.num_neurons:
@@ -332,7 +330,7 @@ def _balanced(
 def _priced_counts(
     problem: Problem, dense_L: np.ndarray, room: int, least: int
 ) -> np.ndarray | None:
-    """Hot neurons a layer at such a price; None where their bytes cannot be least..room."""
+    """Hot neurons per layer at such a price; None if their bytes cannot be least..room."""
 
     def counts_of(price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         _, count_2KL = priced_layers(problem, price_K)
@@ -368,8 +366,8 @@ def _priced_counts(
 def _trimmed(
     problem: Problem, num_hot_L: np.ndarray, fewer_L: np.ndarray, least: int, room: int
 ) -> np.ndarray | None:
-    """The same without what is more than the least, no layer below its number in `fewer_L`: that of
-    a price which is almost the same, so that what lies between costs no more than either."""
+    """The same without the excess over the least, no layer below its count in `fewer_L`: that of
+    almost the same price, so that anything in between costs no more than either."""
     num_hot_L, surplus = num_hot_L.copy(), int(num_hot_L @ problem.neuron_bytes_L) - least
     for layer in np.argsort(-num_hot_L, kind="stable"):
         floor = max(fewer_L[layer], problem.min_hot_L[layer])
@@ -381,7 +379,7 @@ def _trimmed(
 
 
 def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
-    """One neuron less, or none, where that is no slower: at balance the counts are relaxed."""
+    """One neuron less, or none, if that is no slower: at balance the counts are relaxed."""
 
     def seconds_L(count_L: np.ndarray) -> np.ndarray:
         touched_L = np.take_along_axis(problem.prefix_LN, count_L[:, None], axis=1)[:, 0]

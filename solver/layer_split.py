@@ -1,11 +1,11 @@
-"""What llama.cpp's layer split would take at the same budgets, in this machine's figures.
+"""Predicts the time of llama.cpp's layer split at the same budgets, from this machine's figures.
 
-What is taken to be so:
+Assumptions:
 
 - -ngl n puts the last n layers on the GPUs, each with its whole cache; n = L + 1 the head too.
   The largest n that fits is the best, since nothing here is faster on the CPU. Several GPUs are
   filled one after the other, in order.
-- On every GPU used lies a compute buffer of the size of our workspace. What the driver takes for
+- Every GPU in use has a compute buffer of the size of our workspace. What the driver takes for
   itself is counted for neither of us.
 - There is no sparsity and there are no predictors: a token reads every weight, and half of the
   cache, in the types of this file; on the CPU at the rates of this machine's own products of whole
@@ -13,7 +13,7 @@ What is taken to be so:
 - Nothing overlaps: V / B_g + (W - V) / B_c, and the start of every kernel.
 - The hidden state is copied to each GPU used and from it once, and with a head there the logits.
 
-What this module does not know: what llama.cpp's own kernels reach. Letters: L layers."""
+The rates of llama.cpp's own kernels are not modelled. Letters: L layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,8 +41,7 @@ from sparkinfer.solver.problem import (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSplit:
-    """Seconds a token, the layers on GPUs, whether the head is there, and the GPU of each of
-    these."""
+    """Seconds per token, the layers on GPUs, whether the head is there, and the GPU of each."""
 
     seconds: float
     num_layers: int
@@ -51,7 +50,7 @@ class LayerSplit:
 
 
 def layer_split(inputs: Inputs) -> LayerSplit:
-    """Of the largest -ngl that fits."""
+    """The split with the largest -ngl that fits."""
     num_layers = inputs.model.shape.num_layers
     for first in range(num_layers + 1):
         for has_head in (True, False) if first == 0 else (False,):
@@ -67,7 +66,7 @@ def layer_split(inputs: Inputs) -> LayerSplit:
 
 
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
-    """The same layers whole on the GPUs, as a plan of ours."""
+    """The same whole layers on the GPUs, as a plan of ours."""
     shape = inputs.model.shape
     is_there_L = np.arange(shape.num_layers) >= shape.num_layers - split.num_layers
     num_hot_L = np.where(is_there_L, shape.num_neurons, 0)
@@ -82,7 +81,7 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
 
 
 def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
-    """The GPU of each layer from `first` on, and of the head, by number; None where they do not
+    """The GPU of each layer from `first` on, and of the head, by number; None if they do not
     fit."""
     model, homes = inputs.model, list[int]()
     kv = kv_bytes_per_layer(model, inputs.context_length)
@@ -122,7 +121,7 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
 
 
 def _cpu_seconds(inputs: Inputs, layer: int) -> float:
-    """Of a whole layer on the CPU."""
+    """CPU seconds of a whole layer."""
     machine, costs = inputs.machine, inputs.machine.costs
     kv_read = kv_bytes_per_layer(inputs.model, inputs.context_length) / 2
     total = layer_seconds(machine, "dense") + kv_read / (costs.kv_gb_per_s.best * 1e9)
@@ -132,7 +131,7 @@ def _cpu_seconds(inputs: Inputs, layer: int) -> float:
 
 
 def _weights(inputs: Inputs, layer: int) -> Iterator[TensorEntry]:
-    """All of a layer but its predictor."""
+    """Everything of a layer but its predictor."""
     for name, entry in layer_tensors(inputs.model, layer).items():
         if not is_predictor(name):
             yield entry

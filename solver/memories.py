@@ -1,8 +1,8 @@
 """Refusals of memories that hold no plan, with the smallest that do.
 
-What is named was found by the same exact sums (`fullest`) that decide whether there is a plan, so
-it works, and one byte less is refused. Where several modes may be planned for, the smallest memory
-is that of the mode that needs least. What this module does not know: how a fast plan is found."""
+The smallest memories are found by the same exact sums (`fullest`) that decide whether there is a
+plan, so they work, and one byte less is refused. If several modes may be planned for, the smallest
+memory is that of the mode that needs least."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
-    """Memories that would be enough: other budgets, or another main memory; None where no size of
-    it is. `together`: neither alone, but both at once."""
+    """Memories that would suffice: other budgets, or another main memory; None if no size does.
+    `together`: neither alone, but both at once."""
 
-    budgets: tuple[int, ...] | None  # of each GPU; those that need not change are as given
+    budgets: tuple[int, ...] | None  # per GPU; those that need not change are as given
     host: int | None
     together: bool = False
 
@@ -34,7 +34,7 @@ class TooSmallError(SparkinferError):
 
 
 def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
-    """Raises TooSmallError for what can be known at once to hold no plan."""
+    """Raises TooSmallError for memories that evidently hold no plan."""
     is_unusable = any(0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
     room = min(pipeline.room_bytes, pipeline.model.placeable_bytes)
     if is_unusable or room < pipeline.need_bytes:
@@ -75,8 +75,8 @@ def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
 
 
 def _more(inputs: Inputs, pipeline: Pipeline) -> tuple[int, ...] | None:
-    """The budgets of the pipeline, of which the last GPU in use, or the first of all, is given what
-    is missing; None where no budget is enough."""
+    """The pipeline's budgets, with the missing bytes added to the last GPU in use, or to the first
+    of all; None if no budget suffices."""
     if not inputs.machine.gpus:
         return None
     budgets = [problem.budget_bytes for problem in pipeline.problems]

@@ -1,11 +1,9 @@
-"""Which mode a plan is for: the fastest by the solver's own model, of those that cost no quality.
+"""Chooses a plan's mode: the fastest by the solver's own model, among those that cost no quality.
 
-Modes that the model file has something for and whose recorded loss is within the limit
-(sparkinfer.mode_choice) are each given their best plan in the same memories. Mode dense is always
-among them, and its plan is never slower than a split by whole layers, which is one of its own
-placements (`layer_split`). The fastest wins; what the others take is told.
-
-What this module does not know: how a plan is found, or what is done with it."""
+Each mode that the model file supports and whose recorded loss is within the limit
+(sparkinfer.mode_choice) gets its best plan in the same memories. Mode dense is always among them,
+and its plan is never slower than a split by whole layers, which is one of its own placements
+(`layer_split`). The fastest wins; the others' times are reported."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,7 +23,7 @@ AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to run the model in the same memories. Seconds a token, or why there are none.
+    """Another way to run the model in the same memories: seconds per token, or why there are none.
 
     `is_unproven`: its plan may be slower than its best one, which cannot beat the chosen one."""
 
@@ -37,7 +35,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The plan and what it was found for; `others` are slower or not allowed."""
+    """The plan and the inputs it was found for; `others` are slower or not allowed."""
 
     inputs: Inputs
     pipeline: Pipeline
@@ -48,7 +46,7 @@ class Found:
 def find(inputs: Inputs, *, time_limit_s: float) -> Found:
     """The best plan for the mode of the inputs.
 
-    Raises SparkinferError where none fits, naming the smallest memory that works."""
+    Raises SparkinferError if none fits, with the smallest memory that works."""
     pipeline = inputs.pipeline()
     check_budgets(inputs, pipeline)
     return _find(inputs, pipeline, time_limit_s=time_limit_s, beat_s=np.inf)
@@ -57,7 +55,7 @@ def find(inputs: Inputs, *, time_limit_s: float) -> Found:
 def find_fastest(
     inputs: Inputs, *, max_loss: float, time_limit_s: float, workspace: Workspace
 ) -> Found:
-    """The best plan of all modes that may be run. Raises SparkinferError where none fits."""
+    """The best plan of all allowed modes. Raises SparkinferError if none fits."""
     allowed, others = allowed_modes(inputs, max_loss)
     best: Found | None = None
     refused: list[TooSmallError] = []
@@ -84,7 +82,7 @@ def find_fastest(
 
 
 def in_mode(inputs: Inputs, mode: PlanMode, workspace: Workspace) -> Inputs:
-    """The same for another mode."""
+    """The same inputs for another mode."""
     size = workspace(inputs.model, inputs.context_length, mode)
     return replace(inputs, mode=mode, workspace=size)
 
@@ -116,7 +114,7 @@ def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: fl
 
 
 def whole_layers(inputs: Inputs) -> list[PipelinePlacement]:
-    """In mode dense: the split by whole layers, which the plan must not be slower than."""
+    """In mode dense: the split by whole layers, an upper bound for the plan's time."""
     return [as_plan(inputs, layer_split(inputs))] if inputs.mode == "dense" else []
 
 

@@ -1,12 +1,11 @@
-"""The best placement of a problem, by several methods, and what is known about it.
+"""Finds the best placement of a problem by several methods, with a bound.
 
-For one GPU, or one run of layers on it: the Lagrangian search goes first, and a dynamic program
-where it leaves a gap. For several, the rows of cuts (`pipeline`) are tried best bound first, until
-what is left cannot beat the best found by more than CUT_GAP. The grouped integer program starts
-from there, and its answer is refined to single neurons. The fastest plan wins. The bound is that
-of the numpy methods, which anyone can recompute by adding up; the integer program's own is only
-compared with it, as HiGHS's tolerances are part of that one.
-What this module does not know: files."""
+For one GPU, or one run of layers on it, the Lagrangian search goes first, and a dynamic program
+follows if it leaves a gap. For several, the rows of cuts (`pipeline`) are tried best bound first,
+until the rest cannot beat the best found by more than CUT_GAP. The grouped integer program starts
+from there, and its answer is refined to single neurons. The fastest plan wins. The bound is that of
+the numpy methods, which anyone can recompute by adding up; the integer program's own is only
+compared with it, as HiGHS's tolerances are part of that one."""
 
 import time
 from collections.abc import Sequence
@@ -42,23 +41,23 @@ from sparkinfer.solver.refine import fill
 
 Status = Literal["optimal", "time_limit", "fits", "cpu_only"]
 # Shares of the objective.
-HIGHS_SLACK = 1e-6  # what HiGHS's tolerances may add or take
+HIGHS_SLACK = 1e-6  # tolerance for HiGHS's tolerances
 NOTED_GAP = 5e-3
 KNAPSACK_GAP = 1e-4  # with 32 layers and more the Lagrangian search leaves less
 CUT_GAP = 5e-4
-# A plan that is proven to the integer program's own gap before it starts gets it as a second
-# opinion, for this long at most: small models with large fixed costs would take all of the time.
+# A plan already proven to the integer program's own gap gets it as a second opinion, for at most
+# this long: small models with large fixed costs would take all of the time.
 SECOND_OPINION_S = 3.0
-CUTS_S = 4.0  # for rows of cuts; the first is tried in any case
+CUTS_S = 4.0  # for rows of cuts; the first is always tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, its seconds a token, and a bound that no placement of neurons is below.
+    """A plan, its seconds per token, and a bound that no placement of neurons is below.
 
-    Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap),
-    `time_limit` (neither; the bound holds all the same), `fits` (everything is on the GPU),
-    `cpu_only` (nothing can be)."""
+    Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap), `time_limit`
+    (neither; the bound holds all the same), `fits` (everything is on the GPU), `cpu_only` (nothing
+    can be)."""
 
     status: Status
     plan: PipelinePlacement
@@ -89,11 +88,11 @@ def find_plan(
     known: Sequence[PipelinePlacement] = (),
     beat_s: float = np.inf,
 ) -> Answer | None:
-    """The fastest plan there is to be found, and none slower than those `known`; everything on one
-    GPU where it fits there and the CPU alone is not faster. Where no plan can take less than
-    `beat_s`, the first one found will do.
+    """The fastest plan found, no slower than those `known`; everything on one GPU if it fits there
+    and the CPU alone is not faster. If no plan can take less than `beat_s`, the first one found is
+    returned.
 
-    None where no plan is held by all memories."""
+    None if no plan fits all memories."""
     nothing = cpu_only_plan(pipeline)
     for gpu, problem in enumerate(pipeline.problems):
         if problem.placeable_bytes <= problem.room_bytes:
@@ -108,7 +107,7 @@ def find_plan(
     plans, bound_s = _start(pipeline)
     plans = [*plans, *known]
     start = _fastest(pipeline, plans)
-    if start is None:  # the memories are all but full, or too small
+    if start is None:  # the memories are almost full, or too small
         start = fullest_plan(pipeline)
         if not plan_is_feasible(pipeline, start):
             return None
@@ -136,7 +135,7 @@ def find_plan(
 
 
 def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """What is known before the integer program: plans, hottest neurons first, and a bound."""
+    """Plans, hottest neurons first, and a bound before the integer program."""
     if pipeline.num_gpus == 1:
         problem = replace(pipeline.model, need_bytes=pipeline.need_bytes)
         placements, bound_s = start_run(problem)
@@ -159,7 +158,7 @@ def start_run(problem: Problem) -> tuple[list[Placement], float]:
 
 
 def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
-    """Of a run without layers: the head, or nothing at all."""
+    """A run without layers: the head, or nothing at all."""
     both = [
         Placement(
             hot_LF=np.zeros(problem.touched_LF.shape, bool), dense_L=np.zeros(0, bool), head=on
@@ -171,8 +170,8 @@ def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
 
 
 def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """The same for several GPUs. The bound is the least of the cuts tried, by their own bounds,
-    and of those not tried, by the quick one."""
+    """The same for several GPUs. The bound is the least of the cuts tried, by their own bounds, and
+    of those not tried, by the cheap one."""
     began = time.perf_counter()
     cut_CK, quick_C = pipeline.cuts()
     best: PipelinePlacement | None = None
@@ -207,10 +206,10 @@ def _fastest_run(run: Problem, placements: list[Placement]) -> Placement:
 def _for_host(
     pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement
 ) -> PipelinePlacement | None:
-    """The plan where the host can hold the rest; else one with more on the GPUs.
+    """The plan if the host can hold the rest; else one with more on the GPUs.
 
-    None where these cuts have no such plan. How the surplus is shared out is a rule of thumb: the
-    bound does not count on it."""
+    None if these cuts have no such plan. How the surplus is distributed is a heuristic: the bound
+    does not depend on it."""
     held = held_bytes(pipeline, plan)
     missing = pipeline.need_bytes - sum(held)
     if missing <= 0:
@@ -222,8 +221,8 @@ def _for_host(
     ]
     if sum(free) < missing:
         return None
-    shares = [[-(-missing * size // sum(free)) for size in free]]  # as each has room
-    for order in (list(range(len(free))), list(range(len(free)))[::-1]):  # or one after the other
+    shares = [[-(-missing * size // sum(free)) for size in free]]  # in proportion to room
+    for order in (list(range(len(free))), list(range(len(free)))[::-1]):  # or in sequence
         left, share = missing, [0] * len(free)
         for gpu in order:
             share[gpu] = min(left, free[gpu])
@@ -237,7 +236,7 @@ def _for_host(
 def _with_more(
     pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement, more_K: list[int]
 ) -> PipelinePlacement | None:
-    """The plan with at least so many bytes more on each GPU."""
+    """The plan with at least this many more bytes on each GPU."""
     parts = []
     for gpu, (held, more) in enumerate(zip(held_bytes(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
@@ -279,7 +278,8 @@ def _answer(
 
 
 def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
-    """All of it on one GPU: the runtime then needs no round trips, and no second set of kernels."""
+    """Everything on one GPU: the runtime then needs no round trips, and no second set of
+    kernels."""
     problem = pipeline.problems[gpu]
     everything = on_one_device(problem, gpu=True)
     plan = PipelinePlacement(
@@ -298,7 +298,7 @@ def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
 
 
 def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelinePlacement]:
-    """The plan, and the same with what is left of each GPU filled with single neurons."""
+    """The plan, and the same with the rest of each GPU filled with single neurons."""
     num_items = len(plan.home_I)
     cut_K = np.searchsorted(plan.home_I, np.arange(pipeline.num_gpus + 1))
     cut_K[-1] = num_items
@@ -318,8 +318,8 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
 
 
 def refined(problem: Problem, placement: Placement) -> list[Placement]:
-    """The placement; with single neurons in what is left of the budget; with new neurons for the
-    same dense blocks."""
+    """The placement; with single neurons in the rest of the budget; with new neurons for the same
+    dense blocks."""
     if problem.room_bytes < 0 or problem.num_layers == 0:
         return [placement]
     num_hot_L = fill(
@@ -339,7 +339,7 @@ def _fastest(pipeline: Pipeline, plans: list[PipelinePlacement]) -> PipelinePlac
 
 
 def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tuple[str, ...]:
-    """What one method proves and the other contradicts; and an integer program cut short."""
+    """Contradictions between the methods' bounds and plans; and an integer program cut short."""
     notes = []
     if grouped.objective_s < bound_s * (1 - HIGHS_SLACK):
         notes.append(

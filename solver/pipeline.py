@@ -1,22 +1,22 @@
 """Several GPUs: each holds a run of consecutive layers, the first GPU the first of them.
 
-Every layer has a home, the GPU on which whatever of it is not on the CPU lies: its dense block, its
-hot neurons, or both. Homes never fall from layer to layer, and that of the output head is not
+Every layer has a home, the GPU that holds whatever of it is not on the CPU: its dense block, its
+hot neurons, or both. Homes never decrease from layer to layer, and that of the output head is not
 before the last layer's, so a token's hidden state passes from one GPU to the next at most once
-each, and no layer waits for two. A plan is then a row of cuts, and between two cuts stands the
-problem of one GPU (`problem`), so that bounds and placements of single GPUs add up:
+each, and no layer waits for two. A plan is then a row of cuts, and between two cuts is the problem
+of one GPU (`problem`), so that bounds and placements of single GPUs add up:
 
     T = sum_k T of the layers cut_k .. cut_(k+1) - 1 on GPU k, the head with the last run
 
 (a visit begins and ends on one GPU: between two, a hidden state is copied out of one and into the
-other). With one GPU there is one run and nothing to cut. For all cuts at once a quick bound is had by
-pricing every layer on every GPU once: for any prices p_k and any reward r >= 0 with p_k + r >= 0
+other). With one GPU there is one run and nothing to cut. A cheap bound for all cuts at once prices
+every layer on every GPU once: for any prices p_k and any reward r >= 0 with p_k + r >= 0
 
     T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k] + r * need
 
-since the bytes of run k are at most room_k and all together at least what the host cannot hold,
-need. For a given r each run has its own best price. Without a need r is 0.
-What this module does not know: how the problem of one run is solved.
+since the bytes of run k are at most room_k and in sum at least `need`, what the host cannot hold.
+For a given r each run has its own best price. Without a need, r is 0. The problem of one run is
+left to `lagrangian` and `knapsack`.
 
 Letters: K GPUs, L layers, I = L + 1 items (the head is the last), P prices."""
 
@@ -39,7 +39,7 @@ from sparkinfer.solver.problem import (
 )
 
 NUM_REWARDS = 60
-# The sums behind a bound are of up to some thousand terms in f64.
+# The sums behind a bound have up to some thousand terms in f64.
 ROUNDING = 1e-12
 MAX_CUTS = 3_000_000  # rows of cuts that are compared: 4 GPUs for 80 layers are 98,770
 
@@ -54,7 +54,7 @@ class Pipeline:
 
     @property
     def model(self) -> Problem:
-        """What is the same with any of the GPUs: layers, bytes, CPU seconds."""
+        """The parts that are equal for all GPUs: layers, bytes, CPU seconds."""
         return self.problems[0]
 
     @property
@@ -77,14 +77,15 @@ class Pipeline:
 
     @cached_property
     def run_bound_NKII(self) -> np.ndarray:
-        """No placement of the items start..stop-1 on GPU k takes less than this and reward n for
-        all of its bytes; f64 [N, K, I + 1, I + 1]."""
+        """A lower bound on placements of the items start..stop-1 on GPU k with reward n for all of
+        their bytes; f64 [N, K, I + 1, I + 1]."""
         runs = [_run_bounds(problem, self.rewards_N) for problem in self.problems]
         return np.stack(runs, axis=1)
 
     @cached_property
     def rewards_N(self) -> np.ndarray:
-        """Rewards r that are tried, seconds a byte: 0, and those of `first_prices` and near them."""
+        """The rewards r to try, in seconds per byte: 0, and those of `first_prices` and near
+        them."""
         if self.need_bytes == 0:
             return np.zeros(1)
         rising = first_prices(self.model)
@@ -104,7 +105,7 @@ class Pipeline:
         return np.pad(cut_CK, ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_items)))
 
     def cuts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Every row of cuts [C, K + 1], and a bound of each, least first."""
+        """Every row of cuts [C, K + 1], and a bound for each, least first."""
         cut_CK = self.cut_rows()
         bound_C = np.zeros(len(cut_CK))
         for reward, bound_KII in zip(self.rewards_N, self.run_bound_NKII, strict=True):
@@ -119,13 +120,13 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlacement:
-    """A placement, and the GPU that each layer and the head call home; int [I]."""
+    """A placement, and the home GPU of each layer and the head; int [I]."""
 
     placement: Placement
     home_I: np.ndarray
 
     def on_gpu(self, pipeline: Pipeline, gpu: int) -> Placement:
-        """The same with all of what is not at home there on the CPU."""
+        """The same placement with everything that is not at home there on the CPU."""
         is_home_I = self.home_I == gpu
         return Placement(
             hot_LF=self.placement.hot_LF & is_home_I[:-1, None],
@@ -135,7 +136,7 @@ class PipelinePlacement:
 
 
 def joined(pipeline: Pipeline, cut_K: np.ndarray, parts: list[Placement]) -> PipelinePlacement:
-    """The placements of the runs between these cuts, as one."""
+    """The placements of the runs between these cuts, joined."""
     sizes = np.diff(cut_K)
     return PipelinePlacement(
         placement=Placement(
@@ -148,7 +149,7 @@ def joined(pipeline: Pipeline, cut_K: np.ndarray, parts: list[Placement]) -> Pip
 
 
 def held_bytes(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
-    """Bytes on each GPU, workspaces apart."""
+    """Bytes on each GPU, workspaces excluded."""
     found = []
     for gpu, problem in enumerate(pipeline.problems):
         part = plan.on_gpu(pipeline, gpu)
@@ -159,7 +160,8 @@ def held_bytes(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
 
 
 def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
-    """Whether it keeps to all memories, to the order of homes, and to every layer's minimum."""
+    """True if the plan keeps to all memories, to the order of homes, and to every layer's
+    minimum."""
     held = held_bytes(pipeline, plan)
     if (np.diff(plan.home_I) < 0).any() or sum(held) < pipeline.need_bytes:
         return False
@@ -193,8 +195,8 @@ def plan_seconds(pipeline: Pipeline, plan: PipelinePlacement) -> float:
 
 
 def _run_bounds(problem: Problem, reward_N: np.ndarray) -> np.ndarray:
-    """The least of T - reward * bytes of every run, or less; f64 [N, I + 1, I + 1], infinite where
-    start > stop."""
+    """A lower bound on T - reward * bytes of every run; f64 [N, I + 1, I + 1], infinite for start >
+    stop."""
     num_items = problem.num_layers + 1
     bound_NSS = np.full((len(reward_N), num_items + 1, num_items + 1), np.inf)
     if problem.room_bytes < 0:

@@ -1,6 +1,6 @@
-"""Two pictures: predicted speed against the budget, and a plan as a heat map.
+"""Two plots: predicted speed against the budget, and a plan as a heat map.
 
-What this module does not know: how either was found. Letters: L layers, R columns of ranks."""
+Letters: L layers, R columns of ranks."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ from sparkinfer.split_file import Split
 
 GIB = 1 << 30
 DPI = 120
-NUM_COLUMNS = 512  # of ranks, at most
+NUM_COLUMNS = 512  # at most, of ranks
 CPU_COLOUR = "#d9dde3"
 GPU_COLOURS = ("#c8452d", "#2d6fc8", "#2f9e62", "#8a4fbf")
 BLUE, GREY, ORANGE, RED = "#2d6fc8", "#777f8a", "#d98a1f", "#c8452d"
 
 
 def plot_sweep(found: Sweep, path: Path) -> None:
-    """Tokens a second of the plan, the layer split and the limit over the budget."""
+    """Plots tokens per second of the plan, the layer split and the limit over the budget."""
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     axes = figure.add_subplot()
     budget = [point.budget_bytes / GIB for point in found.points]
@@ -63,12 +63,12 @@ def plot_sweep(found: Sweep, path: Path) -> None:
 
 
 def plot_heat_map(config: SolveConfig, path: Path) -> None:
-    """The plan at the config's output: layers by ranks of hotness, coloured by device."""
+    """Plots the plan at the config's output: layers by ranks of hotness, coloured by device."""
     draw_heat_map(Split.load(config.output), Profile.load(config.profile), config.model.name, path)
 
 
 def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None:
-    """The same of what is loaded; `name` is the model's."""
+    """The same for a loaded plan; `name` is the model's."""
     device_LR = device_of_ranks(split, profile)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
@@ -106,14 +106,15 @@ def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None
 
 
 def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
-    """Share of a layer's firings that are of hot neurons, f64 [L]; 0 where nothing fires."""
+    """Share of a layer's firings that come from hot neurons, f64 [L]; 0 if nothing fires."""
     count_LF = profile.active_count_LF
     hot_L = np.array([row_F[ids].sum() for row_F, ids in zip(count_LF, split.hot, strict=True)])
     return hot_L / np.maximum(1, count_LF.sum(axis=1))
 
 
 def device_of_ranks(split: Split, profile: Profile) -> np.ndarray:
-    """0 for the CPU, k + 1 for GPU k: where most neurons of a column of ranks are; int [L, R]."""
+    """The device of most neurons in a column of ranks: 0 for the CPU, k + 1 for GPU k; int [L,
+    R]."""
     num_layers, num_neurons = profile.active_count_LF.shape
     num_columns = min(NUM_COLUMNS, num_neurons)
     column_F = np.arange(num_neurons) * num_columns // num_neurons

@@ -1,4 +1,4 @@
-"""What the solver works on: the numbers of one placement problem, and what a placement costs.
+"""The placement problem: its numbers, and the cost of a placement.
 
 Attention comes before the feed-forward part of a layer and does not overlap with it; inside the
 feed-forward part the hot neurons (GPU) and the cold ones (CPU) do. With B_g the bytes a second of
@@ -10,16 +10,16 @@ the GPU, for layer l:
     M_l = max(hot_l / B_g + launch * [l has hot neurons],  cold_l / B_c_l + round_trip * [l is split])
 
 and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU seconds are
-bytes / B_g, and the start of every kernel (`kernel_counts`) in a dense block and in the head on top;
+bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block and in the head;
 `launch` is that of all kernels of a layer's hot neurons. A visit is a run of consecutive dense
 blocks on the GPU, the head being the last block: the embedding row comes from the CPU and the
 logits go there, so the hidden state is copied to the GPU where a run begins and back where it ends.
 On the CPU every matrix is read at the rate that the runtime reaches for its type and the share of
 its rows that a token needs (in the mean over the layer's neurons, wherever they are placed), the KV
-cache at that of attention, and a dense block there adds layer_s, which the runtime takes for a layer
-of no bytes; token_s is the same for a token of no layers.
-A layer of mode dense is taken to cost what one of mode exact does: less was not measured.
-B_c_l is what these rates give for all touched bytes of a layer's neurons together.
+cache at that of attention, and a dense block there adds layer_s, the runtime's time for a layer of
+no bytes; token_s is the same for a token of no layers. A layer of mode dense is assumed to cost as
+much as one of mode exact: less was not measured. B_c_l is the mean of these rates over all touched
+bytes of a layer's neurons.
 
 hot_l and cold_l are the bytes that a token is expected to touch of the neurons on either side; a
 neuron that fires with frequency a touches, in mode
@@ -28,24 +28,23 @@ neuron that fires with frequency a touches, in mode
     exact:      gate_row + a * (up_row + down_row)
     predicted:  min(1, a * overfetch_l) * gate_row + a * (up_row + down_row)
 
-where overfetch_l is how many neurons the predictor names for each one that fires. A layer is
-split when its parts are not all on one device: hot and cold neurons both exist, or hot neurons
-exist and the dense block is on the CPU, or the dense block is on the GPU and cold neurons exist.
+where overfetch_l is the number of predicted neurons for each one that fires. A layer is split when
+its parts are not all on one device: hot and cold neurons both exist, or hot neurons exist and the
+dense block is on the CPU, or the dense block is on the GPU and cold neurons exist.
 
 A layer has no hot neurons or at least C_l. A layer that leaves the CPU saves there at most the
-touched bytes of its hot neurons over B_c, and pays a launch and a round trip for it; so C_l is
-the smallest n whose n hottest neurons satisfy
+touched bytes of its hot neurons over B_c, and pays a launch and a round trip for it; so C_l is the
+smallest n whose n hottest neurons satisfy
 
     sum of their touched bytes / B_c_l  >  launch + round_trip
 
-(what they cost on the GPU does not enter, as it overlaps), and F where no n does: all or none.
+(their cost on the GPU does not enter, as it overlaps), and F if no n does: all or none.
 
-Memory. The GPU holds at most its budget, a workspace included as soon as it holds anything; the
-host at most its own, which is the same as at least `need_bytes` on the GPU.
+The GPU holds at most its budget, including a workspace if it holds anything; the host at most its
+own, which is the same as at least `need_bytes` on the GPU.
 
 Ignored: the one row a token of the embedding matrix, and the bytes (not the fixed cost) of what a
-round trip copies.
-What this module does not know: several GPUs (see `pipeline`), or how to find a good placement.
+round trip copies. Several GPUs are left to `pipeline`, the search to `optimise`.
 
 Letters: L layers, F neurons of a layer. Neurons are addressed by rank: 0 is the hottest."""
 
@@ -75,21 +74,21 @@ from sparkinfer.split_file import PlanMode
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One placement problem: bytes as they are held, bytes as they are touched, and rates."""
+    """One placement problem: bytes held, bytes touched, and rates."""
 
     order_LF: np.ndarray  # int32, neuron ids hottest first, ties by id
-    touched_LF: np.ndarray  # f64, expected bytes a token touches, by rank: never increasing
+    touched_LF: np.ndarray  # f64, expected bytes a token touches, by rank: non-increasing
     neuron_bytes_L: np.ndarray  # int64
     min_hot_L: np.ndarray  # int64, C_l
     dense_bytes_L: np.ndarray  # int64: attention, norms, predictor and KV cache
-    dense_gpu_s_L: np.ndarray  # D_l where the dense block is on the GPU
+    dense_gpu_s_L: np.ndarray  # D_l with the dense block on the GPU
     dense_cpu_s_L: np.ndarray
     head_bytes: int
-    head_gpu_s: float  # token_s included, as in the next
+    head_gpu_s: float  # includes token_s, as does the next
     head_cpu_s: float
-    workspace_bytes: int  # taken as soon as anything is on the GPU
+    workspace_bytes: int  # taken if anything is on the GPU
     budget_bytes: int
-    need_bytes: int = 0  # at least this much, workspace apart, for the host cannot hold it
+    need_bytes: int = 0  # least bytes on the GPU, workspace excluded, that the host cannot hold
     gpu_s_per_byte: float
     cpu_s_per_byte_L: np.ndarray
     launch_s: float  # of all kernels of a layer's hot neurons
@@ -106,7 +105,7 @@ class Problem:
 
     @property
     def room_bytes(self) -> int:
-        """What the budget leaves for weights and KV cache; negative where it leaves nothing."""
+        """What the budget leaves for weights and KV cache; negative if the workspace exceeds it."""
         return self.budget_bytes - self.workspace_bytes
 
     @cached_property
@@ -123,8 +122,7 @@ class Problem:
     def least_split_s_LN(self) -> np.ndarray:
         """M_l with any set of n hot neurons, n = 0..F: exact or too low, and convex in n.
 
-        Infinite where the layer is not split (n = 0 and F) and below C_l. Why: see
-        `lagrangian`."""
+        Infinite if the layer is not split (n = 0 and F) and below C_l. Why: see `lagrangian`."""
         prefix_LN, gpu_s = self.prefix_LN, self.gpu_s_per_byte
         total_L1, cpu_s_L1 = self.touched_L[:, None], self.cpu_s_per_byte_L[:, None]
         all_cold_L1 = total_L1 * cpu_s_L1 + self.round_trip_s
@@ -139,7 +137,7 @@ class Problem:
 
     @property
     def placeable_bytes(self) -> int:
-        """All that can be on the GPU, workspace apart."""
+        """Everything that can be on the GPU, workspace excluded."""
         neurons = int(self.neuron_bytes_L.sum()) * self.num_neurons
         return neurons + int(self.dense_bytes_L.sum()) + self.head_bytes
 
@@ -195,10 +193,10 @@ def build_problem(
     need_bytes: int = 0,
     workspace: int | None = None,
 ) -> Problem:
-    """The numbers of a problem, every byte count of them from `sparkinfer.budget`.
+    """The numbers of a problem, with every byte count from `sparkinfer.budget`.
 
-    The profile must be of this model. `gpu` is the machine's first unless told, `workspace` what
-    `budget` estimates."""
+    The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
+    estimate of `budget`."""
     gpu = machine.gpus[0] if gpu is None else gpu
     gpu_s, shape = 1e-9 / gpu.bandwidth_gb_per_s.best, model.shape
     sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
@@ -257,7 +255,7 @@ def copy_seconds(gpu: Gpu, num_bytes: int) -> float:
 
 
 def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
-    """Fixed costs of the head on a GPU: its kernels, and its logits on top of a visit's copy."""
+    """Fixed costs of the head on a GPU: its kernels, and the logits' copy on top of a visit's."""
     logits = FLOAT_BYTES * model.shape.vocab_size
     return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
 
@@ -307,14 +305,14 @@ def _dense_cpu_seconds(
 
 
 def layer_seconds(machine: Machine, mode: PlanMode) -> float:
-    """What a layer on the CPU takes beside its bytes."""
+    """Seconds of a layer on the CPU beside its bytes."""
     return machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
-    """Neurons that the predictor names for each one that fires, f64 [L]; 1 where unknown.
+    """Predicted neurons for each one that fires, f64 [L]; 1 if unknown.
 
-    Raises SparkinferError for a share of neurons that is none."""
+    Raises SparkinferError for an invalid share of neurons."""
     named = model.predictor.density_L if model.predictor is not None else ()
     if not all(0 <= share <= 1 for share in named):
         raise SparkinferError(
@@ -368,7 +366,7 @@ def placement_bytes(problem: Problem, placement: Placement) -> int:
 
 
 def is_feasible(problem: Problem, placement: Placement) -> bool:
-    """Whether it keeps to both memories and every layer has no hot neurons or at least C_l."""
+    """True if it keeps to both memories and every layer has no hot neurons or at least C_l."""
     num_hot_L, num_bytes = placement.num_hot_L, placement_bytes(problem, placement)
     has_enough = ((num_hot_L == 0) | (num_hot_L >= problem.min_hot_L)).all()
     held = num_bytes - problem.workspace_bytes * placement.uses_gpu
@@ -376,7 +374,7 @@ def is_feasible(problem: Problem, placement: Placement) -> bool:
 
 
 def segment(problem: Problem, start: int, stop: int, *, has_head: bool, need_bytes: int) -> Problem:
-    """The problem of the layers start..stop-1 alone; without the head, one of no bytes."""
+    """The problem of the layers start..stop-1 alone; without the head, a head of no bytes."""
     part = slice(start, stop)
     names = ("order_LF", "touched_LF", "neuron_bytes_L", "min_hot_L", "dense_bytes_L",
              "dense_gpu_s_L", "dense_cpu_s_L", "cpu_s_per_byte_L")  # fmt: skip

@@ -1,7 +1,7 @@
-"""Fills what is left of a budget with the neurons that save most seconds per byte.
+"""Fills the rest of a budget with the neurons that save most seconds per byte.
 
-Works on counts: a layer's hot neurons are its hottest. Never makes a placement slower. What this
-module does not know: which dense blocks should be where."""
+It works on counts: a layer's hot neurons are its hottest. It never makes a placement slower, and
+leaves the dense blocks where they are."""
 
 import heapq
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def fill(
         value, count = layers[index].best_step(room_bytes)
         if value <= 0:
             continue
-        if -value > promised:  # what it promised no longer fits
+        if -value > promised:  # the promised step no longer fits
             heapq.heappush(queue, (-value, index))
             continue
         layers[index].num_hot += count
@@ -38,7 +38,7 @@ def fill(
 
 
 class _Layer:
-    """One layer's number of hot neurons, and what a step up from it saves."""
+    """One layer's number of hot neurons, and the saving of a step up from it."""
 
     def __init__(self, problem: Problem, layer: int, num_hot: int, is_dense_on_gpu: bool) -> None:
         self.problem = problem
@@ -70,7 +70,7 @@ class _Layer:
         return best
 
     def _steps(self) -> Iterator[int]:
-        """To C_l where there is none; else one neuron, or all of a run of equals; or the rest."""
+        """To C_l from none; else one neuron, or all of a run of equals; or the rest."""
         left = self.problem.num_neurons - self.num_hot
         yield left
         if self.num_hot == 0:
@@ -80,7 +80,7 @@ class _Layer:
             yield from self._halves_of_run(left)
 
     def _halves_of_run(self, left: int) -> Iterator[int]:
-        """Shares of the run of neurons as hot as the next one: a profile has many at zero."""
+        """Halves of the run of neurons as hot as the next one: a profile has many at zero."""
         next_touched = self.touched_F[self.num_hot]
         run = int(np.searchsorted(-self.touched_F, -next_touched, "right")) - self.num_hot
         while run > 1:

@@ -1,8 +1,7 @@
-"""model + profile + machine -> model.split.gguf: the command, from files to a file.
+"""The solve command: model + profile + machine -> model.split.gguf.
 
-Has `inputs` load what belongs together, `optimise` find a plan, `verify` check it and `advice` say
-what to make of it, and writes it. What this module does not know: the mathematics of any of these.
-"""
+`inputs` loads the files and checks that they belong together, `optimise` finds a plan, `verify`
+checks it, `advice` comments on it, and this module writes it."""
 
 import time
 from dataclasses import dataclass, replace
@@ -31,16 +30,16 @@ from sparkinfer.split_file import PlanMode, Split
 
 @dataclass(frozen=True, kw_only=True)
 class SolveConfig:
-    """What `sparkinfer solve` is asked."""
+    """Options of `sparkinfer solve`."""
 
     model: Path
     profile: Path
     machine: Path
     output: Path
     vram_budget_bytes: int | tuple[int, ...]  # of the first GPU, or of each
-    host_budget_bytes: int | None = None  # None is the machine's main memory
-    context_length: int | None = None  # None is the model's, up to DEFAULT_CONTEXT
-    mode: PlanMode | None = None  # None is the fastest that costs at most `max_loss`
+    host_budget_bytes: int | None = None  # None: the machine's main memory
+    context_length: int | None = None  # None: the model's, up to DEFAULT_CONTEXT
+    mode: PlanMode | None = None  # None: the fastest that costs at most `max_loss`
     max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
     time_limit_s: float = 30.0  # of the integer program
     force: bool = False
@@ -70,14 +69,14 @@ class SolveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SolveReport:
-    """What was found; `dataclasses.asdict` of it is JSON."""
+    """The result; `dataclasses.asdict` of it is JSON."""
 
     output: str
     status: str  # see optimise.Answer
     mode: PlanMode
     context_length: int
-    objective_s: float  # predicted seconds a token
-    bound_s: float  # no placement of single neurons is faster than this
+    objective_s: float  # predicted seconds per token
+    bound_s: float  # lower bound on placements of single neurons
     gap: float
     solve_s: float
     tokens_per_s: float
@@ -86,22 +85,22 @@ class SolveReport:
     num_dense_on_gpu: int
     num_layers: int
     head_on_gpu: bool
-    hot_traffic_share: float  # of the feed-forward bytes touched, the share that the GPU reads
+    hot_traffic_share: float  # of the feed-forward bytes touched, the share read by the GPU
     gpu_bytes: Items
     cpu_bytes: Items
     bytes_of_gpus: tuple[Items, ...]
     budgets: tuple[int, ...]
     fits_entirely: bool
     advice: Advice
-    alternatives: tuple[Alternative, ...]  # where no mode was asked for
+    alternatives: tuple[Alternative, ...]  # if no mode was asked for
     notes: tuple[str, ...]
 
 
 def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveReport:
-    """Writes the plan and says what it is.
+    """Writes the plan and returns a report on it.
 
-    `workspace` tells what a pass takes beside weights and cache; None is the estimate of
-    `sparkinfer.budget`, where the runtime is not at hand to be measured. Raises SparkinferError
+    `workspace` computes the bytes of a pass beside weights and cache; None is the estimate of
+    `sparkinfer.budget`, for when the runtime is not available to measure it. Raises SparkinferError
     for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
         config.output,
@@ -118,9 +117,9 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
 
 
 def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | None) -> Found:
-    """The best plan of the mode asked for, or of all that may be run.
+    """The best plan of the mode asked for, or of all allowed modes.
 
-    Raises SparkinferError where none fits, naming the smallest memory that works."""
+    Raises SparkinferError if none fits, with the smallest memory that works."""
     if config.mode is not None:
         return find(inputs, time_limit_s=config.time_limit_s)
     return find_fastest(
@@ -149,8 +148,8 @@ def estimated_workspace(model: ModelFile, context_length: int, mode: PlanMode) -
 
 
 def check(config: SolveConfig) -> Split:
-    """Reads the plan at `output` again. Raises SparkinferError unless it is a right one for these
-    files, none of which has changed since."""
+    """Reads the plan at `output` again. Raises SparkinferError unless it is valid for these files,
+    none of which has changed since."""
     split = Split.load(config.output)
     model = ModelFile.load(config.model)
     split.check_against(model, config.output)
@@ -198,7 +197,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
 
 
 def _doubts(inputs: Inputs) -> list[str]:
-    """That the CPU's rates, which every prediction rests on, were disturbed when measured."""
+    """Warns if the CPU's rates, on which every prediction rests, were disturbed when measured."""
     costs = inputs.machine.costs
     rates = [*costs.all_rows_gb_per_s.values(), *costs.chosen_rows_gb_per_s.values()]
     doubtful = sum(figure.is_doubtful for figure in rates)
@@ -211,7 +210,7 @@ def _doubts(inputs: Inputs) -> list[str]:
 
 
 def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
-    """What the figures leave open, and what they say of other budgets."""
+    """Notes on open questions in the figures, and on other budgets."""
     model, notes = inputs.model, []
     if not inputs.machine.gpus:
         notes.append("the machine file has no GPU: the plan is for the CPU alone")
@@ -240,7 +239,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
 
 
 def _memory_notes(inputs: Inputs, split: Split) -> list[str]:
-    """What is granted or taken beyond what is there, or was when it was measured."""
+    """Notes on memory granted or taken beyond what exists, or was free when measured."""
     notes = []
     for gpu, budget in zip(inputs.machine.gpus, inputs.budgets, strict=False):
         if budget > gpu.memory_bytes:
@@ -307,7 +306,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
 def mode_notes(
     config: SolveConfig, split: Split, advice: Advice, model: ModelFile
 ) -> tuple[str, ...]:
-    """What a person should know who asked for this mode, or for none."""
+    """Notes for a user who asked for this mode, or for none."""
     notes = []
     if config.mode is None:
         line = choose_mode(model, config.max_loss).line

@@ -1,6 +1,4 @@
-"""The curve of predicted speed against the budget of one GPU.
-
-What this module does not know: pictures."""
+"""Sweeps the budget of one GPU: the curve of predicted speed."""
 
 import json
 import time
@@ -27,7 +25,7 @@ TIME_LIMIT_S = 2.0  # of the integer program, at each budget
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Bytes of a budget, the mode of its plan, and seconds a token with it."""
+    """A budget in bytes, the mode of its plan, and seconds per token with it."""
 
     budget_bytes: int
     mode: PlanMode
@@ -48,7 +46,7 @@ class Sweep:
     model: str
     gpu: str
     cpu: str
-    mode: str  # "fastest" where none was asked for
+    mode: str  # "fastest" if none was asked for
     context_length: int
     cpu_only_s: float
     fits_from_bytes: int
@@ -70,8 +68,8 @@ def sweep(
     num_budgets: int,
     workspace: Workspace | None = None,
 ) -> Sweep:
-    """Plans for budgets from `first` to `last`, evenly apart; a budget in which nothing fits has
-    the plan of the CPU alone. Raises SparkinferError where no budget has a plan."""
+    """Plans for evenly spaced budgets from `first` to `last`; a budget in which nothing fits has
+    the plan of the CPU alone. Raises SparkinferError if no budget has a plan."""
     inputs = inputs_of(config, workspace)
     if not inputs.machine.gpus:
         raise SparkinferError(f"{config.machine}: no GPU, so there is no curve over its memory")
@@ -106,7 +104,7 @@ def sweep_of(
 def _best(
     inputs: Inputs, modes: tuple[PlanMode, ...], workspace: Workspace
 ) -> tuple[Inputs, Pipeline, Answer] | None:
-    """The fastest plan in this budget; None where none is found."""
+    """The fastest plan in this budget; None if none is found."""
     best: tuple[Inputs, Pipeline, Answer] | None = None
     for mode in modes:
         of_mode = in_mode(inputs, mode, workspace)

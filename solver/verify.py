@@ -1,8 +1,8 @@
 """Checks a plan against the files it was made from, in plain numpy, neuron by neuron.
 
-Independent of how plans are found: it shares `budget` and `kernel_counts` of `sparkinfer` with the
-solver (bytes and kernels must be the runtime's) and nothing else. The times are those of `sparkinfer.solver.problem`'s docstring,
-written a second time. What this module does not know: whether a better plan exists."""
+It is independent of how plans are found: it shares `budget` and `kernel_counts` of `sparkinfer`
+with the solver (bytes and kernels must be the runtime's) and nothing else. The times are those of
+`sparkinfer.solver.problem`'s docstring, implemented a second time."""
 
 from collections.abc import Sequence
 
@@ -29,8 +29,8 @@ TOLERANCE = 1e-9
 
 
 def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> None:
-    """Raises SparkinferError where the plan breaks its budget, its bytes or its seconds are wrong,
-    a layer has too few hot neurons, or they are not listed hottest first, ties by id."""
+    """Raises SparkinferError if the plan breaks its budget, its bytes or its seconds are wrong, a
+    layer has too few hot neurons, or they are not listed hottest first, ties by id."""
     split.validate()
     split.check_against(model, model.path)
     if profile.model_id != split.model_id:
@@ -57,7 +57,7 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
 
 
 def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> float:
-    """Expected seconds a token of a plan. Raises SparkinferError where a layer has too few hot
+    """Expected seconds per token of a plan. Raises SparkinferError if a layer has too few hot
     neurons to be worth a launch and a round trip."""
     home = split.home or (0,) * (len(split.hot) + 1)
     total = machine.costs.token_s.best + _copies_seconds(split, model, machine, home)
@@ -90,7 +90,8 @@ def _gpu_rate(machine: Machine, gpu: int) -> float:
 
 
 def _copies_seconds(split: Split, model: ModelFile, machine: Machine, home: Sequence[int]) -> float:
-    """A hidden state's way over all devices, from the CPU and back to it; and the logits' bytes."""
+    """Seconds of a hidden state's path over all devices, from the CPU and back to it; and of the
+    logits."""
     blocks = (*split.dense_on_gpu, split.head_on_gpu)
     places = [gpu if is_on_gpu else None for is_on_gpu, gpu in zip(blocks, home, strict=True)]
     total, hidden = 0.0, 4 * model.shape.width
@@ -110,7 +111,7 @@ def _copy_rate(gpu: Gpu) -> float:
 def _dense_seconds(
     split: Split, model: ModelFile, machine: Machine, layer: int, home: int
 ) -> float:
-    """Attention, half of the context's keys and values, and the predictor where it is run."""
+    """Attention, half of the context's keys and values, and the predictor if it is run."""
     kv_read = kv_bytes_per_layer(model, split.context_length) / 2
     read = {
         name: entry
@@ -131,8 +132,8 @@ def _dense_seconds(
 def _neurons(
     split: Split, model: ModelFile, profile: Profile, machine: Machine, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Expected bytes that a token touches of each neuron of a layer, and their seconds on the
-    CPU: the seconds of all of them, shared out by bytes; by id, f64 [F]."""
+    """Expected bytes that a token touches of each neuron of a layer, and their seconds on the CPU:
+    the seconds of all of them, divided in proportion to bytes; by id, f64 [F]."""
     sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
     gate_F, fired_F = _shares(split, model, profile, layer)
     touched_F = gate_F * sizes.gate_row + fired_F * (sizes.up_row + sizes.down_row)
@@ -165,7 +166,7 @@ def _shares(
 
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:
-    """C_l: the num_hot - 1 hottest may be too few, the num_hot hottest may not."""
+    """Checks C_l: the num_hot - 1 hottest may be too few, the num_hot hottest may not."""
     if num_hot in (0, len(cpu_s_F)):
         return
     saved_s = np.sort(cpu_s_F)[::-1][:num_hot].sum()

@@ -1,4 +1,4 @@
-"""What a user may ask of `sparsify`."""
+"""Options of `sparsify`."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from sparkinfer.sparsify.schedule import check_shares
 Precision = Literal["auto", "f32", "bf16"]
 SAVE_EVERY_S = 600.0
 DEFAULT_SHARE = 0.6
-# Replaced activations whose zeros are given by themselves: nothing is chosen.
+# Replaced activations whose zeros follow by themselves: there is nothing to choose.
 UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
 
 
@@ -25,11 +25,11 @@ class SparsifyConfig:
     corpora: tuple[Path, ...]
     output: Path  # the model file; with several shares one each, see `of_share`
     shares: tuple[float, ...] = ()  # (): DEFAULT_SHARE, or what ReLU gives
-    tokens: int = 1_000_000  # for each share, over all processes
-    held_out: tuple[Path, ...] = ()  # the first decides which state is the best
-    held_out_tokens: int = 16_384  # of each file, at the end of a share
-    check_tokens: int = 4_096  # of the first file, now and then
-    checks: int = 12  # of each share
+    tokens: int = 1_000_000  # per share, over all processes
+    held_out: tuple[Path, ...] = ()  # the first selects the best state
+    held_out_tokens: int = 16_384  # per file, at the end of a share
+    check_tokens: int = 4_096  # of the first file, at every check
+    checks: int = 12  # per share
     rule: Rule = "threshold"
     allocation: Allocation = "uniform"
     rank: int | None = None  # of low-rank updates; None: whole matrices
@@ -38,7 +38,7 @@ class SparsifyConfig:
     layer_weight: float = 0.0  # of the relative squared error of every layer's output
     window: int = 256
     batch_tokens: int = 1024
-    micro_tokens: int = 1024  # of one pass; more passes are added up
+    micro_tokens: int = 1024  # per pass; gradients of several passes accumulate
     precision: Precision = "auto"
     text_key: str = "text"
     start_from: Path | None = None  # a trained checkpoint of the same model
@@ -92,7 +92,7 @@ class SparsifyConfig:
 
     @property
     def targets(self) -> tuple[float, ...]:
-        """The shares to reach, one after the other; of ReLU one that says nothing."""
+        """The shares to reach, in sequence; for ReLU one without a value."""
         return self.shares or (DEFAULT_SHARE,)
 
     @property
@@ -100,7 +100,7 @@ class SparsifyConfig:
         return self.rule not in UNCHOSEN
 
     def of_share(self, path: Path, share: float) -> Path:
-        """`path`; where there are several shares "model-60.gguf" of "model.gguf"."""
+        """`path`; with several shares "model-60.gguf" for "model.gguf"."""
         if len(self.targets) == 1:
             return path
         return path.with_name(f"{path.stem}-{100 * share:g}{path.suffix}")
@@ -109,10 +109,10 @@ class SparsifyConfig:
         return self.of_share(self.output, share)
 
     def checkpoint_of(self, share: float) -> Path:
-        """Where the trained checkpoint goes."""
+        """The path of the trained checkpoint."""
         return self.of_share(self.save_checkpoint or self.work_folder / "trained", share)
 
     @property
     def work_folder(self) -> Path:
-        """Where a run keeps what it needs to go on."""
+        """The folder for the files that a resumed run needs."""
         return self.output.with_name(self.output.name + ".sparsify")

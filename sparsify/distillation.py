@@ -1,4 +1,4 @@
-"""The loss: how far the model's words are from those of its dense self, KL(dense || sparse).
+"""The loss: the divergence of the model's words from those of its dense self, KL(dense || sparse).
 
 The vocabulary is large (49,152 words of 576 values in SmolLM2: a token's logits are 85 times its
 hidden state), so logits exist for a few tokens at a time only, forward and backward: the gradient
@@ -36,7 +36,7 @@ class _Divergence(torch.autograd.Function):
 
 def divergence(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor) -> Tensor:
     """f32 [T]: sum over words of p_dense (log p_dense - log p_sparse), in nats, from the final
-    hidden states. The products are computed in the type of `head_VD`; only `sparse_TD` gets a
+    hidden states. Products are computed in the type of `head_VD`; only `sparse_TD` gets a
     gradient."""
     with torch.autocast(sparse_TD.device.type, enabled=False):
         return _Divergence.apply(sparse_TD, dense_TD, head_VD)

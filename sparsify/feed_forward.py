@@ -1,11 +1,11 @@
-"""The feed-forward layer in training: the trained matrices, the dense ones beside them, limits.
+"""The feed-forward layer in training: the trained matrices beside the dense ones, and limits.
 
-Neuron j is silent for a token where |act(gate_j x)| <= limit_j. Where the activation is replaced
-it goes from the model's own to ReLU by and by (`blend`): relu has limits of 0, fatrelu (ProSparse,
-arXiv 2402.13516) one limit for all neurons, drelu (TurboSparse, arXiv 2406.05955) ReLU of up too. Attention, norms and embeddings are shared by the model
-in training and by its dense self, so both are one module: `is_dense` says which one it is now.
-
-What this module does not know: how limits are found, and what the loss is.
+Neuron j is silent for a token where |act(gate_j x)| <= limit_j. A replaced activation changes
+gradually from the model's own to ReLU (`blend`): relu has limits of 0, fatrelu (ProSparse, arXiv
+2402.13516) one limit for all neurons, drelu (TurboSparse, arXiv 2406.05955) ReLU of up too.
+Attention, norms and embeddings are shared by the model in training and its dense self, so both are
+one module: `is_dense` selects the current one. Limits are found in sparsify.limits, the loss is in
+sparsify.distillation.
 
 Letters: L layers, T tokens, D model width, F neurons, R rank of an update."""
 
@@ -26,12 +26,12 @@ Watch = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 def silence(value_TF: Tensor, limit_F: Tensor) -> Tensor:
-    """What is at most its neuron's limit in size becomes 0; NaN passes."""
+    """Values at or below their neuron's limit in magnitude become 0; NaN passes."""
     return torch.where(value_TF.abs() <= limit_F.to(value_TF.dtype), 0.0, value_TF)
 
 
 class Update(nn.Module):
-    """A matrix and the low-rank update that is trained: x (W + up down)^T; it starts at nothing.
+    """A matrix and its trained low-rank update: x (W + up down)^T; the update starts at zero.
 
     `weight` is the dense matrix in the type of the products, shared with the dense model."""
 
@@ -48,12 +48,12 @@ class Update(nn.Module):
         return y_TF + F.linear(F.linear(x_TD, self.down_RD), self.up_FR)
 
     def change(self) -> Tensor:
-        """f32: what is added to the matrix."""
+        """f32: the update as a matrix."""
         return self.up_FR.detach() @ self.down_RD.detach()
 
 
 class FeedForward(nn.Module):
-    """Takes the place of a layer's `mlp`; its matrices keep their names.
+    """Replaces a layer's `mlp`; its matrices keep their names.
 
     `dense` are the weights of the dense model in the type of the products, by MATRICES."""
 
@@ -73,7 +73,7 @@ class FeedForward(nn.Module):
         self.watch: Watch | None = None
         self.keeps_outputs = False
         self.dense_output: Tensor | None = None
-        self.difference: Tensor | None = None  # of the outputs, relative; see keeps_outputs
+        self.difference: Tensor | None = None  # relative, of the outputs; see keeps_outputs
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.is_dense:
@@ -124,14 +124,15 @@ def install(model: nn.Module, rule: Rule, dtype: torch.dtype) -> list[FeedForwar
 
 
 def decoder_of(model: Any) -> Any:
-    """Of a transformers model the layers and the final norm, without the output head."""
+    """The layers and the final norm of a transformers model, without the output head."""
     return model.get_decoder()
 
 
 def make_trainable(
     layers: Sequence[FeedForward], rank: int | None, seed: int
 ) -> dict[str, nn.Parameter]:
-    """What is trained, in f32, by name: the three matrices of every layer, or low-rank updates."""
+    """The trained parameters, in f32, by name: the three matrices of every layer, or low-rank
+    updates."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, nn.Parameter] = {}
     for layer in layers:
@@ -151,8 +152,8 @@ def make_trainable(
 def whole_matrices(
     layers: Sequence[FeedForward], source: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, f32 matrix on the CPU) of all that is trained; `source` gives the
-    dense matrices by that name, which updates are added to."""
+    """(name in the checkpoint, f32 matrix on the CPU) of everything trained; `source` returns the
+    dense matrices by that name, to which updates are added."""
     for layer in layers:
         for part_name in MATRICES:
             part, name = getattr(layer, part_name), checkpoint_name(layer.layer, part_name)
@@ -169,7 +170,7 @@ def matrix_names(layers: Sequence[FeedForward]) -> list[str]:
 
 @torch.no_grad()
 def put_matrices(layers: Sequence[FeedForward], matrices: Mapping[str, Tensor]) -> None:
-    """Other matrices in place of those that are computed with; the dense ones stay."""
+    """Replaces the matrices used in computation; the dense ones stay."""
     for layer in layers:
         for name in MATRICES:
             getattr(layer, name).weight.copy_(matrices[checkpoint_name(layer.layer, name)])
@@ -181,7 +182,7 @@ def checkpoint_name(layer: int, matrix: str) -> str:
 
 @contextmanager
 def dense(layers: Sequence[FeedForward]) -> Iterator[None]:
-    """Within, the model is its dense self."""
+    """Inside the block, the model is its dense self."""
     for layer in layers:
         layer.is_dense = True
     try:
@@ -193,7 +194,7 @@ def dense(layers: Sequence[FeedForward]) -> Iterator[None]:
 
 @contextmanager
 def watched(layers: Sequence[FeedForward], watch: Watch) -> Iterator[None]:
-    """Within, `watch` is given (layer, act(gate), up, the layer's input) of every token."""
+    """Inside the block, `watch` gets (layer, act(gate), up, the layer's input) of every token."""
     for layer in layers:
         layer.watch = watch
     try:

@@ -1,13 +1,13 @@
-"""Which neurons are silent: a limit for each, so that a wanted share of a layer stays silent.
+"""Chooses silent neurons: a limit for each, so that a given share of a layer stays silent.
 
-What neuron j adds to the output for a token is about |act(gate_j x)| w_j with the weight
-w_j = E|up_j x| |down_j|, measured on the dense model and scaled to mean 1 in a layer. It is silent
-where that product is at most t, so limit_j = t / w_j. t follows the share: it moves towards the
-quantile of |act(gate)| w of every batch (`Limits.follow`), until it is frozen.
+The contribution of neuron j to the output for a token is about |act(gate_j x)| w_j with the weight
+w_j = E|up_j x| |down_j|, measured on the dense model and scaled to mean 1 in a layer. The neuron is
+silent where that product is at most t, so limit_j = t / w_j. t follows the share: it moves towards
+the quantile of |act(gate)| w of every batch (`Limits.follow`), until it is frozen.
 
-One t for each layer gives every layer the same share (`uniform`). With `global` there is one for
-all layers, and w is scaled by 1 / E|FFN output| of its layer: what is small beside its layer's
-output goes first.
+One t per layer gives every layer the same share (`uniform`). With `global` there is one for all
+layers, and w is scaled by 1 / E|FFN output| of its layer: contributions small relative to their
+layer's output go first.
 
 Letters: L layers, T tokens, D model width, F neurons."""
 
@@ -23,13 +23,13 @@ from sparkinfer.sparsify.feed_forward import FeedForward
 
 Allocation = Literal["uniform", "global"]
 ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "global")
-SAMPLES = 1 << 17  # values of a layer and batch that a quantile is taken of
+SAMPLES = 1 << 17  # values per layer and batch that a quantile is taken of
 SPEED = 0.2  # of t towards the quantile of a batch
-LAG_STEPS = 10  # fewer steps to reach a share need more speed
+LAG_STEPS = 10  # with fewer steps to reach a share, the speed is raised
 
 
 class Measure:
-    """A watcher: what the weights of the neurons are made of, summed in float64."""
+    """A watcher: accumulates the inputs of the neurons' weights in float64."""
 
     def __init__(self, layers: Sequence[FeedForward]) -> None:
         size = (len(layers), len(layers[0].limit_F))
@@ -62,7 +62,7 @@ class Measure:
 
 @dataclass(kw_only=True)
 class Limits:
-    """t of every layer and w of every neuron; `set` gives the layers their limits."""
+    """t of every layer and w of every neuron; `set` sets the layers' limits."""
 
     weight_LF: Tensor
     threshold_L: Tensor  # f64
@@ -75,7 +75,7 @@ class Limits:
 
     @classmethod
     def from_limits(cls, limit_LF: Tensor, allocation: Allocation) -> "Limits":
-        """Those whose `limit_LF` these are. Raises ValueError where a layer has none above 0."""
+        """The t and w that give `limit_LF`. Raises ValueError if a layer has none above 0."""
         if not (limit_LF > 0).all():
             raise ValueError("a limit of 0 says nothing about its neuron's weight")
         inverse_LF = 1 / limit_LF.double()
@@ -95,7 +95,7 @@ class Limits:
             layer.limit_F = limit_F.to(layer.dense[0].device)
 
     def move(self, quantile_L: Tensor, speed: float) -> None:
-        """Towards the quantiles of a batch; with `speed` 1 onto them."""
+        """Moves t towards the quantiles of a batch; with `speed` 1 onto them."""
         self.threshold_L += speed * (quantile_L - self.threshold_L)
 
 
@@ -114,7 +114,7 @@ class Scores:
         self.values.setdefault(layer, []).append(scores.flatten())
 
     def quantiles(self, share: float, ranks: Ranks) -> Tensor:
-        """f64 [L]: what a share of the scores of a layer is at most (`global`: of all layers)."""
+        """f64 [L]: the quantile of a layer's scores at the share (`global`: of all layers')."""
         of_layer = [torch.cat(self.values[layer]) for layer in sorted(self.values)]
         if self.limits.allocation == "global":
             found = [_quantile(torch.cat(of_layer), share)] * len(of_layer)

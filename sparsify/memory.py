@@ -1,6 +1,4 @@
-"""How much memory training takes in one process, and whether it is there; said before it starts.
-
-What this module does not know: how a step is computed, beyond what it holds at once.
+"""Memory that training takes in one process, checked and reported before it starts.
 
 Letters: T tokens of a pass, D model width, F neurons, V vocabulary, L layers."""
 
@@ -16,19 +14,20 @@ from sparkinfer.sparsify.distillation import CHUNK_VALUES
 from sparkinfer.system_memory import free_memory_bytes
 
 FREE_SHARE = 0.95
-# What autograd keeps of a token and layer: bytes by the width, values by the neurons. With
-# SmolLM2-135M in bf16 and 512 tokens a pass 3.44 GiB are told and 3.16 GiB were resident at most.
+# What autograd keeps per token and layer: bytes by the width, values by the neurons. With
+# SmolLM2-135M in bf16 and 512 tokens per pass, 3.44 GiB are predicted and at most 3.16 GiB were
+# resident.
 KEPT_WIDTHS, KEPT_NEURONS = 40, 14
 PROGRAM_BYTES = 600 << 20  # Python, torch, transformers, products' own copies
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Bytes, by what they are for."""
+    """Bytes by purpose."""
 
     frozen: int  # attention, norms, embeddings
     dense: int  # the dense feed-forward matrices
-    trained: int  # f32, with their gradients and what AdamW keeps
+    trained: int  # f32, with their gradients and AdamW's moments
     best: int  # a copy of the best state
     kept: int  # of the forward pass, for the backward pass
     logits: int
@@ -69,9 +68,9 @@ def needs_of(shape: ModelShape, config: SparsifyConfig, dtype: torch.dtype, tied
 
 
 def check_memory(needs: Needs, device: torch.device, processes: int) -> str:
-    """What is needed and what is free, in one line; of all processes of this machine together.
+    """Memory needed and free, in one line; over all processes of this machine.
 
-    Raises SparkinferError where it does not fit."""
+    Raises SparkinferError if it does not fit."""
     if device.type == "cuda":
         free, wanted, where = torch.cuda.mem_get_info(device)[0], needs.total, "of the GPU"
     else:

@@ -1,6 +1,4 @@
-"""What is settled before a run loads its model: source, sizes, memory, outputs; and the end of it.
-
-What this module does not know: training."""
+"""Prepares a run before it loads its model: source, sizes, memory, outputs; and finishes it."""
 
 import math
 import shutil
@@ -24,7 +22,7 @@ from sparkinfer.sparsify.schedule import Schedule
 from sparkinfer.sparsify.source import as_checkpoint
 from sparkinfer.sparsify.student import dtype_of
 
-# Of a config, what does not change what a run computes, and what is told in other words.
+# Options that do not affect the results of a run, or are recorded otherwise.
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
                 "save_checkpoint", "device", "force", "save_every_s")  # fmt: skip
 OURS = (".json", ".safetensors", ".model", ".txt", ".jinja", ".md")  # files of a checkpoint
@@ -43,8 +41,8 @@ class Plan:
 
     @classmethod
     def of(cls, config: SparsifyConfig, ranks: Ranks) -> "Plan":
-        """After `make_checkpoint`. Raises SparkinferError for a model that convert does not know, and
-        for one that cannot be trained in this memory."""
+        """Called after `make_checkpoint`. Raises SparkinferError for a model that convert does not
+        know, and for one that cannot be trained in this memory."""
         source = dense_folder(config)
         checkpoint = Checkpoint.open(source)
         shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
@@ -73,23 +71,23 @@ class Plan:
 
     @property
     def start_id(self) -> str | None:
-        """Names the weights that training starts from, where they are not the dense ones."""
+        """Identifies the weights that training starts from, if they are not the dense ones."""
         folder = self.config.start_from
         return None if folder is None else Checkpoint.open(folder).model_id()
 
     @property
     def batch_windows(self) -> int:
-        """Of one process and step."""
+        """Windows per process and step."""
         return self.config.batch_tokens // self.config.window
 
     @property
     def step_tokens(self) -> int:
-        """Of all processes."""
+        """Tokens over all processes."""
         return self.config.batch_tokens * self.num_processes
 
     @property
     def settings(self) -> Settings:
-        """What a run must have in common with the one that it goes on with."""
+        """Settings that a resumed run must share with the earlier one."""
         values = {k: v for k, v in asdict(self.config).items() if k not in NOT_SETTINGS}
         return values | {
             "model_id": self.model_id,
@@ -105,7 +103,7 @@ class Plan:
 
 
 def check_outputs(config: SparsifyConfig) -> None:
-    """Refuses outputs that exist or cannot be written; those of a run that goes on may exist."""
+    """Refuses outputs that exist or cannot be written; those of a resumed run may exist."""
     goes_on = (config.work_folder / "state.safetensors").exists()
     read = [config.model, config.start_from, *config.corpora, *config.held_out]
     inputs = [path for path in read if path is not None]
@@ -124,12 +122,12 @@ def check_outputs(config: SparsifyConfig) -> None:
 
 
 def finish(config: SparsifyConfig) -> None:
-    """Removes the folder that a run goes on from; called when the outputs are written."""
+    """Removes the work folder; called when the outputs are written."""
     shutil.rmtree(config.work_folder, ignore_errors=True)
 
 
 def dense_folder(config: SparsifyConfig) -> Path:
-    """Of the dense checkpoint: the model, or what `make_checkpoint` makes of a model file."""
+    """The dense checkpoint's folder: the model, or what `make_checkpoint` makes of a model file."""
     return config.model if config.model.is_dir() else config.work_folder / "dense"
 
 

@@ -1,4 +1,4 @@
-"""How good the model in training is: beside its dense self, on windows that it never trains on.
+"""Measures the quality of the model in training against its dense self, on held-out windows.
 
 Letters: L layers, T tokens, V vocabulary."""
 
@@ -18,7 +18,8 @@ SURE = 1.96  # standard errors of a 95 % interval
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """`kl_95` is half the 95 % interval of `kl`: windows, not tokens, are taken as independent."""
+    """`kl_95` is half the 95 % interval of `kl`: windows, not tokens, are treated as
+    independent."""
 
     num_tokens: int
     kl: float
@@ -67,7 +68,7 @@ def evaluate(
     ranks: Ranks,
     dtype: torch.dtype,
 ) -> Quality:
-    """Of the model as it is now; every process takes its share of the windows."""
+    """Evaluates the current model; every process takes its share of the windows."""
     counter = SilentCounter(layers)
     rows_W = torch.zeros(len(windows), 5, dtype=torch.float64)
     for number in range(ranks.rank, len(windows), ranks.size):
@@ -83,7 +84,7 @@ def evaluate(
     tokens_W, kl_W = rows_W[:, 0], rows_W[:, 1]
     tokens, predicted = float(tokens_W.sum()), float(tokens_W.sum()) - len(windows)
     kl = float(kl_W.sum()) / tokens
-    # Of a ratio of sums: the windows' deviations from it, by their lengths.
+    # A ratio of sums: the windows' deviations from it, weighted by their lengths.
     variance = (kl_W - kl * tokens_W).square().sum() * len(windows) / max(1, len(windows) - 1)
     return Quality(
         num_tokens=int(tokens),
@@ -97,7 +98,7 @@ def evaluate(
 
 
 def _sums(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor, ids_T: Tensor) -> Tensor:
-    """f64 [5] of a window: tokens, KL, surprise sparse and dense, same top tokens."""
+    """f64 [5] per window: tokens, KL, surprise sparse and dense, same top tokens."""
     sums = torch.zeros(5, dtype=torch.float64)
     sums[0] = len(ids_T)
     for start, stop in chunks(len(ids_T), len(head_VD)):

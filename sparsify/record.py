@@ -1,6 +1,4 @@
-"""What a run has found so far: the curve of quality, and what was written. Plain numbers.
-
-What this module does not know: the model."""
+"""The record of a run so far: the curve of quality, and the outputs. Plain numbers."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -19,7 +17,7 @@ class Point:
     tokens: int
     seconds: float
     wanted_share: float
-    trained_kl: float  # mean of the steps since the point before
+    trained_kl: float  # mean of the steps since the previous point
     quality: Quality
 
 
@@ -36,10 +34,10 @@ class Made:
 @dataclass(kw_only=True)
 class Record:
     untrained: dict[str, Quality] = field(default_factory=dict)  # by share
-    started: Quality | None = None  # of the trained checkpoint that it goes on from
+    started: Quality | None = None  # of the trained checkpoint that it starts from
     curve: list[Point] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
-    seconds: float = 0.0  # in steps; loading and evaluation are left out
+    seconds: float = 0.0  # in steps; excludes loading and evaluation
 
     def to_array(self) -> np.ndarray:
         return np.frombuffer(json.dumps(asdict(self), default=str).encode(), np.uint8)

@@ -1,12 +1,12 @@
-"""Makes a dense model sparse: it is trained to say what its dense self says, with fewer neurons.
+"""Makes a dense model sparse: trains it to say what its dense self says, with fewer neurons.
 
     checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share, with limits
 
 The neurons' weights and first limits are measured on the first windows of the corpus; then every
-step trains on a batch while the silent share follows the schedule; now and then the model is
+step trains on a batch while the silent share follows the schedule. From time to time the model is
 compared with its dense self on held-out text; the best state of every share is written.
 
-What this module does not know: model files; the command line has convert make them."""
+Model files are left to the command line, which calls convert."""
 
 import time
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class SparsifyReport:
 
 
 class Run:
-    """A run of the command in one process."""
+    """One process's run of the command."""
 
     def __init__(self, plan: Plan, ranks: Ranks, say: Say, on_tokens: OnTokens) -> None:
         self.plan, self.ranks, self.config = plan, ranks, plan.config
@@ -65,7 +65,7 @@ class Run:
         self.saved_at, self.save_s = time.monotonic(), 0.0
 
     def begin(self, position: Position) -> None:
-        """Goes on from where an earlier run stood; from nothing, measures."""
+        """Continues from the position of an earlier run; without one, measures."""
         if position.arrays:
             self.best, self.record = state.restore(self.trainer, position)
             self._set_first_share()
@@ -97,7 +97,7 @@ class Run:
         self.say(f"from {folder}: {self.record.started.line}")
 
     def _set_first_share(self) -> None:
-        """Where the run began with a trained checkpoint, the share that this one silences."""
+        """If the run began with a trained checkpoint, sets the share that this one silences."""
         if self.record.started is not None:
             share = self.record.started.silent_share
             self.trainer.schedule = replace(self.trainer.schedule, first_share=share)
@@ -107,7 +107,7 @@ class Run:
         return self.trainer.schedule
 
     def check(self, max_tokens: int, name: str | None = None) -> Quality:
-        """The quality now, on the first windows of a held-out text."""
+        """The current quality, on the first windows of a held-out text."""
         windows = up_to(self.texts.held_out[name or self.texts.deciding], max_tokens)
         student = self.student
         return evaluate(
@@ -115,7 +115,7 @@ class Run:
         )
 
     def train(self, signals: Signals) -> None:
-        """All steps that are left. Raises Interrupted, with the state saved."""
+        """Runs all remaining steps. Raises Interrupted, with the state saved."""
         size, schedule = self.plan.batch_windows, self.schedule
         windows = islice(self.texts.training, self.trainer.step * size * self.ranks.size, None)
         self.on_tokens(self.trainer.step * self.plan.step_tokens)
@@ -150,7 +150,7 @@ class Run:
         return report.kl
 
     def _note(self, step: int, loss: float) -> None:
-        """A point of the curve, told; and the state, where it is the best so far."""
+        """Reports a point of the curve; keeps the state if it is the best so far."""
         quality = self.check(self.config.check_tokens)
         point = Point(
             step=self.trainer.step, tokens=self.trainer.step * self.plan.step_tokens,
@@ -166,7 +166,7 @@ class Run:
         )
 
     def _finish_share(self, share: float) -> None:
-        """Writes the checkpoint of the best state, and goes on from the last."""
+        """Writes the checkpoint of the best state, and continues from the last."""
         last = state.copied(state.model_arrays(self.trainer))
         state.load_model_arrays(self.trainer, self.best.arrays)
         found = {n: self.check(self.config.held_out_tokens, n) for n in self.texts.held_out}
@@ -187,7 +187,7 @@ class Run:
         write_trained(self.plan.source, folder, matrices, limit_LF, self.config.rule)
 
     def _pause(self, signals: Signals, must_save: bool) -> None:
-        """Saves when it is time, and stops when told to: all processes or none."""
+        """Saves when it is time, and stops on a signal: all processes or none."""
         since = time.monotonic() - self.saved_at
         is_due = since > max(self.config.save_every_s, self.save_s / SAVE_SHARE)
         is_stop = signals.wants_stop(self.ranks)
@@ -197,7 +197,7 @@ class Run:
             raise signals.interrupted(self.plan.state_path)
 
     def save(self) -> None:
-        """Where the run stands, written by the first process."""
+        """Saves the position of the run, in the first process."""
         began = time.monotonic()
         self.ranks.first_only(
             lambda: state.save(
@@ -226,10 +226,10 @@ def sparsify(
     say: Say = lambda line: None,
     on_tokens: OnTokens = lambda count: None,
 ) -> SparsifyReport:
-    """Trains, and writes a checkpoint for every share. `plan.finish` removes what it worked with.
+    """Trains, and writes a checkpoint for every share. `plan.finish` removes the work files.
 
-    Raises SparkinferError for what cannot be trained, and Interrupted, with the state saved, when
-    told to stop."""
+    Raises SparkinferError for a model that cannot be trained, and Interrupted, with the state
+    saved, on a signal."""
     with Ranks() as ranks, Signals() as signals:
         ranks.first_only(lambda: check_outputs(config))
         ranks.first_only(lambda: make_checkpoint(config))
@@ -247,7 +247,7 @@ def sparsify(
 
 
 def _in_all(found: Position | None, ranks: Ranks) -> Position:
-    """What the first process found, in every one."""
+    """The first process's result, in every process."""
     position = found or Position()
     if ranks.size == 1:
         return position

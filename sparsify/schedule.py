@@ -1,9 +1,9 @@
-"""What changes over a run: the silent share, the learning rate, when limits stand still.
+"""Schedules of a run: the silent share, the learning rate, and when limits are frozen.
 
-Several shares are reached one after the other, each with the same number of steps: the share rises
-along half a cosine from where it was (ProSparse, arXiv 2402.13516, raises its penalty like that),
-is held, and in the last part the limits themselves stand still. The learning rate warms up and
-falls along half a cosine in each."""
+Several shares are reached in sequence, each with the same number of steps: the share rises along
+half a cosine from its last value (ProSparse, arXiv 2402.13516, raises its penalty like that), is
+held, and in the last part the limits are frozen. The learning rate warms up and falls along half a
+cosine in each."""
 
 import math
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ LAST_RATE = 0.05  # of the learning rate
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`steps_of_share` steps for each of `shares`, in rising order."""
+    """`steps_of_share` steps for each of `shares`, in ascending order."""
 
     shares: tuple[float, ...]
     steps_of_share: int
     learning_rate: float
     warmup_steps: int
-    first_share: float | None = None  # where the first share starts from; None: see FIRST_SHARE
+    first_share: float | None = None  # start of the first share; None: see FIRST_SHARE
 
     def __post_init__(self) -> None:
         check_shares(self.shares)
@@ -34,7 +34,7 @@ class Schedule:
         return len(self.shares) * self.steps_of_share
 
     def stage(self, step: int) -> int:
-        """Which share is being reached or held."""
+        """The index of the share being reached or held."""
         return min(step // self.steps_of_share, len(self.shares) - 1)
 
     def share(self, step: int) -> float:
@@ -45,15 +45,15 @@ class Schedule:
         return start + (self.shares[stage] - start) * rise
 
     def blend(self, step: int) -> float:
-        """How far a replaced activation is ReLU: it is when the first share is reached."""
+        """The blend of a replaced activation with ReLU: 1 once the first share is reached."""
         return min(1.0, step / self.steps_of_share / RAMP)
 
     def is_held(self, step: int) -> bool:
-        """Whether the share of this stage is reached."""
+        """True once the share of this stage is reached."""
         return self._progress(step) >= RAMP
 
     def is_frozen(self, step: int) -> bool:
-        """Whether limits stand still."""
+        """True if limits are frozen."""
         return self._progress(step) >= 1 - FROZEN
 
     def ends_stage(self, step: int) -> bool:
@@ -77,7 +77,7 @@ class Schedule:
 
 
 def check_shares(shares: tuple[float, ...]) -> None:
-    """Raises SparkinferError for shares that no layer can have, and for falling ones."""
+    """Raises SparkinferError for shares that no layer can have, and for decreasing ones."""
     wrong = [share for share in shares if not 0 < share < 1]
     if wrong or not shares:
         raise SparkinferError(

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step in hand is finished, the state saved, and the run ends."""
+"""Ctrl-C and SIGTERM: the current step is finished, the state saved, and the run ends."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Signals:
     """A context manager. The first signal is noted, a second one ends the program at once; under
-    torchrun, which sends every signal twice, no signal does."""
+    torchrun, which sends every signal twice, none does."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -40,7 +40,7 @@ class Signals:
         self.is_training, self.num_processes = True, ranks.size
 
     def wants_stop(self, ranks: Ranks) -> bool:
-        """Whether any process was told to stop."""
+        """True if any process got a signal."""
         return ranks.largest(int(self.number is not None)) > 0
 
     def interrupted(self, state: Path) -> Interrupted:

@@ -1,6 +1,4 @@
-"""The model to train: a Hugging Face checkpoint folder, or a model file (GGUF) made into one.
-
-What this module does not know: training."""
+"""The model to train: a Hugging Face checkpoint folder, or a model file (GGUF) converted to one."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,14 +18,14 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.sparsify.trained_checkpoint import save_tensors
 
-# By llama.cpp's name of the graph: transformers' class and type. They share the tensors' names.
+# By llama.cpp's name of the graph: transformers' class and type, which share the tensors' names.
 CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
 TRAINABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-TURNED_IN_PAIRS = ("llama",)  # graphs whose queries and keys have rotary pairs beside each other
+TURNED_IN_PAIRS = ("llama",)  # graphs whose rotary pairs of queries and keys are adjacent
 OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -43,7 +41,7 @@ INNER = {
 
 
 def check_trainable(path: Path, config: Mapping[str, object]) -> None:
-    """Raises SparkinferError for a config of a model that cannot be trained, or need not be."""
+    """Raises SparkinferError for the config of a model that cannot be trained, or need not be."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     activation = config.get("hidden_act", "silu")
@@ -60,7 +58,7 @@ def check_trainable(path: Path, config: Mapping[str, object]) -> None:
 
 
 def as_checkpoint(source: Path, folder: Path) -> Path:
-    """`source` where it is a checkpoint folder; otherwise `folder`, made of the model file.
+    """`source` if it is a checkpoint folder; otherwise `folder`, made from the model file.
 
     Raises SparkinferError for a model that cannot be trained."""
     if source.is_dir():
@@ -85,7 +83,7 @@ def as_checkpoint(source: Path, folder: Path) -> Path:
 
 
 def write_checkpoint(model: ModelFile, folder: Path) -> None:
-    """config.json, tokenizer and weights of a model file, as transformers reads them."""
+    """Writes config.json, tokenizer and weights of a model file, as transformers reads them."""
     (folder / "config.json").write_text(json.dumps(_config(model), indent=1) + "\n")
     save_tensors(dict(_tensors(model)), folder / "model.safetensors")
     codec = TextCodec.of(model)
@@ -104,7 +102,7 @@ def _config(model: ModelFile) -> dict[str, object]:
         "hidden_size": s.width, "intermediate_size": s.num_neurons,
         "num_hidden_layers": s.num_layers, "num_attention_heads": s.num_heads,
         "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_width,
-        # as it was before it was stored in f32: 1e-05, and not 9.999999747378752e-06
+        # the value before it was stored in f32: 1e-05, not 9.999999747378752e-06
         "rms_norm_eps": float(str(np.float32(s.norm_epsilon))),
         "rope_parameters": {"rope_type": "default", "rope_theta": s.rope_theta},
         "max_position_embeddings": s.context_length, "hidden_act": "silu",
@@ -148,7 +146,7 @@ def _name_of(name: str) -> str:
 
 
 def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
-    """As it is in f16 and f32, otherwise unpacked to f32."""
+    """The stored values in f16 and f32, otherwise unpacked to f32."""
     if entry.kind == "bf16":
         values = torch.from_numpy(entry.read().copy()).view(torch.bfloat16).view(entry.shape)
     elif entry.kind in ("f16", "f32"):

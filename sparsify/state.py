@@ -1,9 +1,7 @@
-"""Where a training run stands: everything that its next step depends on, as arrays of one file.
+"""The state of a training run: everything that its next step depends on, as arrays of one file.
 
 The file is profile.resume's. Nothing is drawn at random after the start: the order of the corpus
-follows from the seed and the step.
-
-What this module does not know: when it is saved."""
+follows from the seed and the step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,20 +20,20 @@ from sparkinfer.sparsify.trainer import Trainer
 
 @dataclass(kw_only=True)
 class Best:
-    """The best state of the share that is held; `kl` is infinite where there is none."""
+    """The best state of the share being held; `kl` is infinite if there is none."""
 
     kl: float = float("inf")
     step: int = 0
     arrays: dict[str, Tensor] = field(default_factory=dict)
 
     def offer(self, kl: float, trainer: Trainer) -> None:
-        """Keeps a copy of the trainer's weights and limits where they are better."""
+        """Keeps a copy of the trainer's weights and limits if they are better."""
         if kl < self.kl:
             self.kl, self.step, self.arrays = kl, trainer.step, copied(model_arrays(trainer))
 
 
 def model_arrays(trainer: Trainer) -> dict[str, Tensor]:
-    """What the function of the model depends on."""
+    """Everything the function of the model depends on."""
     limits = {"weight_LF": trainer.limits.weight_LF, "threshold_L": trainer.limits.threshold_L}
     return {**limits, **trainer.parameters}
 
@@ -46,7 +44,7 @@ def copied(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_model_arrays(trainer: Trainer, arrays: Mapping[str, Tensor]) -> None:
-    """Makes the trainer's model what `model_arrays` told of."""
+    """Loads what `model_arrays` saved into the trainer's model."""
     trainer.limits = Limits(
         weight_LF=arrays["weight_LF"].clone(),
         threshold_L=arrays["threshold_L"].clone(),
@@ -69,7 +67,7 @@ def position_of(trainer: Trainer, best: Best, record: Record) -> Position:
 
 
 def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
-    """Makes the trainer what it was."""
+    """Restores the trainer from a position."""
     tensors = {n: torch.from_numpy(a) for n, a in position.arrays.items() if "/" in n}
     load_model_arrays(trainer, _part(tensors, "model/"))
     for name, parameter in trainer.parameters.items():
@@ -88,7 +86,7 @@ def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
 
 
 def save(path: Path, settings: Settings, position: Position) -> None:
-    """Raises SparkinferError where there is no room; an older file then stays as it was."""
+    """Raises SparkinferError if there is no room; an older file is then unchanged."""
     try:
         save_position(path, settings, position)
     except (OSError, SparkinferError) as error:

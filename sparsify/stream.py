@@ -1,11 +1,9 @@
-"""The corpus as a stream of windows of the same length, in an order drawn by a seed.
+"""The corpus as a stream of windows of equal length, in an order drawn by a seed.
 
-The blocks of all files (see profile.sources) are read in the seed's order and their tokens stand
-one behind the other: no token is padding, and a window may hold the end of one text and the
-beginning of another. When all blocks were read they are read again in another order. Blocks that
-are held out come first in the first order and are never read again.
-
-What this module does not know: what is trained."""
+The blocks of all files (see profile.sources) are read in the seed's order and their tokens are
+concatenated: no token is padding, and a window may hold the end of one text and the beginning of
+another. When all blocks have been read they are read again in another order. Held-out blocks come
+first in the first order and are never read again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -46,8 +44,8 @@ class Stream:
     def windows(self, *, least: int = 1) -> Iterator[Tensor]:
         """int64 [length] each, without end.
 
-        Raises SparkinferError, in place of the first repetition, for a corpus of fewer windows
-        than `least`."""
+        Raises SparkinferError, in place of the first repetition, for a corpus of fewer windows than
+        `least`."""
         rest: list[int] = []
         num_given = 0
         for turn in count():

@@ -1,6 +1,4 @@
-"""The model in training, loaded: a transformers model whose feed-forward layers are ours.
-
-What this module does not know: the corpus, and how it is trained."""
+"""The model in training: a transformers model whose feed-forward layers are ours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Student:
 
 
 def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> Student:
-    """From a checkpoint folder. Frozen matrices are in `dtype`, everything else is f32."""
+    """Loads a checkpoint folder. Frozen matrices are in `dtype`, everything else is f32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -44,7 +42,8 @@ def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> S
 
 
 def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype) -> None:
-    """Matrices outside the feed-forward layers into `dtype`; what they add to stays f32."""
+    """Converts matrices outside the feed-forward layers to `dtype`; the residual stream stays
+    f32."""
     if dtype == torch.float32:
         return
     ours = {id(part) for layer in layers for part in layer.modules()}
@@ -57,7 +56,7 @@ def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype)
 
 
 def dtype_of(precision: Precision, device: str) -> torch.dtype:
-    """bf16 where the processor multiplies it: 2.5 times as fast as f32 on a Zen 4 core."""
+    """bf16 if the processor multiplies it: 2.5 times as fast as f32 on a Zen 4 core."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else torch.float32
     if device.startswith("cuda"):

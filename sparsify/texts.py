@@ -1,6 +1,4 @@
-"""The text of a run: windows to measure the model on, to find the first limits on, to train on.
-
-What this module does not know: the model, beyond its tokenizer."""
+"""The text of a run: windows for evaluation, for the first limits, and for training."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +17,13 @@ from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.stream import Stream
 from sparkinfer.tokenizer_text import read_tokenizer
 
-MEASURED_WINDOWS = 16  # that the neurons' weights are measured on; they are trained on too
+MEASURED_WINDOWS = 16  # for measuring the neurons' weights; they are trained on too
 HELD_OUT_WINDOW = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """`held_out` by the file, the first is the one that decides; `training` has no end."""
+    """`held_out` by file, of which the first decides; `training` has no end."""
 
     held_out: dict[str, tuple[Tensor, ...]]
     measured: tuple[Tensor, ...]
@@ -37,7 +35,7 @@ class Texts:
 
 
 def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
-    """Raises SparkinferError for a corpus that is too short, or no text."""
+    """Raises SparkinferError for a corpus that is too short, or not text."""
     codec = codec_of(folder)
     if STDIN in config.corpora:
         raise SparkinferError("-: the corpus is read more than once; give files, or a folder")
@@ -59,7 +57,7 @@ def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
 
 
 def up_to(windows: Sequence[Tensor], num_tokens: int) -> tuple[Tensor, ...]:
-    """The first windows, until there are so many tokens; at least one."""
+    """The first windows, up to this many tokens; at least one."""
     found: list[Tensor] = []
     for window in windows:
         if found and sum(map(len, found)) >= num_tokens:

@@ -1,9 +1,7 @@
-"""A trained checkpoint: a Hugging Face folder, and beside its weights the neurons' limits.
+"""A trained checkpoint: a Hugging Face folder, with the neurons' limits beside its weights.
 
-transformers loads the folder and computes the dense function of the trained weights; the limits
-are in limits.FILE_NAME, which convert reads. The trained matrices are f32, all others are as they were.
-
-What this module does not know: training."""
+transformers loads the folder and computes the dense function of the trained weights; the limits are
+in limits.FILE_NAME, which convert reads. The trained matrices are f32, all others are unchanged."""
 
 import json
 import shutil
@@ -30,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 def write_trained(
     source: Path, folder: Path, matrices: Mapping[str, Tensor], limit_LF: np.ndarray, rule: str
 ) -> None:
-    """The checkpoint `source` with other `matrices`, by their names there, as `folder`."""
+    """Writes the checkpoint `source` with other `matrices`, by their names there, as `folder`."""
     checkpoint = Checkpoint.open(source)
     unknown = matrices.keys() - checkpoint.tensors.keys()
     assert not unknown, sorted(unknown)[:3]
@@ -50,7 +48,7 @@ def write_trained(
 def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:
     """(matrices by `names`, limits f32 [L, F]) of a folder that `write_trained` wrote.
 
-    Raises SparkinferError where it has no limits, or not these matrices."""
+    Raises SparkinferError if it has no limits, or not these matrices."""
     if not (folder / FILE_NAME).is_file():
         raise SparkinferError(f"{folder}: no {FILE_NAME}; wanted a checkpoint that sparsify wrote")
     checkpoint = Checkpoint.open(folder)
@@ -74,7 +72,7 @@ def _rename_activation(path: Path, rule: str, threshold: float) -> None:
 
 
 def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, Tensor]) -> None:
-    """In files of about SHARD_BYTES, with an index where there are several."""
+    """Writes files of about SHARD_BYTES, with an index if there are several."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in checkpoint.tensors.items():
@@ -99,7 +97,7 @@ def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, 
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """A checkpoint's safetensors file. Raises SparkinferError where there is no room."""
+    """Writes a checkpoint's safetensors file. Raises SparkinferError if there is no room."""
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as error:

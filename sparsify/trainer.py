@@ -1,6 +1,4 @@
-"""One step of training, and all that a step changes.
-
-What this module does not know: the corpus, when it is evaluated, and files.
+"""One step of training, and the state that a step changes.
 
 Letters: B windows, T tokens of one, D model width, L layers."""
 
@@ -27,12 +25,12 @@ from sparkinfer.sparsify.schedule import Schedule
 from sparkinfer.sparsify.student import Student
 
 MAX_NORM = 1.0  # of the gradient
-PASSES = 2  # for limits of a share: those of the lower layers change what the upper ones see
+PASSES = 2  # for limits of a share: those of lower layers change the inputs of upper ones
 BETAS = (0.9, 0.95)
 
 
 class NotFinite(SparkinferError):
-    """The loss or a gradient is NaN or infinite; nothing was changed by the step."""
+    """The loss or a gradient is NaN or infinite; the step changed nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ class Trainer:
         self.step = 0
         self.speed = min(1.0, max(SPEED, LAG_STEPS / schedule.steps_of_share))
         num_layers, num_neurons = len(student.layers), len(student.layers[0].limit_F)
-        # FATReLU: one threshold, which is all that a checkpoint's config can say
+        # FATReLU: one threshold, which is all that a checkpoint's config can express
         allocation = "global" if config.rule == "fatrelu" else config.allocation
         self.limits = Limits.of(torch.ones(num_layers, num_neurons), allocation)
         for layer in student.layers:
@@ -63,7 +61,8 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, windows: Sequence[Tensor]) -> None:
-        """Finds the neurons' weights and the first limits on `windows`; before the first step."""
+        """Finds the neurons' weights and the first limits on `windows`; called before the first
+        step."""
         if self.config.rule == "threshold":
             measure = Measure(self.student.layers)
             self._watch(measure, windows)
@@ -71,14 +70,14 @@ class Trainer:
             self.limits = Limits.of(measure.weights(allocation, self.ranks), allocation)
 
     def start_from(self, matrices: Mapping[str, Tensor], limits: Limits) -> None:
-        """Goes on from another run's result; `matrices` by their names in the checkpoint."""
+        """Starts from another run's result; `matrices` by their names in the checkpoint."""
         put_matrices(self.student.layers, matrices)
         self.limits = limits
         limits.set(self.student.layers)
 
     @torch.no_grad()
     def set_share(self, share: float, windows: Sequence[Tensor]) -> None:
-        """Limits that silence a share of the neurons on `windows`, by the model as it is now."""
+        """Sets limits that silence a share of the neurons on `windows`, by the current model."""
         for _ in range(PASSES):
             scores = Scores(self.limits)
             self._watch(scores, windows)
@@ -121,7 +120,7 @@ class Trainer:
         return StepReport(kl=float(kl), gradient_norm=float(norm))
 
     def set_blend(self) -> None:
-        """The activation of this step."""
+        """Sets the blend of this step's activation."""
         for layer in self.student.layers:
             layer.blend = self.schedule.blend(self.step)
 
@@ -145,7 +144,7 @@ class Trainer:
         return kl.detach().double().cpu() * weight
 
     def _join_gradients(self) -> Tensor:
-        """Means over the processes, clipped; the norm before."""
+        """Means over the processes, clipped; returns the norm before clipping."""
         if self.ranks.size > 1:
             for name, parameter in self.parameters.items():
                 assert parameter.grad is not None, name
@@ -154,7 +153,7 @@ class Trainer:
         return norm.cpu()
 
     def _first_broken(self, windows: Sequence[Tensor]) -> int:
-        """The layer that NaN comes from: the first that gives one forward; backward, the last."""
+        """The layer that NaN comes from: forward the first that produces one, backward the last."""
         found: list[int] = []
 
         def watch(layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
