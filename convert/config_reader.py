@@ -15,6 +15,11 @@ from sparkinfer.model_keys import MAX_COUNT, MAX_LAYERS
 from sparkinfer.typed import shown
 
 ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_WORDS = {
+    "default": "ordinary rotary embeddings (default)",
+    "linear": "positions divided by a factor (linear)",
+    "llama3": "Llama 3's (llama3)",
+}
 # What transformers calls them, and what a model file does.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 GATED = {name: name for name in ("relu", "fatrelu", "drelu", "silu")} | GELUS
@@ -150,7 +155,8 @@ class ConfigReader:
         kind = values.get("rope_type", values.get("type", "default"))  # old ones spell it `type`
         if kind not in known:
             raise SparkinferError(
-                f"{self.path}: {key} is of type {shown(kind)}; known: {', '.join(known)}"
+                f"{self.path}: {key} is of type {shown(kind)}, which is not supported; supported for"
+                f" this family: {', '.join(ROPE_WORDS[name] for name in known)}{_instead(kind)}"
             )
         for reader in (self, rope):
             reader.refuse("partial_rotary_factor", 1.0, 1)
@@ -187,6 +193,12 @@ class ConfigReader:
                 f"{self.path}: layer_types has {shown(found[0])}, wanted {' or '.join(known)}:"
                 " the graph does not compute that; this checkpoint is not supported"
             )
+
+
+def _instead(rope_type: object) -> str:
+    """Phi-3 comes with and without its long context, as two checkpoints."""
+    is_long = rope_type in ("longrope", "su", "yarn")
+    return "; take the checkpoint for the short context, where there is one" if is_long else ""
 
 
 def _number(value: object) -> float | None:

@@ -112,7 +112,7 @@ def test_options(monkeypatch, capsys, model, tmp_path):
         (["--chat-template-kwargs", "x"], "not JSON"),
         (["--chat-template-kwargs", "[]"], "wanted an object"),
         (["--system-file", "none.txt"], "no such file"),
-        (["-n", "0"], "max_tokens is 0"),
+        (["-n", "0"], "max_tokens (-n) is 0"),
         (["--regex", "("], "regex"),
         (["--top-p", "7"], "top_p is 7.0"),
     ],

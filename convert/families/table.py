@@ -13,6 +13,7 @@ from sparkinfer.convert.families.phi import PHI3
 from sparkinfer.convert.families.qwen import QWEN2, QWEN3
 from sparkinfer.errors import SparkinferError
 from sparkinfer.typed import shown
+from sparkinfer.unsupported import CHECKPOINTS, why_not_run
 
 # By `architectures` of config.json.
 FAMILIES: dict[str, Family] = {
@@ -38,8 +39,9 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
+        why = why_not_run(name, config) or "is unknown"
         raise SparkinferError(
-            f"{path}: architecture {shown(name)} is unknown; known: {', '.join(FAMILIES)}"
+            f"{path}: architecture {shown(name)}: {why}; supported: {CHECKPOINTS}"
         )
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="attention that looks ahead is not computed")

@@ -76,7 +76,7 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if self.max_tokens < 1 and self.max_tokens != ENDLESS:
             raise SparkinferError(
-                f"max_tokens is {self.max_tokens}, wanted 1 or more, or {ENDLESS} for no limit"
+                f"max_tokens (-n) is {self.max_tokens}, wanted 1 or more, or {ENDLESS} for no limit"
             )
         if any(not stop for stop in self.stops):
             raise SparkinferError("an empty stop string would end every text; leave it out")

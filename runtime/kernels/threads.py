@@ -3,6 +3,7 @@
 The kernels' threads sleep while torch computes and vice versa, so both may have all cores."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -21,6 +22,10 @@ def use_threads(count: int | None) -> int:
         count = physical_cores()
     if not 1 <= count <= MOST_THREADS:
         raise SparkinferError(f"--threads is {count}, wanted 1 to {MOST_THREADS}")
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if count > here:
+        print(f"note: {count} threads on {here} processors wait for each other; --threads {here} or"
+              " fewer is faster", file=sys.stderr)  # fmt: skip
     torch.set_num_threads(count)
     if library.is_available():
         library.set_threads(count)

@@ -159,6 +159,7 @@ def load_weights(
     )
     positions = model.tensors.get("position_embd.weight")
     layers = tuple(builder.layer(index) for index in range(model.shape.num_layers))
+    builder.tell_transposed()
     head = (
         embedding
         if model.is_tied
@@ -199,6 +200,8 @@ class Builder:
     uploaders: Mapping[torch.device, Uploader] = field(default_factory=dict)
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
+    # Of layers whose down projection was packed again: old type, new type, relative error.
+    transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
     @cached_property
     def table(self) -> BlockTable:
@@ -443,11 +446,20 @@ class Builder:
         stock = self.entry(index, "ffn_down.weight")
         entry, error = transpose(stock, transposed_kind(self.model))
         if error > 0:
-            self.notice(
-                f"layer {index}: down projection transposed from {stock.kind} to {entry.kind},"
-                f" relative error {error:.1e}"
-            )
+            self.transposed[index] = (stock.kind, entry.kind, error)
         return entry
+
+    def tell_transposed(self) -> None:
+        """One line for all down projections that were transposed and packed again."""
+        if self.transposed:
+            kinds = {(old, new) for old, new, _ in self.transposed.values()}
+            how = ", ".join(f"{old} to {new}" for old, new in sorted(kinds))
+            most = max(error for *_, error in self.transposed.values())
+            self.notice(
+                f"down projections of {len(self.transposed)} layers transposed from {how}, relative"
+                f" error up to {most:.1e}; sparkinfer convert {self.model.path} -o model.gguf does so"
+                " once and for all"
+            )
 
 
 def limited(layer: Layer, limits: LayerLimits) -> Layer:

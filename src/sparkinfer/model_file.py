@@ -146,11 +146,14 @@ class ModelFile:
         for name, entry in self.tensors.items():
             shape = wanted[name]
             if entry.shape != shape or entry.kind not in KINDS:
-                makes = "sparkinfer convert FILE -o model.gguf --outtype q8_0 makes such a file"
+                if entry.shape == shape:
+                    raise SparkinferError(
+                        f"{self.path}: {name} is in {entry.kind}, which is not computed with; first"
+                        " sparkinfer convert FILE -o model.gguf, which makes q8_0 of it"
+                    )
                 raise SparkinferError(
                     f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
                     f" wanted {list(shape)} of one of {', '.join(KINDS)}"
-                    + (f"; {makes}" if entry.shape == shape else "")
                 )
         self._check_options()
         self._check_rotary()

@@ -18,6 +18,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value
 from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from sparkinfer.typed import shown
+from sparkinfer.unsupported import why_key, why_not_run
 
 VERSION = 1
 # What a count in a header is believed up to: a damaged one must not make anybody loop or allocate.
@@ -72,8 +73,9 @@ class KeyReader:
         self.path, self.keys, self.tensors = path, keys, tensors
         found = str(keys.get("general.architecture", "none"))
         if found not in ARCHITECTURES:
+            why = f": {reason}" if (reason := why_not_run(found, keys)) else ""
             raise SparkinferError(
-                f"{path}: architecture {shown(found)}; known: {', '.join(ARCHITECTURES)}"
+                f"{path}: architecture {shown(found)}{why}; known: {', '.join(ARCHITECTURES)}"
             )
         self.graph: Architecture = ARCHITECTURES[found]
         version = keys.get("sparkinfer.version", np.uint32(VERSION))
@@ -99,10 +101,11 @@ class KeyReader:
                 and name not in KNOWN_KEYS
                 and value not in (0, False, "none")
             ):
-                raise SparkinferError(
-                    f"{self.path}: key {shown(key)} ({shown(value)}) is unknown: the graph may differ"
-                    f" from the {self.graph.name} that is known here; this file is not supported"
+                why = why_key(name) or (
+                    f"the key is unknown, so the graph may differ from the {self.graph.name} that is"
+                    " known here; this file is not supported"
                 )
+                raise SparkinferError(f"{self.path}: key {shown(key)} ({shown(value)}): {why}")
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.keys.get(key, default)

@@ -5,13 +5,14 @@ import re
 from sparkinfer.errors import SparkinferError
 
 _UNITS = {"": 1 << 30, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+          "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 
 MOST = 1 << 60  # a thousand million GiB; and files hold sizes in 64 bits
 
 
 def parse_bytes(text: str) -> int:
-    """ "8GiB", "512 MiB", "1.5GB"; a number without a unit is GiB, as for SparkInfer's budget."""
+    """ "8GiB", "512 MiB", "1.5GB"; 8G is 8 GiB, and so is 8, as for SparkInfer's budget."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise SparkinferError(f"{text!r} is not a size; wanted e.g. 8GiB, 512MiB or 1.5GB")
@@ -27,3 +28,9 @@ def format_bytes(count: int) -> str:
         if count >= _UNITS[unit.upper()]:
             return f"{count / _UNITS[unit.upper()]:.2f} {unit}"
     return f"{count} B"
+
+
+def unit_of(most: int) -> tuple[str, int]:
+    """The unit that an axis up to so many bytes is written in, and its bytes."""
+    name = next((unit for unit in ("GiB", "MiB", "KiB") if most >= 2 * _UNITS[unit.upper()]), "B")
+    return name, _UNITS[name.upper()]

@@ -11,13 +11,19 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from sparkinfer.errors import Interrupted, SparkinferError
 from sparkinfer.signals import MESSAGE, ending
 
+if TYPE_CHECKING:
+    import click
+
 DEBUG_VARIABLE = "SPARKINFER_DEBUG"
 UNEXPECTED = 70  # sysexits.h: EX_SOFTWARE
 MOST_LETTERS = 300  # of an error's own words
+LEAST_ALIKE = 0.7  # of two names, for the one to be suggested for the other
 # Of torch's errors that it has no memory, which are plain RuntimeErrors on the CPU.
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std::bad_alloc")
 
@@ -41,15 +47,11 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
     import click
 
     from sparkinfer.commands.all_commands import Stopped, cli
-    from sparkinfer.commands.llamacpp_flags import explanation_of
 
     if is_program:
         from sparkinfer import mapped_files
 
         mapped_files.guard()
-    if explained := explanation_of(arguments):
-        _say(f"sparkinfer {arguments[0]}: {explained}")
-        return 2
     try:
         code = cli.main(arguments, prog_name="sparkinfer", standalone_mode=False)
         if sys.stdout is not None:
@@ -61,10 +63,29 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
         raise (error.__cause__ if is_signal else KeyboardInterrupt()) from None  # type: ignore[misc]
     except click.exceptions.Exit as done:
         return done.exit_code
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.ClickException as error:
+        _say(usage_line(error))
+        return error.exit_code
     return code if isinstance(code, int) else 0
+
+
+def usage_line(error: "click.ClickException") -> str:
+    """What is wrong with a command line, and where its options are listed."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "sparkinfer"
+    possible = getattr(error, "possibilities", None)
+    message = error.format_message() if possible is None else error.message
+    message = " ".join(message.split()).rstrip(".")
+    name = getattr(error, "option_name", "") or getattr(error, "command_name", "")
+    close = get_close_matches(name, possible or (), 1, LEAST_ALIKE)
+    if close:
+        message += f", did you mean {close[0]}?"
+    message = message[:1].lower() + message[1:] if message[1:2].islower() else message
+    has_hint = type(error).__name__ != "UsageError"  # ours say what to do
+    return f"{command}: {message}" + (f"; see {command} --help" if has_hint else "")
 
 
 def _end(error: BaseException, arguments: list[str]) -> int:

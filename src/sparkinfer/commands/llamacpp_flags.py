@@ -1,41 +1,198 @@
-"""What llama.cpp's options are here, where they have another name or no meaning."""
+"""llama.cpp's options on our command lines: taken where they mean the same, else told in one line.
 
-from collections.abc import Sequence
-from itertools import pairwise
+Options that a command has itself are not looked at, so those with llama.cpp's own spelling (-c, -n,
+--temp, -ctk) come through as they are."""
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import click
+
+Values = Literal["none", "one", "optional"]
+TEXT_COMMANDS = ("generate", "chat", "run", "serve")
+MODEL_COMMANDS = (*TEXT_COMMANDS, "eval", "profile", "advise", "bench")
+WORDS = ("on", "off", "auto", "all", "0", "1", "-1")  # what an optional value is known by
+ALL_LAYERS = 99  # the number of layers by which people say "everything on the GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One option of llama.cpp in the commands named; in others it is unknown.
+
+    "same": nothing needs to be done. "note": it would change speed or memory alone and is left
+    out, which is said. "refuse": `text` says what to do instead. "rename": our spelling is `text`;
+    an empty one leaves the value as an argument. "layers": of a GPU. "device": by its name there."""
+
+    does: Literal["same", "note", "refuse", "rename", "layers", "device"]
+    values: Values = "none"
+    commands: tuple[str, ...] = TEXT_COMMANDS
+    text: str = ""
+
+
+def _flags(names: str, flag: Flag) -> dict[str, Flag]:
+    return dict.fromkeys(names.split(), flag)
+
+
+def _same(values: Values = "none", commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
+    return Flag(does="same", values=values, commands=commands)
+
+
+def _note(text: str, values: Values = "none") -> Flag:
+    return Flag(does="note", values=values, commands=MODEL_COMMANDS, text=text)
+
+
+def _refuse(text: str, commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
+    return Flag(does="refuse", text=text, commands=commands)
+
+
+_NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
+_DEVICE = re.compile(r"^CUDA(?=\d+$)")
 _PLAN = (
-    "what is on the GPU is said by a plan: sparkinfer solve MODEL --profile P --machine M"
-    " --vram-budget 8GiB -o PLAN, then --split PLAN"
+    "a plan says what is on the GPU: sparkinfer solve MODEL --profile P --machine M"
+    " --vram-budget 8GiB -o PLAN, then --split PLAN; without one all of it is, where there is a GPU"
 )
-_CHAT = "for a conversation: sparkinfer chat MODEL"
-_PASS = "how many tokens a pass takes is chosen by itself; leave it out"
-_MEMORY = "weights are copied into memory where they fit, and stay in the file else; leave it out"
-EXPLANATIONS = {
-    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "-ot", "--override-tensor",
-                     "-cmoe", "-ncmoe", "--cpu-moe", "--n-cpu-moe", "-ts", "--tensor-split"), _PLAN),
-    **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _CHAT),
-    **dict.fromkeys(("-no-cnv", "--no-conversation"),
-                    "generate never talks, it continues the text; leave it out"),
-    **dict.fromkeys(("-m", "--model"), "the model stands alone: sparkinfer generate MODEL -p ..."),
-    **dict.fromkeys(("-b", "-ub", "--batch-size", "--ubatch-size"), _PASS),
-    **dict.fromkeys(("-fa", "--flash-attn"), "attention never keeps all scores; leave it out"),
-    **dict.fromkeys(("--mlock", "--no-mmap", "--mmap"), _MEMORY),
-    **dict.fromkeys(("-e", "--escape"), "write the characters themselves: -p $'a\\nb' or -f FILE"),
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"),
-                    "fetch and convert it first: sparkinfer convert ORG/NAME -o model.gguf"),
-}  # fmt: skip
-_TAKE_TEXT = ("-p", "--prompt", "-r", "--stop", "--reverse-prompt", "-sys", "--system")
-_COMMANDS = ("generate", "chat")
+_MEMORY = "weights are copied into memory if they fit, and stay in the mapped file otherwise"
+_PASS = "the number of tokens in a pass is chosen automatically"
+_LOG = "messages go to stderr, the text to stdout"
+_ROPE = "rotary embeddings are computed as the model file says; sparkinfer cannot stretch a context"
+_TALKS = ("chat", "run")
+# Several of one name are for different commands; the first that fits counts.
+TABLE: tuple[tuple[str, Flag], ...] = (
+    ("-m --model", Flag(does="rename", values="one", commands=MODEL_COMMANDS)),
+    ("--predict", Flag(does="rename", values="one", text="--n-predict")),
+    ("--chat-template-file", Flag(does="rename", values="one", text="--chat-template")),
+    ("-cnv --conversation -i --interactive -if --interactive-first",
+     _same(commands=_TALKS)),
+    ("-cnv --conversation -i --interactive -if --interactive-first",
+     _refuse("a conversation is a command of its own: sparkinfer chat MODEL", ("generate",))),
+    ("-no-cnv --no-conversation", _same(commands=("generate",))),
+    ("-no-cnv --no-conversation",
+     _refuse("to continue a text: sparkinfer generate MODEL -p TEXT", _TALKS)),
+    ("-st --single-turn", _refuse("for one answer: sparkinfer generate MODEL --chat -p TEXT")),
+    ("--jinja --no-context-shift --no-escape --no-warmup", _same()),
+    ("-cb --cont-batching --metrics", _same(commands=("serve",))),
+    ("-fa --flash-attn", Flag(does="same", values="optional", commands=MODEL_COMMANDS,
+                              text="attention never keeps all scores")),
+    ("-ngl --gpu-layers --n-gpu-layers",
+     Flag(does="layers", values="one", commands=MODEL_COMMANDS)),
+    ("-ngl --gpu-layers --n-gpu-layers",
+     _refuse("memory is granted in bytes, not in layers: --vram-budget 8GiB", ("solve",))),
+    ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
+     " -mg --main-gpu", _refuse(_PLAN, MODEL_COMMANDS)),
+    ("-dev", Flag(does="device", values="one", commands=MODEL_COMMANDS)),
+    ("-b --batch-size -ub --ubatch-size", _note(_PASS, "one")),
+    ("-tb --threads-batch", _note("prompts are computed by as many threads as tokens (-t)", "one")),
+    ("--mlock", _note(f"{_MEMORY}; they are not locked there")),
+    ("--mmap --no-mmap", _note(_MEMORY)),
+    ("-nr --no-repack --repack", _note("weights are arranged in memory for decoding")),
+    ("--numa --prio --poll -C --cpu-mask -Cr --cpu-range --cpu-strict",
+     _note("the system places the threads", "one")),
+    ("--no-perf --perf --show-timings", _note("speeds are in the closing line")),
+    ("-co --color --simple-io --log-disable --log-colors --log-prefix --log-timestamps",
+     _note(_LOG)),
+    ("--warmup", _note("nothing is computed before it is asked for")),
+    ("-lv --verbosity", _note(_LOG, "one")),
+    ("-e --escape", _refuse("write the characters themselves: -p $'a\\nb' or -f FILE")),
+    ("-mli --multiline-input", _refuse("Alt-Enter, or a backslash before Enter, makes a new line")),
+    ("-hf -hfr --hf-repo", Flag(does="rename", values="one", commands=("convert",))),
+    ("-hf -hfr --hf-repo -mu --model-url -dr --docker-repo",
+     _refuse("fetch and convert it first: sparkinfer convert ORG/NAME -o model.gguf")),
+    ("--lora --lora-scaled --control-vector",
+     _refuse("adapters are not loaded; merge it into its checkpoint, and convert that")),
+    ("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx"
+     " --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast", _refuse(_ROPE)),
+    ("--tfs --tfs-z", _refuse("there is no tail-free sampling (llama.cpp has dropped it, too);"
+                              " --min-p cuts the tail")),
+    ("--penalize-nl", _refuse("the newline is a token like others; leave it out")),
+    ("-nkvo --no-kv-offload", _refuse(_PLAN)),
+    ("--prompt-cache-all --prompt-cache-ro",
+     _refuse("--prompt-cache keeps the prompt, and never what follows; leave it out")),
+    ("--api-key-file", _refuse("put the key into the variable SPARKINFER_API_KEY", ("serve",))),
+    ("--embedding --embeddings --rerank --reranking",
+     _refuse("this server writes texts alone", ("serve",))),
+    ("--ssl-key-file --ssl-cert-file",
+     _refuse("put a proxy in front of it for TLS (docs/serve.md)", ("serve",))),
+    ("-nocb --no-cont-batching", _refuse("-np 1 answers one request at a time", ("serve",))),
+)  # fmt: skip
 
 
-def explanation_of(arguments: Sequence[str]) -> str | None:
-    """Of the first of llama.cpp's options among the arguments of a command that writes texts."""
-    if not arguments or arguments[0] not in _COMMANDS:
-        return None
-    for before, argument in pairwise(arguments):
-        name = argument.partition("=")[0]
-        if argument == "--":
-            return None
-        if name in EXPLANATIONS and before not in _TAKE_TEXT:
-            return f"{name}: {EXPLANATIONS[name]}"
+def flag_of(name: str, command: str) -> Flag | None:
+    """What llama.cpp's option is in a command."""
+    for names, flag in TABLE:
+        if name in names.split() and command in flag.commands:
+            return flag
     return None
+
+
+def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments as the context's command takes them, and notes on what has no effect.
+
+    Raises click's UsageError for an option that means something else here."""
+    own = {name: param for param in ctx.command.params if isinstance(param, click.Option)
+           for name in (*param.opts, *param.secondary_opts)}  # fmt: skip
+    rest, taken, notes = list(arguments), list[str](), list[str]()
+    while rest:
+        argument = rest.pop(0)
+        name, has_value, value = argument.partition("=")
+        if argument == "--":
+            taken += [argument, *rest]
+            break
+        flag = None if name in own else flag_of(name, ctx.command.name or "")
+        if flag is None:
+            _refuse_a_cluster(ctx, argument, own)
+            taken.append(argument)
+            if not has_value and rest and _takes_value(own.get(name)):
+                taken.append(rest.pop(0))
+            continue
+        values = [value] if has_value else _values(flag, rest)
+        try:
+            taken += _translated(name, flag, values, notes)
+        except click.UsageError as error:
+            error.ctx = ctx
+            raise
+    return taken, notes
+
+
+def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> list[str]:
+    if flag.does == "refuse":
+        raise click.UsageError(f"{name} is llama.cpp's: {flag.text}")
+    if flag.does == "note" or values in (["off"], ["0"]) and flag.values == "optional":
+        notes.append(f"note: {' '.join([name, *values])} has no effect: {flag.text}")
+    if flag.does == "layers":
+        return _gpu_layers(name, values)
+    if flag.does == "device":
+        return ["--device", *(_DEVICE.sub("cuda:", v) if v != "none" else "cpu" for v in values)]
+    if flag.does == "rename":
+        return [flag.text, *values] if flag.text else values
+    return []
+
+
+def _gpu_layers(name: str, values: list[str]) -> list[str]:
+    """None is the CPU alone and all is what happens anyway; a number between them needs a plan."""
+    text = values[0] if values else ""
+    if text == "0":
+        return ["--device", "cpu"]
+    if text in ("all", "auto", "-1") or (text.isdecimal() and int(text) >= ALL_LAYERS):
+        return []
+    raise click.UsageError(f"{name} {text} is llama.cpp's: {_PLAN}")
+
+
+def _values(flag: Flag, rest: list[str]) -> list[str]:
+    """The flag's values, out of the arguments that follow it."""
+    if not rest or flag.values == "none" or flag.does == "refuse":
+        return []
+    return [rest.pop(0)] if flag.values == "one" or rest[0] in WORDS else []
+
+
+def _takes_value(option: click.Option | None) -> bool:
+    return option is not None and not option.is_flag and not option.count
+
+
+def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
+    """-nkv is an option that does not exist, not -n with the value kv."""
+    option = own.get(argument[:2])
+    is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", argument) and argument not in own
+    if is_word and option is not None and isinstance(option.type, _NUMBERS):
+        raise click.NoSuchOption(argument, possibilities=[*own], ctx=ctx)

@@ -121,7 +121,8 @@ _GROUPS = {
     ),
     "Order and seed": (
         _option("--samplers", "samplers",
-                f"Which, in which order; {';'.join(DEFAULT_SAMPLERS)} unless told.",
+                f"Which, in which order; {';'.join(DEFAULT_SAMPLERS)} unless told. An empty text is none:"
+                " tokens are drawn by the model's own probabilities.",
                 type=str, metavar='"A;B;C"'),
         _option("--sampling-seq --sampler-seq", "sampling_seq",
                 f"The same by letters; {_DEFAULT_LETTERS} unless told.",

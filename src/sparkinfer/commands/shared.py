@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands.llamacpp_flags import translate
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.outputs import check_apart
@@ -34,6 +35,13 @@ class FileCommand(click.Command):
     """A command none of whose outputs is an input or another output, by any name, and that makes
     none from inputs that change meanwhile. What it names itself, beside an output or in a folder,
     it checks itself (outputs.check_outputs)."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # as where the shell completes a line
+            args, notes = translate(ctx, args)
+            for note in notes:
+                say(note)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         inputs, outputs = paths_of(self, ctx.params)

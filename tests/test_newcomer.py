@@ -1,0 +1,163 @@
+"""What somebody types on the first day: other programs' options, near misses, files of others."""
+
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from models import make_model, make_shape
+
+import sparkinfer
+from sparkinfer.cli import main
+from sparkinfer.commands.all_commands import cli
+from sparkinfer.commands.llamacpp_flags import TABLE, translate
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.families.table import read_blueprint
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.sizes import parse_bytes
+
+
+def lines_of(capsys, arguments: list[object], code: int) -> list[str]:
+    assert main([str(argument) for argument in arguments]) == code
+    return capsys.readouterr().err.splitlines()
+
+
+def line_of(capsys, arguments: list[object], code: int) -> str:
+    (line,) = lines_of(capsys, arguments, code)
+    return line
+
+
+# ---- the command line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["serv"], "no such command 'serv', did you mean serve?; see sparkinfer --help"),
+        (["quantize"], "no such command 'quantize'; see sparkinfer --help"),
+        (["convert"], "missing argument 'SOURCE'; see sparkinfer convert --help"),
+        (["generate", "m", "--tfx"], "no such option '--tfx'; see sparkinfer generate --help"),
+        (["generate", "m", "--top-kk"], "did you mean --top-k?; see sparkinfer generate --help"),
+        (["generate", "m", "-nab"], "no such option '-nab'; see sparkinfer generate --help"),
+        (["generate", "m", "-n", "b"], "'b' is not a valid integer; see sparkinfer generate --help"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(capsys, arguments, line):
+    assert line_of(capsys, arguments, 2).endswith(line)
+
+
+def translated(command: str, *arguments: str) -> tuple[list[str], list[str]]:
+    context = click.Context(cli.commands[command], info_name=command)
+    return translate(context, arguments)
+
+
+@pytest.mark.parametrize(
+    "given, taken, noted",
+    [
+        ("generate -m a.gguf -p x -no-cnv --jinja", "a.gguf -p x", ""),
+        ("generate a -ngl 0", "a --device cpu", ""),
+        ("generate a -ngl 99 -fa on", "a", ""),
+        ("generate a --n-gpu-layers=all -fa", "a", ""),
+        ("generate a -fa off", "a", "-fa off"),
+        ("generate a -b 512 -ub=64 --mlock --no-mmap", "a", "-b 512 -ub 64 --mlock --no-mmap"),
+        ("generate a --predict 5 -dev CUDA1", "a --n-predict 5 --device cuda:1", ""),
+        ("generate a -dev none", "a --device cpu", ""),
+        ("chat a -cnv -i", "a", ""),
+        ("serve a -cb --metrics --chat-template-file f", "a --chat-template f", ""),
+        ("convert -hf org/name -o b", "org/name -o b", ""),
+        ("generate a -p -m -f -", "a -p -m -f -", ""),  # a prompt, not an option
+        ("generate a -n5 -t2", "a -n5 -t2", ""),
+        ("generate a -- -m", "a -- -m", ""),
+    ],
+)
+def test_options_of_llamacpp_that_mean_the_same(given, taken, noted):
+    command, *arguments = given.split()
+    found, notes = translated(command, *arguments)
+    assert found == taken.split()
+    assert " ".join(note.split(" has ")[0].removeprefix("note: ") for note in notes) == noted
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("generate a -ngl 20", "sparkinfer solve"),
+        ("serve a -ot x=CPU", "sparkinfer solve"),
+        ("solve a -ngl 20", "--vram-budget 8GiB"),
+        ("generate a -cnv", "sparkinfer chat"),
+        ("chat a -no-cnv", "sparkinfer generate"),
+        ("generate a --tfs 0.9", "--min-p"),
+        ("generate a --lora x", "merge it"),
+        ("serve a --api-key-file x", "SPARKINFER_API_KEY"),
+    ],
+)
+def test_options_of_llamacpp_that_mean_something_else(given, told):
+    with pytest.raises(click.UsageError, match="is llama.cpp's: ") as error:
+        translated(*given.split())
+    assert told in error.value.message
+
+
+def test_no_option_of_ours_is_taken_for_llamacpps():
+    for name, command in cli.commands.items():
+        own = {o for p in command.params if isinstance(p, click.Option) for o in p.opts}
+        for names, flag in TABLE:
+            both = own & set(names.split())
+            assert not both or name not in flag.commands or name == "bench", (name, both)
+
+
+def test_sizes_as_people_write_them():
+    sizes = "8G 8g 8 8GiB 8192M 8388608K".split()
+    assert {parse_bytes(size) for size in sizes} == {8 << 30}
+    assert parse_bytes("1T") == 1 << 40 and parse_bytes("8GB") == 8 * 10**9
+
+
+# ---- files of others ----------------------------------------------------------------------------
+
+
+def test_a_stock_file_in_block_types_is_told_in_one_line(tmp_path, capsys):
+    shape = make_shape(num_layers=3, width=32, num_neurons=64)
+    make_model(shape=shape, activation="silu").save(tmp_path / "f32.gguf")
+    config = ConvertConfig(source=tmp_path / "f32.gguf", output=tmp_path / "m.gguf",
+                           outtype="q8_0", layout="stock")  # fmt: skip
+    convert(config)
+    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu"):
+        pass
+    told = [line for line in capsys.readouterr().err.splitlines() if "transposed" in line]
+    assert len(told) == 1 and "of 3 layers" in told[0] and "sparkinfer convert" in told[0]
+
+
+@pytest.mark.parametrize(
+    "name, changes, why",
+    [
+        ("MixtralForCausalLM", {}, "mixtures of experts are not supported"),
+        ("SomeForCausalLM", {"num_experts": 8}, "mixtures of experts are not supported"),
+        ("MambaForCausalLM", {}, "recurrent layers"),
+        ("BertModel", {}, "an encoder"),
+        ("Gemma3ForCausalLM", {}, "Gemma's graph"),
+        ("Qwen2VLForConditionalGeneration", {}, "models for pictures"),
+        ("UnheardOf", {}, "is unknown"),
+    ],
+)
+def test_a_checkpoint_that_is_not_supported_is_told_why(name, changes, why):
+    with pytest.raises(SparkinferError) as error:
+        read_blueprint(Path("config.json"), {"architectures": [name], **changes}, 1)
+    line = str(error.value)
+    assert f"architecture {name!r}: {why}" in line and "supported: Llama, Mistral, Qwen 2" in line
+
+
+@pytest.mark.parametrize(
+    "key, why",
+    [
+        ("expert_count", "mixtures of experts are not supported"),
+        ("attention.sliding_window", "attention over a sliding window is not supported"),
+        ("something.else", "the key is unknown"),
+    ],
+)
+def test_a_gguf_that_is_not_supported_is_told_why(tmp_path, key, why):
+    model = make_model()
+    keys = {**model._own_keys(), **model.extra_keys, f"llama.{key}": np.uint32(8)}
+    with pytest.raises(SparkinferError, match=why):
+        ModelFile.of(tmp_path, keys | {"general.architecture": "llama"}, model.tensors)
+    with pytest.raises(SparkinferError, match="'qwen3moe': mixtures of experts"):
+        ModelFile.of(tmp_path, {"general.architecture": "qwen3moe"}, {})
