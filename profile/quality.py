@@ -16,7 +16,13 @@ from sparkinfer.mode_choice import dense_bytes, mode_meant
 from sparkinfer.mode_quality import ModeQuality, is_recordable
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.chat_windows import read_chat_windows
-from sparkinfer.profile.comparison import Comparison, increase_of
+from sparkinfer.profile.comparison import (
+    Comparison,
+    Estimate,
+    batch_mean,
+    increase_of,
+    perplexity_of,
+)
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Mode
@@ -39,6 +45,7 @@ class EvalConfig:
     # Of keys and values, by name (sparkinfer.cache_types); the dense model keeps its own
     cache_type_k: str | None = None
     cache_type_v: str | None = None
+    kv_offload: str | None = None
 
     def __post_init__(self) -> None:
         if not self.corpora:
@@ -51,36 +58,64 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """Perplexities, the KL divergence of `mode` from dense in nats, and how often the most
-    likely token is the same. Half widths are of intervals of 95 % (comparison), None where the text
-    is too short for any. Bytes are the weights that a token reads (mode_quality)."""
+    """Perplexities, the KL divergence of `mode` from dense in nats, and how often the most likely
+    token is the same. Half widths are of 95 % intervals (comparison), None if the text is too
+    short. Bytes are the weights that a token reads (mode_quality).
 
+    A perplexity's own interval says how much texts differ, and is wide; that of the increase is
+    paired, token by token."""
+
+    model_id: str
     mode: Mode
     num_tokens: int
     perplexity: float
+    perplexity_own_half_width: float | None
     dense_perplexity: float
+    dense_perplexity_half_width: float | None
     perplexity_increase: float  # relative
     perplexity_half_width: float | None  # of the increase
     kl_mean: float
     kl_half_width: float | None
     kl_p99: float
+    kl_p99_interval: tuple[float, float] | None
     top1_agreement: float
     top1_half_width: float | None
     bytes_per_token: int
+    bytes_half_width: float | None
     dense_bytes_per_token: int
     named_share_L: tuple[float, ...]  # of neurons that are predicted; () in other modes
+    named_half_width: float | None  # of the mean over the layers
     hidden_share_L: tuple[float, ...]  # of neurons that contribute to the output
+    hidden_half_width: float | None
 
     @property
     def line(self) -> str:
+        p99, dense_bytes = "", self.dense_bytes_per_token
+        if self.kl_p99_interval is not None:
+            p99 = " in {:.4f}..{:.4f}".format(*self.kl_p99_interval)
+        share_half = None if self.bytes_half_width is None else self.bytes_half_width / dense_bytes
         return (
-            f"perplexity {self.perplexity:.3f} (dense {self.dense_perplexity:.3f},"
+            f"perplexity {self.perplexity:.3f}{_within(self.perplexity_own_half_width, '.2f')}"
+            f" (dense {self.dense_perplexity:.3f}{_within(self.dense_perplexity_half_width, '.2f')},"
             f" {self.perplexity_increase:+.2%}{_within(self.perplexity_half_width, '.2%')}),"
-            f" KL {self.kl_mean:.5f}{_within(self.kl_half_width, '.5f')} (p99 {self.kl_p99:.4f}),"
+            f" KL {self.kl_mean:.5f}{_within(self.kl_half_width, '.5f')}"
+            f" (p99 {self.kl_p99:.4f}{p99}),"
             f" same top token {self.top1_agreement:.2%}{_within(self.top1_half_width, '.2%')},"
-            f" a token reads {self.bytes_per_token / self.dense_bytes_per_token:.0%} of the dense"
-            f" bytes, {self.num_tokens:,} tokens"
+            f" a token reads {self.bytes_per_token / dense_bytes:.1%}{_within(share_half, '.1%')} of"
+            f" the dense bytes, {self.num_tokens:,} tokens"
         )
+
+    @property
+    def neurons_line(self) -> str:
+        """Means over the layers."""
+        shares = {"named": (self.named_share_L, self.named_half_width),
+                  "computed": (self.hidden_share_L, self.hidden_half_width)}  # fmt: skip
+        told = [
+            f"{what} {sum(share_L) / len(share_L):.1%}{_within(half_width, '.1%')}"
+            for what, (share_L, half_width) in shares.items()
+            if share_L
+        ]
+        return f"{', '.join(told)} of the neurons"
 
     def record(self, corpus_sha256: str) -> ModeQuality | None:
         """For the artifacts; None if the text was too short, or the mode is broken."""
@@ -115,6 +150,7 @@ def evaluate(
             max_loss=math.inf,  # it is about to be measured
             cache_type_k=config.cache_type_k,
             cache_type_v=config.cache_type_v,
+            kv_offload=config.kv_offload,
         ) as engine,
     ):
         windows, counted = _windows(config, dense, engine)
@@ -184,22 +220,30 @@ def report_of(
     """Raises SparkinferError if nothing was compared."""
     found = comparison.result(number)
     increase = increase_of(found.loss_difference)
+    own, dense = perplexity_of(found.loss), perplexity_of(found.dense_loss)
     return EvalReport(
+        model_id=model.model_id,
         mode=mode,
         num_tokens=found.num_tokens,
-        perplexity=_exp(found.loss),
-        dense_perplexity=_exp(found.dense_loss),
+        perplexity=own.mean,
+        perplexity_own_half_width=own.half_width,
+        dense_perplexity=dense.mean,
+        dense_perplexity_half_width=dense.half_width,
         perplexity_increase=increase.mean,
         perplexity_half_width=increase.half_width,
         kl_mean=found.divergence.mean,
         kl_half_width=found.divergence.half_width,
         kl_p99=found.divergence_p99,
+        kl_p99_interval=found.divergence_p99_interval,
         top1_agreement=found.agreement.mean,
         top1_half_width=found.agreement.half_width,
         bytes_per_token=bytes_read(model, mode, shares),
+        bytes_half_width=_bytes_half_width(model, mode, shares),
         dense_bytes_per_token=dense_bytes(model),
         named_share_L=shares.named_share_L,
+        named_half_width=shares.mean_share("ffn_predicted").half_width,
         hidden_share_L=shares.hidden_share_L,
+        hidden_half_width=shares.mean_share("ffn_hidden").half_width,
     )
 
 
@@ -219,11 +263,18 @@ def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
     return round(total)
 
 
-def _exp(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
+    """Half width of bytes_read: only predicted and open neurons differ between tokens."""
+    if mode == "dense":
+        return 0.0
+    model = model.row_major
+    bytes_T = torch.zeros((), dtype=torch.float64)
+    for layer in range(model.shape.num_layers):
+        sizes = layer_bytes(model, layer)
+        bytes_T = bytes_T + (sizes.up_row + sizes.down_row) * shares.per_token("ffn_hidden", layer)
+        if mode == "predicted":
+            bytes_T = bytes_T + sizes.gate_row * shares.per_token("ffn_predicted", layer)
+    return batch_mean(bytes_T, [len(bytes_T)]).half_width
 
 
 def _within(half_width: float | None, form: str) -> str:
@@ -235,26 +286,42 @@ class ShareCounter:
 
     def __init__(self, model: ModelFile) -> None:
         self.thresholds = model.predictor.threshold_L if model.predictor else ()
-        self.named: dict[int, list[float]] = {}
-        self.hidden: dict[int, list[float]] = {}
+        self.num_neurons = model.shape.num_neurons
+        self.counts: dict[str, dict[int, list[Tensor]]] = {"ffn_predicted": {}, "ffn_hidden": {}}
 
     def wants(self, name: str, layer: int | None) -> bool:
-        return name in ("ffn_predicted", "ffn_hidden")
+        return name in self.counts
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        if name == "ffn_predicted":
-            counted, sums = tensor > self.thresholds[layer], self.named
-        else:
-            counted, sums = tensor != 0, self.hidden
-        total = sums.setdefault(layer, [0.0, 0.0])
-        total[0] += torch.count_nonzero(counted).item()
-        total[1] += counted.numel()
+        is_one = tensor > self.thresholds[layer] if name == "ffn_predicted" else tensor != 0
+        counts_T = torch.count_nonzero(is_one, dim=-1).to(torch.int32).reshape(-1).cpu()
+        self.counts[name].setdefault(layer, []).append(counts_T)
+
+    def per_token(self, name: str, layer: int) -> Tensor:
+        """f64 [T]: neurons of a layer that each token predicts (ffn_predicted) or opens
+        (ffn_hidden)."""
+        return torch.cat(self.counts[name][layer]).double()
+
+    def mean_share(self, name: str) -> Estimate:
+        """Mean over layers and tokens; the half width is None if nothing was observed."""
+        layers = sorted(self.counts[name])
+        if not layers:
+            return Estimate(mean=0.0, half_width=None)
+        share_T = torch.stack([self.per_token(name, layer) for layer in layers]).mean(dim=0)
+        share_T /= self.num_neurons
+        return batch_mean(share_T, [len(share_T)])
 
     @property
     def named_share_L(self) -> tuple[float, ...]:
-        return tuple(self.named[layer][0] / self.named[layer][1] for layer in sorted(self.named))
+        return self._share_L("ffn_predicted")
 
     @property
     def hidden_share_L(self) -> tuple[float, ...]:
-        return tuple(self.hidden[layer][0] / self.hidden[layer][1] for layer in sorted(self.hidden))
+        return self._share_L("ffn_hidden")
+
+    def _share_L(self, name: str) -> tuple[float, ...]:
+        return tuple(
+            self.per_token(name, layer).mean().item() / self.num_neurons
+            for layer in sorted(self.counts[name])
+        )

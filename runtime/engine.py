@@ -101,6 +101,7 @@ class Engine(TextEngine):
         limits: str | Path | None = None,
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
+        kv_offload: str | None = None,
     ) -> "Engine":
         """Loads a model file, with or without a plan.
 
@@ -120,7 +121,8 @@ class Engine(TextEngine):
         (sparkinfer.limits) that replaces the limits of a SiLU or GELU model; mode "dense" uses
         none. cache_type_k, cache_type_v: storage types of keys and values (sparkinfer.cache_types),
         on the CPU only; None takes f32 for a model in f32 and f16 for others, and for values the
-        type of the keys.
+        type of the keys. kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long
+        text reads only the keys that promise most (sparkinfer.key_selection), on the CPU only.
 
         Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         file = ModelFile.load(Path(model))
@@ -146,7 +148,7 @@ class Engine(TextEngine):
             plan.check_against(file.row_major, Path(split))
         return cls.of(
             file, plan, mode, device, context_length, is_resident, graph, cpu_ffn, num_sequences,
-            max_loss, cache_type_k, cache_type_v,
+            max_loss, cache_type_k, cache_type_v, kv_offload,
         )  # fmt: skip
 
     @classmethod
@@ -165,6 +167,7 @@ class Engine(TextEngine):
         max_loss: float = MAX_LOSS,
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
+        kv_offload: str | None = None,
     ) -> "Engine":
         """As `load`, for a model that is already open or not in a file at all."""
         began = time.perf_counter()
@@ -175,7 +178,9 @@ class Engine(TextEngine):
         context_length = context_of(file, plan, context_length)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
         num_sequences = sequences_of(num_sequences, plan, gpu)
-        cache_types = cache_types_of(file.row_major, cache_type_k, cache_type_v, plan, gpu)
+        cache_types = cache_types_of(
+            file.row_major, cache_type_k, cache_type_v, kv_offload, plan, gpu
+        )
         bytes_by_role = bytes_by_role_of(
             file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,
             cache_types=cache_types,

@@ -4,12 +4,14 @@ Each function raises a one-line SparkinferError for options that cannot be met."
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from sparkinfer.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
 from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
+from sparkinfer.key_selection import KeySelection
 from sparkinfer.mode_choice import choose_mode, loss_line
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
@@ -207,13 +209,19 @@ def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
 
 
 def cache_types_of(
-    model: ModelFile, key: str | None, value: str | None, plan: Split | None, device: torch.device
+    model: ModelFile,
+    key: str | None,
+    value: str | None,
+    offload: str | None,
+    plan: Split | None,
+    device: torch.device,
 ) -> CacheTypes:
-    """The storage types of keys and values; None is the model's own type, and for values that of
-    keys."""
+    """How keys and values are stored, and which are read; None is the model's own type, for values
+    that of keys, and all of them."""
     own = kv_kind(model)
     key = own if key is None else key
-    types = CacheTypes.of(key, value)
+    selection = None if offload is None else KeySelection.parse(offload)
+    types = replace(CacheTypes.of(key, value), selection=selection)
     if types == CacheTypes.of(own):
         return types
     if plan is not None:

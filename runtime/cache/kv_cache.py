@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparkinfer.cache_types import CacheType, CacheTypes
 from sparkinfer.runtime.cache.block_table import BlockTable, Change
+from sparkinfer.runtime.cache.key_tables import KeyTables
 from sparkinfer.runtime.cache.stored_rows import (
     decode,
     dtype_of,
@@ -23,6 +24,9 @@ from sparkinfer.runtime.cache.stored_rows import (
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
+SUMMARISED = 1024  # positions whose keys are unpacked at a time
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """The cache of one layer. Within a block the positions of a head are contiguous, so that a step
@@ -33,6 +37,7 @@ class LayerCache:
     table: BlockTable
     types: CacheTypes
     head_width: int
+    tables: KeyTables | None = None  # where a token reads some keys alone
 
     @classmethod
     def of(
@@ -42,9 +47,13 @@ class LayerCache:
             shape = (table.num_blocks, num_kv_heads, table.block_length, kept_width(kind, width))
             return zeros(shape, dtype_of(kind))
 
+        tables = None
+        if types.selection is not None:
+            is_rotated = types.key.is_rotated
+            tables = KeyTables.of(types.selection, table, num_kv_heads, width, is_rotated, zeros)
         return cls(
             key_BKPX=empty(types.key), value_BKPX=empty(types.value), table=table, types=types,
-            head_width=width,
+            head_width=width, tables=tables,
         )  # fmt: skip
 
     @property
@@ -86,7 +95,20 @@ class LayerCache:
                 blocks = self.table.blocks(sequence, end)
                 all_CKX = cache_BKPX[blocks].transpose(1, 2).flatten(0, 1)[:end]
             found.append(decode(all_CKX, kind))
+        self._summarise(sequence, start, end)
         return found[0], found[1]
+
+    def _summarise(self, sequence: int, start: int, end: int) -> None:
+        """Enters the key blocks that end among positions start .. end-1 into the tables."""
+        if self.tables is None:
+            return
+        size = self.tables.rule.block
+        for begin in range(start // size * size, end // size * size, SUMMARISED):
+            block_T, place_T = self._places(
+                sequence, begin, min(begin + SUMMARISED, end // size * size)
+            )
+            kept_TKX = self.key_BKPX[block_T, :, place_T]
+            self.tables.summarise(sequence, begin, decode(kept_TKX, self.types.key).float())
 
     def _places(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """(block, position within it) of each position."""
@@ -107,6 +129,7 @@ class LayerCache:
         block_T, place_T = self._places(sequence, start, start + len(key_TKX))
         _bits(self.key_BKPX)[block_T, :, place_T] = key_TKX
         _bits(self.value_BKPX)[block_T, :, place_T] = value_TKX
+        self._summarise(sequence, start, start + len(key_TKX))
 
     def takes(self, count: int, key_TKX: Tensor, value_TKX: Tensor) -> bool:
         """Whether these are T = `count` rows as `read` gives them."""
@@ -121,8 +144,9 @@ class LayerCache:
         for change in changes:
             if change.source is None:
                 continue
-            for cache_BKPX, _ in self._kept:
-                cache_BKPX[change.block] = cache_BKPX[change.source]
+            tables = () if self.tables is None else self.tables.tensors
+            for kept in (self.key_BKPX, self.value_BKPX, *tables):
+                kept[change.block] = kept[change.source]
 
 
 def _bits(kept: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparkinfer.architecture import ModelShape
+from sparkinfer.runtime.cache.key_tables import KeyTables
 from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
 from sparkinfer.runtime.weights import gpu_products
@@ -143,6 +144,26 @@ def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
     return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
 
 
+def attend_to_chosen(
+    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int
+) -> Tensor:
+    """As `attend`, each token to those positions alone that it chooses: f32 [T, H * W]."""
+    num_kv, outs = key_CKW.shape[1], []
+    for query_HW, position in zip(
+        query_THW, range(len(key_CKW) - len(query_THW), len(key_CKW)), strict=True
+    ):
+        if tables.takes_all(position):
+            until = slice(0, position + 1)
+            keys, values = key_CKW[until].float(), value_CKW[until].float()
+        else:
+            index_KC = tables.choose(sequence, position, query_HW.unflatten(0, (num_kv, -1)))
+            head_K1 = torch.arange(num_kv)[:, None]
+            keys = key_CKW[index_KC, head_K1].transpose(0, 1).float()
+            values = value_CKW[index_KC, head_K1].transpose(0, 1).float()
+        outs.append(_attend_one(query_HW, keys, values))
+    return torch.cat(outs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """`inputs` are query, key and value, or one matrix with the outputs of all three.
@@ -176,8 +197,11 @@ class Attention:
         if types.key.is_rotated:  # as the cache turns its keys
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)
+        tables = self.cache.tables
         if gpu_products.is_gpu(keys.device):
             heads_TH = attend_by_heads(query, keys, values)
+        elif tables is not None and not tables.takes_all(start + len(query) - 1):
+            heads_TH = attend_to_chosen(query, keys, values, tables, sequence)
         else:
             heads_TH = attend(query, keys.float(), values.float())
         if types.value.is_rotated:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkinfer.key_selection import SUMMARIES, KeySelection
 from sparkinfer.runtime.cache.block_table import BlockTable
+from sparkinfer.runtime.cache.key_tables import KeyTables
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
 from sparkinfer.runtime.model.loader import Layer, Weights
@@ -37,6 +39,8 @@ class LayerStruct(Structure):
                 ("predictor_down", MatrixStruct), ("predictor_up", MatrixStruct),
                 ("down_bias", c_void_p), ("input_limit", c_void_p), ("output_limit", c_void_p),
                 ("ffn_limit", c_void_p), ("key", c_void_p), ("value", c_void_p),
+                ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
+                ("code_factor", c_void_p),
                 ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
                 ("threshold", c_float), ("predictor_threshold", c_float),
                 ("is_input_transposed", c_int32), ("is_output_transposed", c_int32)]  # fmt: skip
@@ -47,10 +51,15 @@ class TableStruct(Structure):
                 ("block_length", c_int64), ("num_blocks", c_int64)]  # fmt: skip
 
 
+class SelectStruct(Structure):
+    _fields_ = [("block", c_int64), ("sinks", c_int64), ("window", c_int64), ("top", c_int64),
+                ("candidates", c_int64), ("summary", c_int32), ("is_coded", c_int32)]  # fmt: skip
+
+
 class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
-                ("table", TableStruct), ("frequency", c_void_p),
+                ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
                 ("workspace", c_void_p), ("times", c_void_p),
                 ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
@@ -173,6 +182,7 @@ class StepBuilder(Structs):
             num_neurons=ffn.num_neurons,
             num_heads=first.attention.num_heads,
             table=self.table(cache.table),
+            select=self.selection(cache.types.selection),
             num_kv_heads=cache.num_kv_heads,
             head_width=cache.head_width,
             context_length=cache.table.context_length,
@@ -201,6 +211,28 @@ class StepBuilder(Structs):
             num_blocks=table.num_blocks,
         )
 
+    def tables(self, tables: KeyTables | None) -> dict[str, int]:
+        """The fields of a layer that has these."""
+        names = ("summary", "summary_unit", "code", "code_factor")
+        found = () if tables is None else tables.tensors
+        return {
+            name: self.pointer(tensor, tensor.dtype)
+            for name, tensor in zip(names, found, strict=False)
+        }
+
+    def selection(self, rule: KeySelection | None) -> SelectStruct:
+        if rule is None:
+            return SelectStruct()
+        return SelectStruct(
+            block=rule.block,
+            sinks=rule.sinks,
+            window=rule.window,
+            top=rule.top,
+            candidates=max(1, rule.candidates),
+            summary=SUMMARIES.index(rule.summary),
+            is_coded=rule.is_coded,
+        )
+
     def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
         """One with these of its blocks."""
         attention, ffn = layer.attention, layer.ffn
@@ -226,6 +258,7 @@ class StepBuilder(Structs):
             ffn_limit=self.vector(ffn.input_limit_D),
             key=self.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
             value=self.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
+            **self.tables(cache.tables),
             block=blocks,
             num_blocks=len(blocks),
             threshold=ffn.gate.threshold,

@@ -112,7 +112,7 @@ def kv_bytes_per_layer(
 ) -> int:
     """Keys and values of `context_length` tokens in one layer; in the model's own type unless told."""
     types = types or CacheTypes.of(kv_kind(model))
-    return context_length * model.shape.num_kv_heads * types.row_bytes(model.shape.head_width)
+    return model.shape.num_kv_heads * types.head_bytes(context_length, model.shape.head_width)
 
 
 def kv_positions(context_length: int, num_sequences: int) -> int:

@@ -13,6 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import row_bytes
+from sparkinfer.key_selection import KeySelection
 
 PLAIN = "-plain"
 NAMES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
@@ -57,6 +58,7 @@ class CacheType:
 class CacheTypes:
     key: CacheType
     value: CacheType
+    selection: KeySelection | None = None  # which keys a token reads; None: all of them
 
     @classmethod
     def of(cls, key: str, value: str | None = None) -> "CacheTypes":
@@ -67,5 +69,11 @@ class CacheTypes:
         """Of the key and the value of one head and position."""
         return self.key.row_bytes(width) + self.value.row_bytes(width)
 
+    def head_bytes(self, num_positions: int, width: int) -> int:
+        """Of all that is kept of one head of a layer."""
+        tables = self.selection.table_bytes(num_positions, width) if self.selection else 0
+        return num_positions * self.row_bytes(width) + tables
+
     def __str__(self) -> str:
-        return self.key.name if self.key == self.value else f"{self.key.name}, {self.value.name}"
+        types = self.key.name if self.key == self.value else f"{self.key.name}, {self.value.name}"
+        return f"{types}; {self.selection}" if self.selection else types

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cache_rows.h"
+#include "select.h"
 #include "vector_math.h"
 #include "work.h"
 
@@ -28,14 +29,17 @@ class Attention {
     Attention(const SparkStep& step, Arena& arena)
         : s(step), W(s.head_width), H(s.num_heads), K(s.num_kv_heads), G(H / K),
           padded(padded_head(W)), key_bytes(cache_row_bytes(s.key_kind, W)),
-          value_bytes(cache_row_bytes(s.value_kind, W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)) {
-        const int64_t parts = parts_of(s.context_length) * H;
+          value_bytes(cache_row_bytes(s.value_kind, W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)),
+          selector(step) {
+        const int64_t parts =
+            parts_of(selector.is_on() ? selector.longest() : s.context_length) * H;
         const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
         rows_at_once = std::min(s.max_rows, std::max<int64_t>(1, fitting));
         query = arena.take<float>(rows_at_once * H * padded);
         top = arena.take<float>(rows_at_once * parts);
         total = arena.take<float>(rows_at_once * parts);
         mixed = arena.take<float>(rows_at_once * parts * padded);
+        selector.take(arena, rows_at_once);
     }
 
     // Where the rows of this step are: those that are computed, and where else their keys go.
@@ -66,6 +70,7 @@ class Attention {
 
     // Rows `out` [T, H * W] of what the heads of qkv [T, stride] find.
     void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out) {
+        summarise(l);
         for (int64_t t = 0; t < T; t += rows_at_once)
             run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
     }
@@ -78,7 +83,11 @@ class Attention {
     // Rows of one sequence at positions that follow one another, which share keys and values.
     struct Chunk {
         int64_t begin, count, last;  // `last` position
+        int64_t num_keys;            // that it attends to
+        bool is_selected;            // its only row attends to some positions alone
         int64_t unit;                // the first of its pieces of work
+
+        int64_t parts() const { return parts_of(num_keys); }
     };
 
     // From the beginning of the cache to a position of the first head, in rows.
@@ -98,26 +107,64 @@ class Attention {
         }
     }
 
+    // Summaries of the blocks of keys that end with a row of this step.
+    void summarise(const SparkLayer& l) {
+        if (!selector.is_on()) return;
+        std::array<Place, MAX_STEP_ROWS> ends;
+        int64_t count = 0;
+        auto add = [&](const Place& place) {
+            if ((place.position + 1) % s.select.block == 0) ends[count++] = place;
+        };
+        for (int64_t t = 0; t < T; ++t) add(places[t]);
+        for (int64_t i = 0; i < num_copies; ++i) add(copies[i]);
+        split(count * K * s.select.block * 16 * W, count * K, 1, 4, [&](int64_t u0, int64_t u1) {
+            for (int64_t u = u0; u < u1; ++u) {
+                const Place& place = ends[u / K];
+                const int64_t begin = place.position + 1 - s.select.block;
+                const int64_t at = place_of(place.sequence, begin) + u % K * s.table.block_length;
+                selector.summarise(l, place.sequence, begin, u % K, l.key + at * key_bytes, key_bytes);
+            }
+        });
+    }
+
+    Chunk chunk_from(int64_t t, int64_t t1, int64_t unit) const {
+        const Place& place = places[t];
+        if (selector.is_on() && !selector.takes_all(place.position))
+            return {t, 1, place.position, selector.num_taken(place.position), true, unit};
+        int64_t n = 1;
+        while (t + n < t1 && n < chunk_rows && places[t + n].sequence == place.sequence &&
+               (!selector.is_on() || selector.takes_all(places[t + n].position)))
+            ++n;
+        const int64_t last = places[t + n - 1].position;
+        return {t, n, last, last + 1, false, unit};
+    }
+
     void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
              int64_t t1) {
         std::array<Chunk, MAX_ROWS> chunk;
-        int64_t num_chunks = 0, units = 0, bytes = 0;
+        int64_t num_chunks = 0, units = 0, bytes = 0, searches = 0;
         parts = 0;
         for (int64_t t = t0; t < t1; t = chunk[num_chunks - 1].begin + chunk[num_chunks - 1].count) {
-            int64_t n = 1;
-            while (t + n < t1 && n < chunk_rows && places[t + n].sequence == places[t].sequence) ++n;
-            const int64_t last = places[t + n - 1].position;
-            chunk[num_chunks++] = {t, n, last, units};
-            parts = std::max(parts, parts_of(last + 1));
-            units += K * parts_of(last + 1);
-            bytes += n * (last + 1) * K * (key_bytes + value_bytes);
-            copy_queries(chunk[num_chunks - 1], qkv, stride, t0);
+            const Chunk c = chunk[num_chunks++] = chunk_from(t, t1, units);
+            parts = std::max(parts, c.parts());
+            units += K * c.parts();
+            bytes += c.count * c.num_keys * K * (key_bytes + value_bytes);
+            searches += c.is_selected;
+            copy_queries(c, qkv, stride, t0);
         }
+        split(searches ? bytes : 0, num_chunks * K, 1, 4, [&](int64_t u0, int64_t u1) {
+            for (int64_t u = u0; searches && u < u1; ++u) {
+                const Chunk& c = chunk[u / K];
+                if (!c.is_selected) continue;
+                const float* own = query + ((c.begin - t0) * H + u % K * G) * padded;
+                selector.choose(l, c.begin - t0, places[c.begin].sequence, c.last, u % K, own, padded);
+            }
+        });
         split(bytes, units, 1, 4 * std::min<int64_t>(num_chunks, 8), [&](int64_t u0, int64_t u1) {
             int64_t c = 0;
             for (int64_t u = u0; u < u1; ++u) {
                 while (c + 1 < num_chunks && chunk[c + 1].unit <= u) ++c;
-                const int64_t own = parts_of(chunk[c].last + 1), i = u - chunk[c].unit;
+                const int64_t own = chunk[c].parts(), i = u - chunk[c].unit;
                 attend(l, chunk[c], i / own, i % own, t0);
             }
         });
@@ -148,19 +195,24 @@ class Attention {
 
     void attend(const SparkLayer& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
         const int64_t begin = part * PART, at = sums_at(c, kv_head, part, t0);
-        const int64_t length = s.table.block_length, run = std::min(length, PART);
+        const int64_t length = s.table.block_length;
+        const int64_t run = c.is_selected ? PART : std::min(length, PART);
         static thread_local std::vector<float> score;
         std::array<const uint8_t*, PART / LEAST_BLOCK> key, value;
         std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count;
-        const int64_t n = std::min(PART, c.last + 1 - begin), queries = c.count * G;
-        for (int64_t i = 0; i * run < n; ++i) {
+        const int64_t n = std::min(PART, c.num_keys - begin), queries = c.count * G;
+        if (c.is_selected)
+            gather(l, places[c.begin].sequence, kv_head, selector.of(c.begin - t0, kv_head) + begin, n,
+                   key[0], value[0]);
+        for (int64_t i = 0; !c.is_selected && i * run < n; ++i) {
             const int64_t from =
                 place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
             key[i] = l.key + from * key_bytes, value[i] = l.value + from * value_bytes;
         }
         for (int64_t q = 0; q < queries; ++q)
             count[q] = static_cast<int32_t>(
-                std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
+                c.is_selected ? n
+                              : std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
         if (score.size() < static_cast<size_t>(queries * PART)) score.resize(queries * PART);
         AttendPart a;
         a.key = key.data(), a.value = value.data(), a.run = run;
@@ -174,9 +226,40 @@ class Attention {
         kernels().mix_values[s.value_kind](a);
     }
 
+    // Keys and values at n positions, one after the other: where they lie so, or copies.
+    void gather(const SparkLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position, int64_t n,
+                const uint8_t*& key, const uint8_t*& value) const {
+        const int64_t length = s.table.block_length;
+        auto at = [&](int64_t i) { return place_of(sequence, position[i]) + kv_head * length; };
+        if (position[n - 1] - position[0] == n - 1 && position[0] / length == position[n - 1] / length) {
+            key = l.key + at(0) * key_bytes, value = l.value + at(0) * value_bytes;
+            return;
+        }
+        static thread_local std::vector<uint8_t> copies;
+        if (copies.size() < static_cast<size_t>(PART * (key_bytes + value_bytes)))
+            copies.resize(PART * (key_bytes + value_bytes));
+        uint8_t* keys = copies.data();
+        uint8_t* values = keys + PART * key_bytes;
+        constexpr int64_t AHEAD = 16;  // rows that are asked for before they are copied
+        auto ask = [&](int64_t i) {
+            const int64_t from = at(i);
+            for (int64_t b = 0; b < key_bytes; b += 64) __builtin_prefetch(l.key + from * key_bytes + b);
+            for (int64_t b = 0; b < value_bytes; b += 64)
+                __builtin_prefetch(l.value + from * value_bytes + b);
+        };
+        for (int64_t i = 0; i < std::min(AHEAD, n); ++i) ask(i);
+        for (int64_t i = 0; i < n; ++i) {
+            if (i + AHEAD < n) ask(i + AHEAD);
+            const int64_t from = at(i);
+            std::memcpy(keys + i * key_bytes, l.key + from * key_bytes, key_bytes);
+            std::memcpy(values + i * value_bytes, l.value + from * value_bytes, value_bytes);
+        }
+        key = keys, value = values;
+    }
+
     // The parts of one head of row t into its place in `heads`.
     void join(const Chunk& c, int64_t t, int64_t head, int64_t t0, Operand& heads) const {
-        const int64_t own = parts_of(places[t].position + 1);
+        const int64_t own = c.is_selected ? c.parts() : parts_of(places[t].position + 1);
         const int64_t within = (t - c.begin) * G + head % G;
         auto at = [&](int64_t part) { return sums_at(c, head / G, part, t0) + within; };
         float largest = top[at(0)], sum = 0.0f;
@@ -196,6 +279,7 @@ class Attention {
     const int64_t W, H, K, G, padded, key_bytes, value_bytes, chunk_rows;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // parts that the rows at hand have at most
     float *query, *top, *total, *mixed;
+    Selector selector;
     std::array<Place, MAX_ROWS> places;
     std::array<Place, MAX_STEP_ROWS> copies;
 };

@@ -158,6 +158,19 @@ using AddTo = void(float* y, const float* x, int64_t n);
 // number.
 using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
 
+// out[g * stride + i] = row i . query[g], in whole numbers, for i < n and all queries; see
+// select_template.h. dot_bytes: row[i] are `width` bytes each, 0 to 127. dot_codes: at row[0] lie n rows
+// of `width` values of two bits.
+constexpr int64_t SELECT_WIDTH = 64;
+struct SelectDots {
+    const uint8_t* const* row;
+    int64_t n, width, num_queries, stride;
+    const int8_t* query;  // [num_queries, width]
+    int32_t* out;
+};
+using SelectRows = void(const SelectDots& dots);
+using ShareMass = void(float* score, int64_t num_queries, int64_t n, float* out);
+
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
     AccumulateRows* accumulate_rows[NUM_KINDS];
@@ -169,6 +182,8 @@ struct Kernels {
     Choose* choose;
     Smooth* smooth;
     AddTo* add_to;
+    SelectRows *dot_bytes, *dot_codes;
+    ShareMass* share_mass;
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;

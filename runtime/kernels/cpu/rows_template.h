@@ -18,8 +18,8 @@
 
 constexpr int VECTORS = BLOCK / LANES;
 
-// A format unpacks BLOCK values into w; if it is SCALED they are still to be multiplied by scale().
-// VALUE_BYTES is for what is left over when D % 32 != 0, which only the float kinds allow.
+// A format unpacks BLOCK values into w; if it is SCALED they must still be multiplied by scale().
+// VALUE_BYTES is for the remainder if D % 32 != 0, which only the float kinds allow.
 
 struct F32 {
     static constexpr int64_t BLOCK_BYTES = 128, VALUE_BYTES = 4;
@@ -79,10 +79,10 @@ struct Count {
     static constexpr int VALUE = N;
 };
 
-// Calls use(Count<ROWS>, a, row, next) for rows a .. a+ROWS-1, four at a time: what is read and
-// written beside them is so a quarter as often, and the memory is asked for four rows at once.
-// While rows are in use, those behind them are asked for: the processor's prefetcher stops at the
-// end of a page, and cannot know which row of a list comes next.
+// Calls use(Count<ROWS>, a, row, next) for rows a .. a+ROWS-1, four at a time: accompanying reads and
+// writes are then a quarter as frequent, and four rows are prefetched at once. While rows are in use,
+// the next ones are prefetched: the processor's prefetcher stops at the end of a page, and cannot know
+// which row of a list comes next.
 template <class Use>
 inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     auto call = [&](auto count, int64_t a) {
@@ -102,7 +102,7 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     for (; a < a1; ++a) call(Count<1>{}, a);
 }
 
-// Rows that are taken for all vectors before the next ones are, so that they are read once.
+// Rows that all vectors take before the next rows, so that they are read once.
 constexpr int64_t SHARED_ROWS = 16;
 
 template <class Format>
@@ -161,7 +161,7 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1);
 }
 
-// Rows that are in the second cache, while those wanted next are asked for.
+// Rows already in L2, while the next ones are prefetched.
 template <class Format>
 inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                            int64_t d0, int64_t d1) {
@@ -271,7 +271,7 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
     }
 }
 
-// exp by 2^n * p(r), r the rest below log(2) / 2, p a Taylor polynomial of degree 7.
+// exp as 2^n * p(r), r the remainder below log(2) / 2, p a Taylor polynomial of degree 7.
 inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;  // NaN stays
     const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
@@ -287,7 +287,7 @@ inline float exp_of(float x) {
     return p * power;
 }
 
-// 1 / (1 + exp(-x)), to 3e-7 of itself where it is above 1e-38.
+// 1 / (1 + exp(-x)), with relative error 3e-7 where it is above 1e-38.
 inline float sigmoid_of(float x) {
     const float y = x < -88.0f ? 88.0f : -x;
     return 1.0f / (1.0f + exp_of(y));
@@ -340,6 +340,7 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 }
 
 #include "attend_template.h"
+#include "select_template.h"
 #include "sums_template.h"
 
 // In the order of enum Kind.
@@ -366,4 +367,7 @@ constexpr Kernels ALL_KERNELS = {
     choose,
     smooth,
     add_to,
+    dot_bytes,
+    dot_codes,
+    share_mass,
 };

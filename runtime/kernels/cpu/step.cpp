@@ -457,6 +457,20 @@ bool fits(const SparkTable& t, int64_t context_length) {
     return (is_whole || is_paged) && t.blocks_per_sequence * t.block_length >= context_length;
 }
 
+bool fits(const SparkSelect& c, const SparkStep& s) {
+    if (c.block == 0) return true;
+    if (c.block < 1 || c.sinks < 0 || c.window < c.block || c.top < c.block || c.candidates < 1)
+        return false;
+    if (c.sinks % c.block || c.window % c.block || c.top % c.block) return false;
+    if (c.summary != SUMMARY_MEAN && c.summary != SUMMARY_BOUNDS) return false;
+    if (s.table.blocks_per_sequence > 1 && s.table.block_length % c.block) return false;
+    for (int64_t i = 0; i < s.num_layers; ++i) {
+        const SparkLayer& l = s.layer[i];
+        if (!l.summary || !l.summary_unit || (c.is_coded && (!l.code || !l.code_factor))) return false;
+    }
+    return true;
+}
+
 bool fits(const SparkStep& s) {
     const int64_t sizes[] = {s.width,        s.num_neurons, s.num_heads,
                              s.num_kv_heads, s.head_width,  s.context_length};
@@ -478,7 +492,7 @@ bool fits(const SparkStep& s) {
         return false;
     for (int64_t i = 0; i < s.num_layers; ++i)
         if (!fits(s.layer[i], s)) return false;
-    return true;
+    return fits(s.select, s);
 }
 
 // True if every layer can be run from beginning to end.

@@ -62,6 +62,17 @@ struct SparkTable {
     int64_t num_sequences, blocks_per_sequence, block_length, num_blocks;
 };
 
+// Which positions a token attends to, see select.h. Lengths are multiples of `block`, which divides the
+// blocks of a table of several; a token takes the first `sinks`, `top` that are searched for, and the
+// block that begins `window` positions before its end and all behind it.
+enum Summary : int32_t { SUMMARY_MEAN, SUMMARY_BOUNDS };
+struct SparkSelect {
+    int64_t block;  // 0: all positions are taken
+    int64_t sinks, window, top;
+    int64_t candidates;  // keys are searched by their codes among so many times `top`
+    int32_t summary, is_coded;  // not coded: the best blocks are taken whole
+};
+
 struct SparkLayer {
     SparkNorm attn_norm, attn_norm_2, ffn_norm, query_norm, key_norm;
     SparkMatrix input[3], output, predictor_down, predictor_up;
@@ -70,6 +81,9 @@ struct SparkLayer {
     // [H * W], of gate and up [D]. Null: no limits.
     const float *input_limit, *output_limit, *ffn_limit;
     uint8_t *key, *value;    // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
+    // With a selection, see select.h; B its blocks in a block of the cache.
+    uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
+    float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
     const SparkBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;
@@ -81,6 +95,7 @@ struct SparkStep {
     SparkNorm output_norm;
     const SparkLayer* layer;
     SparkTable table;
+    SparkSelect select;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
     // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; last what is no

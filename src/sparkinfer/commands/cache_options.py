@@ -1,4 +1,4 @@
-"""-ctk and -ctv, as llama.cpp calls them: how keys and values are kept."""
+"""-ctk and -ctv, as llama.cpp calls them: how keys and values are kept; and which of them are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from sparkinfer.cache_types import NAMES
+from sparkinfer.key_selection import DEFAULT
 
 Command = Callable[..., Any]
 
@@ -20,4 +21,9 @@ def cache_type_options(command: Command) -> Command:
         "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
         help="What keys are kept in, on the CPU without a plan: f16, bf16, f32, q8_0, q4_0.",
     )  # fmt: skip
-    return of_keys(of_values(command))
+    offload = click.option(
+        "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
+        help="A token of a long text reads the first keys, the last ones, and between them those that"
+        " promise most, on the CPU without a plan; sizes such as window=2048,top=512.",
+    )  # fmt: skip
+    return of_keys(of_values(offload(command)))

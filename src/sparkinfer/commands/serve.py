@@ -86,7 +86,7 @@ def serve(
     model: Path, split: Path | None, context_length: int | None, as_json: bool,
     api_key: str | None, threads: int | None, mode: str | None, device: str | None,
     thresholds: Path | None, cpu_ffn: bool, max_loss: float, cache_type_k: str | None,
-    cache_type_v: str | None, **options: Any,
+    cache_type_v: str | None, kv_offload: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Serve a model by OpenAI's API.
 
@@ -117,6 +117,7 @@ def serve(
             model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
             thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
             max_loss=max_loss, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
+            kv_offload=kv_offload,
         )  # fmt: skip
         _say_loaded(engine, config, is_single)
         return engine

@@ -1,0 +1,205 @@
+"""Tables from which a token tells which keys are worth reading, and the search in them; select.h in torch.
+
+Tables are those of the kernels to the bit; what a block or a key promises differs by rounding, so of two
+that promise nearly alike another may win.
+Letters: B blocks of the cache, K key-value heads, N key blocks of a block of the cache, P positions of a
+key block, W head width, S summary bytes, C code bytes, G queries that share a head, M candidates."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparkinfer.key_selection import KeySelection, padded
+from sparkinfer.runtime.cache.block_table import BlockTable
+from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
+
+SUMMARY_LARGEST, QUERY_LARGEST, CODE_STEP = 63.0, 127.0, 0.9957
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyTables:
+    """Of one layer."""
+
+    summary_BKNS: Tensor  # uint8
+    unit_BKN: Tensor
+    code_BKNPC: Tensor  # uint8; empty where there are no codes
+    factor_BKNP: Tensor
+    rule: KeySelection
+    table: BlockTable
+    width: int
+    is_rotated: bool  # keys are kept turned by Hadamard's matrix
+
+    @classmethod
+    def of(
+        cls, rule: KeySelection, table: BlockTable, num_kv_heads: int, width: int, is_rotated: bool,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    ) -> "KeyTables":  # fmt: skip
+        blocks = -(-table.block_length // rule.block)
+        frame = (table.num_blocks, num_kv_heads, blocks)
+        coded = (*frame, rule.block if rule.is_coded else 0)
+        return cls(
+            summary_BKNS=zeros((*frame, rule.summary_width(width)), torch.uint8),
+            unit_BKN=zeros(frame, torch.float32),
+            code_BKNPC=zeros((*coded, rule.code_width(width)), torch.uint8),
+            factor_BKNP=zeros(coded, torch.float32),
+            rule=rule, table=table, width=width, is_rotated=is_rotated,
+        )  # fmt: skip
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.summary_BKNS, self.unit_BKN, self.code_BKNPC, self.factor_BKNP
+
+    def places(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """(block of the cache, key block within it) of the key blocks first .. last-1."""
+        position_N = torch.arange(first, last) * self.rule.block
+        length = self.table.block_length
+        block_N = self.table.block_SN[sequence].long()[position_N // length]
+        return block_N, position_N % length // self.rule.block
+
+    def summarise(self, sequence: int, begin: int, key_TKW: Tensor) -> None:
+        """Enters the key blocks from position `begin` on, whose keys are these, as they are kept, f32."""
+        size = self.rule.block
+        key_NPKW = key_TKW.unflatten(0, (-1, size))
+        block_N, at_N = self.places(sequence, begin // size, begin // size + len(key_NPKW))
+        part_NSKW = self._parts(key_NPKW)
+        unit_NK = part_NSKW.abs().amax(dim=(1, 3)) / SUMMARY_LARGEST
+        is_finite_NK = key_NPKW.isfinite().flatten(1).all(dim=1)[:, None]
+        unit_NK = torch.where(is_finite_NK, unit_NK, math.nan)
+        whole_NSKW = _whole(part_NSKW * _inverse(unit_NK)[:, None, :, None])
+        extra = padded(self.width) - self.width
+        bytes_NKS = F.pad(whole_NSKW, (0, extra)).transpose(1, 2).flatten(2) + 64
+        self.summary_BKNS[block_N, :, at_N] = bytes_NKS.to(torch.uint8)
+        self.unit_BKN[block_N, :, at_N] = unit_NK
+        if self.rule.is_coded:
+            share = 1.0 if part_NSKW.shape[1] == 1 else 0.5
+            center_NKW = whole_NSKW.sum(dim=1).float() * (share * unit_NK)[..., None]
+            rest_NPKW = key_NPKW - center_NKW[:, None]
+            code_NPKC, factor_NPK = encode_keys(
+                rest_NPKW if self.is_rotated else turn_by_hadamard(rest_NPKW)
+            )
+            self.code_BKNPC[block_N, :, at_N] = code_NPKC.transpose(1, 2)
+            self.factor_BKNP[block_N, :, at_N] = factor_NPK.transpose(1, 2)
+
+    def _parts(self, key_NPKW: Tensor) -> Tensor:
+        """[N, 1, K, W] the means of the keys, or [N, 2, K, W] their bounds."""
+        if self.rule.summary == "bounds":
+            return torch.stack([key_NPKW.amax(dim=1), key_NPKW.amin(dim=1)], dim=1)
+        total_NKW = key_NPKW[:, 0]
+        for number in range(1, self.rule.block):  # in the kernels' order
+            total_NKW = total_NKW + key_NPKW[:, number]
+        return (total_NKW * (1.0 / self.rule.block))[:, None]
+
+    def window_begin(self, position: int) -> int:
+        """The first position of the window of a token at `position`."""
+        return max(0, position + 1 - self.rule.window) // self.rule.block * self.rule.block
+
+    def takes_all(self, position: int) -> bool:
+        """Whether a token there reads all keys."""
+        return self.window_begin(position) <= self.rule.sinks + self.rule.top
+
+    def choose(self, sequence: int, position: int, query_KGW: Tensor) -> Tensor:
+        """int64 [K, positions]: those that a token at `position`, which does not take all, reads for
+        these queries, ascending. Queries are turned as keys are kept."""
+        rule, window = self.rule, self.window_begin(position)
+        always = [torch.arange(rule.sinks), torch.arange(window, position + 1)]
+        found = []
+        block_N, at_N = self.places(sequence, rule.sinks // rule.block, window // rule.block)
+        for head, query_GW in enumerate(query_KGW):
+            won = self._search(head, block_N, at_N, query_GW)
+            found.append(torch.cat([always[0], won + rule.sinks, always[1]]))
+        return torch.stack(found)
+
+    def _search(self, head: int, block_N: Tensor, at_N: Tensor, query_GW: Tensor) -> Tensor:
+        """int64 [top]: positions behind the sinks."""
+        rule, size = self.rule, self.rule.block
+        summary_NS = self.summary_BKNS[block_N, head, at_N].int() - 64
+        unit_N = self.unit_BKN[block_N, head, at_N]
+        parts = 2 if rule.summary == "bounds" else 1
+        whole_GW, unit_G1 = _query(query_GW, self.width)
+        split_GS = torch.cat([whole_GW.clamp_min(0), whole_GW.clamp_max(0)], dim=1)
+        scale = unit_G1 * self.width**-0.5
+        asked_GS = split_GS if parts == 2 else whole_GW
+        score_GN = _dots(asked_GS, summary_NS) * unit_N * scale
+        wanted = rule.top * max(1, rule.candidates)
+        best_M = _largest(_mass(score_GN), min(len(block_N), -(-wanted // size)))
+        position_M = (best_M[:, None] * size + torch.arange(size)).flatten()
+        if not rule.is_coded:
+            return position_M[: rule.top]
+        center_GM = _dots(whole_GW.repeat(1, parts), summary_NS[best_M]) * unit_N[best_M]
+        center_GM = center_GM * (scale / parts)
+        turned_GW = query_GW if self.is_rotated else turn_by_hadamard(query_GW)
+        whole_GW, unit_G1 = _query(turned_GW, self.width)
+        code_NPC = self.code_BKNPC[block_N[best_M], head, at_N[best_M]]
+        factor_NP = self.factor_BKNP[block_N[best_M], head, at_N[best_M]]
+        dot_GM = _dots(whole_GW, 2 * decode_keys(code_NPC.flatten(0, 1)) - 3) * factor_NP.flatten()
+        score_GM = center_GM.repeat_interleave(size, dim=1)
+        score_GM = score_GM + dot_GM * (0.5 * unit_G1 * self.width**-0.5)
+        return position_M[_largest(_mass(score_GM), rule.top)]
+
+
+def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
+    """(uint8 [..., C], factors [...]) of what is left of keys [..., W], turned."""
+    width = rest.shape[-1]
+    squares = _in_order(rest * rest)
+    step = (squares / width).sqrt() * CODE_STEP
+    level = _whole((rest * _inverse(step)[..., None]).floor()).clamp(-2, 1)
+    along = _in_order(rest * (level.float() + 0.5))
+    factor = torch.where(along > 0, squares / along, 0.0)
+    bits = F.pad(level + 2, (0, padded(width) - width)).to(torch.uint8)
+    part = bits.unflatten(-1, (-1, 4, 16))  # the four values of a byte
+    code = part[..., 0, :]
+    for number in range(1, 4):
+        code = code | part[..., number, :] << 2 * number
+    return code.flatten(-2), factor
+
+
+def decode_keys(code_MC: Tensor) -> Tensor:
+    """int32 [M, W padded]: levels + 2, from 0 to 3."""
+    part_MNB = code_MC.unflatten(-1, (-1, 16))
+    parts = [part_MNB >> 2 * number & 3 for number in range(4)]
+    return torch.stack(parts, dim=-2).flatten(1).int()
+
+
+def _query(query_GW: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(whole numbers int32 [G, W padded], their unit [G, 1])."""
+    unit_G1 = query_GW.abs().amax(dim=1, keepdim=True) / QUERY_LARGEST
+    whole_GW = _whole(query_GW * _inverse(unit_G1))
+    return F.pad(whole_GW, (0, padded(width) - width)), unit_G1
+
+
+def _dots(x_GS: Tensor, row_NS: Tensor) -> Tensor:
+    """f32 [G, N], of whole numbers, exact."""
+    return (x_GS.double() @ row_NS.double().T).float()
+
+
+def _mass(score_GN: Tensor) -> Tensor:
+    return score_GN.softmax(dim=-1).sum(dim=0)
+
+
+def _largest(score_N: Tensor, count: int) -> Tensor:
+    """The numbers of the `count` largest, ascending; of equals the first; NaN is largest."""
+    order_N = torch.where(score_N.isnan(), math.inf, score_N).argsort(descending=True, stable=True)
+    return order_N[:count].sort().values
+
+
+def _whole(x: Tensor) -> Tensor:
+    """int32, rounded; 0 for NaN."""
+    return x.round().nan_to_num(0.0, 127.0, -127.0).clamp(-127, 127).int()
+
+
+def _inverse(unit: Tensor) -> Tensor:
+    """0 where it has none in f32."""
+    inverse = 1.0 / unit
+    return torch.where(inverse.isfinite(), inverse, 0.0)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Sums over the last axis, one after the other, as the kernels take them."""
+    total = torch.zeros_like(x[..., 0])
+    for column in x.unbind(-1):
+        total = total + column
+    return total

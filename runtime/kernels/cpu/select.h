@@ -1,0 +1,317 @@
+// Which positions of a long text a token attends to: the first ones, a window of the last ones, and
+// between them those keys that promise most, found by a summary of each block of keys and by codes of
+// two bits a value. selection.py is the same in torch: tables to the bit, scores up to rounding.
+//
+//   x -> whole(x / unit), unit = max |x| / LARGEST      a summary (LARGEST 63, + 64) or a query (127)
+//   summary of a block     the mean of its keys; or their largest and smallest values, 2 W of them
+//   code of a key          of r = H (key - center), H Hadamard's matrix, the center being the block's mean
+//                          or the middle of its bounds, as the summary has them:
+//                          c = clamp(floor(r / step), -2, 1), step = STEP * root of the mean square, and
+//                          a factor f = |r|^2 / (r . (c + 1/2)), so that f (c + 1/2) . r = |r|^2
+//                          (after RaBitQ, Gao and Long 2024, arXiv 2405.12497)
+//
+// What a block promises is the sum over the queries that share it of the share of mass that they would
+// give it among all blocks; of a key likewise among the keys of the best blocks. Of equals the first is
+// taken. Widths are padded with zeros to multiples of SELECT_WIDTH.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "cache_rows.h"
+#include "work.h"
+
+constexpr float SUMMARY_LARGEST = 63.0f, QUERY_LARGEST = 127.0f, CODE_STEP = 0.9957f;
+
+inline int64_t select_width(int64_t W) { return (W + SELECT_WIDTH - 1) / SELECT_WIDTH * SELECT_WIDTH; }
+inline int64_t summary_width(const SparkSelect& select, int64_t W) {
+    return select_width(W) * (select.summary == SUMMARY_BOUNDS ? 2 : 1);
+}
+
+inline float largest_of(const float* x, int64_t n) {
+    float largest = 0.0f;
+    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::fabs(x[i]));
+    return largest;
+}
+
+class Selector {
+  public:
+    explicit Selector(const SparkStep& step)
+        : s(step), rule(step.select), W(s.head_width), Wp(select_width(W)),
+          Ws(summary_width(rule, W)), K(s.num_kv_heads), G(s.num_heads / K) {}
+
+    // Room for the positions of so many rows.
+    void take(Arena& arena, int64_t rows) {
+        if (is_on()) list = arena.take<int32_t>(rows * K * longest());
+    }
+
+    bool is_on() const { return rule.block > 0; }
+
+    // Positions that a token attends to at most.
+    int64_t longest() const {
+        const int64_t most = rule.sinks + rule.top + rule.window + rule.block;
+        return std::min(most, s.context_length);
+    }
+
+    // The first position of the window of a token at `position`.
+    int64_t window_begin(int64_t position) const {
+        return std::max<int64_t>(0, position + 1 - rule.window) / rule.block * rule.block;
+    }
+
+    // Whether a token attends to all positions.
+    bool takes_all(int64_t position) const {
+        return window_begin(position) <= rule.sinks + rule.top;
+    }
+
+    int64_t num_taken(int64_t position) const {
+        if (takes_all(position)) return position + 1;
+        return rule.sinks + rule.top + position + 1 - window_begin(position);
+    }
+
+    // Where a table of blocks has the one that a position is in.
+    int64_t block_at(int32_t sequence, int64_t position, int64_t kv_head) const {
+        const int64_t length = s.table.block_length, own = (length + rule.block - 1) / rule.block;
+        const int64_t block =
+            s.table.block[sequence * s.table.blocks_per_sequence + position / length];
+        return (block * K + kv_head) * own + position % length / rule.block;
+    }
+
+    // Summary and codes of the block from `position` on, from its keys as they are kept.
+    void summarise(const SparkLayer& l, int32_t sequence, int64_t position, int64_t kv_head,
+                   const uint8_t* key, int64_t key_bytes) const {
+        const int64_t B = rule.block, at = block_at(sequence, position, kv_head);
+        static thread_local std::vector<float> memory;
+        if (memory.size() < static_cast<size_t>((B + 2) * Wp)) memory.resize((B + 2) * Wp);
+        float* keys = memory.data();
+        kernels().unpack_rows[s.key_kind]({key, key_bytes, W, nullptr, B}, keys, 0, B);
+        uint8_t* summary = l.summary + at * Ws;
+        const float unit = store_summary(keys, summary, keys + B * Wp);
+        l.summary_unit[at] = unit;
+        float* center = keys + B * Wp;
+        for (int64_t i = 0; i < W; ++i)
+            center[i] = num_parts() == 2
+                            ? static_cast<float>(summary[i] + summary[Wp + i] - 128) * (0.5f * unit)
+                            : static_cast<float>(summary[i] - 64) * unit;
+        for (int64_t b = 0; rule.is_coded && b < B; ++b) {
+            float* own = keys + b * W;
+            for (int64_t i = 0; i < W; ++i) own[i] -= center[i];
+            l.code_factor[at * B + b] = store_code(own, l.code + (at * B + b) * (Wp / 4));
+        }
+    }
+
+    // Finds the positions [num_taken], ascending, of row `t` of a step, which is at `position` and does
+    // not take all, for the queries [G, stride] that share a key-value head.
+    void choose(const SparkLayer& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
+                const float* query, int64_t stride) const {
+        int32_t* to = of(t, kv_head);
+        const int64_t window = window_begin(position), sinks = rule.sinks;
+        for (int64_t i = 0; i < sinks; ++i) to[i] = static_cast<int32_t>(i);
+        search(l, sequence, kv_head, window, query, stride, to + sinks);
+        to += sinks + rule.top;
+        for (int64_t i = window; i <= position; ++i) *to++ = static_cast<int32_t>(i);
+    }
+
+    int32_t* of(int64_t t, int64_t kv_head) const { return list + (t * K + kv_head) * longest(); }
+
+  private:
+    int64_t num_parts() const { return rule.summary == SUMMARY_BOUNDS ? 2 : 1; }
+
+    // The summary of keys [block, W]; its unit. `part` has room for its parts, W values each.
+    float store_summary(const float* keys, uint8_t* to, float* part) const {
+        std::copy_n(keys, W, part);
+        std::copy_n(keys, W, part + W);
+        for (int64_t b = 1; b < rule.block; ++b)
+            for (int64_t i = 0; i < W; ++i) {
+                const float key = keys[b * W + i];
+                if (num_parts() == 1) {
+                    part[i] += key;
+                } else {
+                    part[i] = std::max(part[i], key);
+                    part[W + i] = std::min(part[W + i], key);
+                }
+            }
+        const float share = 1.0f / static_cast<float>(rule.block);
+        for (int64_t i = 0; num_parts() == 1 && i < W; ++i) part[i] *= share;
+        bool is_finite = true;
+        for (int64_t i = 0; i < rule.block * W; ++i) is_finite &= std::isfinite(keys[i]);
+        const float unit =
+            is_finite ? largest_of(part, num_parts() * W) / SUMMARY_LARGEST : NAN;
+        const float inverse = inverse_of(unit);
+        for (int64_t p = 0; p < num_parts(); ++p)
+            for (int64_t i = 0; i < Wp; ++i) {
+                const float value = i < W ? std::nearbyint(part[p * W + i] * inverse) : 0.0f;
+                to[p * Wp + i] = static_cast<uint8_t>(64 + to_whole(value));
+            }
+        return unit;
+    }
+
+    // What is no number, or beyond what is kept, as something that is: its unit says so.
+    static int to_whole(float value) {
+        return value == value ? static_cast<int>(std::clamp(value, -127.0f, 127.0f)) : 0;
+    }
+
+    // The code of r [W], which it turns; the factor.
+    float store_code(float* r, uint8_t* to) const {
+        if (!s.is_key_rotated) turn_by_hadamard(r, W);
+        float squares = 0.0f, along = 0.0f;
+        for (int64_t i = 0; i < W; ++i) squares += r[i] * r[i];
+        const float step = CODE_STEP * std::sqrt(squares / static_cast<float>(W));
+        const float inverse = inverse_of(step);
+        std::memset(to, 0, Wp / 4);
+        for (int64_t i = 0; i < W; ++i) {
+            const int level = std::clamp(to_whole(std::floor(r[i] * inverse)), -2, 1);
+            along += r[i] * (static_cast<float>(level) + 0.5f);
+            to[i / 64 * 16 + i % 16] |= static_cast<uint8_t>((level + 2) << i % 64 / 16 * 2);
+        }
+        return along > 0.0f ? squares / along : 0.0f;
+    }
+
+    // A query in bytes, `parts` times; its unit. Of two that are split the first has what is above zero,
+    // the other what is below.
+    float store_query(const float* x, int64_t parts, bool is_split, int8_t* to) const {
+        const float unit = largest_of(x, W) / QUERY_LARGEST, inverse = inverse_of(unit);
+        for (int64_t p = 0; p < parts; ++p)
+            for (int64_t i = 0; i < Wp; ++i) {
+                int value = i < W ? to_whole(std::nearbyint(x[i] * inverse)) : 0;
+                if (is_split) value = p == 0 ? std::max(value, 0) : std::min(value, 0);
+                to[p * Wp + i] = static_cast<int8_t>(value);
+            }
+        return unit;
+    }
+
+    static int32_t sum_of_bytes(const int8_t* x, int64_t n) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < n; ++i) sum += x[i];
+        return sum;
+    }
+
+    // The `k` largest of score [n], of equals the first: their numbers, ascending. What is no number
+    // counts as largest.
+    static void largest(const float* score, int64_t n, int64_t k, std::vector<float>& order,
+                        int32_t* chosen) {
+        order.resize(n);
+        auto key = [](float x) { return x == x ? x : INFINITY; };
+        for (int64_t i = 0; i < n; ++i) order[i] = key(score[i]);
+        std::nth_element(order.begin(), order.begin() + (k - 1), order.end(), std::greater<float>());
+        const float least = order[k - 1];
+        int64_t above = 0;
+        for (int64_t i = 0; i < k - 1; ++i) above += order[i] > least;
+        int64_t equal = k - above;  // that are taken
+        for (int64_t i = 0, c = 0; c < k; ++i) {
+            const float own = key(score[i]);
+            if (own > least || (own == least && equal-- > 0)) chosen[c++] = static_cast<int32_t>(i);
+        }
+    }
+
+    struct Scratch {
+        std::vector<const uint8_t*> row;
+        std::vector<int8_t> query;
+        std::vector<int32_t> dot, chosen;
+        std::vector<float> score, share, order, center, turned, unit;
+        std::vector<int64_t> at;
+    };
+
+    // `top` positions between the sinks and the window, ascending, into `to`.
+    void search(const SparkLayer& l, int32_t sequence, int64_t kv_head, int64_t window, const float* query,
+                int64_t stride, int32_t* to) const {
+        static thread_local Scratch room;
+        const int64_t B = rule.block, first = rule.sinks / B, n = window / B - first;
+        const int64_t wanted = rule.is_coded ? rule.candidates * rule.top : rule.top;
+        const int64_t num_best = std::min(n, (wanted + B - 1) / B);
+        find_blocks(l, sequence, kv_head, first, n, room);
+        score_blocks(l, n, num_parts() == 2, query, stride, room, room.score);
+        room.share.resize(n);
+        kernels().share_mass(room.score.data(), G, n, room.share.data());
+        room.chosen.resize(num_best);
+        largest(room.share.data(), n, num_best, room.order, room.chosen.data());
+        if (!rule.is_coded) {
+            for (int64_t c = 0, i = 0; c < num_best; ++c)
+                for (int64_t b = 0; b < B && i < rule.top; ++b, ++i)
+                    to[i] = static_cast<int32_t>((first + room.chosen[c]) * B + b);
+            return;
+        }
+        keep_chosen(num_best, room);
+        score_blocks(l, num_best, false, query, stride, room, room.center);
+        score_codes(l, num_best, query, stride, room);
+        const int64_t m = num_best * B;
+        room.share.resize(m);
+        kernels().share_mass(room.score.data(), G, m, room.share.data());
+        largest(room.share.data(), m, rule.top, room.order, to);
+        for (int64_t i = 0; i < rule.top; ++i)
+            to[i] = static_cast<int32_t>((first + room.chosen[to[i] / B]) * B + to[i] % B);
+    }
+
+    // Where in the tables n blocks from `first` on are.
+    void find_blocks(const SparkLayer& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
+                     Scratch& room) const {
+        room.row.resize(n), room.at.resize(n);
+        for (int64_t i = 0; i < n; ++i) {
+            room.at[i] = block_at(sequence, (first + i) * rule.block, kv_head);
+            room.row[i] = l.summary + room.at[i] * Ws;
+        }
+    }
+
+    void keep_chosen(int64_t num_best, Scratch& room) const {
+        for (int64_t c = 0; c < num_best; ++c) {
+            room.at[c] = room.at[room.chosen[c]];
+            room.row[c] = room.row[room.chosen[c]];
+        }
+    }
+
+    // score [G, n]: attention's scores by the summaries of n blocks, the most that a key within bounds can
+    // have; or, where the query is not split, those of the center.
+    void score_blocks(const SparkLayer& l, int64_t n, bool is_split, const float* query, int64_t stride,
+                      Scratch& room, std::vector<float>& score) const {
+        room.query.resize(G * Ws), room.dot.resize(G * n), score.resize(G * n), room.unit.resize(G);
+        for (int64_t g = 0; g < G; ++g)
+            room.unit[g] = store_query(query + g * stride, num_parts(), is_split,
+                                       room.query.data() + g * Ws);
+        kernels().dot_bytes({room.row.data(), n, Ws, G, n, room.query.data(), room.dot.data()});
+        const float share = is_split || num_parts() == 1 ? 1.0f : 0.5f;
+        const float scale = share / std::sqrt(static_cast<float>(W));
+        for (int64_t g = 0; g < G; ++g) {
+            const int32_t offset = 64 * sum_of_bytes(room.query.data() + g * Ws, Ws);
+            const float by = room.unit[g] * scale;
+            for (int64_t i = 0; i < n; ++i)
+                score[g * n + i] =
+                    static_cast<float>(room.dot[g * n + i] - offset) * l.summary_unit[room.at[i]] * by;
+        }
+    }
+
+    // room.score [G, num_best * B]: attention's scores by the codes of the chosen blocks' keys.
+    void score_codes(const SparkLayer& l, int64_t num_best, const float* query, int64_t stride,
+                     Scratch& room) const {
+        const int64_t B = rule.block, m = num_best * B;
+        room.query.resize(G * Wp), room.dot.resize(G * m), room.score.resize(G * m);
+        room.turned.resize(W);
+        for (int64_t g = 0; g < G; ++g) {
+            std::copy_n(query + g * stride, W, room.turned.data());
+            if (!s.is_key_rotated) turn_by_hadamard(room.turned.data(), W);
+            room.unit[g] = store_query(room.turned.data(), 1, false, room.query.data() + g * Wp);
+        }
+        for (int64_t c = 0; c < num_best; ++c) {
+            const uint8_t* code = l.code + room.at[c] * B * (Wp / 4);
+            kernels().dot_codes({&code, B, Wp, G, m, room.query.data(), room.dot.data() + c * B});
+        }
+        const float scale = 1.0f / std::sqrt(static_cast<float>(W));
+        for (int64_t g = 0; g < G; ++g) {
+            // Twice the code counts from -3: c + 1/2 = (2 bits - 3) / 2.
+            const int32_t offset = 3 * sum_of_bytes(room.query.data() + g * Wp, Wp);
+            const float by = 0.5f * room.unit[g] * scale;
+            for (int64_t c = 0; c < num_best; ++c) {
+                const float* factor = l.code_factor + room.at[c] * B;
+                const float center = room.center[g * num_best + c];
+                const int32_t* dot = room.dot.data() + g * m + c * B;
+                float* score = room.score.data() + g * m + c * B;
+                for (int64_t b = 0; b < B; ++b)
+                    score[b] = center + static_cast<float>(2 * dot[b] - offset) * factor[b] * by;
+            }
+        }
+    }
+
+    const SparkStep& s;
+    const SparkSelect& rule;
+    const int64_t W, Wp, Ws, K, G;
+    int32_t* list = nullptr;
+};
