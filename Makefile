@@ -7,6 +7,8 @@
 # make check             lint and types; writes nothing into the tree
 # make fuzz MINUTES=60   damaged and foreign files into every reader; FAULTS=200 interrupted commands
 # make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
+# make tables            the tables of the documents, from benchmarks/results
+# make docs              the documentation site in build/site; needs a network once
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
 # make clean             remove .venv and all that was built
@@ -29,6 +31,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TYPES := build/types/sparkinfer
+STAGES := convert profile solver sparsify runtime serve bench report run
 SPARKINFER := $(BIN)/sparkinfer
 # For the GPU kernels' tests, which run in its interpreter; a torch for CUDA brings its own.
 TRITON := triton==3.6.0
@@ -52,14 +55,14 @@ export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo convert profile solve generate evaluate test fuzz test-llamacpp bench \
-  smollm2 check clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival gpu-rival-source FORCE
+  smollm2 check tables docs clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival gpu-rival-source FORCE
 
 help:
 	@sed -n '1,/^$$/s/^# \?//p' Makefile
 
 # ---- set-up -------------------------------------------------------------------------------
 
-SOURCES := CMakeLists.txt $(shell find src convert profile solver sparsify runtime serve bench report run -name '*.py' \
+SOURCES := CMakeLists.txt $(shell find src $(STAGES) -name '*.py' \
              -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 
 setup: build  ## .venv with sparkinfer in it, editable, and all it needs
@@ -263,9 +266,36 @@ check: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p $(TYPES)
-	@ln -sfn $(CURDIR)/src/sparkinfer/* $(addprefix $(CURDIR)/,convert profile solver sparsify runtime serve bench report run) \
-	  $(TYPES)
+	@ln -sfn $(CURDIR)/src/sparkinfer/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
 	$(BIN)/mypy
+
+# ---- documents -----------------------------------------------------------------------------
+
+tables: .venv/ready  ## what `tests/test_docs.py` finds drifted
+	@$(BIN)/python benchmarks/tables.py
+
+DOCS_VENV := build/docs-venv
+DOCS_SRC := build/docs-src
+# A copy that has the __init__.py which mkdocstrings looks for.
+DOCS_API := build/docs-api
+# What the site shows, laid out as in the repository, so that links between files hold in both.
+DOCS_FILES := README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs \
+  benchmarks/README.md benchmarks/results examples/tiny-relu/README.md examples/tiny-silu/README.md
+
+$(DOCS_VENV)/ready: docs/requirements.txt
+	@echo "== set-up: the documentation's tools in $(DOCS_VENV)"
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+docs: $(DOCS_VENV)/ready  ## a broken link is an error
+	@rm -rf $(DOCS_SRC) $(DOCS_API) && mkdir -p $(DOCS_API)
+	@for file in $(DOCS_FILES); do \
+	  mkdir -p $(DOCS_SRC)/$$(dirname $$file) && ln -s $(CURDIR)/$$file $(DOCS_SRC)/$$file; done
+	@cp -r src/sparkinfer $(DOCS_API) && cp -r runtime $(DOCS_API)/sparkinfer
+	@find $(DOCS_API)/sparkinfer -type d -exec touch {}/__init__.py ';'
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "wrote build/site/index.html"
 
 clean:
 	rm -rf build .venv

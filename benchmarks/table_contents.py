@@ -1,0 +1,394 @@
+"""The tables of the documents, each a function of the files in benchmarks/results.
+
+`TABLES` maps a name, as documents write it, to the function that makes the Markdown. Ratios are
+llama.cpp's seconds over ours unless the header says otherwise: above 1 ours is faster."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+TYPES = ("q8_0", "q4_0", "f16")
+RIVALS = ("llama.cpp", "llama.cpp, flash")
+
+
+@cache
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; every row has a cell for each column."""
+    assert all(len(row) == len(header) for row in rows), (header, rows)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{share * 100:.{digits}f} %"
+
+
+def signed(share: float, digits: int = 1) -> str:
+    return f"{share * 100:+.{digits}f} %"
+
+
+# ---- a real chat model, dense -------------------------------------------------------------------
+
+
+def chat(kind: str, name: str = "chat-model-amd-epyc") -> Any:
+    return result(name)["types"][kind]["2"]
+
+
+def chat_model() -> str:
+    decode = [chat(kind)["decode"] for kind in TYPES]
+    rows = [
+        ["decode, tokens/s, ours and theirs",
+         *(f"{d['tokens_per_s']:.0f}, {d['rival_tokens_per_s']:.0f}" for d in decode)],
+        ["share of the byte limit, ours and theirs",
+         *(f"{d['share_of_limit']:.0%}, {d['rival_share_of_limit']:.0%}" for d in decode)],
+        ["decode, times llama.cpp", *(times(d["times_rival"]) for d in decode)],
+    ]  # fmt: skip
+    for count in (1, 5, 16, 64, 256):
+        found = [chat(kind)[f"prompt of {count}"] for kind in TYPES]
+        rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
+    return markdown(["SmolLM2-135M-Instruct, dense", *TYPES], rows)
+
+
+def chat_model_avx2() -> str:
+    found = chat("q8_0", "chat-model-avx2-amd-epyc")
+    counts = (1, 5, 16, 64, 256)
+    cells = [times(found[f"prompt of {count}"]["times_rival"]) for count in counts]
+    header = ["AVX2 forced on ours alone, q8_0", "decode", *(f"prompt of {c}" for c in counts)]
+    return markdown(header, [["times llama.cpp", times(found["decode"]["times_rival"]), *cells]])
+
+
+def batch(name: str, label: str, mode: str) -> str:
+    rates = result(name)["tokens_per_s"]
+    counts = list(rates[mode])
+    best = {count: max(rates[rival][count] for rival in RIVALS) for count in counts}
+    rows = [
+        ["tokens/s", *(f"{rates[mode][c]:.0f}" for c in counts)],
+        ["times llama.cpp's batches", *(times(rates[mode][c] / best[c]) for c in counts)],
+    ]
+    return markdown([f"{label}, texts at a time", *counts], rows)
+
+
+def speculation() -> str:
+    tasks = {
+        "a Python file written again with changes": "code editing, greedy",
+        "prose, greedy": "prose, greedy",
+        "prose, drawn with a seed": "prose, drawn",
+    }
+    kinds = {"q8_0": "SmolLM2-135M q8_0", "q4_0": "SmolLM2-135M q4_0"}
+    found = result("speculation-amd-epyc")
+    rows = [
+        [words, *(times(found[kind][task]["ngram"]["times_none"]) for kind in kinds.values())]
+        for words, task in tasks.items()
+    ]
+    return markdown(["`--speculate ngram`, times the speed without", *kinds], rows)
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+def serve_throughput() -> str:
+    found = result("serve-throughput-smollm2-q8_0-amd-epyc")
+    ours, ratios = found["medians"]["sparkinfer"], found["ratios"]
+    names = ("llama-server", "llama-server, flash")
+    rows = []
+    for clients in (1, 4, 16):
+        rate, first = f"tokens/s, {clients} clients", f"first token ms, {clients} clients"
+        theirs = max(found["medians"][name][rate] for name in names)
+        rows.append([str(clients), f"{ours[rate]:.0f}", f"{theirs:.0f}", times(ratios[rate]),
+                     times(ratios[first])])  # fmt: skip
+    header = [
+        "clients",
+        "tokens/s, ours",
+        "llama-server",
+        "times as many",
+        "first token, times as fast",
+    ]
+    return markdown(header, rows)
+
+
+def serve_first_token() -> str:
+    found = result("serve-throughput-smollm2-q8_0-amd-epyc")
+    rows = []
+    for name in ("new", "kept"):
+        key = f"{name} 1,000 tokens, first token ms"
+        ours = found["medians"]["sparkinfer"][key]
+        rows.append([f"{name} 1,000 tokens", f"{ours:,.0f} ms", times(found["ratios"][key])])
+    return markdown(["prompt", "first token", "times as fast as llama-server"], rows)
+
+
+def serve_load() -> str:
+    found = result("serve-load-amd-epyc")
+    first, gap = found["first_token_ms"], found["token_gap_ms"]
+    rows = [
+        ["clients, minutes", f"{found['clients']}, {found['seconds'] / 60:.0f}"],
+        ["answers, each equal to the byte to the same request alone", f"{found['finished']:,}"],
+        ["cancelled at random moments", f"{found['cancelled']:,}"],
+        ["refused by the full queue", f"{found['refused']:,}"],
+        ["lost, mixed or stuck", str(found["num_failures"])],
+        ["tokens/s, beside other work", f"{found['tokens_per_s']:.0f}"],
+        ["first token, queue included, p50 and p99", f"{first['p50'] / 1e3:.1f} s, {first['p99'] / 1e3:.1f} s"],
+        ["between tokens, p50 and p99", f"{gap['p50']:.0f} ms, {gap['p99']:.0f} ms"],
+        ["growth of resident memory after the first minutes", signed(found["rss_growth"])],
+    ]  # fmt: skip
+    return markdown(["", ""], rows)
+
+
+# ---- the planted 1.1 B model ----------------------------------------------------------------------
+
+
+def decode_planted() -> str:
+    rows = []
+    for name, processor in (
+        ("decode-amd-epyc", "EPYC"),
+        ("decode-intel-xeon-processor-2.50ghz", "Xeon"),
+    ):
+        for kind, found in result(name)["types"].items():
+            modes = [found["2"][mode] for mode in ("dense", "exact", "predicted")]
+            cells = [f"{times(m['times_rival'])} ({m['share_of_limit']:.0%})" for m in modes]
+            rival = found["2"]["llama.cpp"]["share_of_limit"]
+            rows.append([processor, kind, *cells, f"{rival:.0%}"])
+    return markdown(["processor", "type", "dense", "exact", "predicted", "llama.cpp's share"], rows)
+
+
+def prefill_planted() -> str:
+    rows = []
+    for name, processor in (
+        ("prefill-avx512vnni-amd-epyc", "EPYC, AVX-512 VNNI"),
+        ("prefill-avx2-intel-xeon-processor-2.50ghz", "Xeon, AVX2 forced on both"),
+    ):
+        for kind, found in result(name)["types"].items():
+            modes = [found["2"].get(mode) for mode in ("dense", "exact", "predicted")]
+            rows.append([processor, kind, *(times(m["times_rival"]) if m else "-" for m in modes)])
+    return markdown(["processor", "type", "dense", "exact", "predicted"], rows)
+
+
+def decode_small() -> str:
+    found = result("decode-small-intel-xeon-processor-2.50ghz")
+    rows = []
+    for mode in ("dense", "exact", "predicted"):
+        of_mode = found[mode]
+        rows.append([mode, f"{of_mode['native_ms']:.2f}", f"{of_mode['times_torch']:.0f}x",
+                     percent(of_mode["share_of_limit"])])  # fmt: skip
+    return markdown(["mode", "ms a token", "times torch alone", "share of the byte limit"], rows)
+
+
+# ---- what sparsity costs --------------------------------------------------------------------------
+
+
+def rules_points(rule: str) -> list[Any]:
+    points = result("rules-smollm2-amd-epyc")["types"]["f16"]["points"]
+    return [point for point in points if point["rule"] == rule]
+
+
+def rules() -> str:
+    rows = []
+    for cats, mixed in zip(rules_points("cats"), rules_points("mixed"), strict=True):
+        assert cats["share"] == mixed["share"]
+        rows.append([percent(mixed["share"]), f"{cats['kl']:.4f}",
+                     signed(cats["perplexity_increase"]),
+                     f"{mixed['kl']:.4f} ± {mixed['kl_error']:.4f}",
+                     signed(mixed["perplexity_increase"]), percent(mixed["same_top"], 1)])  # fmt: skip
+    header = [
+        "bytes not read",
+        "CATS: KL",
+        "perplexity",
+        "mixed: KL",
+        "perplexity",
+        "same top token",
+    ]
+    return markdown(header, rows)
+
+
+def silu_thresholds() -> str:
+    found = result("silu-thresholds-intel-xeon-processor-2.50ghz")["rows"]
+    rows = []
+    for target in dict.fromkeys(row["target"] for row in found):
+        cells = [percent(target)]
+        for kind in ("uniform", "greedy", "weighed"):
+            (row,) = (r for r in found if r["target"] == target and r["thresholds"] == kind)
+            cells += [signed(row["perplexity_increase"], 2), f"{row['kl']:.4f}"]
+        rows.append(cells)
+    header = ["silenced, about", "one share: perplexity", "KL", "greedy: perplexity", "KL",
+              "greedy, neurons weighed: perplexity", "KL"]  # fmt: skip
+    return markdown(header, rows)
+
+
+def sparsify_quality() -> str:
+    texts = {"held-out.txt": "prose, the corpus' kind", "code.txt": "Python code",
+             "chat.txt": "conversations"}  # fmt: skip
+    rows = []
+    for row in result("sparsify-smollm2-amd-epyc")["rows"]:
+        for name, words in texts.items():
+            before, after = row["untrained"][name], row["trained"][name]
+            kls = [f"{found['kl']:.3f} ± {found['kl_95']:.3f}" for found in (before, after)]
+            rows.append([percent(after["silent_share"], 1), words, *kls,
+                         percent(after["same_top"], 1), f"{after['num_tokens']:,}"])  # fmt: skip
+    header = ["silent", "text", "KL untrained", "KL trained", "same top token", "tokens"]
+    return markdown(header, rows)
+
+
+def sparsify_curve() -> str:
+    run = result("sparsify-smollm2-amd-epyc")["runs"][0]["record"]
+    rows = []
+    for point in run["curve"]:
+        found = point["quality"]
+        silent = sum(found["silent_share_L"]) / len(found["silent_share_L"])
+        rows.append([f"{point['tokens']:,}", percent(silent, 1), f"{point['trained_kl']:.3f}",
+                     f"{found['kl']:.3f} ± {found['kl_95']:.3f}", f"{found['perplexity']:.1f}",
+                     percent(found["same_top"])])  # fmt: skip
+    for share, found in run["untrained"].items():
+        silent = sum(found["silent_share_L"]) / len(found["silent_share_L"])
+        rows.append([f"untrained, {float(share):.0%} asked", percent(silent, 1), "-",
+                     f"{found['kl']:.3f} ± {found['kl_95']:.3f}", f"{found['perplexity']:.1f}",
+                     percent(found["same_top"])])  # fmt: skip
+    header = ["tokens", "silent", "KL in training", "KL held out", "perplexity", "same top token"]
+    return markdown(header, rows)
+
+
+def cache_types() -> str:
+    rows = []
+    for name, found in result("cache-types-amd-epyc")["loss"]["types"].items():
+        rows.append([f"`{name}`", f"{found['bytes_of_f16']:.2f}",
+                     f"{found['kl']:.2g} ± {found['kl_error']:.1g}",
+                     signed(2.718281828459045 ** found["loss_difference"] - 1, 2),
+                     percent(found["same_top_token"], 1)])  # fmt: skip
+    return markdown(["keys, values", "bytes of f16's", "KL", "perplexity", "same top token"], rows)
+
+
+def predictors() -> str:
+    found = result("predictors-intel-xeon-processor-2.50ghz")["results"]
+    rows = []
+    for name, row in found.items():
+        predictor, lost = name.rsplit(", lost norm ", 1)
+        rows.append([percent(float(lost)), predictor, f"{row['num_bytes'] / 1e3:.0f} kB",
+                     percent(row["predicted_density"], 1), percent(row["precision"]),
+                     f"{row['bytes_per_token'] / 1e3:.0f} kB"])  # fmt: skip
+    header = [
+        "lost norm",
+        "predictor",
+        "bytes a layer",
+        "named",
+        "precision",
+        "feed-forward bytes a token",
+    ]
+    return markdown(header, sorted(rows, key=lambda row: row[0]))
+
+
+def kv_selection() -> str:
+    names = {"oracle": "the best positions, found for nothing", "window": "sinks and a window",
+             "infllm": "InfLLM's units", "mean 32": "mean of 32", "minmax 32": "bounds of 32 (Quest)",
+             "codes 1": "every key by codes of 1 bit", "codes 2": "every key by codes of 2 bits",
+             "64 > codes 2": "bounds of 64, then codes of 2 bits"}  # fmt: skip
+    recall = result("kv-selection-amd-epyc")["recall"]
+    rows = [
+        [words, *(f"{recall[name][s]['mean']:.3f}" if s in recall[name] else "-"
+                  for s in ("0.02", "0.05", "0.1"))]
+        for name, words in names.items()
+    ]  # fmt: skip
+    return markdown(["read, of the cache's bytes", "2 %", "5 %", "10 %"], rows)
+
+
+# ---- the offline stages ---------------------------------------------------------------------------
+
+
+def placement() -> str:
+    rows = []
+    for row in result("placement")["rows"]:
+        ours = row["seconds"]["ours"]
+        rows.append([row["shape"], row["machine"], percent(row["share"]),
+                     f"{row['budget_bytes'] / 2**30:.1f} GiB", f"{1 / ours:.1f}",
+                     *(signed(row["seconds"][other] / ours - 1) for other in ("random", "hottest", "powerinfer")),
+                     percent(row["gap"], 4), f"{row['solve_cpu_s']:.1f} s"])  # fmt: skip
+    header = ["shape", "machine", "share", "budget", "our tokens/s", "random", "hottest first",
+              "PowerInfer", "gap", "processor time"]  # fmt: skip
+    return markdown(header, rows)
+
+
+def predicted_time() -> str:
+    name = "predicted-time-f16-intelr-xeonr-processor-@-2.50ghz"
+    rows = [
+        [row["size"], f"{row['predicted_s'] * 1e3:.1f} ms", f"{row['measured_s'] * 1e3:.1f} ms",
+         signed(row["error"]), f"{row['median_s'] * 1e3:.1f} ms"]
+        for row in result(name)["rows"]
+    ]  # fmt: skip
+    return markdown(["shape", "predicted", "best measured", "error", "median measured"], rows)
+
+
+def convert() -> str:
+    rows = []
+    for kind, found in result("convert-intel-xeon-processor-2.50ghz")["types"].items():
+        ours, rival = found["ours"], found["rival"]
+        rows.append([kind, found["rival_outtype"], f"{found['rival_over_ours']:.1f}x",
+                     f"{ours['max_rss_mib']:.0f} MiB", f"{rival['max_rss_mib']:.0f} MiB"])  # fmt: skip
+    header = ["ours", "llama.cpp's converter", "times as fast", "our peak memory", "theirs"]
+    return markdown(header, rows)
+
+
+def profile_overhead() -> str:
+    names = {
+        "bundled model, 1 thread": "profile-overhead-intel-xeon-processor-2.50ghz",
+        "1.1 B in q8_0, 2 threads": "profile-overhead-1.1b-intel-xeon-processor-2.50ghz",
+    }
+    rows = [
+        [words, str(found["rounds"]), signed(found["overhead_processor"])]
+        for words, found in ((words, result(name)) for words, name in names.items())
+    ]
+    return markdown(["model", "rounds", "more processor time"], rows)
+
+
+def samplers() -> str:
+    found = result("samplers-amd-epyc")
+    sizes = [size for size in ("32000", "49152", "151936", "262144") if size in found]
+    rows = [
+        [words, *(f"{found[size]['us'][name]:.0f} ({found[size]['llama_cpp_us'][name]:.0f})"
+                  for size in sizes)]
+        for name, words in (("default chain", "the default chain"), ("greedy", "greedy"))
+    ]  # fmt: skip
+    header = ["microseconds a token, ours (llama.cpp's), by vocabulary"]
+    return markdown([*header, *(f"{int(size):,}" for size in sizes)], rows)
+
+
+def fair_share() -> str:
+    found = result("fair-share-amd-epyc")["median_ratios"]
+    names = {"eval": "`eval`", "prefill": "a prompt", "first_token": "the first token"}
+    rows = [[words, times(found[name])] for name, words in names.items()]
+    return markdown(["beside two processes that keep both cores busy", "times as long"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "chat-model": chat_model,
+    "chat-model-avx2": chat_model_avx2,
+    "batch": lambda: batch("batch-smollm2-q8_0-amd-epyc", "SmolLM2 q8_0, dense", "dense"),
+    "batch-planted": lambda: batch("batch-planted-q8_0-amd-epyc", "planted q8_0, predicted", "predicted"),
+    "speculation": speculation,
+    "serve-throughput": serve_throughput,
+    "serve-first-token": serve_first_token,
+    "serve-load": serve_load,
+    "decode-planted": decode_planted,
+    "prefill-planted": prefill_planted,
+    "decode-small": decode_small,
+    "rules": rules,
+    "silu-thresholds": silu_thresholds,
+    "sparsify-quality": sparsify_quality,
+    "sparsify-curve": sparsify_curve,
+    "cache-types": cache_types,
+    "predictors": predictors,
+    "kv-selection": kv_selection,
+    "placement": placement,
+    "predicted-time": predicted_time,
+    "convert": convert,
+    "profile-overhead": profile_overhead,
+    "samplers": samplers,
+    "fair-share": fair_share,
+}  # fmt: skip

@@ -1,0 +1,123 @@
+"""The README's summary, in English and Chinese: what to expect of each kind of model, and what
+the expectation rests on. The numbers of both are the same by construction."""
+
+from dataclasses import dataclass
+
+from table_contents import TYPES, chat, markdown, percent, result, rules_points, signed, times
+
+EPYC, XEON = "decode-amd-epyc", "decode-intel-xeon-processor-2.50ghz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The text of the table in one language."""
+
+    header: tuple[str, str, str, str]
+    real: str
+    synthetic: str
+    tiny: str
+    of_rival: str
+    between: str
+    of_torch: str
+    dense: str
+    no_loss: str
+    larger: str
+    skipped: str
+    no_faster: str
+    cost: str
+    trained: str
+    unmeasured: str
+    divergence: str
+    relu: str
+    unknown_loss: str
+    bundled: str
+    lost_norm: str
+    on_gpu: str
+    none: str
+    never: str
+
+
+ENGLISH = Words(
+    header=("kind of model", "evidence", "decode speed", "loss"),
+    real="real: SmolLM2-135M",
+    synthetic="synthetic: random weights, 1.1 B",
+    tiny="real, but tiny",
+    of_rival="{ratio} llama.cpp",
+    between="{slow} to {fast} llama.cpp",
+    of_torch="{ratio} torch alone",
+    dense="SiLU chat model, dense, {kind}",
+    no_loss="the type's rounding",
+    larger="dense, larger, q8_0",
+    skipped="SiLU chat model, small values skipped, untrained",
+    no_faster="no faster yet",
+    cost="{perplexity} perplexity for {share} fewer bytes",
+    trained="the same, trained to be {share} silent",
+    unmeasured="not measured",
+    divergence="KL {kl} from dense: too much to recommend",
+    relu="ReLU model, a tenth of the neurons fire, q8_0",
+    unknown_loss="unknown: the weights mean nothing",
+    bundled="bundled ReLU model of 7 M parameters",
+    lost_norm="{norm} of a layer's output",
+    on_gpu="any of them on a GPU",
+    none="none",
+    never="unknown: never run",
+)
+CHINESE = Words(
+    header=("模型种类", "依据", "解码速度", "损失"),
+    real="真实:SmolLM2-135M",
+    synthetic="合成:随机权重,1.1 B",
+    tiny="真实,但极小",
+    of_rival="llama.cpp 的 {ratio}",
+    between="llama.cpp 的 {slow} 至 {fast}",
+    of_torch="纯 torch 的 {ratio}",
+    dense="SiLU 对话模型,dense,{kind}",
+    no_loss="仅该类型的舍入误差",
+    larger="dense,更大的模型,q8_0",
+    skipped="SiLU 对话模型,未经训练,跳过小值",
+    no_faster="目前没有更快",
+    cost="少读 {share} 字节时困惑度 {perplexity}",
+    trained="同上,训练到 {share} 的神经元静默",
+    unmeasured="未测量",
+    divergence="与 dense 的 KL 为 {kl}:损失过大,不推荐",
+    relu="ReLU 模型,十分之一的神经元激活,q8_0",
+    unknown_loss="未知:权重没有意义",
+    bundled="随库附带的 7 M 参数 ReLU 模型",
+    lost_norm="一层输出的 {norm}",
+    on_gpu="以上任何一种,在 GPU 上",
+    none="无",
+    never="未知:从未运行过",
+)
+
+
+def planted(words: Words, mode: str) -> str:
+    """The slower and the faster of the two processors."""
+    found = [result(name)["types"]["q8_0"]["2"][mode]["times_rival"] for name in (EPYC, XEON)]
+    return words.between.format(slow=times(min(found)), fast=times(max(found)))
+
+
+def expected(words: Words) -> str:
+    rows = [
+        [words.dense.format(kind=kind), words.real,
+         words.of_rival.format(ratio=times(chat(kind)["decode"]["times_rival"])), words.no_loss]
+        for kind in TYPES
+    ]  # fmt: skip
+    rows.append([words.larger, words.synthetic, planted(words, "dense"), words.no_loss])
+    (rule,) = (point for point in rules_points("mixed") if point["share"] == 0.16)
+    cost = words.cost.format(
+        perplexity=signed(rule["perplexity_increase"]), share=percent(rule["share"])
+    )
+    rows.append([words.skipped, words.real, words.no_faster, cost])
+    row = result("sparsify-smollm2-amd-epyc")["rows"][0]["trained"]["held-out.txt"]
+    trained = words.trained.format(share=percent(row["silent_share"]))
+    divergence = words.divergence.format(kl=f"{row['kl']:.2f}")
+    rows.append([trained, words.real, words.unmeasured, divergence])
+    rows.append([words.relu, words.synthetic, planted(words, "predicted"), words.unknown_loss])
+    ratio = result("decode-small-intel-xeon-processor-2.50ghz")["predicted"]["times_torch"]
+    best = result("predictors-intel-xeon-processor-2.50ghz")["results"]["ours, lost norm 0.02"]
+    norm = words.lost_norm.format(norm=percent(best["lost_norm"], 1))
+    rows.append([words.bundled, words.tiny, words.of_torch.format(ratio=f"{ratio:.0f}x"), norm])
+    rows.append([words.on_gpu, words.none, words.never, "-"])
+    return markdown(words.header, rows)
+
+
+TABLES = {"expected": lambda: expected(ENGLISH), "expected zh": lambda: expected(CHINESE)}
