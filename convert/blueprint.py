@@ -1,6 +1,5 @@
-"""What a family makes of a checkpoint's config: a shape, and where each tensor comes from.
-
-What this module does not know: any family, or the weights."""
+"""Blueprints: what a family derives from a checkpoint's config, a shape and the source of each
+tensor."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +10,14 @@ import numpy as np
 from sparkinfer.architecture import ARCHITECTURES, Activation, Architecture, ModelShape
 
 NameOf = Callable[[str], str | None]
-# Angles that old versions of transformers stored; every reader computes them from the config.
+# Rotary angles stored by old versions of transformers; every reader computes them from the config.
 IGNORED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of a tensor of a model file: row r is row `order[r]` of the checkpoint's tensor
-    that has (by name) the place of `source` and has `num_rows` rows."""
+    """Reorders the rows of a tensor: row r of the model file is row `order[r]` of the checkpoint's
+    tensor at the place named `source`, which has `num_rows` rows."""
 
     source: str
     order: np.ndarray
@@ -27,23 +26,24 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """`name_of` gives the model file's name of a checkpoint's tensor, or None for an unknown one.
+    """The plan of a conversion. `name_of` returns the model file's name of a checkpoint's tensor,
+    or None for an unknown one.
 
-    `rows` is by name within a layer, or by whole name outside; what is not there is taken as it
-    is. `options` are the optional tensors of a layer that this checkpoint must have. Tensors
-    named in `constants` are not in the checkpoint and have this value everywhere."""
+    `rows` is by name within a layer, or by whole name outside; tensors not in it keep their rows.
+    `options` are the optional tensors of a layer that this checkpoint must have. Tensors named in
+    `constants` are not in the checkpoint and have this value everywhere."""
 
     architecture: str
     shape: ModelShape
     activation: Activation
     threshold: float
-    is_tied: bool | None  # None where the config does not say
+    is_tied: bool | None  # None if the config does not say
     name_of: NameOf
     rope_factors: np.ndarray | None = None  # f32 [head_width / 2]
     options: tuple[str, ...] = ()
     rows: Mapping[str, Rows] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
-    ignored: tuple[str, ...] = IGNORED  # ends of names of tensors that are left out
+    ignored: tuple[str, ...] = IGNORED  # suffixes of the names of tensors that are left out
     notes: tuple[str, ...] = ()
 
     @property
@@ -52,21 +52,21 @@ class Blueprint:
 
 
 def gguf_names(arch: gguf.MODEL_ARCH, num_layers: int) -> NameOf:
-    """The name map that llama.cpp's converter uses."""
+    """The name map of llama.cpp's converter."""
     names = gguf.get_tensor_name_map(arch, num_layers)
     return lambda source: names.get_name(source, try_suffixes=(".weight", ".bias"))
 
 
 def adjacent_pairs(num_rows: int, num_heads: int) -> np.ndarray:
-    """The order of the rows of a query or key projection [H * 2P, D] in which a rotary pair is
-    two adjacent rows: row r of the model file is row order[r] of the checkpoint.
+    """The row order of a query or key projection [H * 2P, D] that makes the two rows of a rotary
+    pair adjacent: row r of the model file is row order[r] of the checkpoint.
 
     transformers pairs row p of a head with row p + P, llama.cpp row 2p with row 2p + 1."""
     return np.arange(num_rows).reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def rotary_rows(shape: ModelShape) -> dict[str, Rows]:
-    """Queries and keys (and their biases) for a graph that turns adjacent pairs."""
+    """Queries and keys (and their biases) for a graph that rotates adjacent pairs."""
     rows = {}
     for name, heads in (("attn_q", shape.num_heads), ("attn_k", shape.num_kv_heads)):
         count = heads * shape.head_width

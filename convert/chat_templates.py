@@ -1,8 +1,7 @@
-"""A checkpoint's chat templates to the `tokenizer.chat_template*` keys of GGUF.
+"""Converts a checkpoint's chat templates to the `tokenizer.chat_template*` keys of GGUF.
 
-They are looked for as transformers does: chat_template.jinja and the files beside it go before
-tokenizer_config.json, and that before chat_template.json of processors. What this module does not
-know: what a template says."""
+They are looked up as in transformers: chat_template.jinja and the files beside it take precedence
+over tokenizer_config.json, and that over chat_template.json of processors."""
 
 from pathlib import Path
 
@@ -16,9 +15,10 @@ OTHERS = "additional_chat_templates"
 
 
 def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
-    """The default one under GGUF's key, others under their names, which another key lists; notes.
+    """The default template under GGUF's key, others under their names, which another key lists; and
+    notes.
 
-    Raises SparkinferError for templates that are no texts."""
+    Raises SparkinferError for templates that are not texts."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
     found = found or _of_json(folder / "chat_template.json")
     keys: dict[str, Value] = {}
@@ -33,7 +33,7 @@ def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
 
 
 def _key_name(name: str) -> str:
-    """As gguf's writer has it: what is neither a letter of ASCII nor a digit becomes _."""
+    """The key as gguf's writer spells it: anything but ASCII letters and digits becomes _."""
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
 
 

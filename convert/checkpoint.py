@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder: its config, and its tensors one at a time.
 
-The weights are safetensors, or pickled by torch (.bin) where there are none; whole or in shards
-with an index. What this module does not know: what any key or tensor means."""
+The weights are safetensors, or pickled by torch (.bin) if there are none; whole or in shards with
+an index."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ from sparkinfer.json_file import read_object
 from sparkinfer.model_file import compute_model_id, sample_bytes
 
 Reader = Callable[[Path], dict[str, SourceTensor]]
-# The first that is there is read, in transformers' order.
+# The first one present is read, in transformers' order.
 WEIGHTS: dict[str, Reader] = {
     "model.safetensors": read_safetensors,
     "model.safetensors.index.json": read_safetensors,
     "pytorch_model.bin": read_state_dict,
     "pytorch_model.bin.index.json": read_state_dict,
 }
-MAX_NAME = 256  # of a tensor, in characters; refusals quote it
+MAX_NAME = 256  # of a tensor, in characters; errors quote it
 DTYPES = ("F32", "F16", "BF16")
 
 
@@ -45,8 +45,8 @@ class Checkpoint:
     def open(cls, folder: Path) -> "Checkpoint":
         """Reads the config and every file's header, no weights.
 
-        Raises SparkinferError for a missing, truncated or inconsistent file, and for weights of
-        an unknown type."""
+        Raises SparkinferError for a missing, truncated or inconsistent file, and for weights of an
+        unknown type."""
         if not folder.is_dir():
             raise SparkinferError(
                 f"{folder}: no such folder; wanted a checkpoint folder, a model file (.gguf) or"
@@ -70,10 +70,10 @@ class Checkpoint:
         return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
 
     def read(self, name: str) -> Tensor:
-        """The weights as they are stored: a view of the file, mapped while anybody holds it.
+        """The stored weights: a view of the file, mapped as long as anyone holds it.
 
-        Who holds it at the same time, in any thread, shares one mapping: columns of a large
-        matrix touch all its pages."""
+        Concurrent holders, in any thread, share one mapping: columns of a large matrix touch all
+        its pages."""
         with self._lock:
             tensor = self._mapped.get(name)
             if tensor is None:
@@ -85,7 +85,7 @@ class Checkpoint:
         return compute_model_id(self.config, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
-        """Of tied weights, which only a pickle holds under two names, the last name counts: the
+        """For tied weights, which only a pickle stores under two names, the last name counts: the
         embedding's, and not `lm_head`, which save_pretrained leaves out of safetensors."""
         for name, tensor in self.tensors.items():
             if tensor.same_as is None:
@@ -105,7 +105,7 @@ def _open_weights(folder: Path) -> dict[str, SourceTensor]:
 
 
 def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
-    """All tensors of all shards; they must be exactly those that the index lists."""
+    """All tensors of all shards; they must be exactly those listed in the index."""
     index = read_object(path, "list of shards").get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
         raise SparkinferError(f"{path}: no 'weight_map' of names to files; download it again")
@@ -121,12 +121,12 @@ def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether it stays in the folder; \\0 and long names make the operating system's calls fail."""
+    """True if it stays in the folder; \\0 and long names make the operating system's calls fail."""
     return Path(name).name == name and "\0" not in name and len(name.encode()) < 256
 
 
 def _compare(path: Path, index: dict, headers: dict[str, dict[str, SourceTensor]]) -> None:
-    """Raises SparkinferError where the index and the shards list different tensors."""
+    """Raises SparkinferError if the index and the shards list different tensors."""
     listed = set(index.items())
     found = {(name, shard) for shard, header in headers.items() for name in header}
     if listed != found:

@@ -1,6 +1,6 @@
-"""Typed reads of a checkpoint's config.json, each with its own refusal.
+"""Typed reads of a checkpoint's config.json, each with its own error.
 
-Keys are in the spelling of transformers 4 or 5. What this module does not know: any family."""
+Keys are in the spelling of transformers 4 or 5."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,16 +20,16 @@ ROPE_WORDS = {
     "linear": "positions divided by a factor (linear)",
     "llama3": "Llama 3's (llama3)",
 }
-# What transformers calls them, and what a model file does.
+# transformers' names, and a model file's.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 GATED = {name: name for name in ("relu", "fatrelu", "drelu", "silu")} | GELUS
 UNGATED = {"relu": "relu", "fatrelu": "fatrelu", "silu": "silu"} | GELUS
 
 
 class ConfigReader:
-    """`values` are what the file says, `defaults` what transformers' config class takes for keys
-    that it does not say. `max_rows` is the size of the largest dimension of any tensor, and
-    `prefix` stands before a key's name in a refusal."""
+    """`values` are those in the file, `defaults` those of transformers' config class for missing
+    keys. `max_rows` is the size of the largest dimension of any tensor, and `prefix` precedes a
+    key's name in an error."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class ConfigReader:
         self.said, self.values = values, {**defaults, **values}
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """`default` stands for a key that is null, or missing."""
+        """A positive number; `default` replaces a key that is null or missing."""
         value = self.values.get(key)
         number = _number(default if value is None else value)
-        if number is None or not 0 < np.float32(number) < np.inf:  # as a model file holds it
+        if number is None or not 0 < np.float32(number) < np.inf:  # as stored in a model file
             found = f"is {shown(value)}" if key in self.values else "is missing"
             raise SparkinferError(
                 f"{self.path}: {self.prefix}{key} {found}, wanted a positive number"
@@ -70,8 +70,8 @@ class ConfigReader:
         return value
 
     def is_tied(self) -> bool | None:
-        """Whether the output head is the embedding; None where only transformers' default says so:
-        it then takes a head that is there all the same."""
+        """True if the output head is the embedding; None if only transformers' default says so: it
+        then uses a head that is in the file nevertheless."""
         is_tied = self.flag("tie_word_embeddings")
         return None if is_tied and "tie_word_embeddings" not in self.said else is_tied
 
@@ -95,7 +95,7 @@ class ConfigReader:
         return cast(Activation, known[found])
 
     def threshold(self, activation: Activation) -> float:
-        """FATReLU passes what is above its threshold (ProSparse, arXiv 2402.13516)."""
+        """FATReLU passes values above its threshold (ProSparse, arXiv 2402.13516)."""
         if activation != "fatrelu":
             return 0.0
         number = _number(self.values.get("hidden_act_param"))
@@ -108,7 +108,7 @@ class ConfigReader:
         return number
 
     def heads(self, heads_key: str, kv_heads: int | None = None) -> tuple[int, int, int]:
-        """(heads, key-value heads, width of a head); `kv_heads` where the key is not the usual."""
+        """(heads, key-value heads, width of a head); `kv_heads` if the key is not the usual one."""
         heads, width = self.count(heads_key), self.count("hidden_size")
         kv_heads = kv_heads or self.count("num_key_value_heads", heads)
         head_width = self.count("head_dim", max(1, width // heads))
@@ -121,8 +121,8 @@ class ConfigReader:
         return heads, kv_heads, head_width
 
     def check_size(self, shape: ModelShape, num_positions: int = 0) -> None:
-        """Raises SparkinferError for a matrix with more rows than any tensor of the checkpoint
-        has: called before anything of that size is made."""
+        """Raises SparkinferError for a matrix with more rows than any tensor of the checkpoint has:
+        called before anything of that size is allocated."""
         sizes = {
             "hidden_size": shape.width,
             "vocab_size": shape.vocab_size,
@@ -140,10 +140,10 @@ class ConfigReader:
     def with_rope(
         self, shape: ModelShape, known: tuple[str, ...] = ROPE_TYPES
     ) -> tuple[ModelShape, np.ndarray | None]:
-        """The shape with its rotary constants, and what divides the frequencies (f32 [W / 2]).
+        """The shape with its rotary constants, and the divisors of the frequencies (f32 [W / 2]).
 
-        From `rope_scaling` (transformers 4) or `rope_parameters` (5); where both are given
-        transformers takes the first, and so does this."""
+        From `rope_scaling` (transformers 4) or `rope_parameters` (5); if both are given the first
+        counts, as in transformers."""
         self.check_size(shape)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
@@ -152,7 +152,7 @@ class ConfigReader:
                 f"{self.path}: {key} is {shown(values)}, wanted an object or null"
             )
         rope = ConfigReader(self.path, values, prefix=key + ".")
-        kind = values.get("rope_type", values.get("type", "default"))  # old ones spell it `type`
+        kind = values.get("rope_type", values.get("type", "default"))  # old configs spell it `type`
         if kind not in known:
             raise SparkinferError(
                 f"{self.path}: {key} is of type {shown(kind)}, which is not supported; supported for"
@@ -168,10 +168,10 @@ class ConfigReader:
         return shape, _llama3_factors(rope, shape) if kind == "llama3" else None
 
     def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
-        """The context without a sliding window, and what to tell of it.
+        """The context without a sliding window, and a note on it.
 
-        Within one window attention is the same with and without it, so a model that has one is
-        given that much context."""
+        Within one window attention is the same with and without it, so a model with a window gets
+        that much context."""
         window = self.values.get("sliding_window")
         self._check_layer_types(has_window=is_used and window is not None)
         if not is_used or window is None:
@@ -196,7 +196,7 @@ class ConfigReader:
 
 
 def _instead(rope_type: object) -> str:
-    """Phi-3 comes with and without its long context, as two checkpoints."""
+    """Phi-3 is published with and without its long context, as two checkpoints."""
     is_long = rope_type in ("longrope", "su", "yarn")
     return "; take the checkpoint for the short context, where there is one" if is_long else ""
 
@@ -209,9 +209,9 @@ def _number(value: object) -> float | None:
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
-    """f32 [W / 2]: long waves are slowed by `factor`, short ones not, and between both the inverse
-    is interpolated (transformers, modeling_rope_utils.py; llama.cpp stores the factors by which
-    the frequencies are divided as rope_freqs.weight)."""
+    """f32 [W / 2]: long waves are slowed by `factor`, short ones not, and in between the inverse is
+    interpolated (transformers, modeling_rope_utils.py; llama.cpp stores the divisors of the
+    frequencies as rope_freqs.weight)."""
     factor = rope.positive("factor")
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     context = rope.positive("original_max_position_embeddings")

@@ -1,9 +1,9 @@
-"""A checkpoint folder, or a model file to add to, becomes a model file.
+"""Converts a checkpoint folder, or a model file to add to, to a model file.
 
     HF checkpoint (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
     model.gguf    (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
 
-What this module does not know: any tensor's name. No large tensor is ever in memory whole."""
+No large tensor is ever in memory whole."""
 
 import dataclasses
 import time
@@ -48,7 +48,7 @@ FILE_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A model file that is planned but not written."""
+    """A planned model file, not yet written."""
 
     model: ModelFile
     outtype: str  # see ConvertReport
@@ -65,16 +65,16 @@ def convert(
 ) -> ConvertReport:
     """Writes `config.output` whole or not at all.
 
-    `on_total` hears once how many bytes of tensors there will be, `on_bytes` of each piece.
-    `verify` is given what was written, before that gets its name: it says how it compares with
-    the source, and what else a user should know, or raises SparkinferError.
-    Raises SparkinferError, with nothing written, for any source that cannot be converted."""
+    `on_total` is called once with the bytes of all tensors, `on_bytes` with those of each piece.
+    `verify` gets the written file before it is renamed: it compares it with the source and returns
+    a line and further notes for the user, or raises SparkinferError. Raises SparkinferError, with
+    nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
     _check_output(config, config.source)
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     draft = _from_model_file(config) if is_file else _from_checkpoint(config)
     model, notes = draft.model, draft.notes
-    if config.thresholds is not None:  # before the predictors, whose quality is with thresholds
+    if config.thresholds is not None:  # before the predictors, whose quality depends on thresholds
         model = with_thresholds(model, config.thresholds)
     if config.predictors is not None:
         kind = "f32" if draft.outtype == "f32" else "f16"
@@ -116,8 +116,8 @@ def _written(draft: Draft, output: Path, path: Path) -> Written:
 def _check_output(config: ConvertConfig, source: Path) -> None:
     """Raises SparkinferError for an output that is among the files that are read.
 
-    The one place that lists them: a model file, or all of a checkpoint's folder; the folder of
-    the predictors; the profile of the thresholds; the limits."""
+    This is the one place that lists them: a model file, or all of a checkpoint's folder; the folder
+    of the predictors; the profile of the thresholds; the limits."""
     extras = (source, config.thresholds, config.limits)
     files = [path for path in extras if path is not None]
     folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
@@ -216,7 +216,7 @@ def _general_keys(folder: Path, outtype: Outtype) -> dict[str, Value]:
 
 
 def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
-    """What was done otherwise than asked for, or guessed."""
+    """Notes on what was guessed or done otherwise than asked for."""
     notes = []
     matrices = [(n, e) for n, e in model.tensors.items() if len(e.shape) == 2]
     fallen = [n for n, e in matrices if e.kind != types.outtype and types.override(n) is None]
@@ -232,7 +232,7 @@ def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
 
 
 def _from_model_file(config: ConvertConfig) -> Draft:
-    """A GGUF of anyone's: as it is, or in another layout or type."""
+    """Any GGUF: as it is, or in another layout or type."""
     model, notes = gguf_source.model_of_gguf(config)
     if config.limits is not None:
         model = model.with_limits(Limits.load(config.limits), str(config.limits))
@@ -255,7 +255,7 @@ def _from_model_file(config: ConvertConfig) -> Draft:
 
 
 def _outtype_of(model: ModelFile) -> str:
-    """By the file's own word; for files that others made, the type of the first projection."""
+    """The type the file states; for third-party files, that of the first projection."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
     first = model.row_major.tensors["blk.0.ffn_up.weight"].kind

@@ -1,4 +1,4 @@
-"""Weights to the bytes of a type, or a refusal where they would not survive.
+"""Encodes weights as the bytes of a type, or refuses values that would not survive.
 
 Letters: N rows, M values of a row."""
 
@@ -13,9 +13,9 @@ from sparkinfer.convert.native.library import encode_rows
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
-# The smallest magnitude that becomes infinite: where rounding leaves the type, and for blocks
-# where their f16 scale (the largest magnitude over 127 or 8) does. Of K-quants the scale of a scale
-# or minimum does, which is over 63 and fitted; half of that is on the safe side.
+# The smallest magnitude that becomes infinite: where rounding overflows the type, and for blocks
+# where their f16 scale (the largest magnitude over 127 or 8) does. In K-quants the scale of a scale
+# or minimum overflows, which is over 63 and fitted; half of that is a safe limit.
 F16_LIMIT = 65520.0
 LIMITS = {
     "f32": math.inf,
@@ -29,7 +29,7 @@ DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def kind_for(shape: tuple[int, ...], outtype: str) -> str:
-    """The type a tensor gets: vectors stay f32, rows that are no whole blocks become f16."""
+    """The type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
     if len(shape) == 1:
         return "f32"
     block, _ = GGML_QUANT_SIZES[type_of(outtype)]
@@ -42,10 +42,10 @@ def encode(
 ) -> np.ndarray:  # fmt: skip
     """Bytes of f32, f16 or bf16 [M] or [N, M], in an array whose rows are the rows.
 
-    `rows` are the numbers of the rows to take, in their order; None means all. A transposed view
-    is read in place. `name` says in a refusal which tensor, and of which file, and `wider` which
-    outtype would hold what `kind` does not. Raises SparkinferError for NaN and infinite values,
-    and for values that `kind` cannot hold. The bytes are those of gguf.quants and of ggml."""
+    `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
+    in place. `name` identifies the tensor and its file in an error, and `wider` is the outtype that
+    would hold what `kind` does not. Raises SparkinferError for NaN and infinite values, and for
+    values that `kind` cannot hold. The bytes are those of gguf.quants and of ggml."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
     encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, LIMITS[kind], rows=rows)

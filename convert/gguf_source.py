@@ -1,7 +1,7 @@
-"""A GGUF of anyone's as the source of a model file: another layout, another type, or as it is.
+"""Any GGUF as the source of a model file: in another layout, another type, or as it is.
 
-What stays as it is, is copied byte by byte; what changes its type or is transposed is unpacked
-and packed again a few rows at a time.
+Unchanged tensors are copied byte by byte; those that change their type or are transposed are
+unpacked and repacked a few rows at a time.
 
 Letters: N rows, M values of a row."""
 
@@ -27,16 +27,16 @@ from sparkinfer.tokenizer_text import read_tokenizer
 from sparkinfer.written import Restored
 
 FLOATS = ("f32", "f16", "bf16")
-BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite, or no number
-# Where a block has its f16 numbers, if not in its first two bytes.
+BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
+# Offset of a block's f16 numbers, if not in its first two bytes.
 HALVES = {"q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210)}
 DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
 
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
-    """The model that `config.source` holds, in the layout and types asked for, and notes.
+    """The model in `config.source`, in the layout and types asked for, and notes.
 
-    Raises SparkinferError for a file that cannot be run, and where nothing is asked for."""
+    Raises SparkinferError for a file that cannot be run, and if nothing is asked for."""
     keys, tensors = read_model_gguf(config.source)
     tokenizer = keys.get(TOKENIZER_KEY)
     if isinstance(tokenizer, str):
@@ -69,8 +69,8 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
 def _targets(
     config: ConvertConfig, keys: dict[str, Value], tensors: dict[str, TensorEntry]
 ) -> dict[str, str]:
-    """The source's name of each tensor by the name that it gets; raises SparkinferError for one that
-    the source has twice."""
+    """The source's name of each tensor by its new name; raises SparkinferError for one that the
+    source has twice."""
     graph = ARCHITECTURES.get(str(keys.get("general.architecture")))
     wanted: frozenset[str] = frozenset()
     if config.limits is not None and graph is not None:
@@ -92,7 +92,7 @@ def _targets(
 
 
 def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of a GGUF but predictors and limits, as the file `written` has it."""
+    """Every tensor of a GGUF but predictors and limits, as in the file `written`."""
     _, tensors = read_model_gguf(source)
     for name, entry in tensors.items():
         if "ffn_pred_" in name or name.endswith(".limit"):
@@ -109,7 +109,7 @@ def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
 def _activation_keys(
     config: ConvertConfig, keys: dict[str, Value], found: Layout
 ) -> dict[str, Value]:
-    """What the user says of the activation, which a stock file cannot say."""
+    """The activation given by the user, which a stock file cannot state."""
     if config.activation is None:
         return {}
     if "sparkinfer.ffn.activation" in keys:
@@ -134,7 +134,7 @@ def _entry(
         kind = types.kind(target, shape)
     elif entry.kind in KINDS and (entry.kind in FLOATS or not is_transposed):
         kind = entry.kind
-    else:  # of block types q8_0 loses least; blocks run along the rows, so a transposed one is new
+    else:  # q8_0 loses least; a transposed matrix needs new blocks, which run along rows
         kind = TensorTypes(outtype="q8_0").kind(target, shape)
     if kind == entry.kind and not is_transposed:
         return entry
@@ -148,7 +148,7 @@ def _entry(
 
 
 def _checked(entry: TensorEntry, label: str) -> TensorEntry:
-    """A tensor that is copied as it is, refused where it holds what `encode` would refuse."""
+    """A tensor that is copied unchanged; refused for values that `encode` would refuse."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         data = entry.read_rows(start, stop)
@@ -162,7 +162,7 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
 
 
 def _is_finite(data: np.ndarray, kind: str) -> bool:
-    """Of values as they are stored; a block is finite if its f16 numbers are."""
+    """Checks stored values; a block is finite if its f16 numbers are."""
     if kind in ("f32", "f16"):
         return bool(np.isfinite(data).all())
     if kind == "bf16":
@@ -182,7 +182,7 @@ def _transposed_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
     block = GGML_QUANT_SIZES[type_of(entry.kind)][0]
     first, last = start // block, -(-stop // block)
     data = entry.read()
-    size = data.shape[1] // (entry.shape[1] // block)  # items of the array that make a block
+    size = data.shape[1] // (entry.shape[1] // block)  # array elements per block
     assert data.nbytes == len(data) * row_bytes(entry.shape[1], entry.kind)
     columns = np.ascontiguousarray(data[:, first * size : last * size])
     values = _unpack(columns, entry.kind)
@@ -212,7 +212,7 @@ def _activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ..
 def _error_notes(
     tensors: dict[str, TensorEntry], entries: dict[str, TensorEntry], names: dict[str, str]
 ) -> tuple[str, ...]:
-    """Which block types were packed again, and the relative error of that in the first matrix."""
+    """The block types that were repacked, and the relative error of that in the first matrix."""
     first: dict[tuple[str, str], str] = {}
     for target, entry in entries.items():
         old = tensors[names[target]]

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint that is named as on the Hugging Face hub: downloaded, or cached.
+"""Finds the folder of a checkpoint named as on the Hugging Face hub: downloaded, or cached.
 
 Only data is fetched: no Python file of a repository ever reaches this machine."""
 
@@ -17,10 +17,10 @@ PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
 
 def find_folder(source: Path) -> Path:
-    """`source` itself, unless it is no path here and reads as `org/name`: then the folder in the
-    hub's usual cache, with what was missing there downloaded (an interrupted download goes on).
+    """`source` itself, unless it is no local path and has the form `org/name`: then the folder in
+    the hub's usual cache, with missing files downloaded (an interrupted download resumes).
 
-    Raises SparkinferError where the hub cannot be reached or refuses."""
+    Raises SparkinferError if the hub is unreachable or refuses."""
     name = source.as_posix()
     # models/llama beside a folder `models` is a mistyped path rather than an organisation.
     if source.exists() or source.parent.is_dir() or not HUB_NAME.fullmatch(name):
@@ -33,8 +33,8 @@ def _download(name: str) -> Path:
     from huggingface_hub import constants, get_session, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    # A connection that breaks raises the error of the HTTP library, which versions of the hub's
-    # client change (requests, httpx, httpx2); its root is called HTTPError in all.
+    # A broken connection raises the error of the HTTP library, which differs between versions of
+    # the hub's client (requests, httpx, httpx2); its root is called HTTPError in all.
     library = sys.modules[type(get_session()).__module__.partition(".")[0]]
 
     def fetch(patterns: list[str]) -> Path:

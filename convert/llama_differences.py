@@ -1,7 +1,6 @@
-"""Text that llama.cpp takes otherwise than a tokenizer.json does, though it knows the tokenizer.
+"""Text that llama.cpp splits differently than a tokenizer.json does, though it knows the tokenizer.
 
-What is said here is noted when a file for llama.cpp is written; nothing of it concerns our own
-runtime. What this module does not know: how to tokenize."""
+These differences are noted when a file for llama.cpp is written; they do not affect our runtime."""
 
 from typing import cast
 
@@ -18,8 +17,8 @@ from sparkinfer.convert.vocabulary import (
 
 
 def differences(tokenizer: Json) -> list[str]:
-    """A line for each kind of text that llama.cpp splits otherwise, for a tokenizer of which
-    `vocabulary_keys` made keys."""
+    """A line for each kind of text that llama.cpp splits differently, for a tokenizer that
+    `vocabulary_keys` has converted."""
     _, added = tables_of(tokenizer)
     flags = ("lstrip", "rstrip", "single_word")
     found = [str(token["content"]) for token in added if any(token.get(flag) for flag in flags)]

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and what it says when it is done."""
+"""Options of a conversion, and its report."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +19,17 @@ def check_outtype(kind: str, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """A checkpoint, or a model file to add to, and where the model file goes.
+    """A checkpoint, or a model file to add to, and the path of the model file.
 
     `source` is a folder, a .gguf file, or the name of a checkpoint on the Hugging Face hub;
-    `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt
-    and so on, `predictor_input_layer_offset` which layer's input they read (0 their own, 1 that of
-    the layer before), where the folder does not say; `thresholds` is a profile whose thresholds
-    the model is to run with, and `limits` a file of limits (sparkinfer.limits): matrices whose inputs
-    have some are stored transposed. A checkpoint's own are taken from its folder. An `outtype` of None is f16 for a checkpoint and "as it is" for a
-    model file. `tensor_types` are overrides of it, see tensor_types.py. `activation` is for a GGUF
-    that does not say it: "relu", "drelu", "fatrelu=0.01" and so on."""
+    `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
+    so on, `predictor_input_layer_offset` the layer whose input they read (0 their own, 1 the layer
+    before), if the folder does not say; `thresholds` is a profile whose thresholds the model is to
+    run with, and `limits` a limits file (sparkinfer.limits): matrices with input limits are stored
+    transposed. A checkpoint's own limits are taken from its folder. An `outtype` of None is f16 for
+    a checkpoint and "as it is" for a model file. `tensor_types` are overrides of it, see
+    tensor_types.py. `activation` is for a GGUF that does not say it: "relu", "drelu",
+    "fatrelu=0.01" and so on."""
 
     source: Path
     output: Path
@@ -83,16 +84,16 @@ def _is_threshold(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport:
-    """`notes` are what a user should read: fallbacks, and what the file will not be able to do."""
+    """`notes` are for the user: fallbacks, and what the file cannot do."""
 
     output: Path
     model_id: str
     num_tensors: int
     num_bytes: int
-    outtype: str  # of KINDS: what the matrices were asked to be, or mostly are
+    outtype: str  # one of KINDS: the type asked for, or of most matrices
     layout: Layout
     activation: Activation
     has_predictors: bool
-    verified: str | None  # what a comparison with the source said; None: not asked for
+    verified: str | None  # the result of a comparison with the source; None: not asked for
     notes: tuple[str, ...]
     seconds: float

@@ -1,4 +1,4 @@
-"""The tensors of a state dict that torch.save wrote (.bin, .pt). No pickle is executed."""
+"""The tensors of a state dict written by torch.save (.bin, .pt). No pickle is executed."""
 
 import mmap
 from functools import partial
@@ -24,7 +24,7 @@ def read_state_dict(path: Path) -> dict[str, SourceTensor]:
     """Reads the description, no weights; the file stays mapped as long as its tensors live.
 
     Raises SparkinferError for a missing, truncated or foreign file, and for anything in it but
-    tensors that lie in their storages."""
+    tensors inside their storages."""
     archive = open_torch_zip(path, "state dict")
     try:
         views = read_views(archive.pickle)
@@ -59,7 +59,7 @@ def _check_storage(archive: TorchZip, view: View) -> None:
 
 
 def _read(mapping: mmap.mmap, start: int, view: View) -> Tensor:
-    """A view of the mapping; a copy where another tool's zip puts a value across its alignment."""
+    """A view of the mapping; a copy if another tool's zip misaligns the values."""
     dtype, size = TORCH_TYPES[view.storage.dtype], view.storage.value_bytes
     if not prod(view.shape):
         return torch.empty(view.shape, dtype=dtype)

@@ -1,8 +1,8 @@
 """Predictors, ours or DejaVu's, as tensors of a model file.
 
 DejaVu's form (and PowerInfer's): a folder of model_0.pt, model_1.pt and so on, each a state dict
-with fc1.weight [R, D] and fc2.weight [F, R] and ReLU between them, and a config.json that may
-hold `sparse_threshold`, which logits are compared with, and our `input_layer_offset`.
+with fc1.weight [R, D] and fc2.weight [F, R] and ReLU between them, and a config.json that may hold
+`sparse_threshold`, the threshold of logits, and our `input_layer_offset`.
 
 Letters: L layers, D model width, F neurons of a layer, R predictor rank."""
 
@@ -29,7 +29,7 @@ from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
-# What each array of a state dict is called by LayerPredictor.
+# LayerPredictor's names of the arrays of a state dict.
 PARTS = {
     "fc1.weight": "down_RD",
     "fc2.weight": "up_FR",
@@ -42,7 +42,7 @@ OFFSET_OPTION = "--predictor-input-layer-offset"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorSource:
-    """Predictors that are read a layer at a time; `path` names them in a refusal."""
+    """Predictors that are read layer by layer; `path` names them in an error."""
 
     path: Path
     info: PredictorInfo
@@ -54,12 +54,12 @@ class PredictorSource:
 def add_predictors(
     model: ModelFile, folder: Path, kind: str, input_layer_offset: int | None = None
 ) -> tuple[ModelFile, tuple[str, ...]]:
-    """The model with the predictors of `folder` in place of any it has, and what to tell the
-    user. Matrices get the type that the predictors declare, and `kind` where they declare none;
-    biases become f32. `input_layer_offset` is the user's word on it, None for none.
+    """The model with the predictors of `folder` in place of its own, and notes for the user.
+    Matrices get the type that the predictors declare, and `kind` if they declare none; biases
+    become f32. `input_layer_offset` is the user's statement of it, None for none.
 
-    Raises SparkinferError for predictors of another model, for broken ones, and where the user
-    and the folder contradict each other."""
+    Raises SparkinferError for predictors of another model, for broken ones, and if the user and the
+    folder contradict each other."""
     source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
     for layer in range(model.shape.num_layers):
@@ -78,8 +78,8 @@ def add_predictors(
 
 
 def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, ModeQuality]:
-    """What is known of the model with these predictors: they were measured with thresholds, so of
-    SiLU and GELU models only where the model has those of the same run."""
+    """The recorded quality of the model with these predictors: they were measured with thresholds,
+    so for SiLU and GELU models only if the model has those of the same run."""
     if model.activation not in SMOOTH:
         return dict(source.quality)
     own = model.quality.get("exact")
@@ -171,7 +171,7 @@ def _layer_number(name: str) -> tuple[float, str]:
 def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
     value = config.get("sparse_threshold", 0.0)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(cast(float, value)) < 1e30:  # nor NaN
+    if not is_number or not abs(cast(float, value)) < 1e30:  # excludes NaN
         raise SparkinferError(f"{path}: sparse_threshold is {str(value)[:60]}, wanted a number")
     return float(cast(float, value))
 
@@ -179,10 +179,10 @@ def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
 def _dejavu_offset(
     path: Path, config: dict[str, object], stated: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """The layer whose input predictors read, and a note where nobody says which.
+    """The layer whose input predictors read, and a note if nobody states which.
 
-    DejaVu's and PowerInfer's read their own layer's, SparkInfer's that of the layer before, and
-    the files of the two look alike: what is not stated cannot be found out."""
+    DejaVu's and PowerInfer's read their own layer's, SparkInfer's that of the layer before, and the
+    files of the two look alike: without a statement it cannot be found out."""
     written = config.get("input_layer_offset")
     if written not in (None, 0, 1) or isinstance(written, bool | float):
         raise SparkinferError(f"{path}: input_layer_offset is {str(written)[:60]}, wanted 0 or 1")
@@ -232,7 +232,7 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
 
 
 def _name(layer: int, part: str) -> str:
-    """What a part of a state dict is called in a model file."""
+    """The name in a model file of a part of a state dict."""
     matrix, _, kind = part.partition(".")
     return f"blk.{layer}{MARK}{'down' if matrix == 'fc1' else 'up'}.{kind}"
 

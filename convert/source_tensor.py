@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint, whatever kind of file it is in."""
+"""One tensor of a checkpoint, from any kind of file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
-    """`read` gives the weights as they are stored, a view of the mapped file where it can.
+    """`read` returns the stored weights, a view of the mapped file if possible.
 
-    `same_as` names another tensor of the file that is these very bytes (tied weights, pickled),
-    None where there is none; of several such names all but the last in order of name have it."""
+    `same_as` names another tensor of the file with these very bytes (tied weights, pickled), None
+    if there is none; among several such names all but the last in name order have it."""
 
     file: Path
     shape: tuple[int, ...]

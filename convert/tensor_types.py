@@ -1,4 +1,4 @@
-"""Which type each tensor of a model file gets."""
+"""Chooses the type of each tensor of a model file."""
 
 import re
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from sparkinfer.gguf_file import type_of
 class TensorTypes:
     """Vectors are f32, matrices `outtype`, unless an override says otherwise.
 
-    An override is "NAME=TYPE", NAME a regular expression that is searched for in the tensor's
-    name; the first that is found counts (as `--tensor-type` of llama.cpp's quantiser)."""
+    An override is "NAME=TYPE", NAME a regular expression that is searched for in the tensor's name;
+    the first match counts (as in `--tensor-type` of llama.cpp's quantiser)."""
 
     outtype: str
     overrides: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class TensorTypes:
                 ) from error
 
     def override(self, name: str) -> str | None:
-        """The type that is asked for by name."""
+        """The type asked for by name."""
         for text in self.overrides:
             pattern, _, kind = text.rpartition("=")
             if re.search(pattern, name):
@@ -57,7 +57,7 @@ class TensorTypes:
         return kind
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raises SparkinferError for an override that no tensor has: a typing error."""
+        """Raises SparkinferError for an override that matches no tensor: a typing error."""
         every = list(names)
         for text in self.overrides:
             if not any(re.search(text.rpartition("=")[0], name) for name in every):

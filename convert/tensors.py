@@ -1,6 +1,5 @@
-"""The tensors of a checkpoint, renamed, reordered and encoded when they are written.
-
-What this module does not know: any family; see blueprint.py."""
+"""The tensors of a checkpoint, renamed, reordered and encoded when they are written. Families are
+in blueprint.py."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -35,8 +34,8 @@ def tensor_entries(
     types: TensorTypes,
     transposed: frozenset[str] = frozenset(),
 ) -> dict[str, TensorEntry]:
-    """Every tensor of the model file by its name there; each is read when it is written. Those named
-    in `transposed` are, beside the down projections of the sparse layout.
+    """Every tensor of the model file by its name there; each is read when it is written. Those
+    named in `transposed` are transposed, as are the down projections of the sparse layout.
 
     Raises SparkinferError for an unknown or missing tensor and a wrong shape."""
     wanted = _wanted(plan)
@@ -67,7 +66,7 @@ def tensor_entries(
 
 
 def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of the checkpoint that is used, as the file `written` has it."""
+    """Every tensor of the checkpoint that is used, as in the file `written`."""
     wanted = _wanted(plan)
     sources = _sources(checkpoint, plan, wanted)
     for name in wanted:
@@ -124,7 +123,7 @@ def _wanted(plan: Blueprint) -> Shapes:
 
 
 def _rows(plan: Blueprint, name: str) -> Rows | None:
-    """The rule for a tensor of the model file, its source's name made whole."""
+    """The rule for a tensor of the model file, with its source's full name."""
     prefix, inner = _split(name)
     rows = plan.rows.get(inner)
     if rows is None:
@@ -133,7 +132,7 @@ def _rows(plan: Blueprint, name: str) -> Rows | None:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """ "blk.3.attn_q.weight" is "blk.3." and "attn_q.weight"."""
+    """Splits "blk.3.attn_q.weight" into "blk.3." and "attn_q.weight"."""
     if not name.startswith("blk."):
         return "", name
     _, layer, inner = name.split(".", 2)
@@ -174,7 +173,7 @@ def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[st
 def _tied(
     checkpoint: Checkpoint, plan: Blueprint, sources: dict[str, str], missing: set[str]
 ) -> dict[str, str]:
-    """`sources` without an output head that is the embedding again; refuses missing tensors."""
+    """`sources` without an output head that repeats the embedding; refuses missing tensors."""
     may_tie = plan.is_tied is not False
     lacking = sorted(missing - ({"output.weight"} if may_tie else set()))
     if lacking:

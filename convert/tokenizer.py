@@ -1,6 +1,6 @@
-"""Everything of a checkpoint's tokenizer that goes into a model file.
+"""The parts of a checkpoint's tokenizer that go into a model file.
 
-It goes in twice: tokenizer.json whole, which our runtime reads, and llama.cpp's keys."""
+They go in twice: tokenizer.json whole, which our runtime reads, and llama.cpp's keys."""
 
 import logging
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class TokenizerKeys:
 
 
 def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKeys:
-    """Raises SparkinferError for a broken file, and for the stock layout where llama.cpp would
-    have no tokenizer or another one."""
+    """Raises SparkinferError for a broken file, and for the stock layout if llama.cpp would have no
+    tokenizer or another one."""
     path = folder / "tokenizer.json"
     keys: dict[str, Value] = {}
     text, notes = _tokenizer_text(path)
@@ -71,7 +71,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
 
 
 def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
-    """tokenizer.json, or what transformers makes of older files (vocab.json, tokenizer.model)."""
+    """tokenizer.json, or transformers' conversion of older files (vocab.json, tokenizer.model)."""
     if path.exists():
         return read_text(path, "tokenizer.json"), []
     if not any((path.parent / name).exists() for name in OLDER_FILES):
@@ -94,7 +94,7 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
 
 
 def _check_older(folder: Path) -> None:
-    """Raises SparkinferError for a vocab.json and merges.txt that are no BPE."""
+    """Raises SparkinferError for a vocab.json and merges.txt that are not BPE."""
     path = folder / "vocab.json"
     if not path.exists():
         return
@@ -135,8 +135,8 @@ def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
 
 
 def _check_special(path: Path, vocab_size: int) -> list[str]:
-    """Notes on the other special tokens that the model does not have; raises SparkinferError for a
-    value that is not a token id."""
+    """Notes on other special tokens that the model lacks; raises SparkinferError for a value that
+    is not a token id."""
     values = read_object(path, path.name) if path.exists() else {}
     notes = []
     for key in ("bos_token_id", "unk_token_id", "pad_token_id"):
@@ -162,7 +162,7 @@ def _check_ids(path: Path, key: str, numbers: list[object]) -> None:
 def _special_keys(
     folder: Path, vocab_size: int, with_merges: bool, has_tokenizer: bool
 ) -> dict[str, Value]:
-    """Merges, numbers of the special tokens, and what is added to a text."""
+    """Merges, ids of the special tokens, and flags for tokens added to a text."""
     special = _special_vocab(folder, vocab_size, with_merges)
     keys: dict[str, Value] = {}
     if special.merges:
@@ -177,7 +177,8 @@ def _special_keys(
 
 
 def _check_names(path: Path) -> None:
-    """Raises SparkinferError for a special token that is no text, and for a flag that is none."""
+    """Raises SparkinferError for a special token that is not a text, and for a flag that is not a
+    boolean."""
     values = read_object(path, path.name)
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = values.get(key)
@@ -198,7 +199,7 @@ def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialV
     if (folder / "tokenizer_config.json").exists():
         _check_names(folder / "tokenizer_config.json")
     names = ("bos", "eos", "unk", "pad")
-    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # what matters is in our notes
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # our notes have what matters
     try:
         return SpecialVocab(folder, with_merges, names, vocab_size)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:

@@ -1,8 +1,8 @@
-"""What a pickled state dict says, found without unpickling: no class is imported, nothing called.
+"""Reads a pickled state dict without unpickling: no class is imported, nothing is called.
 
-A pickle is a program for a stack machine. torch writes state dicts with few of its instructions
-and three functions; those are understood here and all else is refused. The reading is bounded by
-the size of the pickle: no instruction makes anything larger than itself. (torch.load with
+A pickle is a program for a stack machine. torch writes state dicts with few of its instructions and
+three functions; those are understood here and all others refused. The reading is bounded by the
+size of the pickle: no instruction makes anything larger than itself. (torch.load with
 weights_only=True runs no foreign code either, but it calls functions that allocate what the file
 asks for, bytearray and tensors among them.)"""
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from sparkinfer.convert.torch_zip import Broken
 
-# Storage classes, as safetensors spells their types, and bytes of a value.
+# Storage classes: safetensors' names of their types, and bytes per value.
 DTYPES = {
     "FloatStorage": ("F32", 4), "HalfStorage": ("F16", 2), "BFloat16Storage": ("BF16", 2),
     "DoubleStorage": ("F64", 8), "LongStorage": ("I64", 8), "IntStorage": ("I32", 4),
@@ -26,7 +26,7 @@ MAX_DIMS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Global:
-    """The name of a class or function; nothing is looked up by it."""
+    """The name of a class or function; it is never looked up."""
 
     name: str
 
@@ -41,7 +41,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A tensor: `shape` and `stride` in values, from value `offset` of its storage on."""
+    """A tensor: `shape` and `stride` in values, starting at value `offset` of its storage."""
 
     storage: Storage
     offset: int
@@ -81,7 +81,7 @@ def _kind(value: object) -> str:
 
 
 class _Machine:
-    """The stack, the places of marks in it, and what was memoised."""
+    """The stack, the positions of marks in it, and the memo."""
 
     def __init__(self) -> None:
         self.stack: list = []
@@ -135,7 +135,7 @@ class _Machine:
         self.push(Global(name=f"{module} {name}"[:200]))
 
     def build(self) -> None:
-        """Attributes of a dict: torch keeps version numbers of modules there. Not needed."""
+        """Attributes of a dict, where torch keeps version numbers of modules: ignored."""
         self.pop_tuple(2)
         target, _ = self.stack.pop()
         if not isinstance(target, dict):
@@ -172,7 +172,7 @@ class _Machine:
 
 
 def _view(storage: Storage, offset: Any, shape: Any, stride: Any) -> View:
-    """Raises Broken unless the view lies in its storage and is no larger."""
+    """Raises Broken unless the view is inside its storage and no larger."""
     sizes = [offset, *shape, *stride] if _is_tuple(shape) and _is_tuple(stride) else [None]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes) or len(shape) != len(stride):
         raise Broken("a tensor's shape is damaged")

@@ -4,7 +4,7 @@
     NAME/byteorder    "little"; absent before torch 2.1
     NAME/data/KEY     the bytes of one storage
 
-Checked before anything is believed: a zip's directory can claim sizes that are not there, and a
+Everything is checked before use: a zip's directory can claim sizes that do not exist, and a
 compressed entry can be a thousand times larger than its file."""
 
 import mmap
@@ -41,7 +41,7 @@ class Broken(Exception):
 
 
 def open_torch_zip(path: Path, what: str) -> TorchZip:
-    """Maps a file that torch.save wrote and reads its directory and its pickle's bytes.
+    """Maps a file written by torch.save and reads its directory and its pickle's bytes.
 
     Raises SparkinferError for a missing, truncated, compressed or foreign file."""
     require_file(path, what)
@@ -58,8 +58,8 @@ def open_torch_zip(path: Path, what: str) -> TorchZip:
                 return _checked(path, archive, mapping)
     except (Broken, OSError, zipfile.BadZipFile, ValueError, NotImplementedError, EOFError,
             struct.error) as error:  # fmt: skip
-        # Of these, zipfile raises ValueError for names that are no text, NotImplementedError for
-        # versions it does not know, struct.error for extra fields that are cut short.
+        # zipfile raises ValueError for names that are not text, NotImplementedError for unknown
+        # versions, struct.error for truncated extra fields.
         raise SparkinferError(
             f"{path}: not a whole {what} ({_line(error)}); download it again"
         ) from error
@@ -70,7 +70,7 @@ def _line(error: Exception) -> str:
 
 
 def _check_directory_size(mapping: mmap.mmap) -> None:
-    """zipfile makes an object of every 46 bytes of a directory, before any check of them."""
+    """zipfile makes an object of every 46 bytes of a directory before any check of them."""
     end = len(mapping) - END.size
     if end < 0:
         raise Broken("it is cut short")

@@ -1,9 +1,8 @@
-"""tokenizer.json of Hugging Face to the `tokenizer.ggml.*` keys that llama.cpp reads.
+"""Converts Hugging Face's tokenizer.json to the `tokenizer.ggml.*` keys that llama.cpp reads.
 
-Only what is known to split text the same way there is written: byte-level BPE with a known
-pre-tokenizer, and SentencePiece's BPE with byte fallback. (What llama.cpp then still does otherwise is said by
-llama_differences.) What this module does not know: how to tokenize. (Our own
-runtime reads tokenizer.json itself.)"""
+Only tokenizers that llama.cpp splits alike are converted: byte-level BPE with a known
+pre-tokenizer, and SentencePiece's BPE with byte fallback. (llama_differences lists what llama.cpp
+still does differently. Our own runtime reads tokenizer.json itself.)"""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 def check_tokenizer(path: Path, tokenizer: Json) -> None:
-    """Raises SparkinferError where a BPE tokenizer's tables are not what they should be."""
+    """Raises SparkinferError if a BPE tokenizer's tables are malformed."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list):
         raise SparkinferError(f"{path}: no 'model' table; wanted a tokenizer.json; get it again")
@@ -50,10 +49,10 @@ def num_tokens(tokenizer: Json) -> int:
 
 
 def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None:
-    """`tokenizer.ggml.*` for `vocab_size` tokens, or None where llama.cpp has no counterpart.
+    """`tokenizer.ggml.*` for `vocab_size` tokens, or None if llama.cpp has no counterpart.
 
-    Numbers without a token become [PADn] of type unused, as llama.cpp's converter has it.
-    llama.cpp ends the process where two tokens have one text, and reads a text up to a NUL."""
+    Ids without a token become [PADn] of type unused, as in llama.cpp's converter. llama.cpp aborts
+    if two tokens have one text, and reads a text up to a NUL."""
     model = cast(Json, tokenizer["model"])
     if model.get("type") != "BPE":
         return None
@@ -82,7 +81,7 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
 
 
 def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
-    """What llama.cpp calls a byte-level BPE, or None for one that it would split differently."""
+    """llama.cpp's name of a byte-level BPE, or None for one that it would split differently."""
     steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
@@ -128,7 +127,7 @@ def sentencepiece_prefix(tokenizer: Json) -> bool | None:
 
 
 def steps_of(part: object, key: str) -> list[dict]:
-    """The steps of a (pre-tokenizer or normalizer) sequence; a single step is one of one."""
+    """The steps of a (pre-tokenizer or normalizer) sequence; a single step is a sequence of one."""
     if not isinstance(part, dict):
         return []
     return part.get(key, []) if part.get("type") == "Sequence" else [part]
@@ -165,8 +164,8 @@ def _tokens(tokenizer: Json, vocab_size: int) -> tuple[list[str], list[int]]:
 
 def _scores(model: Json, tokens: list[str]) -> list[float]:
     """llama.cpp joins the pair whose token has the highest score, tokenizer.json the one whose
-    merge comes first: a token's score is minus the place of the first merge that makes it. What
-    no merge makes comes last."""
+    merge comes first: a token's score is minus the place of the first merge that makes it. Tokens
+    that no merge makes come last."""
     places: dict[str, int] = {}
     merges = cast(list, model["merges"])
     for place, merge in enumerate(merges):

@@ -1,5 +1,5 @@
-"""Falcon (arXiv 2311.16867): layer norms, one key head or few, attention and feed-forward side by
-side from one norm (7B) or from two (40B), or one after the other."""
+"""Falcon (arXiv 2311.16867): layer norms, one key head or few; attention and feed-forward in
+parallel from one norm (7B) or from two (40B), or in sequence."""
 
 import gguf
 import numpy as np
@@ -14,14 +14,14 @@ from sparkinfer.typed import shown
 OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
 BIASES = ("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias")
-# transformers takes null for false in these, where other families refuse it.
+# Keys for which transformers takes null as false, where other families refuse it.
 FLAGS = ("alibi", "bias", "multi_query", "new_decoder_architecture", "parallel_attn")
 OLD_KEYS = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
             "n_head_kv": "num_kv_heads"}  # fmt: skip
 
 
 def falcon(read: ConfigReader) -> Blueprint:
-    """FalconForCausalLM, and RWForCausalLM, which is its name in older files."""
+    """FalconForCausalLM, and RWForCausalLM, its name in older files."""
     said = {OLD_KEYS.get(key, key): value for key, value in read.said.items()}
     said |= {key: False for key in FLAGS if key in said and said[key] is None}
     read = ConfigReader(read.path, said, defaults=FALCON.defaults, max_rows=read.max_rows)
@@ -79,7 +79,7 @@ def _shape(read: ConfigReader) -> ModelShape:
 
 
 def _norms(read: ConfigReader) -> tuple[str, ...]:
-    """Which norms a layer has besides its first (transformers, FalconDecoderLayer)."""
+    """The norms of a layer besides its first (transformers, FalconDecoderLayer)."""
     is_new, is_parallel = read.flag("new_decoder_architecture"), read.flag("parallel_attn")
     num_norms = read.values.get("num_ln_in_parallel_attn")
     if num_norms not in (None, 1, 2) or (num_norms == 2 and not is_new):
@@ -98,7 +98,7 @@ def _norms(read: ConfigReader) -> tuple[str, ...]:
 
 
 def _names(num_layers: int) -> NameOf:
-    """gguf's map, and the norm of the blocks that come one after the other, which it has not."""
+    """gguf's map, plus the norm of sequential blocks, which it lacks."""
     known = gguf_names(gguf.MODEL_ARCH.FALCON, num_layers)
 
     def name_of(source: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a family is: a function of a checkpoint's config, and what the config leaves unsaid."""
+"""A family: a function of a checkpoint's config, and defaults for what the config leaves out."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from sparkinfer.convert.config_reader import ConfigReader
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`defaults` are those of transformers' config class for the keys that `blueprint` reads and
-    that may be missing; a key that is null in the file is null. A key that is not here is refused
-    where it is missing, unless transformers' default for it is null."""
+    that may be missing; a key that is null in the file is null. A missing key that is not listed
+    here is refused, unless transformers' default for it is null."""
 
     blueprint: Callable[[ConfigReader], Blueprint]
     defaults: Mapping[str, object]

@@ -1,7 +1,7 @@
-"""Llama, and what is a Llama but for its name: ReLULLaMA, ProSparse, Mistral, Bamboo.
+"""Llama, and families that differ in name only: ReLULLaMA, ProSparse, Mistral, Bamboo.
 
-Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the threshold from
-the config (ProSparse, arXiv 2402.13516), `drelu` (TurboSparse, arXiv 2406.05955)."""
+Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the threshold from the
+config (ProSparse, arXiv 2402.13516), `drelu` (TurboSparse, arXiv 2406.05955)."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from sparkinfer.convert.blueprint import IGNORED, Blueprint, gguf_names, rotary_
 from sparkinfer.convert.config_reader import GATED, ConfigReader
 from sparkinfer.convert.families.family import Family
 
-# Predictors inside a TurboSparse checkpoint; what they are trained for is not documented.
+# Predictors inside a TurboSparse checkpoint; their training target is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
 
 
@@ -22,8 +22,8 @@ def llama(read: ConfigReader) -> Blueprint:
 
 
 def prosparse(read: ConfigReader) -> Blueprint:
-    """SparseLlamaForCausalLM of ProSparse. Others use the name for graphs of their own, with
-    another activation."""
+    """SparseLlamaForCausalLM of ProSparse. Others use the name for their own graphs, with another
+    activation."""
     return _llama(read, {"fatrelu": "fatrelu"})
 
 
@@ -35,8 +35,8 @@ def mistral(read: ConfigReader) -> Blueprint:
 
 
 def bamboo(read: ConfigReader) -> Blueprint:
-    """BambooForCausalLM (also TurboSparse-Mistral): a Mistral whose `hidden_act`, ReLU, is taken
-    of gate and up projection both."""
+    """BambooForCausalLM (also TurboSparse-Mistral): a Mistral whose `hidden_act`, ReLU, applies to
+    both gate and up projection."""
     return _llama(read, {"relu": "drelu", "drelu": "drelu"}, ignored=INNER_PREDICTOR)
 
 
@@ -64,7 +64,7 @@ def _llama(
 
 
 def llama_shape(read: ConfigReader, has_window: bool = True) -> tuple[ModelShape, tuple[str, ...]]:
-    """The keys that Llama's relatives share, and what to tell of a sliding window."""
+    """The keys that Llama's relatives share, and a note on a sliding window."""
     heads, kv_heads, head_width = read.heads("num_attention_heads")
     context, notes = read.window(read.count("max_position_embeddings"), has_window)
     shape = ModelShape(

@@ -1,6 +1,6 @@
 """OPT (arXiv 2205.01068): layer norms, learned positions, no gates, tied embeddings.
 
-llama.cpp has no graph of it; names are those that PowerInfer gives."""
+llama.cpp has no graph for it; the names are PowerInfer's."""
 
 import re
 
@@ -50,7 +50,7 @@ def opt(read: ConfigReader) -> Blueprint:
         head_width=head_width,
         vocab_size=read.count("vocab_size"),
         context_length=context,
-        norm_epsilon=1e-5,  # of torch.nn.LayerNorm; the config has none
+        norm_epsilon=1e-5,  # torch.nn.LayerNorm's; the config has none
         is_post_norm=not read.flag("do_layer_norm_before"),
     )
     read.check_size(shape, FIRST_POSITION + context)

@@ -1,4 +1,4 @@
-"""Phi-3: a Llama whose projections are stored as two matrices, which are divided again here.
+"""Phi-3: a Llama whose projections are stored as two fused matrices, which are split again here.
 
 The model file is a `llama`, so that everything that runs one runs this too."""
 

@@ -1,4 +1,4 @@
-"""Which family reads which checkpoint. docs/adding-a-family.md says how to add one."""
+"""The table of families by checkpoint. docs/adding-a-family.md says how to add one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,9 +32,9 @@ FAMILIES: dict[str, Family] = {
 
 def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
     """Raises SparkinferError, naming the key, for a model that would be computed wrongly, or that
-    has more rows in a matrix than the checkpoint in any tensor (`max_rows`).
+    has more rows in a matrix than any tensor of the checkpoint (`max_rows`).
 
-    Only the config is read: Python that a checkpoint brings along is never run."""
+    Only the config is read: Python code in a checkpoint is never run."""
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(name) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-// The functions Python calls: checks, and the choice of an instruction set.
+// The functions called from Python: checks, and the choice of an instruction set.
 #include <cstring>
 
 #include "encode.h"

@@ -1,8 +1,8 @@
 // Weights of one float type to the bytes of a type of the model file, in one pass:
 //   target[n][m] = source[(index ? index[n] : n) * row_stride + m * column_stride]   n < N, m < M
-// The bytes are those of gguf.quants (gguf-py/gguf/quants.py of ggml-org/llama.cpp), which are
-// ggml's, and for the K-quants, which it has not, those of ggml itself. All arithmetic is f32 and
-// never fused, so that every instruction set gives the same.
+// The bytes are those of gguf.quants (gguf-py/gguf/quants.py of ggml-org/llama.cpp), which are ggml's,
+// and for the K-quants, which it lacks, those of ggml itself. All arithmetic is f32 and never fused, so
+// that every instruction set gives the same result.
 #pragma once
 #include <stdint.h>
 
@@ -22,10 +22,10 @@ constexpr int32_t NUM_SOURCE_KINDS = 3;  // f32, f16, bf16
 
 enum Status : int32_t {
     STATUS_OK,
-    STATUS_BAD_ARGUMENT,  // unknown kind or level, neither stride 1, M no whole blocks of the kind
+    STATUS_BAD_ARGUMENT,  // unknown kind or level, neither stride 1, M not in whole blocks of the kind
 };
 
-// Each level can do what those before it can.
+// Each level includes those before it.
 enum Level : int32_t { LEVEL_GENERIC, LEVEL_AVX2, LEVEL_AVX512 };
 
 struct Job {
@@ -34,23 +34,23 @@ struct Job {
     const int64_t* index;               // N row numbers, or null: row n is row n
     int64_t num_rows, num_columns;      // N, M
     uint32_t limit;                     // bits of the magnitude from which on nothing is encoded
-    uint8_t* target;                    // N rows one after another
+    uint8_t* target;                    // N contiguous rows
 };
 
-// Returns the bits of the largest magnitude read; those of a NaN are above those of infinity.
-// Values in whose neighbourhood the limit is reached are read but not written.
+// Returns the bits of the largest magnitude read; those of a NaN are above those of infinity. Values
+// near one that reaches the limit are read but not written.
 using Encode = uint32_t(const Job& job);
 using Encoders = Encode* [NUM_SOURCE_KINDS][NUM_KINDS];
 
 extern const Encoders encoders_generic, encoders_avx2, encoders_avx512;
 
-// What library.py calls.
+// The functions library.py calls.
 extern "C" {
 // The best level that this build has and this processor can run.
 int32_t spark_encode_best_level();
-// source: read in place, any alignment; target: N * row bytes, written; largest: the largest
-// magnitude, NaN if there is one. Where largest >= limit (or NaN), the target is not whole.
-// Moves N * M values in and N rows out; the caller's thread does all of it.
+// source: read in place, any alignment; target: N * row bytes, written; largest: the largest magnitude,
+// NaN if there is one. If largest >= limit (or NaN), the target is incomplete. Moves N * M values in and
+// N rows out, in the caller's thread.
 int32_t spark_encode(int32_t level, int32_t source_kind, const uint8_t* source, int64_t row_stride,
                      int64_t column_stride, const int64_t* index, int64_t num_rows,
                      int64_t num_columns, int32_t kind, float limit, uint8_t* target,

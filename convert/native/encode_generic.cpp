@@ -12,7 +12,7 @@ inline float f16_to_float(uint16_t half) {
     if (rest >= 0x0F800000) {  // infinity and NaN
         bits = rest + 0x70000000;
         __builtin_memcpy(&f, &bits, 4);
-    } else {  // 2^112 turns one bias into the other, for denormals too
+    } else {  // 2^112 converts the bias, for denormals too
         __builtin_memcpy(&f, &rest, 4);
         f *= 0x1p112f;
     }

@@ -76,7 +76,7 @@ inline int32_t block_largest(const float* x) {  // as a signed number, which SSE
     return largest;
 }
 
-// 1 / scale, or 0 where that is infinite: gguf then writes zeros too, by way of casting NaN.
+// 1 / scale, or 0 if that is infinite: gguf then writes zeros too, by casting NaN.
 inline float inverse_of(float scale) { return magnitude(scale) < 0x00200001 ? 0.0f : 1.0f / scale; }
 
 inline void write_scale(float scale, uint8_t* p) {
@@ -106,7 +106,7 @@ struct ToQ4_0 {
     static constexpr int64_t VALUES = BLOCK, BLOCK_BYTES = 18;
     static inline void pack(const float* x, uint8_t* p) {
         const int32_t largest = block_largest(x);
-        int32_t first = BLOCK;  // of those with the largest magnitude, the first gives the sign
+        int32_t first = BLOCK;  // the first of those with the largest magnitude gives the sign
         for (int i = 0; i < BLOCK; ++i) {
             int32_t here = static_cast<int32_t>(magnitude(x[i])) == largest ? i : BLOCK;
             first = here < first ? here : first;
@@ -134,7 +134,7 @@ struct ToQ4_0 {
 
 // ---- rows -------------------------------------------------------------------------------------
 
-// The largest magnitudes seen, one for each place in a block: no sum across lanes until the end.
+// The largest magnitudes seen, one per place in a block: no reduction across lanes until the end.
 struct Largest {
     int32_t lane[BLOCK] = {};
     inline void see(const float* x) {
@@ -152,7 +152,7 @@ struct Largest {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// `count` values to x, which has room for whole blocks; what is left of the last one is zeros.
+// Loads `count` values to x, which has room for whole blocks; pads the last one with zeros.
 template <class Source>
 inline void unpack_values(const uint8_t* source, int64_t count, float* x, Largest& largest) {
     int64_t i = 0;
@@ -178,7 +178,7 @@ inline void pack_values(const float* x, int64_t count, uint8_t* target) {
     __builtin_memcpy(target, rest, (count - i) * Target::BLOCK_BYTES / Target::VALUES);
 }
 
-constexpr int64_t CHUNK = 1024;  // values on the way at a time: 4 KiB stay in the first cache
+constexpr int64_t CHUNK = 1024;  // values in flight at a time: 4 KiB stay in L1
 
 template <class Source, class Target>
 uint32_t encode_rows(const Job& job) {
@@ -203,8 +203,8 @@ uint32_t encode_rows(const Job& job) {
     return largest;
 }
 
-constexpr int64_t TILE = 64;  // rows and columns turned at a time: twice 16 KiB
-// A row's part that is packed at once: a tile, or the four that make a K-quant's block.
+constexpr int64_t TILE = 64;  // rows and columns transposed at a time: twice 16 KiB
+// The part of a row packed at once: a tile, or the four that make a K-quant's block.
 template <class Target>
 constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;
 

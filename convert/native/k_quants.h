@@ -1,16 +1,16 @@
-// q4_K, q5_K and q6_K, as quantize_row_q4_K_ref, _q5_K_ref and _q6_K_ref of ggml-quants.c in
-// ggml-org/llama.cpp have it, to the byte: the same sums in the same order. Included inside the
-// anonymous namespace of each encode_<level>.cpp, by encode_template.h.
+// q4_K, q5_K and q6_K, as in quantize_row_q4_K_ref, _q5_K_ref and _q6_K_ref of ggml-quants.c in
+// ggml-org/llama.cpp, to the byte: the same sums in the same order. Included inside the anonymous
+// namespace of each encode_<level>.cpp, by encode_template.h.
 //
-// What is fitted is fitted for eight parts of a block side by side, one in each lane; the numbers
-// of a lane never meet those of another. Layouts: runtime/kernels/cpu/k_quants_template.h.
+// Eight parts of a block are fitted in parallel, one per lane; lanes never interact. Layouts:
+// runtime/kernels/cpu/k_quants_template.h.
 
 constexpr int SUPER_BLOCK = 256;
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t EightInts __attribute__((vector_size(32)));
 
-// To the nearest integer of magnitudes up to 2^22; beyond, its low 23 bits, as ggml has it.
+// Rounds magnitudes up to 2^22 to the nearest integer; beyond, returns its low 23 bits, as ggml does.
 inline int32_t nearest(float x) {
     return static_cast<int32_t>(bits_of(x + 12582912.0f) & 0x007fffff) - 0x00400000;
 }
@@ -36,7 +36,7 @@ inline void magnitudes(const Eight& x, Eight& out) {
     __builtin_memcpy(&out, &bits, sizeof bits);
 }
 
-// An f16 written to p; what it reads back as.
+// Writes an f16 to p; returns the value it reads back as.
 inline float write_half(float x, uint8_t* p) {
     write_scale(x, p);
     uint8_t halves[BLOCK * 2] = {};
@@ -48,15 +48,15 @@ inline float write_half(float x, uint8_t* p) {
 
 // ---- q4_K and q5_K ----------------------------------------------------------------------------
 
-// Of eight parts: value = scale * quant - minimum, fitted; and the quants of the best trial, which
-// stay where a scale vanishes.
+// Fits value = scale * quant - minimum for eight parts; keeps the quants of the best trial, which stay
+// if a scale vanishes.
 struct Fit {
     float scale[8], minimum[8];
     EightInts quant[BLOCK];
 };
 
-// make_qkx2_quants: trial t takes (first + 0.1 t + MOST) / range for the inverse scale, then the
-// least squares for scale and minimum; better ones move the range for those that follow.
+// make_qkx2_quants: trial t takes (first + 0.1 t + MOST) / range for the inverse scale, then the least
+// squares for scale and minimum; better ones move the range for those that follow.
 template <int MOST, int TRIALS>
 inline void fit_with_minimum(const Eight* x, float first, Fit& fit) {
     Eight squares = {}, average, weight[BLOCK];
@@ -124,7 +124,7 @@ inline void fit_with_minimum(const Eight* x, float first, Fit& fit) {
     }
 }
 
-// d and m, the 6-bit numbers, and in `fit` the quants by these. p: 16 bytes.
+// d and m, the 6-bit numbers, and in `fit` the quants for these. p: 16 bytes.
 template <int MOST>
 inline void write_numbers(const Eight* x, Fit& fit, uint8_t* p) {
     float most_scale = 0, most_minimum = 0;
@@ -198,9 +198,9 @@ struct ToQ5K {
 
 // ---- q6_K -------------------------------------------------------------------------------------
 
-constexpr int GROUP = 16;  // values with a scale
+constexpr int GROUP = 16;  // values per scale
 
-// make_qx_quants with rmse_type 1, of eight groups: value = scale * (quant - 32).
+// make_qx_quants with rmse_type 1, for eight groups: value = scale * (quant - 32).
 inline void fit_around_zero(const Eight* x, float* scales, EightInts* quant) {
     const Eight zero = {};
     Eight largest = zero, signed_largest = zero, here;

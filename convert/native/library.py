@@ -1,10 +1,10 @@
 """The C++ encoder in this folder, called on torch tensors.
 
-It reads f32, f16 or bf16 weights where they are, along rows or columns, and writes the bytes of a
-type, as gguf.quants and, for K-quants, ggml do; it also finds the largest magnitude, since every value passes by.
+It reads f32, f16 or bf16 weights in place, along rows or columns, and writes the bytes of a type,
+as gguf.quants and, for K-quants, ggml do; on the way it finds the largest magnitude.
 
-Knows nothing of files or refusals. Where the C++ is not built, importing this raises
-SparkinferError: gguf.quants would do the same, at a fifteenth of the speed.
+If the C++ is not built, importing this raises SparkinferError: gguf.quants would do the same, at a
+fifteenth of the speed.
 
 Letters: N rows, M values of a row."""
 
@@ -53,9 +53,9 @@ def encode_rows(
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """Bytes, uint8 [N, row bytes], and the largest magnitude: NaN if there is one.
 
-    weight_NM: f32, f16 or bf16 on the CPU, rows or columns contiguous (others are copied).
-    rows: int64, the rows to encode and their order; None means all. From a magnitude of `limit`
-    on, the bytes mean nothing. `level` is one of usable_levels(), by default the best."""
+    weight_NM: f32, f16 or bf16 on the CPU, rows or columns contiguous (others are copied). rows:
+    int64, the rows to encode, in order; None means all. If the magnitude reaches `limit`, the bytes
+    are meaningless. `level` is one of usable_levels(), by default the best."""
     assert weight_NM.dim() == 2 and weight_NM.is_cpu, (weight_NM.shape, weight_NM.device)
     num_rows, width = weight_NM.shape
     is_by_columns = rows is None and weight_NM.stride(0) == 1 and weight_NM.stride(1) != 1

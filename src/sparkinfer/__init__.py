@@ -10,7 +10,7 @@ __all__ = ["Engine", "Part"]
 
 
 def __getattr__(name: str) -> object:
-    """`from sparkinfer import Engine`, without importing torch for who does not ask for it."""
+    """`from sparkinfer import Engine`, which imports torch only when asked for."""
     if name == "Engine":
         from sparkinfer.runtime.engine import Engine
 

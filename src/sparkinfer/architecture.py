@@ -1,7 +1,7 @@
-"""The architectures that can be run: what each graph computes, and which tensors it has.
+"""The architectures that can be run: the graph and the tensors of each.
 
-Names are those of llama.cpp where it has one. What a single file adds (biases, a second norm) is
-told by the tensors that are in it. What this module does not know: how to compute anything.
+Names are llama.cpp's if it has one. Optional parts of a single file (biases, a second norm) are
+detected from its tensors.
 
 Letters: D model width, F feed-forward neurons of a layer, R predictor rank, W head width."""
 
@@ -19,7 +19,7 @@ GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One graph. `rotary` says which values of a head turn together: neighbours, or a value and
+    """One graph. `rotary` says which values of a head rotate together: neighbours, or a value and
     the one half a head further; without it positions are learned (`position_embd`)."""
 
     name: str
@@ -27,7 +27,7 @@ class Architecture:
     rotary: Literal["adjacent", "halves"] | None
     is_gated: bool = True
     has_fused_qkv: bool = False
-    has_head_norms: bool = False  # queries and keys are normed head by head
+    has_head_norms: bool = False  # queries and keys are normed per head
     is_parallel: bool = False  # attention and feed-forward take the same input
     # What llama.cpp's graph of this name computes, and the optional tensors it loads.
     stock_activations: tuple[Activation, ...] = ()
@@ -89,7 +89,7 @@ class ModelShape:
 def layer_shapes(
     graph: Architecture, shape: ModelShape, layout: Layout, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """What every layer must have, by its name within the layer; `rank` is its predictor's: 0 for
+    """The tensors every layer must have, by name within the layer; `rank` is its predictor's: 0 for
     one that is a single matrix, None for no predictor."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
@@ -119,7 +119,7 @@ def layer_shapes(
 def optional_layer_shapes(
     graph: Architecture, shape: ModelShape, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """What all layers may have, or none of them; of predictors, what each may have or not."""
+    """The tensors that all layers have or none; for predictors, those that each may have."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {
@@ -133,7 +133,7 @@ def optional_layer_shapes(
         shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
     if graph.is_gated:
         shapes["ffn_gate.bias"] = (f,)
-    if graph.is_parallel:  # the attention's own norm, or that of one block after the other
+    if graph.is_parallel:  # attention's own norm, or that of sequential blocks
         norms: dict[str, tuple[int, ...]] = {"attn_norm_2.weight": (d,), "ffn_norm.weight": (d,)}
         shapes |= _with_norm_biases(graph, norms)
     if rank:
@@ -144,7 +144,7 @@ def optional_layer_shapes(
 
 
 def outer_shapes(graph: Architecture, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """What stands outside the layers."""
+    """The tensors outside the layers."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, shape.width)}
     if graph.rotary is None:
         shapes["position_embd.weight"] = (shape.context_length, shape.width)

@@ -1,5 +1,5 @@
-"""How many bytes each part of a model takes: the one definition that the solver plans with and
-the runtime allocates by.
+"""Bytes of each part of a model: the one definition that the solver plans with and the runtime
+allocates by.
 
 Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C context length."""
 
@@ -10,22 +10,22 @@ from sparkinfer.cache_types import CacheTypes
 from sparkinfer.gguf_file import TensorEntry, row_bytes
 from sparkinfer.model_file import ModelFile
 
-# What a plan's bytes are itemised into, in the order in which they are worth their bytes.
+# The items of a plan's bytes, in descending order of worth per byte.
 ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "workspace")
 Items = dict[str, int]
 
-DEFAULT_CONTEXT = 4096  # tokens of KV cache where nobody asks; less for a model made for less
-# Tokens a forward pass takes at most. Weights are unpacked once a pass, and matrix products are the
-# faster the longer they are: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes
-# of 256 and 13 in one (docs/log.md). By a plan a pass is short, as its workspace counts against the
-# budget of a GPU; and where someone watches, as it is a batch of the training of predictors.
+DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less for a model made for less
+# Maximum tokens per forward pass. Weights are unpacked once per pass, and longer matrix products
+# are faster: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes of 256 and 13
+# in one (docs/log.md). Under a plan a pass is short, as its workspace counts against the budget of
+# a GPU; and while observed, as it is a batch of predictor training.
 PREFILL_CHUNK = 512
 SHORT_CHUNK = 128
-BLOCK_LENGTH = 64  # positions of a block of the KV cache, where an engine has several sequences
+BLOCK_LENGTH = 64  # positions of a block of the KV cache, if an engine has several sequences
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 FLOAT_BYTES = 4
-# A dense product unpacks its weights to f32 a tile of rows at a time: of this many bytes, but of
-# no fewer rows than make a sum over a tile's rows worth reading and writing its result.
+# A dense product unpacks its weights to f32 one tile of rows at a time: tiles have this many bytes,
+# but enough rows to amortise reading and writing the result of each tile.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
 
@@ -36,8 +36,8 @@ def tile_rows(width: int) -> int:
 
 
 def part_neurons(width: int, num_tokens: int) -> int:
-    """Neurons of which a pass has values at a time, where nobody watches: whole tiles of a matrix
-    of this width, and as many values as one tile has."""
+    """Neurons whose values a pass holds at a time, if unobserved: whole tiles of a matrix of this
+    width, and as many values as one tile has."""
     rows = tile_rows(width)
     return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
 
@@ -46,8 +46,8 @@ def part_neurons(width: int, num_tokens: int) -> int:
 class LayerBytes:
     """Bytes of one layer: all attention matrices and norms, the predictor, one neuron.
 
-    `gate_row` is what decides whether the neuron fires: without gates (OPT, Falcon) the row of
-    the up projection, and `up_row` is then zero. A neuron's biases belong to their rows."""
+    `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
+    projection, and `up_row` is zero. A neuron's biases belong to their rows."""
 
     attention: int
     predictor: int
@@ -61,13 +61,13 @@ class LayerBytes:
 
 
 def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
-    """The tensors of a layer by their names within it."""
+    """The tensors of a layer by name within it."""
     prefix = f"blk.{layer}."
     return {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
 
 
 def is_dense(name: str) -> bool:
-    """Whether a layer's tensor is of the dense block: attention, norms, the last bias."""
+    """True if a layer's tensor is part of the dense block: attention, norms, the last bias."""
     return name.startswith(("attn_", "ffn_norm", "ffn_down.bias"))
 
 
@@ -76,7 +76,7 @@ def is_predictor(name: str) -> bool:
 
 
 def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
-    """From the tensor table of a model file, to the byte."""
+    """From the tensor table of a model file, exact to the byte."""
     entries = layer_tensors(model, layer)
     down = entries.get("ffn_down_t.weight")
 
@@ -94,9 +94,9 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 
 
 def transposed_kind(model: ModelFile) -> str:
-    """The type a stock file's down projection gets when it is transposed at load.
+    """The type of a stock file's down projection after transposing at load.
 
-    Float types stay; blocks run along the other dimension afterwards, so they become f16."""
+    Float types stay; blocks would run along the other dimension, so they become f16."""
     kind = model.tensors["blk.0.ffn_down.weight"].kind
     return kind if kind in ("f32", "f16", "bf16") else "f16"
 
@@ -110,13 +110,14 @@ def kv_kind(model: ModelFile) -> str:
 def kv_bytes_per_layer(
     model: ModelFile, context_length: int, types: CacheTypes | None = None
 ) -> int:
-    """Keys and values of `context_length` tokens in one layer; in the model's own type unless told."""
+    """Keys and values of `context_length` tokens in one layer; in the model's own type by
+    default."""
     types = types or CacheTypes.of(kv_kind(model))
     return model.shape.num_kv_heads * types.head_bytes(context_length, model.shape.head_width)
 
 
 def kv_positions(context_length: int, num_sequences: int) -> int:
-    """Of the whole cache: whole blocks where there are several sequences."""
+    """Positions of the whole cache: whole blocks if there are several sequences."""
     if num_sequences == 1:
         return context_length
     return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
@@ -129,19 +130,19 @@ def head_bytes(model: ModelFile) -> int:
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """The embedding matrix where it is not the head too, and learned positions."""
+    """The embedding matrix, unless it is also the head, and learned positions."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
     return tokens + (positions.num_bytes if positions else 0)
 
 
 def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = True) -> int:
-    """Temporaries of one forward pass over a prefill chunk, all of them f32.
+    """Temporaries of one forward pass over a prefill chunk, all in f32.
 
-    Hidden state and its copies 8 TD, gate, up and product of all neurons (in a long pass, which
-    nobody watches, of a part of them), keys and values of the whole context unpacked, the attention
-    mask TC, logits, and the tile that weights are unpacked to. A native step takes
-    about as much or less (Work in step.cpp)."""
+    Hidden state and its copies 8 TD, gate, up and product of all neurons (in a long, unobserved
+    pass, of a part of them), keys and values of the whole context unpacked, the attention mask TC,
+    logits, and the tile that weights are unpacked to. A native step takes about as much or less
+    (Work in step.cpp)."""
     shape = model.shape
     tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
     neurons = shape.num_neurons
@@ -194,11 +195,11 @@ def plan_bytes_of_gpus(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> tuple[list[Items], Items]:
-    """Itemised bytes (of each GPU, CPU).
+    """Itemised bytes (per GPU, CPU).
 
-    `home` names the GPU of each layer and of the head; () where there is one. `workspace` is that
-    of every device that holds anything, the estimate above where it was not measured. The
-    embedding matrix is only ever read one row a token, so an untied one stays on the CPU."""
+    `home` names the GPU of each layer and of the head; () if there is one. `workspace` is that of
+    every device that holds anything, by default the estimate above. The embedding matrix is only
+    read one row per token, so an untied one stays on the CPU."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)

@@ -1,27 +1,27 @@
-"""The ways of splitting text before byte-level BPE that llama.cpp knows by a name.
+"""The pre-tokenizers of byte-level BPE that llama.cpp knows by name.
 
-`convert` writes the name as `tokenizer.ggml.pre`, `runtime` builds a tokenizer from it. Only what
-splits alike in `tokenizers` and in llama.cpp is here. (llama.cpp's tables are of Unicode 15, those
-of tokenizers of Unicode 16: the 4,382 letters and digits added since are symbols to llama.cpp.)
-What this module does not know: tokens and merges."""
+`convert` writes the name as `tokenizer.ggml.pre`, `runtime` builds a tokenizer from it. Only those
+that split alike in `tokenizers` and in llama.cpp are listed. (llama.cpp's tables are of Unicode 15,
+those of tokenizers of Unicode 16: the 4,382 letters and digits added since are symbols to
+llama.cpp.)"""
 
 from dataclasses import dataclass
 
-# The patterns of Meta-Llama-3 and Qwen2 as they stand in their tokenizer.json; llama.cpp's
-# llama-vocab.cpp has them under these names.
+# The patterns of Meta-Llama-3 and Qwen2 as in their tokenizer.json; llama.cpp's llama-vocab.cpp has
+# them under these names.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteLevelKind:
-    name: str  # what convert writes
-    other_names: tuple[str, ...] = ()  # of the same in files that others made
+    name: str  # written by convert
+    other_names: tuple[str, ...] = ()  # of the same in third-party files
     pattern: str | None  # None: GPT-2's, which tokenizers' ByteLevel has built in
-    splits_digits: bool = False  # every digit is a word, before the pattern is looked for
-    whole_words_first: bool = False  # a word that is a token is not merged up from its letters
-    is_published_with_nfc: bool = False  # by its own tokenizer.json; llama.cpp never normalises
-    adds_begin: bool = False  # what llama.cpp assumes where the file does not say
+    splits_digits: bool = False  # every digit is a word, split before the pattern applies
+    whole_words_first: bool = False  # a word that is a token is not built up from its letters
+    is_published_with_nfc: bool = False  # in its own tokenizer.json; llama.cpp never normalises
+    adds_begin: bool = False  # llama.cpp's default if the file does not say
 
 
 BYTE_LEVEL_KINDS = (

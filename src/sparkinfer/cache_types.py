@@ -1,11 +1,11 @@
-"""How keys and values are kept in the cache: the names that people give, and what they take.
+"""Storage types of keys and values in the cache: their names and sizes.
 
     f32 f16 bf16           values of that type
     q8_0 q4_0              blocks of 32 as in a model file, of keys and values that Hadamard's matrix
                            has turned (runtime/kernels/cpu/cache_rows.h)
-    q8_0-plain q4_0-plain  the same blocks without the turn, to see what it is worth
+    q8_0-plain q4_0-plain  the same blocks without the rotation, for comparison
 
-What this module does not know: where the cache lies, and how it is read."""
+The cache itself is in runtime.cache."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ NAMES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
 
 @dataclass(frozen=True)
 class CacheType:
-    name: str  # of NAMES
+    name: str  # one of NAMES
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -29,7 +29,7 @@ class CacheType:
 
     @property
     def kind(self) -> str:
-        """As a tensor's in a model file."""
+        """The kind of a tensor in a model file."""
         return self.name.removesuffix(PLAIN)
 
     @property
@@ -41,11 +41,11 @@ class CacheType:
         return self.is_blocks and not self.name.endswith(PLAIN)
 
     def row_bytes(self, width: int) -> int:
-        """Of one head and position."""
+        """Bytes of one head and position."""
         return row_bytes(width, self.kind)
 
     def check(self, width: int) -> None:
-        """Raises SparkinferError for heads that are no whole blocks."""
+        """Raises SparkinferError unless heads are whole blocks."""
         block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind.upper()]][0]
         if width % block:
             raise SparkinferError(
@@ -62,15 +62,15 @@ class CacheTypes:
 
     @classmethod
     def of(cls, key: str, value: str | None = None) -> "CacheTypes":
-        """By name. Raises SparkinferError for one that is not known."""
+        """The types by name. Raises SparkinferError for an unknown one."""
         return cls(key=CacheType(key), value=CacheType(key if value is None else value))
 
     def row_bytes(self, width: int) -> int:
-        """Of the key and the value of one head and position."""
+        """Bytes of the key and the value of one head and position."""
         return self.key.row_bytes(width) + self.value.row_bytes(width)
 
     def head_bytes(self, num_positions: int, width: int) -> int:
-        """Of all that is kept of one head of a layer."""
+        """Bytes of everything kept of one head of a layer."""
         tables = self.selection.table_bytes(num_positions, width) if self.selection else 0
         return num_positions * self.row_bytes(width) + tables
 

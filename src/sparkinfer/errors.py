@@ -8,7 +8,7 @@ class SparkinferError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A command was told to stop by a signal: what is said of it, and the exit code."""
+    """A command was interrupted by a signal: its message and exit code."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

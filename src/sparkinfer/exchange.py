@@ -1,6 +1,4 @@
-"""A new folder in the place of one that there is, at once where the system can.
-
-What this module does not know: what is in them (files)."""
+"""Puts a new folder in the place of an existing one, atomically if the system can."""
 
 import ctypes
 import errno
@@ -11,12 +9,13 @@ from pathlib import Path
 from sparkinfer.errors import SparkinferError
 
 OLD = ".old"
-ATTEMPTS = 100  # to give a folder its name, where other runs do too
+ATTEMPTS = 100  # to rename a folder, against other runs that do the same
 _AT_CWD, _EXCHANGE = -100, 2  # of renameat2(2)
 
 
 def put_folder(partial: Path, path: Path) -> None:
-    """Gives a folder its name. What had it before is at `partial` then, or gone."""
+    """Gives a folder its name. The folder that had the name before is at `partial` then, or
+    gone."""
     old = partial.with_suffix(OLD)
     for _ in range(ATTEMPTS):
         try:
@@ -29,14 +28,14 @@ def put_folder(partial: Path, path: Path) -> None:
         except OSError as error:
             if old.exists() and not path.exists():
                 old.replace(path)
-            # Another run has put its own there, or taken it away, in between.
+            # Another run has put its own there, or removed it, in between.
             if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise
     raise SparkinferError(f"{path}: other runs write it again and again; give another name")
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names at once; False where the system cannot. Raises FileNotFoundError."""
+    """Exchanges two names atomically; False if the system cannot. Raises FileNotFoundError."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -19,8 +19,7 @@ from sparkinfer.steady import changed_inputs, is_taken, wrote
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
 MODEL_SUFFIX = ".gguf"
-# Of an error that only writing has: the disk is full, a quota or a limit reached, or it cannot be
-# written to at all.
+# Errors that only writing has: the disk is full, a quota or a limit is reached, or it is read-only.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _unfinished: set[Path] = set()  # of this process
 
@@ -30,16 +29,16 @@ _unfinished: set[Path] = set()  # of this process
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Gives an empty file beside `path` to write to; renames it to `path` on success, removes it
-    otherwise, and with it the folders that were made for it.
+    """Yields an empty file beside `path` to write to; renames it to `path` on success, otherwise
+    removes it and the folders that were made for it.
 
-    Its name, `path`.xxxxxxxx.partial with eight random digits, is nobody else's: two runs with
-    one output do not meet, and a file that a user has called so is never opened. It is locked
-    while it is written, so that the next run tells what a killed one left, and removes that; so it
-    must be written in place, and not be replaced by another file of its name.
-    It is on the disk before it has its name, and the name is before this returns: a power cut
-    leaves the old file or the new one. Raises SparkinferError where the folder cannot be
-    written, where there is no room, and where an input of `steady.reading` has changed."""
+    Its name, `path`.xxxxxxxx.partial with eight random digits, is unique: two runs with one output
+    do not collide, and a user's file of such a name is never opened. It is locked while it is
+    written, so that the next run recognises and removes what a killed one left; so it must be
+    written in place, and not be replaced by another file of its name. It is on the disk before it
+    is renamed, and the name is before this returns: a power cut leaves the old file or the new one.
+    Raises SparkinferError if the folder cannot be written, if there is no room, and if an input of
+    `steady.reading` has changed."""
     with _made(path, _new_file) as partial:
         yield partial
         _finish(path, lambda: _sync(partial))
@@ -50,8 +49,8 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder to fill, which takes the place of `path` with all that it holds (see
-    check_output_folder); the two are exchanged at once where the system can, which Linux does."""
+    """The same for a folder to fill, which replaces `path` with everything in it (see
+    check_output_folder); the two are exchanged atomically if the system can, which Linux does."""
     with _made(path, _new_folder) as partial:
         yield partial
         _finish(path, lambda: _sync_all(partial))
@@ -62,7 +61,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 def remove_stale(path: Path) -> None:
     """Removes what killed runs left of `path`: its partial files and folders that nobody has
-    locked. A folder that one had set aside, and not replaced, gets its name back."""
+    locked. A folder that one had set aside and not replaced gets its name back."""
     if not path.parent.is_dir():
         return
     for other in path.parent.glob(f"{glob.escape(_stem(path))}.*"):
@@ -79,7 +78,7 @@ def remove_stale(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a partial file's name ends so: eight digits, and what it is."""
+    """True if a partial file's name ends in eight digits and the suffix."""
     digits, dot, end = name.partition(".")
     return len(digits) == 8 and not set(digits) - set("0123456789abcdef") and (
         dot + end in (PARTIAL, OLD)
@@ -88,7 +87,7 @@ def _is_ours(name: str) -> bool:
 
 @contextmanager
 def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
-    """Something new beside `path` that is locked, and gone at the end."""
+    """A new locked file or folder beside `path`, removed at the end."""
     with _folders_for(path):
         try:
             remove_stale(path)
@@ -112,13 +111,13 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
 
 def remove_unfinished() -> None:
     """Removes what this process is writing, or was when a signal came between two lines above;
-    called when it ends."""
+    called at exit."""
     for partial in [*_unfinished]:
         _remove(partial)
 
 
 def no_room(path: Path, reason: str | None) -> SparkinferError:
-    """That a file was not written because the disk is full, or the like."""
+    """The error for a file that was not written because the disk is full, or the like."""
     return SparkinferError(f"{path}: cannot be written ({reason or 'no room'}); make room for it")
 
 
@@ -136,7 +135,7 @@ def _finish(path: Path, sync: Callable[[], None]) -> None:
 
 
 def _stem(path: Path) -> str:
-    """What a partial file's name begins with; a name has 255 bytes at most."""
+    """The beginning of a partial file's name; a name has at most 255 bytes."""
     return os.fsdecode(os.fsencode(path.name)[: 255 - 9 - len(PARTIAL)])
 
 
@@ -162,7 +161,7 @@ def _create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
 
 
 def try_to_create(path: Path) -> None:
-    """Raises OSError where no file can be written beside `path`; leaves nothing behind."""
+    """Raises OSError if no file can be written beside `path`; leaves nothing behind."""
     partial, descriptor = _create(path, _new_file)
     _remove(partial)
     _unfinished.discard(partial)
@@ -191,7 +190,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the file is now locked by this process; None where files cannot be locked."""
+    """True if the file is now locked by this process; None if files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -202,7 +201,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _remove(path: Path) -> None:
-    """A file or a folder, if it is still there and may be removed."""
+    """Removes a file or a folder, if it is still there and may be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -212,7 +211,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _folders_for(path: Path) -> Iterator[None]:
-    """Makes the folders above `path`; removes them again where that fails, or the work does."""
+    """Makes the folders above `path`; removes them again if that fails, or the work does."""
     try:
         missing = [folder for folder in path.parents if not folder.exists()]
     except OSError as error:  # a name that is too long
@@ -225,7 +224,7 @@ def _folders_for(path: Path) -> Iterator[None]:
         yield
     except BaseException:
         for folder in missing:
-            with suppress(OSError):  # not made, or somebody has put something there
+            with suppress(OSError):  # not made, or no longer empty
                 folder.rmdir()
         raise
 
@@ -255,8 +254,7 @@ def require_file(path: Path, what: str) -> None:
 
 
 def known_as(path: Path) -> str | None:
-    """What a file of another kind than was wanted is by its first bytes; None where they say
-    nothing."""
+    """A description of a file of the wrong kind, by its first bytes; None if they are unknown."""
     with path.open("rb") as file:
         start = file.read(9)
     if start[:4] == b"GGUF":

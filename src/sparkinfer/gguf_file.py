@@ -1,6 +1,6 @@
-"""GGUF v3 in and out, through the `gguf` package, with errors a person can act on.
+"""Reads and writes GGUF v3 through the `gguf` package, with actionable errors.
 
-What the keys and tensors mean is not known here: see model_file and split_file."""
+Keys and tensors are interpreted in model_file and split_file."""
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping
@@ -45,9 +45,9 @@ _VALUE_TYPES = {dtype: GGUFValueType(number) for number, dtype in NUMBERS.items(
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor: its shape (outermost dimension first), its type, and how to get its bytes.
+    """One tensor: its shape (outermost dimension first), its type, and access to its bytes.
 
-    `kind` is the type's name in lower case ("f32", "q8_0", "i32"); `read_rows(start, stop)` gives
+    `kind` is the type's name in lower case ("f32", "q8_0", "i32"); `read_rows(start, stop)` returns
     the bytes of some rows (of a vector: values) as an array: a view of the mapped file for a file
     that was read, computed on demand for one that is being written."""
 
@@ -73,7 +73,7 @@ def type_of(kind: str) -> GGMLQuantizationType:
 
 
 def is_whole_blocks(width: int, kind: str) -> bool:
-    """Whether rows of `width` values can have this type."""
+    """True if rows of `width` values can have this type."""
     return width % GGML_QUANT_SIZES[type_of(kind)][0] == 0
 
 
@@ -92,21 +92,21 @@ def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
 
 
 def release(entry: TensorEntry) -> None:
-    """Gives back the memory that a mapped tensor's pages take; they are read again when needed.
+    """Drops a mapped tensor's pages; they are read again when needed.
 
-    Nothing happens to a tensor that is not mapped. Pages that a neighbour shares go with it. Nobody
-    writes to a mapped tensor: its changes would be lost here."""
+    A no-op for a tensor that is not mapped. Pages shared with a neighbour go with it. Nobody writes
+    to a mapped tensor: its changes would be lost here."""
     _advise(entry, "MADV_DONTNEED")
 
 
 def prefetch(entry: TensorEntry) -> None:
-    """Asks the system to read a mapped tensor into its own cache; does not wait for it, and takes
-    no memory of this process."""
+    """Prefetches a mapped tensor into the page cache, asynchronously; takes no memory of this
+    process."""
     _advise(entry, "MADV_WILLNEED")
 
 
 def _advise(entry: TensorEntry, advice: str) -> None:
-    """To the pages of a tensor; nothing where the system does not know the advice."""
+    """madvise on the pages of a tensor; a no-op if the system does not know the advice."""
     raw = base = entry.read()
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
@@ -121,8 +121,8 @@ def _advise(entry: TensorEntry, advice: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFile:
-    """What a file holds. `magic` is its first four bytes: `PWRI` is PowerInfer's container, whose
-    keys and tensors do not mean what llama.cpp's do."""
+    """The content of a file. `magic` is its first four bytes: `PWRI` is PowerInfer's container,
+    whose keys and tensors have other meanings than llama.cpp's."""
 
     magic: Magic
     version: int
@@ -146,7 +146,7 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
 def open_gguf(path: Path, what: str) -> GgufFile:
     """As `read_gguf`, with the magic, which may be PowerInfer's.
 
-    The mapping is copy on write, because torch takes no read-only arrays."""
+    The mapping is copy-on-write, because torch takes no read-only arrays."""
     require_file(path, what)
     try:
         with path.open("rb") as stream:
@@ -184,11 +184,11 @@ def write_gguf(
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     check: Callable[[Path], None] = lambda written: None,
 ) -> None:
-    """Writes a file whole or not at all; `on_bytes` hears of every piece of a tensor written,
-    and `check` is given the whole before it gets its name.
+    """Writes a file whole or not at all; `on_bytes` is called for every piece of a tensor written,
+    and `check` gets the whole before it is renamed.
 
     Tensors are read in the order of the mapping, in pieces of whole rows, by several threads: so
-    `read_rows` must bear that. A few pieces are in memory at a time, never a large tensor."""
+    `read_rows` must be thread-safe. A few pieces are in memory at a time, never a large tensor."""
     with partial_file(path) as unfinished:
         _write_header(unfinished, architecture, keys, tensors)
         pieces = [piece for entry in tensors.values() for piece in _pieces(entry)]
@@ -207,7 +207,7 @@ def write_gguf(
 def _write_header(
     path: Path, architecture: str, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
 ) -> None:
-    """All that stands before the data of the tensors."""
+    """Everything before the data of the tensors."""
     writer = GGUFWriter(path, architecture)
     try:
         for name, value in keys.items():
@@ -243,7 +243,7 @@ class _Piece:
 
 
 def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
-    """All rows, PIECE_VALUES values at a time, or a row where that is longer."""
+    """All rows, PIECE_VALUES values at a time, or one row if that is longer."""
     num_rows = entry.shape[0]
     step = max(1, PIECE_VALUES // prod(entry.shape[1:]))
     for start in range(0, num_rows, step):
@@ -251,7 +251,7 @@ def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
 
 
 def _write_all(file: FileIO, data: np.ndarray) -> None:
-    """A raw file may take less than it is given (2 GiB at most on Linux)."""
+    """A raw file may write less than it is given (at most 2 GiB on Linux)."""
     rest = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while rest:
         rest = rest[file.write(rest) :]
@@ -263,7 +263,7 @@ def _pad(file: FileIO) -> None:
 
 def _add_key(writer: GGUFWriter, name: str, value: Value) -> None:
     if isinstance(value, list):
-        if value:  # the writer leaves out empty arrays
+        if value:  # the writer drops empty arrays
             values, kind = _array(value)
             writer.add_key_value(name, values, GGUFValueType.ARRAY, kind)
     elif isinstance(value, str):
@@ -275,8 +275,8 @@ def _add_key(writer: GGUFWriter, name: str, value: Value) -> None:
 
 
 def _array(values: list) -> tuple[list, GGUFValueType]:
-    """An array as it is packed: text that came with bytes of no text gets them back, and numbers
-    have the first type that holds all of them."""
+    """An array as it is packed: surrogates in text become the original bytes again, and numbers get
+    the first type that holds all of them."""
     if isinstance(values[0], str):
         return [v.encode("utf-8", "surrogateescape") for v in values], GGUFValueType.STRING
     if isinstance(values[0], bool):

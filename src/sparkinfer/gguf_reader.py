@@ -1,9 +1,8 @@
-"""The header of a GGUF file, read with every count and length checked before it is believed.
+"""Reads the header of a GGUF file, with every count and length checked before use.
 
-The container is the one that ggml's docs/gguf.md specifies, versions 2 and 3, little-endian, and
+The container is the one specified in ggml's docs/gguf.md, versions 2 and 3, little-endian, and
 PowerInfer's, which differs in its first four bytes (`PWRI`) and in the numbers of three types.
-gguf's own reader follows a wrong length without bound and takes seconds for a large vocabulary.
-What this module does not know: what a key or a tensor means."""
+gguf's own reader follows a wrong length without bound and takes seconds for a large vocabulary."""
 
 import mmap
 import struct
@@ -29,7 +28,7 @@ MAX_HEADER_BYTES = 128 << 20
 MAX_ARRAY_VALUES = 4 << 20
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
-MAX_NAME_BYTES = (1 << 16) - 1  # of the specification
+MAX_NAME_BYTES = (1 << 16) - 1  # in the specification
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 NUMBERS: dict[int, type[np.generic]] = {
@@ -37,7 +36,7 @@ NUMBERS: dict[int, type[np.generic]] = {
     6: np.float32, 7: np.bool_, 10: np.uint64, 11: np.int64, 12: np.float64,
 }  # fmt: skip
 TYPES = {int(type): type for type in GGML_QUANT_SIZES}
-# PowerInfer's ggml.h ends at Q8_K (15) and goes on with these; ggml gave the numbers to others.
+# PowerInfer's ggml.h ends at Q8_K (15) and continues with these; ggml gave the numbers to others.
 POWERINFER_TYPES = {
     16: GGMLQuantizationType.I8,
     17: GGMLQuantizationType.I16,
@@ -47,11 +46,11 @@ POWERINFER_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """One tensor: its shape (outermost dimension first), its type, and where its bytes are."""
+    """One tensor: its shape (outermost dimension first), its type, and its place in the file."""
 
     shape: tuple[int, ...]
     type: GGMLQuantizationType
-    start: int  # in the file
+    start: int  # offset in the file
     num_bytes: int
 
 
@@ -68,11 +67,11 @@ class Broken(Exception):
 
 
 def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
-    """Keys and tensors of a mapped file; `what` names what was wanted of it.
+    """Keys and tensors of a mapped file; `what` describes the file wanted.
 
-    Strings are UTF-8. Those of an array may hold other bytes, since vocabularies of llama.cpp
-    can: they come as lone surrogates, and .encode("utf-8", "surrogateescape") gives them back.
-    Raises SparkinferError for a file that is damaged, foreign, or of an unknown version."""
+    Strings are UTF-8. Those of an array may hold other bytes, since vocabularies of llama.cpp can:
+    they come as lone surrogates, and .encode("utf-8", "surrogateescape") gives them back. Raises
+    SparkinferError for a file that is damaged, foreign, or of an unknown version."""
     try:
         return _Cursor(file).header()
     except Broken as error:
@@ -85,7 +84,7 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
 
 
 class _Cursor:
-    """A place in the header; every read is checked against the end and moves on."""
+    """A position in the header; every read is checked against the end and advances it."""
 
     def __init__(self, file: mmap.mmap) -> None:
         self.file, self.offset = file, 0
@@ -137,7 +136,7 @@ class _Cursor:
         return struct.unpack(format, self.take(struct.calcsize(format), what))[0]
 
     def count(self, what: str, most: int, least_bytes: int) -> int:
-        """A number of records, each of which takes some bytes."""
+        """A number of records, each of at least `least_bytes`."""
         count = self.integer("<Q", f"the number of {what}")
         if count > min(most, (self.end - self.offset) // least_bytes):
             raise Broken(f"claims {count} {what}, which is more than it can hold")
@@ -191,7 +190,7 @@ class _Cursor:
         return np.frombuffer(raw, dtype)
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Straight text, because a vocabulary has hundreds of thousands of them."""
+        """Straight-line code, because a vocabulary has hundreds of thousands of them."""
         file, offset, end = self.file, self.offset, self.end
         read_length = struct.Struct("<Q").unpack_from
         values = []
@@ -207,14 +206,14 @@ class _Cursor:
         return values
 
     def tensor(self, what: str, magic: Magic) -> TensorInfo:
-        """`start` is still counted from where the tensors begin."""
+        """`start` is still relative to the beginning of the tensors."""
         num_dims = self.integer("<I", what)
         if not 1 <= num_dims <= 4:
             raise Broken(f"{what} has {num_dims} dimensions, wanted 1 to 4")
         shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, what))[::-1]
         type = _tensor_type(self.integer("<I", what), magic, what)
         block, block_bytes = GGML_QUANT_SIZES[type]
-        # A zero beside a huge number would pass as a product and overflow somewhere else.
+        # A zero beside a huge number would pass as a product and overflow elsewhere.
         if prod(max(n, 1) for n in shape) >= 1 << 62:
             raise Broken(f"{what} has the impossible shape {list(shape)}")
         if shape[-1] % block:
@@ -225,7 +224,7 @@ class _Cursor:
         )
 
     def placed(self, infos: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """The tensors by where they are in the file: aligned, inside it, and apart."""
+        """The tensors with their place in the file: aligned, inside it, and disjoint."""
         base = -(-self.offset // alignment) * alignment
         placed = {}
         for name, info in infos.items():
@@ -251,7 +250,7 @@ def _short(name: str) -> str:
 
 
 def _by_place(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """Those that have bytes, in the order of their bytes."""
+    """The tensors that have bytes, in file order."""
     filled = [(name, info) for name, info in tensors.items() if info.num_bytes]
     return iter(sorted(filled, key=lambda item: item[1].start))
 

@@ -1,4 +1,4 @@
-"""JSON files that others made: read, or refused in one line."""
+"""Third-party JSON files: read, or refused in one line."""
 
 import json
 import re
@@ -7,15 +7,15 @@ from pathlib import Path
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import require_file
 
-# The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. An empty object
-# is three bytes of text and 72 of memory.
+# The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. An empty object is
+# three bytes of text and 72 of memory.
 MAX_BYTES = 64 << 20
 MAX_VALUES = 6_000_000
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file, line ends as they are. `what` names it in a refusal."""
+    """The text of a UTF-8 file, with unchanged line ends. `what` names it in an error."""
     require_file(path, what)
     try:
         with path.open("rb") as file:
@@ -30,12 +30,12 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_object(path: Path, what: str) -> dict[str, object]:
-    """Raises SparkinferError unless the file holds one JSON object whose texts are text."""
+    """Raises SparkinferError unless the file holds one JSON object with valid texts."""
     return parse_object(path, read_text(path, what), what)
 
 
 def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
-    """As `read_object`, of a text that `path` names in a refusal."""
+    """As `read_object`, for a text that `path` names in an error."""
     if sum(text.count(sign) for sign in ",[{") > MAX_VALUES:
         raise SparkinferError(f"{path}: has over {MAX_VALUES} values; wanted a {what}")
     try:

@@ -1,9 +1,9 @@
-"""How many kernels a token starts on a GPU: the one definition that plans are priced with.
+"""The number of kernels that a token launches on a GPU: the one definition that plans are priced
+with.
 
 A step on a GPU is a captured graph, in which every kernel waits for the one before it and costs
 `Gpu.launch_s` beside its bytes. Counted are a product with each matrix, one norm each (it adds the
-residual as it reads), and what follows. What this module does not know: how long any of them takes.
-"""
+residual as it reads), and the groups below."""
 
 from sparkinfer.budget import is_dense, is_predictor, layer_tensors
 from sparkinfer.model_file import ModelFile
@@ -12,13 +12,13 @@ from sparkinfer.model_file import ModelFile
 ATTENTION_KERNELS = 3
 # Gate and up rows with the activation; down rows; the sums of the parts.
 HOT_KERNELS = 3
-# Gate, up, activation with product, down: a layer that is run densely, as others do.
+# Gate, up, activation with product, down: a layer that is run densely, as in other engines.
 DENSE_FFN_KERNELS = 4
 HEAD_KERNELS = 2  # the norm and the product
 
 
 def dense_kernels(model: ModelFile, layer: int, *, has_predictor: bool) -> int:
-    """Of a layer's dense block; `has_predictor` where the predictor is run too."""
+    """Kernels of a layer's dense block; `has_predictor` if the predictor is run too."""
     count = ATTENTION_KERNELS
     for name, entry in layer_tensors(model, layer).items():
         is_matrix = len(entry.shape) == 2

@@ -1,8 +1,7 @@
 """limits.safetensors: rules without training, a limit for each value of a layer.
 
 A value at or below its limit in magnitude counts as zero, and the weights it would be multiplied by
-are not read. NaN passes. Specified in docs/formats.md. What this module does not know: how limits
-are chosen, and how a layer is computed with them.
+are not read. NaN passes. Specified in docs/formats.md.
 
 Letters: L layers, D model width, F neurons, H values of all heads together."""
 
@@ -22,13 +21,13 @@ from sparkinfer.typed import Fields, shown
 
 FORMAT = "sparkinfer.limits"
 VERSION = 1
-# Beside a checkpoint's weights: `convert` takes it from there.
+# In a checkpoint's folder, where `convert` looks for it.
 FILE_NAME = "sparkinfer_limits.safetensors"
 MAX_LAYERS = 1 << 12
 
 
 class Place(NamedTuple):
-    """A limit's tensor in a layer of a model file, and what it is compared with."""
+    """A limit's tensor in a layer of a model file, and the value compared with it."""
 
     tensor: str
     of: str
@@ -46,8 +45,8 @@ PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLimits:
-    """f32, finite and from 0 on; None is no rule. Without gates (Falcon) gate_F is of |act(up)|,
-    which is also what hidden_F is of."""
+    """f32, finite and at least 0; None is no rule. Without gates (Falcon) gate_F applies to
+    |act(up)|, as does hidden_F."""
 
     gate_F: np.ndarray | None = None  # a neuron is silent where |act(gate_j)| <= limit_j
     hidden_F: np.ndarray | None = None  # its row of down is not read where |h_j| <= limit_j
@@ -57,13 +56,13 @@ class LayerLimits:
 
     @property
     def present(self) -> dict[str, np.ndarray]:
-        """Those there are, by field."""
+        """The limits present, by field."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def has_inputs(self) -> bool:
-        """Whether inputs are silenced, and not neurons alone."""
+        """True if inputs are silenced, not only neurons."""
         return any(limit is not None for limit in (self.qkv_D, self.output_H, self.ffn_D))
 
     def arrays(self, layer: int) -> dict[str, np.ndarray]:
@@ -75,12 +74,12 @@ class LayerLimits:
 class Limits:
     model_id: str | None  # None: of the checkpoint in whose folder the file is
     layers: tuple[LayerLimits, ...]
-    # Whether the weights were trained to run with them: then the model is what it is with limits.
+    # Whether the weights were trained to run with them: then they are part of the model.
     is_trained: bool = False
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)  # {} is unknown
 
     def __bool__(self) -> bool:
-        """Whether there is any limit."""
+        """True if there is any limit."""
         return any(layer.present for layer in self.layers)
 
     @property
@@ -128,7 +127,7 @@ class Limits:
         return found
 
     def validate(self) -> None:
-        """Raises SparkinferError unless each is a vector of f32, finite and from 0 on."""
+        """Raises SparkinferError unless each is a vector of f32, finite and at least 0."""
         if not self.layers:
             raise SparkinferError("limits of no layers")
         for name, limit in self.arrays().items():
@@ -140,7 +139,7 @@ class Limits:
                 raise SparkinferError(f"{name} is not all finite and from 0 on")
 
     def check_shape(self, shape: ModelShape, source: str) -> None:
-        """Raises SparkinferError, naming `source`, unless they are for a model of this shape."""
+        """Raises SparkinferError, naming `source`, unless they fit a model of this shape."""
         if len(self.layers) != shape.num_layers:
             raise SparkinferError(
                 f"{source}: limits of {len(self.layers)} layers, the model has {shape.num_layers};"
@@ -157,7 +156,7 @@ class Limits:
 
 
 def limit_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """What every layer of a model may have, by its name within the layer."""
+    """The shapes of a layer's possible limits, by name within the layer."""
     sizes = {
         "gate_F": shape.num_neurons,
         "hidden_F": shape.num_neurons,
@@ -177,7 +176,7 @@ def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerLimits:
 
 
 def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int) -> Limits:
-    """Those that a model file has. Raises SparkinferError as `Limits.validate`."""
+    """The limits in a model file. Raises SparkinferError as `Limits.validate`."""
     arrays = {
         name: entry.read()
         for layer in range(num_layers)
@@ -191,12 +190,12 @@ def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int
 
 
 def limit_entries(limits: Limits) -> dict[str, TensorEntry]:
-    """As tensors of a model file."""
+    """The limits as tensors of a model file."""
     return {name: array_entry(limit, "f32") for name, limit in limits.arrays().items()}
 
 
 def base_name(name: str) -> str:
-    """Of a matrix in a model file: without the mark of one that is transposed."""
+    """A matrix's name in a model file without the mark of a transposed one."""
     return name.removesuffix("_t.weight") + ".weight" if name.endswith("_t.weight") else name
 
 
@@ -205,7 +204,7 @@ def transposed_name(name: str) -> str:
 
 
 def transposed_by(limits: Limits, graph: Architecture) -> frozenset[str]:
-    """The matrices whose inputs have limits, by their names where they are not transposed."""
+    """The matrices whose inputs have limits, by their untransposed names."""
     return frozenset(
         f"blk.{number}.{name}.weight"
         for number, layer in enumerate(limits.layers)

@@ -1,6 +1,6 @@
-"""machine.json: what this machine can do, measured (or copied from a datasheet, and then said).
+"""machine.json: the machine's capabilities, measured (or copied from a datasheet, and marked so).
 
-Specified in docs/formats.md. What this module does not know: how to measure."""
+Specified in docs/formats.md."""
 
 import json
 import math
@@ -16,22 +16,22 @@ from sparkinfer.typed import MAX_SHOWN, Fields, one_line, shown
 
 FORMAT = "sparkinfer.machine"
 VERSION = 4
-# No quantity of a machine is outside, and what is computed from those inside is finite.
+# No quantity of a machine is outside, and computations on those inside stay finite.
 LEAST, MOST = 1e-18, 1e18
 MOST_S = 1e3  # of one copy, launch, layer or token: a solver counts in such units
 RATE = "gb_per_s"
-# Half of the rounds differ by more than this share of their median: something else was running.
+# If half of the rounds differ by more than this share of their median, something else was running.
 DOUBTFUL_SPREAD = 0.25
-# Of the rows, where chosen ones are measured.
+# The share of rows read where chosen rows are measured.
 CHOSEN_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One quantity over several rounds. `best` is what a plan is made with: what else runs on a
-    machine can make a round slower, never faster.
+    """One quantity over several rounds. `best` is the value for plans: other load on the machine
+    can make a round slower, never faster.
 
-    `quartiles` (ascending; the second is the median) are None and `rounds` is 0 where nothing was
+    `quartiles` (ascending; the second is the median) are None and `rounds` is 0 if nothing was
     measured."""
 
     best: float
@@ -40,14 +40,15 @@ class Figure:
 
     @classmethod
     def of_rounds(cls, values: Sequence[float], *, is_rate: bool) -> "Figure":
-        """Of two rounds or more; the best rate is the largest, the best time the smallest."""
+        """A figure of two rounds or more; the best rate is the largest, the best time the
+        smallest."""
         low, median, high = quantiles(values, n=4, method="inclusive")
         best = max(values) if is_rate else min(values)
         return cls(best=best, quartiles=(low, median, high), rounds=len(values))
 
     @property
     def spread(self) -> float:
-        """What half of the rounds lie within, as a share of the median; 0 where not measured."""
+        """The interquartile range as a share of the median; 0 if not measured."""
         if self.quartiles is None:
             return 0.0
         low, median, high = self.quartiles
@@ -63,7 +64,7 @@ class Gpu:
     """One GPU. Bandwidths in GB/s (1e9 bytes), times in seconds, memory in bytes."""
 
     name: str
-    source: str  # "measured", or where the figures come from
+    source: str  # "measured", or the origin of the figures
     memory_bytes: int
     free_bytes: int
     bandwidth_gb_per_s: Figure  # of reading
@@ -71,7 +72,7 @@ class Gpu:
     host_to_device_pageable_gb_per_s: Figure
     copy_latency_s: Figure  # fixed cost of one copy in a captured graph
     launch_s: Figure  # fixed cost of one kernel in a captured graph
-    round_trip_s: Figure  # GPU to CPU and back, with nothing computed
+    round_trip_s: Figure  # GPU to CPU and back, without computation
 
     @property
     def figures(self) -> dict[str, Figure]:
@@ -81,12 +82,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCosts:
-    """What the runtime itself reaches with all threads: what plans are priced with.
+    """The runtime's own costs with all threads, which plans are priced with.
 
-    Rates in GB/s by type of the matrix: of all its rows in turn, and of CHOSEN_SHARE of them.
-    `kv_gb_per_s`
-    is the cache's while one token attends to it. `layer_s` (by mode) and `token_s` are what a
-    layer and a token take where there are next to no bytes to read."""
+    Rates in GB/s by type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
+    `kv_gb_per_s` is the cache's while one token attends to it. `layer_s` (by mode) and `token_s`
+    are the fixed costs of a layer and a token, with next to no bytes to read."""
 
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
@@ -104,9 +104,8 @@ class CpuCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`cpu_bandwidth_gb_per_s` is what the runtime's own row products read, `cpu_sum_gb_per_s`
-    what torch's sum reads, each by number of threads. `cpu_costs` is None in the file of a card
-    alone."""
+    """`cpu_bandwidth_gb_per_s` is read by the runtime's own row products, `cpu_sum_gb_per_s` by
+    torch's sum, each by number of threads. `cpu_costs` is None in the file of a card alone."""
 
     cpu_name: str
     num_threads: int
@@ -119,10 +118,10 @@ class Machine:
     versions: dict[str, str]
 
     def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
-        """Bytes a second of a matrix of this type of which that share of the rows is read.
+        """Bytes per second of a matrix of this type of which that share of the rows is read.
 
-        Between all rows and CHOSEN_SHARE of them, the seconds of a byte go with the logarithm of
-        the share; below it they stay. Raises SparkinferError where not measured."""
+        Between all rows and CHOSEN_SHARE of them, the seconds per byte are linear in the logarithm
+        of the share; below it they are constant. Raises SparkinferError if not measured."""
         costs = self.costs
         for rates in (costs.all_rows_gb_per_s, costs.chosen_rows_gb_per_s):
             if kind not in rates:
@@ -149,7 +148,7 @@ class Machine:
 
     @property
     def figures(self) -> dict[str, Figure]:
-        """All of them, by a name for people."""
+        """All figures, by display name."""
         named = {f"cpu with {n} threads": f for n, f in self.cpu_bandwidth_gb_per_s.items()}
         named |= {f"cpu sum with {n} threads": f for n, f in self.cpu_sum_gb_per_s.items()}
         named |= {} if self.cpu_costs is None else self.cpu_costs.figures
@@ -157,7 +156,7 @@ class Machine:
 
     @property
     def times(self) -> dict[str, Figure]:
-        """Of the figures those in seconds, by the same names."""
+        """The figures in seconds, by display name."""
         return {
             name: figure
             for name, figure in self.figures.items()
@@ -191,7 +190,7 @@ class Machine:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def validate(self) -> None:
-        """Raises SparkinferError unless every figure is positive and of a machine's size."""
+        """Raises SparkinferError unless every figure is positive and plausible for a machine."""
         if not self.cpu_bandwidth_gb_per_s:
             raise SparkinferError("no CPU bandwidth")
         numbers: dict[str, float] = {"threads": self.num_threads, "memory": self.memory_bytes}

@@ -1,8 +1,8 @@
-"""What a command says when an input that it has mapped is cut short while it is read.
+"""Reports a mapped input that is truncated while it is read.
 
-The kernel ends such a process by SIGBUS, in native code of anybody, where Python can run nothing:
-so the handler is C++ (native/mapped_files.cpp). To go on with other bytes in place of the lost ones
-would be to compute what is wrong; the command says which file it was, and ends."""
+The kernel ends such a process by SIGBUS, in native code of any library, where Python can run
+nothing: so the handler is C++ (native/mapped_files.cpp). Continuing with other bytes in place of
+the lost ones would give wrong results; the command names the file, and ends."""
 
 import ctypes
 import faulthandler
@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-# Promises no memory for copies of pages that nobody writes to: else a file larger than main memory
-# cannot be mapped. Python names it from 3.13 on; 0x4000 is Linux.
+# Reserves no memory for copies of pages that nobody writes to: otherwise a file larger than main
+# memory cannot be mapped. Python names it from 3.13 on; 0x4000 is Linux.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 EXIT_CODE = 74  # sysexits.h: EX_IOERR
 
@@ -23,8 +23,8 @@ _lib: ctypes.CDLL | None = None
 
 
 def guard() -> bool:
-    """Installs the handler in this process; whether there is one. Whoever has asked Python for its
-    own (PYTHONFAULTHANDLER) keeps that."""
+    """Installs the handler in this process; true if it is installed. Python's own handler
+    (PYTHONFAULTHANDLER) takes precedence."""
     global _lib
     spec = find_spec("sparkinfer._mapped")  # finds the file in every kind of install
     if spec is None or spec.origin is None or faulthandler.is_enabled():
@@ -40,15 +40,15 @@ def guard() -> bool:
 
 
 def set_unfinished(paths: Iterable[Path]) -> None:
-    """The files to remove when the process ends so."""
+    """The files to remove if the process ends this way."""
     if _lib is not None:
         names = [os.fsencode(path.absolute()) + b"\0" for path in paths]
         _lib.spark_set_unfinished(b"".join(names), len(names))
 
 
 def map_whole(stream: BinaryIO) -> mmap.mmap:
-    """A whole file, copy on write, because torch takes no read-only arrays.
+    """Maps a whole file copy-on-write, because torch takes no read-only arrays.
 
-    Raises ValueError for an empty file, OSError where it cannot be mapped."""
+    Raises ValueError for an empty file, OSError if it cannot be mapped."""
     flags, rights = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(stream.fileno(), 0, flags=flags, prot=rights)

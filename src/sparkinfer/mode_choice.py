@@ -1,11 +1,11 @@
-"""Which mode a model runs in where nobody says: the one that reads least and costs next to nothing.
+"""Chooses a model's default mode: the one that reads least and costs next to nothing.
 
-A mode is taken for granted where it cannot change what the model says (dense, and exact where
-neurons are zero by themselves), or where the file's own record (mode_quality) says that it costs no
-more than a stated share of the perplexity. Of those the one whose token reads the fewest bytes is
-chosen. What a person should know of that choice is one line.
+A mode is allowed by default if it cannot change what the model says (dense, and exact if neurons
+are zero by themselves), or if the file's own record (mode_quality) says that it costs no more than
+a given share of the perplexity. Among those, the one whose token reads the fewest bytes is chosen.
+A line explains the choice if it needs explaining.
 
-What this module does not know: seconds (the solver goes by those), or how quality is measured."""
+The solver chooses by seconds instead."""
 
 import math
 from dataclasses import dataclass
@@ -15,44 +15,44 @@ from sparkinfer.budget import head_bytes, layer_bytes
 from sparkinfer.mode_quality import MAX_LOSS, ModeQuality, RunMode, SparseMode
 from sparkinfer.model_file import ModelFile
 
-# Types of which a smaller one saves a large share of the bytes.
+# Types for which a smaller one saves a large share of the bytes.
 LARGE_KINDS = ("f32", "f16", "bf16", "q8_0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeChoice:
-    """`line` is for people; None where the choice is what anyone expects."""
+    """`line` is for the user; None if the choice is the expected one."""
 
     mode: RunMode
     line: str | None = None
 
 
 def sparse_modes(model: ModelFile) -> tuple[SparseMode, ...]:
-    """Those that the file has something for; predicted first."""
+    """The sparse modes that the file supports; predicted first."""
     exact: tuple[SparseMode, ...] = ("exact",) if can_silence(model) else ()
     return ("predicted", *exact) if model.predictor is not None else exact
 
 
 def mode_meant(model: ModelFile) -> RunMode:
-    """What the file's predictors or thresholds are for, whatever it costs."""
+    """The mode that the file's predictors or thresholds are for, whatever it costs."""
     return next(iter(sparse_modes(model)), "dense")
 
 
 def can_silence(model: ModelFile) -> bool:
-    """Whether there is a neuron that need not be computed to its end: where all add something,
-    finding out which fire is work for nothing."""
+    """True if some neuron need not be computed to its end: if all contribute, finding out which
+    fire is wasted work."""
     return not is_smooth(model) or any(model.threshold_L) or model.has_limits
 
 
 def is_smooth(model: ModelFile) -> bool:
-    """Whether a neuron that is silenced would have added something."""
+    """True if a silenced neuron would have contributed."""
     return model.activation in SMOOTH
 
 
 def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
-    """Why a mode is not run unless it is asked for; None: it may be.
+    """Why a mode is not run by default; None: it may be.
 
-    Predictors of a ReLU model without a record are those of a file from before there were any."""
+    Predictors of a ReLU model without a record come from a file older than records."""
     quality = None if mode == "dense" else model.quality.get(mode)
     if mode == "dense" or (mode == "exact" and not is_smooth(model)):
         return None
@@ -66,7 +66,8 @@ def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
 
 
 def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
-    """Where one of two has no record of its bytes, predicted goes before exact before dense."""
+    """Between two modes without a record of their bytes, predicted goes before exact before
+    dense."""
     model = model.row_major
     modes = sparse_modes(model)
     allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]
@@ -81,7 +82,7 @@ def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
 
 
 def loss_line(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
-    """What somebody who asked for a mode should know of it."""
+    """A line for a user who asked for a mode."""
     quality = None if mode == "dense" else model.quality.get(mode)
     if quality is None or quality.perplexity_increase <= max_loss:
         return None
@@ -105,8 +106,8 @@ def predictor_bytes(model: ModelFile) -> int:
 
 
 def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
-    """By the record; None without one. Where the file's types are not those it was measured with,
-    all but the predictors, which keep theirs, is taken to shrink or grow as the dense bytes do."""
+    """By the record; None without one. If the file's types are not those it was measured with, all
+    bytes but the predictors', which keep their types, are scaled with the dense bytes."""
     quality = model.quality.get(mode)
     if quality is None:
         return None
@@ -118,7 +119,7 @@ def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
 def _line(
     model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...], max_loss: float
 ) -> str | None:
-    """Why a mode that the file has something for is not the one."""
+    """Why a mode that the file supports was not chosen."""
     if mode == mode_meant(model):
         return None
     unknown = [m for m in modes if m not in model.quality and refusal(model, m, max_loss)]
@@ -159,7 +160,7 @@ def _costly_line(
 
 
 def _no_gain_line(model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...]) -> str | None:
-    """What is in the file and saves nothing."""
+    """The line for parts of the file that save nothing."""
     own = dense_bytes(model) if mode == "dense" else bytes_per_token(model, mode)
     first = bytes_per_token(model, modes[0])
     if own is None or first is None:
@@ -184,6 +185,6 @@ def _share(share: float) -> str:
 
 
 def _above(share: float) -> float:
-    """One digit, and no less."""
+    """Rounded up to one digit."""
     unit = 10.0 ** math.floor(math.log10(share))
     return math.ceil(share / unit * (1 - 1e-12)) * unit

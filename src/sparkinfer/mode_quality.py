@@ -1,8 +1,7 @@
-"""What a mode costs against the same model computed densely, and what it reads: a measured record.
+"""The measured cost of a mode against the same model computed densely, and the bytes it reads.
 
 `profile` measures it and writes it into the profile and the predictors, `convert` puts it into the
-model file; whoever chooses a mode goes by it (mode_choice). What this module does not know: how it
-is measured, or what cost is too much."""
+model file; mode_choice decides by it."""
 
 import math
 from collections.abc import Mapping
@@ -14,20 +13,20 @@ from sparkinfer.typed import Fields, shown
 
 RunMode = Literal["dense", "exact", "predicted"]
 SparseMode = Literal["exact", "predicted"]
-# Of a perplexity, which a mode that is chosen without being asked for may cost.
+# Of the perplexity: the most that a default mode may cost.
 MAX_LOSS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeQuality:
-    """Of one mode, on text that nothing was fitted to. Shares and increases are relative: 0.01 is
-    1 %. Bytes are weights of the whole model that a token reads: attention, norms, predictor,
-    neurons and head, but no embedding."""
+    """One mode, on held-out text. Shares and increases are relative: 0.01 is 1 %. Bytes are weights
+    of the whole model that a token reads: attention, norms, predictor, neurons and head, but no
+    embedding."""
 
     perplexity_increase: float
-    perplexity_half_width: float  # with 95 % confidence the increase is within this of the truth
+    perplexity_half_width: float  # of the 95 % interval of the increase
     kl_mean: float  # nats
-    top1_agreement: float  # of tokens, the share whose most likely next token is the same
+    top1_agreement: float  # share of tokens with the same most likely next token
     num_tokens: int
     bytes_per_token: int
     dense_bytes_per_token: int  # of the file that it was measured on
@@ -56,7 +55,7 @@ _NAMES = {field.name for field in fields(ModeQuality)}
 
 
 def is_recordable(quality: ModeQuality) -> bool:
-    """Whether all of it is finite and in range: a broken mode has no record."""
+    """True if all of it is finite and in range: a broken mode has no record."""
     try:
         quality.validate("")
     except SparkinferError:
@@ -65,9 +64,9 @@ def is_recordable(quality: ModeQuality) -> bool:
 
 
 def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
-    """By mode, of what `quality_values` gave; `name` stands for it in a refusal.
+    """By mode, from the output of `quality_values`; `name` stands for it in an error.
 
-    Raises SparkinferError for other modes, other fields, and numbers that cannot be."""
+    Raises SparkinferError for other modes, other fields, and impossible numbers."""
     read = Fields(values, name)
     unknown = sorted(set(map(str, read.values)) - set(get_args(SparseMode)))
     if unknown:
@@ -79,7 +78,7 @@ def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
 def quality_values(
     quality: Mapping[SparseMode, ModeQuality],
 ) -> dict[str, dict[str, float | int | str]]:
-    """As JSON and GGUF hold it; validated."""
+    """The form for JSON and GGUF; validated."""
     for mode, of_mode in quality.items():
         of_mode.validate(mode)
     return {mode: asdict(of_mode) for mode, of_mode in quality.items()}

@@ -1,9 +1,8 @@
-"""model.gguf: the weights, the tokenizer and what the runtime must know to compute with them.
+"""model.gguf: the weights, the tokenizer and the parameters of the graph.
 
-Specified in docs/formats.md. Two layouts: `sparse`, where every feed-forward matrix is
-neuron-major (a row is a neuron, the down projection is `ffn_down_t`), and `stock`, which is
-exactly what llama.cpp loads. In the first a matrix whose inputs have limits may be transposed.
-What this module does not know: how to compute anything.
+Specified in docs/formats.md. Two layouts: `sparse`, where every feed-forward matrix is neuron-major
+(a row is a neuron, the down projection is `ffn_down_t`), and `stock`, which is exactly what
+llama.cpp loads. In the sparse layout a matrix whose inputs have limits may be transposed.
 
 Letters: L layers, D model width, F feed-forward neurons of a layer, R predictor rank."""
 
@@ -48,7 +47,7 @@ from sparkinfer.typed import shown
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
-TEMPLATE_KEY = "tokenizer.chat_template"  # and with .NAME those that are named
+TEMPLATE_KEY = "tokenizer.chat_template"  # and with .NAME the named ones
 TEMPLATES_KEY = "tokenizer.chat_templates"  # their names
 END_KEY = "tokenizer.end_token_ids"
 SPLIT_ARCHITECTURE = "sparkinfer-split"  # of a split file, which is a GGUF too
@@ -57,19 +56,19 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorInfo:
-    """How the predictors of all layers are to be read.
+    """How to read the predictors of all layers.
 
     logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, with act the identity ("linear",
     "gate") or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D
-    + up_bias. A neuron is computed where its score is above the threshold of its layer: the logit,
-    or for "gate", of smooth activations alone, |activation(logit)|.
-    x is the FFN input of the layer `input_layer_offset` before it."""
+    + up_bias. A neuron is computed if its score is above the threshold of its layer: the logit, or
+    for "gate", of smooth activations alone, |activation(logit)|. x is the FFN input of the layer
+    `input_layer_offset` before it."""
 
     kind: PredictorKind
     rank_L: tuple[int, ...]
     threshold_L: tuple[float, ...]
     input_layer_offset: int = 0
-    density_L: tuple[float, ...] = ()  # share of neurons named on held-out text; () is unknown
+    density_L: tuple[float, ...] = ()  # share of neurons predicted on held-out text; () is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +82,8 @@ class ModelFile:
     threshold_L: tuple[float, ...]  # a neuron fires above it: gate > t, or |silu(gate)| > t
     predictor: PredictorInfo | None
     tensors: dict[str, TensorEntry]
-    extra_keys: dict[str, Value]  # tokenizer, name, and the like: carried through unread
-    # What modes cost with these thresholds and predictors, as measured; {} is unknown.
+    extra_keys: dict[str, Value]  # tokenizer, name, and the like: passed through unread
+    # The measured costs of modes with these thresholds and predictors; {} is unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     is_trained_sparse: bool = False  # see limits.Limits.is_trained
 
@@ -97,7 +96,7 @@ class ModelFile:
 
     @classmethod
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
-        """From what `read_model_gguf` gives; `path` names it in a refusal."""
+        """The model from the output of `read_model_gguf`; `path` names it in an error."""
         read = KeyReader(path, keys, tensors)
         shape = read.shape()
         model = cls(
@@ -123,9 +122,9 @@ class ModelFile:
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
         check: Callable[[Path], None] = lambda written: None,
     ) -> None:
-        """Writes the file whole or not at all; `on_bytes` hears of every piece written.
+        """Writes the file whole or not at all; `on_bytes` is called for every piece written.
 
-        `check` is given what was written before it gets its name, and may raise."""
+        `check` gets the written file before it is renamed, and may raise."""
         self.validate()
         write_gguf(path, self.architecture, {**self._own_keys(), **self.extra_keys}, self.tensors,
                    on_bytes=on_bytes, check=check)  # fmt: skip
@@ -176,7 +175,8 @@ class ModelFile:
         return required, optional
 
     def _stored_shapes(self, layer: int, shapes: Shapes) -> Shapes:
-        """The same with those matrices transposed that are stored so; of a group all or none."""
+        """The same with transposed matrices under their stored names; of a group all or none
+        are."""
         for names in transposable(self.graph).values():
             if not any(self.is_transposed(layer, name) for name in names):
                 continue
@@ -185,7 +185,7 @@ class ModelFile:
         return shapes
 
     def _check_limits(self) -> None:
-        """Raises SparkinferError for limits that are no rule, or that this model cannot have."""
+        """Raises SparkinferError for malformed limits, or limits that this model cannot have."""
         found = [n for n in self.tensors if n.startswith("blk.") and n.endswith(".limit")]
         if not found:
             return
@@ -213,7 +213,8 @@ class ModelFile:
                 )
 
     def _check_options(self) -> None:
-        """What is optional is in all layers or in none, and a layer has one order of blocks."""
+        """Checks that optional tensors are in all layers or in none, and that a layer has one order
+        of blocks."""
         of_layer = [
             {name for name in optional_layer_shapes(self.graph, self.shape, None)
              if f"blk.{layer}.{name}" in self.tensors}
@@ -231,7 +232,7 @@ class ModelFile:
             )
 
     def _check_rotary(self) -> None:
-        """Raises SparkinferError unless what divides the frequencies is finite and above zero."""
+        """Raises SparkinferError unless the divisors of the frequencies are finite and positive."""
         entry = self.tensors.get("rope_freqs.weight")
         if entry is None:
             return
@@ -265,7 +266,7 @@ class ModelFile:
 
     @cached_property
     def limits(self) -> Limits:
-        """What silences neurons and inputs; without any, limits of no values."""
+        """The limits of neurons and inputs; empty if there are none."""
         return limits_in(self.tensors, self.model_id, self.shape.num_layers)
 
     @property
@@ -273,10 +274,10 @@ class ModelFile:
         return bool(self.limits)
 
     def with_limits(self, limits: Limits, source: str) -> "ModelFile":
-        """The model with these instead of its own, and with what they say of their cost; gate limits
-        take the place of thresholds, too.
+        """The model with these limits instead of its own, and with their recorded cost; gate limits
+        replace thresholds, too.
 
-        Raises SparkinferError, naming `source`, for those of another model or shape, and for
+        Raises SparkinferError, naming `source`, for limits of another model or shape, and for
         models that cannot have them."""
         if limits.model_id not in (None, self.model_id):
             raise SparkinferError(
@@ -302,13 +303,13 @@ class ModelFile:
         return model
 
     def is_transposed(self, layer: int, name: str) -> bool:
-        """Whether a matrix is stored with a row for each input."""
+        """True if a matrix is stored with a row for each input."""
         return f"blk.{layer}.{name}_t.weight" in self.tensors
 
     @property
     def row_major(self) -> "ModelFile":
-        """The model with every matrix under its usual name and shape: for what counts bytes, not for
-        what reads them."""
+        """The model with every matrix under its usual name and shape: for counting bytes, not for
+        reading them."""
         usual = dict(self.tensors)
         for layer in range(self.shape.num_layers):
             for names in transposable(self.graph).values():
@@ -323,7 +324,7 @@ class ModelFile:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output head is the embedding matrix."""
+        """True if the output head is the embedding matrix."""
         return "output.weight" not in self.tensors
 
     @property
@@ -359,10 +360,10 @@ class ModelFile:
 
 
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
-    """Keys and tensors of a GGUF, those of PowerInfer's told in our words.
+    """Keys and tensors of a GGUF, those of PowerInfer's translated.
 
-    There is always a `sparkinfer.model_id`: the one that `convert` wrote, or for a file that
-    others made, one computed from the file. Raises SparkinferError for a broken file."""
+    There is always a `sparkinfer.model_id`: the one that `convert` wrote, or for a third-party file
+    one computed from the file. Raises SparkinferError for a broken file."""
     if path.is_dir():
         raise SparkinferError(
             f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes of a"
@@ -391,9 +392,9 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
 def compute_model_id(
     config: Mapping[str, object], samples: Iterable[tuple[str, tuple[int, ...], bytes]]
 ) -> str:
-    """Names weights: sha256 over the config and each tensor's name, shape and sampled bytes.
+    """Identifies weights: sha256 over the config and each tensor's name, shape and sampled bytes.
 
-    The same for every type and layout made of one checkpoint, and cheap for 100 GB."""
+    The same for every type and layout made from one checkpoint, and cheap for 100 GB."""
     volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
     stable = {key: value for key, value in config.items() if key not in volatile}
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())

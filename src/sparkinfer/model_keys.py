@@ -1,6 +1,4 @@
-"""The header of a model file: typed reads of its keys, each with its own refusal, and its writing.
-
-What this module does not know: the tensors, beyond their names and shapes."""
+"""The header of a model file: typed reads of its keys, each with its own error, and its writing."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +19,7 @@ from sparkinfer.typed import shown
 from sparkinfer.unsupported import why_key, why_not_run
 
 VERSION = 1
-# What a count in a header is believed up to: a damaged one must not make anybody loop or allocate.
+# The largest count accepted from a header: a damaged one must not cause long loops or allocations.
 MAX_COUNT = (1 << 31) - 1
 QUALITY = "sparkinfer.quality."
 OWN = "sparkinfer."
@@ -39,7 +37,7 @@ NORM_EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
 }
-# Keys of an architecture that say nothing which the shape or the graph does not say.
+# Keys of an architecture that are redundant with the shape or the graph.
 SILENT_KEYS = {
     "tensor_data_layout",
     "use_parallel_residual",
@@ -87,8 +85,8 @@ class KeyReader:
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
-        """An unknown key may change what the graph computes, unless it says zero or no; one of ours
-        is of a later version."""
+        """An unknown key may change what the graph computes, unless its value is zero or false; one
+        of ours is from a later version."""
         prefix = self.graph.name + "."
         for key, value in self.keys.items():
             if key.startswith(OWN) and key not in OWN_KEYS and not key.startswith(QUALITY):
@@ -116,7 +114,7 @@ class KeyReader:
         return float(value)
 
     def line(self, key: str) -> str:
-        """A text that a refusal can quote as it is."""
+        """A one-line text that an error can quote as it is."""
         value = self.keys.get(key)
         if not isinstance(value, str) or not value.isprintable():
             raise SparkinferError(
@@ -125,7 +123,7 @@ class KeyReader:
         return value
 
     def flag(self, key: str) -> bool:
-        """No where the file does not say."""
+        """False if absent."""
         value = self.keys.get(key, False)
         if not isinstance(value, bool):
             raise SparkinferError(
@@ -141,7 +139,7 @@ class KeyReader:
         return value
 
     def thresholds(self, key: str, count: int) -> tuple[float, ...]:
-        """Finite numbers from 0 on; zeros where the file does not say."""
+        """Finite numbers, at least 0; zeros if absent."""
         values = self.floats(key, count, 0.0)
         if not all(0 <= value < np.inf for value in values):
             raise SparkinferError(f"{self.path}: key {key!r} is not all finite and from 0 on")
@@ -168,12 +166,12 @@ class KeyReader:
         return cast(str, value)
 
     def activation(self) -> Activation:
-        """That of llama.cpp's graph where the file does not say."""
+        """llama.cpp's for the graph if absent."""
         default = (*self.graph.stock_activations, "")[0]
         return cast(Activation, self.choice("sparkinfer.ffn.activation", Activation, default))
 
     def quality(self) -> dict[SparseMode, ModeQuality]:
-        """Of each mode that the file says it of."""
+        """The quality of each mode recorded in the file."""
         values: dict[str, dict[str, Value]] = {}
         for key, value in self.keys.items():
             if key.startswith(QUALITY):
@@ -234,7 +232,7 @@ class KeyReader:
         )
 
     def _rope_linear_factor(self) -> float:
-        """llama.cpp takes a file that says no type for linear, by the factor it says or 1."""
+        """llama.cpp takes a file without a type for linear, by its factor or 1."""
         prefix = f"{self.graph.name}.rope.scaling."
         scaling = self.keys.get(prefix + "type")
         if scaling not in (None, "none", "linear"):

@@ -1,4 +1,4 @@
-"""Checks of a command's outputs before its work starts, so that nobody waits an hour for a refusal.
+"""Checks of a command's outputs before its work starts, so that nobody waits an hour for an error.
 
 Nothing is overwritten by accident: no input, no other output, and nothing that exists without
 `force`. How files are then written is in sparkinfer.files."""
@@ -26,14 +26,14 @@ def check_outputs(
     folders: Iterable[Path] = (),
     output_folders: Sequence[Path] = (),
 ) -> None:
-    """Refuses outputs that are an input or each other, by any name; that exist already (unless
+    """Refuses outputs that are an input or each other, under any name; that exist already (unless
     `force`); that cannot be written.
 
-    In `folders` all files are inputs but the .gguf ones, and a new file could become one: the
-    output may lie there if it ends in .gguf. A link to a file is replaced, not the file; devices,
-    pipes and links to nothing are not. `output_folders` are replaced as a whole: nothing
-    that is read, and no other output, may lie in them. Called before the work starts, so that
-    nobody waits an hour for this answer; leaves nothing behind."""
+    In `folders` all files but .gguf ones are inputs, and a new file could become one: the output
+    may be there if it ends in .gguf. A link to a file is replaced, not the file; devices, pipes and
+    dangling links are refused. `output_folders` are replaced as a whole: no input and no other
+    output may be inside them. Called before the work starts, so that nobody waits an hour for this
+    error; leaves nothing behind."""
     folders = list(folders)
     inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
     check_apart([*paths, *output_folders], inputs)
@@ -54,7 +54,7 @@ def check_outputs(
 
 
 def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Refuses outputs that are an input or each other, by any name."""
+    """Refuses outputs that are an input or each other, under any name."""
     for number, path in enumerate(outputs):
         try:
             _check_others(path, outputs[:number], inputs)
@@ -66,7 +66,8 @@ def check_output_folder(
     path: Path, *, force: bool, is_ours: Callable[[str], bool], inputs: Iterable[Path] = ()
 ) -> None:
     """Refuses an output folder that is something else, holds anything (unless `force`), or holds
-    what this command would not have written, or what it reads: replacing it would delete that."""
+    files that this command would not have written, or that it reads: replacing it would delete
+    them."""
     check_outputs([], force=force, inputs=inputs, output_folders=[path])
     try:
         if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -130,7 +131,7 @@ def _check_writable(path: Path, *, force: bool) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """By name, through links, and where a file has two names."""
+    """Compares by name, through links, and by inode if a file has two names."""
     if os.path.exists(path) and os.path.exists(other):
         return path.samefile(other)
     return os.path.realpath(path) == os.path.realpath(other)

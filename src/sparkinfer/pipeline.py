@@ -1,6 +1,4 @@
-"""Work on several threads whose results are taken in order, a bounded number of them in memory.
-
-What this module does not know: what the work is."""
+"""Runs work on several threads and yields the results in order, a bounded number in memory."""
 
 import os
 from collections import deque
@@ -12,17 +10,17 @@ Result = TypeVar("Result")
 
 
 def num_threads() -> int:
-    """One for each core this process may use, up to 4: the disk is the limit before that."""
+    """One per core this process may use, up to 4: beyond that the disk is the limit."""
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux; a container has fewer than it sees
     return min(4, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
 
 
 def in_order(tasks: Iterable[Callable[[], Result]], threads: int) -> Generator[Result, None, None]:
-    """The results of `tasks` in their order, computed by `threads` threads.
+    """The results of `tasks` in order, computed by `threads` threads.
 
-    At most twice `threads` tasks are begun and not yet taken. The first task that raises ends
-    it: its exception comes out in its turn. However it ends (also by close(), where the caller
-    takes no more), no task is begun after that and the threads have ended."""
+    At most twice `threads` tasks are begun and not yet taken. The first task that raises ends it:
+    its exception is raised in its turn. However it ends (also by close(), if the caller takes no
+    more), no task is begun after that and the threads have ended."""
     pending: deque[Future[Result]] = deque()
     executor = ThreadPoolExecutor(threads, thread_name_prefix="sparkinfer")
     try:

@@ -1,8 +1,8 @@
-"""PowerInfer's model files, told in our words.
+"""PowerInfer's model files, translated to our keys and names.
 
-The container is GGUF but for its first four bytes. Names and meanings are those of its convert.py,
-convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation is that of its graphs, since the
-file does not say."""
+The container is GGUF except for its first four bytes. Names and meanings are those of its
+convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation is that of its graphs,
+since the file does not say."""
 
 import numpy as np
 
@@ -16,16 +16,16 @@ RENAMED = {
     "fc2.weight": "ffn_pred_up.weight",
     "ffn_down_t.bias": "ffn_down.bias",
 }
-FIRST_POSITION = 2  # rows of OPT's learned positions that no token has
-OPT_NORM_EPSILON = 1e-5  # of torch.nn.LayerNorm; the file does not say
+FIRST_POSITION = 2  # rows of OPT's learned positions that no token uses
+OPT_NORM_EPSILON = 1e-5  # torch.nn.LayerNorm's; the file does not say
 
 
 def adopt(
     keys: dict[str, Value], tensors: dict[str, TensorEntry]
 ) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
-    """Keys and tensors as a model file of the sparse layout has them.
+    """Keys and tensors as in a model file of the sparse layout.
 
-    Raises SparkinferError, without the file's name, for an architecture it has not."""
+    Raises SparkinferError, without the file's name, for an unknown architecture."""
     found = str(keys.get("general.architecture", "none"))
     if found not in ACTIVATIONS:
         raise SparkinferError(

@@ -1,7 +1,7 @@
-"""predictors.safetensors: small networks that say which neurons will fire.
+"""predictors.safetensors: small networks that predict which neurons will fire.
 
-Specified in docs/formats.md; their arithmetic stands at model_file.PredictorInfo. `profile`
-writes them, `convert` puts them into a model file. What this module does not know: training."""
+Specified in docs/formats.md; their arithmetic is described at model_file.PredictorInfo. `profile`
+writes them, `convert` puts them into a model file."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -32,7 +32,7 @@ STORED = {"f32": np.float32, "f16": np.float16, "q8_0": np.uint8, "q4_0": np.uin
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """Rows as a model file holds them: f32 or f16 values, or the bytes of whole blocks."""
+    """Rows as stored in a model file: f32 or f16 values, or the bytes of whole blocks."""
 
     data: np.ndarray
     kind: str
@@ -46,13 +46,13 @@ class StoredMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the values."""
+        """Shape of the values."""
         block, size = GGML_QUANT_SIZES[type_of(self.kind)]
         row_bytes = self.data.shape[1] * self.data.itemsize
         return self.data.shape[0], row_bytes // size * block
 
     def values(self) -> np.ndarray:
-        """f32, exactly what the stored ones are."""
+        """f32, exactly the stored values."""
         if self.kind in ("f32", "f16"):
             return self.data.astype(np.float32)
         return dequantize(self.data, type_of(self.kind))
@@ -100,7 +100,7 @@ class LayerPredictor:
         up_bias_F: np.ndarray | None = None,
         kind: str = "f32",
     ) -> "LayerPredictor":
-        """Of f32 weights, rounded to the type."""
+        """From f32 weights, rounded to the type."""
         return cls(
             down=None if down_RD is None else StoredMatrix.of(down_RD, kind),
             up=StoredMatrix.of(up_FR, kind),
@@ -110,8 +110,8 @@ class LayerPredictor:
 
     @property
     def matrix_kind(self) -> str | None:
-        """The type that the matrices must have in a model file, because the threshold was set on
-        them as they are; None (f32 weights) leaves it to whoever writes that file."""
+        """The type that the matrices must have in a model file, because the threshold was set for
+        them as stored; None (f32 weights) leaves it to the writer of that file."""
         return None if self.up.kind == "f32" else self.up.kind
 
     @property
@@ -143,7 +143,7 @@ class LayerPredictor:
         return {n: m.values() for n, m in self.matrices(layer).items()} | self.biases(layer)
 
     def wanted_shapes(self, num_neurons: int, width: int) -> dict[str, tuple[int, ...]]:
-        """What each array's shape must be, by its name within the layer."""
+        """The shape of each array, by name within the layer."""
         if self.down is None:
             return {"ffn_pred_up.weight": (num_neurons, width), "ffn_pred_up.bias": (num_neurons,)}
         return {
@@ -159,7 +159,7 @@ class Predictors:
     model_id: str | None  # None: made by others, nothing to compare with
     info: PredictorInfo
     layers: tuple[LayerPredictor, ...]
-    # Of the model with them, and of mode exact with the same thresholds; {} is unknown.
+    # For the model with them, and for mode exact with the same thresholds; {} is unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # that they were trained with; None is unknown
 
@@ -241,7 +241,7 @@ class Predictors:
 
 
 def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredictor:
-    """Removes the arrays of a layer; KeyError where there is no predictor."""
+    """Removes the arrays of a layer; KeyError if there is no predictor."""
     if kind is not None and not (isinstance(kind, str) and kind in STORED):
         raise SparkinferError(
             f"layer {layer}: matrix kind {shown(kind)} is not of {', '.join(STORED)}"

@@ -1,7 +1,6 @@
-"""model.profile.safetensors: how often each neuron fired, and how large the gates were.
+"""model.profile.safetensors: counts of each neuron's firings, and histograms of gate magnitudes.
 
-Specified in docs/formats.md. Two profiles of one model add up. What this module does not know:
-how the counts were taken, or what they are good for.
+Specified in docs/formats.md. Two profiles of one model add up.
 
 Letters: L layers, F neurons, B histogram bins."""
 
@@ -19,15 +18,15 @@ from sparkinfer.typed import MAX_COUNT, Fields, shown
 FORMAT = "sparkinfer.profile"
 VERSION = 3
 OLDER = (1, 2)  # without quality; without arithmetic
-# Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and
-# the last one has no end. Eight bins an octave: a threshold read off is within 9 % of the value.
+# Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and the
+# last one has no end. Eight bins per octave: a threshold read off is within 9 % of the value.
 EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
 NUM_BINS = len(EDGES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A text that was counted: its name, the sha256 of its bytes, the tokens used of it."""
+    """A text that was counted: its name, the sha256 of its bytes, the number of its tokens used."""
 
     name: str
     sha256: str
@@ -42,9 +41,9 @@ class Profile:
     corpora: tuple[Corpus, ...]
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
-    # Of the model with these thresholds, and with the predictors of the same run; {} is unknown.
+    # For the model with these thresholds, and with the predictors of the same run; {} is unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
-    arithmetic: str | None = None  # that the counts are of, e.g. the CPU's level; None is unknown
+    arithmetic: str | None = None  # used for the counts, e.g. the CPU's level; None is unknown
 
     @property
     def frequency_LF(self) -> np.ndarray:
@@ -63,7 +62,7 @@ class Profile:
         return top / np.maximum(1, descending_LF.sum(axis=1))
 
     def merge(self, other: "Profile") -> "Profile":
-        """The profile of both texts; the quality is of no sum, and left out.
+        """The profile of both texts; quality does not add up, and is left out.
 
         Raises SparkinferError for two different models."""
         if (self.model_id, self.threshold_L) != (other.model_id, other.threshold_L):
@@ -134,7 +133,7 @@ class Profile:
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:
-        """Raises SparkinferError where the numbers contradict each other."""
+        """Raises SparkinferError if the numbers contradict each other."""
         counts, histogram = self.active_count_LF, self.gate_histogram_LB
         if (
             counts.ndim != 2
@@ -162,7 +161,7 @@ class Profile:
 
 
 def _of_both(one: str | None, other: str | None) -> str | None:
-    """What two profiles were counted with, each named once; unknown where one is."""
+    """The arithmetic of both profiles, each named once; unknown if one is."""
     if one is None or other is None:
         return None
     return " + ".join(dict.fromkeys([*one.split(" + "), *other.split(" + ")]))

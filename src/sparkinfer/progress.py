@@ -1,4 +1,4 @@
-"""Progress on stderr: how much is done, how fast, how long it will take."""
+"""Progress on stderr: amount done, rate, time left."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-LINE_EVERY_S = 30.0  # where stderr is no terminal
+LINE_EVERY_S = 30.0  # if stderr is no terminal
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Advance:
         self.bar.update(self.task, rate="" if speed is None else f"{speed:,.0f} {self.unit}/s")
 
     def _line(self, console: Console) -> None:
-        """Says how far it is, now and then."""
+        """Prints a line from time to time."""
         if time.monotonic() - self.said_at < LINE_EVERY_S:
             return
         self.said_at = time.monotonic()
@@ -55,10 +55,10 @@ class Advance:
 
 @contextmanager
 def progress(label: str, total: float | None, unit: str) -> Iterator[Advance]:
-    """Gives what is to be called with the amount just done. Where stderr is no terminal it says a
+    """Yields a function to call with the amount just done. If stderr is no terminal it prints a
     line every half a minute.
 
-    A `total` of None is one that `Advance.set_total` tells later."""
+    A `total` of None is set later by `Advance.set_total`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

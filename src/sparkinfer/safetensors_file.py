@@ -18,7 +18,7 @@ _NAMES = {"b1": "BOOL", "u1": "U8", "i1": "I8", "i2": "I16", "u2": "U16", "f2": 
 
 
 def check_header(path: Path, what: str) -> None:
-    """Raises SparkinferError for a missing file and a header that is cut short or too large."""
+    """Raises SparkinferError for a missing file and a header that is truncated or too large."""
     require_file(path, what)
     try:
         with path.open("rb") as file:
@@ -41,8 +41,8 @@ def save_arrays(
 ) -> None:
     """Writes a file whole or not at all; metadata values are stored as JSON.
 
-    The same arrays and metadata are the same bytes. The package of safetensors writes its metadata
-    in any order, and to a file of its own that takes the place of the locked one."""
+    The same arrays and metadata give the same bytes. The safetensors package writes its metadata in
+    any order, and to a file of its own that would replace the locked one."""
     texts = {key: json.dumps(value) for key, value in metadata.items()}
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, object] = {
@@ -72,11 +72,10 @@ def load_arrays(
     optional: frozenset[str] = frozenset(),
     older: tuple[int, ...] = (),
 ) -> tuple[dict, dict[str, np.ndarray]]:
-    """Metadata (parsed) and arrays of a file that `save_arrays` wrote.
+    """Metadata (parsed) and arrays of a file written by `save_arrays`.
 
     Raises SparkinferError for a missing, truncated or foreign file, a version that is neither
-    `version` nor of the `older` ones, and where the metadata are not `keys` and some of
-    `optional`."""
+    `version` nor in `older`, and if the metadata are not `keys` and some of `optional`."""
     what = f"{format} file"
     check_header(path, what)
     try:

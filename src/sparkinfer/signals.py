@@ -1,9 +1,8 @@
 """SIGINT, SIGTERM and SIGHUP as exceptions that end a command with one line.
 
-Python runs handlers of signals between its own instructions, so native code that goes on for
-long is not stopped by one: then a thread removes what was being written and ends the process. What
-this module does not know: stages that take a signal as a wish to save (profile.run,
-sparsify.signals) and servers, which put handlers of their own in the place of these."""
+Python runs signal handlers between its own instructions, so long-running native code is not stopped
+by one: then a thread removes what was being written and ends the process. Stages that save on a
+signal (profile.run, sparsify.signals) and servers install handlers of their own."""
 
 import os
 import signal
@@ -18,9 +17,9 @@ from sparkinfer.errors import Interrupted
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MESSAGE = "interrupted; nothing half-written was left"
-SAME_S = 2.0  # within which several are one: shells, torchrun and `timeout` send it twice
+SAME_S = 2.0  # within which several count as one: shells, torchrun and `timeout` send it twice
 WAKE_S = 0.1  # after which the main thread is woken again
-NATIVE_S = 3.0  # that native code has to return
+NATIVE_S = 3.0  # for native code to return
 
 
 class _Handler:
@@ -37,10 +36,10 @@ class _Handler:
         raise Interrupted(MESSAGE, number)
 
     def watch(self, pipe: int) -> None:
-        """Ends the process where the main thread has not come to the handler in time.
+        """Ends the process if the main thread has not reached the handler in time.
 
-        Of two signals at once the second may be given to any thread, and the first with it; then
-        nothing wakes the main thread from where it waits."""
+        Of two signals at once the second may go to any thread, and the first with it; then nothing
+        wakes the main thread from where it waits."""
         signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
         main = threading.main_thread().ident
         assert main is not None
@@ -62,11 +61,11 @@ class _Handler:
 
 @contextmanager
 def ending(*, is_program: bool) -> Iterator[None]:
-    """Within its block the signals are exceptions, but those that the process was begun to ignore
-    (nohup) or that somebody else handles. A program has nothing to do behind it: there they end
-    it at once."""
+    """Within its block the signals are exceptions, except those that the process was started to
+    ignore (nohup) or that somebody else handles. A program has nothing to do after it: there they
+    end it at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python hears signals in the main thread only
+        yield  # Python handles signals in the main thread only
         return
     handler, plain = _Handler(), (signal.SIG_DFL, signal.default_int_handler)
     before = {number: signal.getsignal(number) for number in NUMBERS}

@@ -1,4 +1,4 @@
-"""Byte counts as people write them."""
+"""Byte counts in human-readable form."""
 
 import re
 
@@ -8,7 +8,7 @@ _UNITS = {"": 1 << 30, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "
           "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 
-MOST = 1 << 60  # a thousand million GiB; and files hold sizes in 64 bits
+MOST = 1 << 60  # a thousand million GiB; and files store sizes in 64 bits
 
 
 def parse_bytes(text: str) -> int:
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """In the largest binary unit that leaves at least one, e.g. 1.50 GiB."""
+    """In the largest binary unit that is at least one, e.g. 1.50 GiB."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= _UNITS[unit.upper()]:
             return f"{count / _UNITS[unit.upper()]:.2f} {unit}"
@@ -31,6 +31,6 @@ def format_bytes(count: int) -> str:
 
 
 def unit_of(most: int) -> tuple[str, int]:
-    """The unit that an axis up to so many bytes is written in, and its bytes."""
+    """The unit of an axis up to this many bytes, and its bytes."""
     name = next((unit for unit in ("GiB", "MiB", "KiB") if most >= 2 * _UNITS[unit.upper()]), "B")
     return name, _UNITS[name.upper()]

@@ -1,7 +1,7 @@
-"""model.split.gguf: the plan. Which neurons and dense blocks live on the GPU, and what it costs.
+"""model.split.gguf: the plan. It lists the neurons and dense blocks on the GPU, and the predicted
+cost.
 
-Specified in docs/formats.md. What this module does not know: how the plan was found, or how to
-run it. Its byte counts are checked against a model file by `check_against`."""
+Specified in docs/formats.md. `check_against` compares its byte counts with a model file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
 from sparkinfer.typed import Fields, shown
 
 VERSION = 3
-OLDER = (2,)  # counted predictors in mode exact too, which its bytes then say
+OLDER = (2,)  # counted predictors in mode exact too, which its bytes then include
 PlanMode = RunMode
 _PREFIX = "sparkinfer.split."
 UNKNOWN = "unknown"
@@ -37,12 +37,12 @@ class Split:
     gpu_bytes: Items
     cpu_bytes: Items
     status: str
-    objective_s: float  # predicted seconds a token
-    bound_s: float  # no plan is faster than this
+    objective_s: float  # predicted seconds per token
+    bound_s: float  # lower bound on any plan
     solve_s: float
-    # The GPU of each layer, and last that of the head: never falling; () where there is one GPU.
+    # The GPU of each layer, and last that of the head: non-decreasing; () if there is one GPU.
     home: tuple[int, ...] = ()
-    gpu_budget_bytes: tuple[int, ...] = ()  # of each GPU; () where there is one
+    gpu_budget_bytes: tuple[int, ...] = ()  # per GPU; () if there is one
     host_budget_bytes: int = 0  # 0: not limited
     profile_sha256: str = UNKNOWN  # of the files that it was made from
     machine_sha256: str = UNKNOWN
@@ -53,7 +53,7 @@ class Split:
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best one, as a share of the objective."""
+        """Upper bound on the distance to the best plan, as a share of the objective."""
         return max(0.0, 1.0 - self.bound_s / self.objective_s)
 
     @classmethod
@@ -128,7 +128,7 @@ class Split:
         write_gguf(path, SPLIT_ARCHITECTURE, keys, tensors)
 
     def validate(self) -> None:
-        """Raises SparkinferError where the plan contradicts itself."""
+        """Raises SparkinferError if the plan contradicts itself."""
         if not self.hot or len(self.hot) != len(self.dense_on_gpu):
             raise SparkinferError(f"{len(self.hot)} layers, {len(self.dense_on_gpu)} dense blocks")
         if self.gpu_bytes.keys() != set(ITEMS) or self.cpu_bytes.keys() != set(ITEMS):
@@ -149,7 +149,8 @@ class Split:
             raise SparkinferError(f"bound {self.bound_s} above objective {self.objective_s}")
 
     def _validate_gpus(self) -> None:
-        """Raises SparkinferError unless homes never fall and every one of them has a budget."""
+        """Raises SparkinferError unless homes are non-decreasing and every one of them has a
+        budget."""
         if not self.home:
             return
         is_rising = list(self.home) == sorted(self.home) and self.home[0] >= 0
@@ -165,7 +166,7 @@ class Split:
             )
 
     def held(self, model: ModelFile) -> ModelFile:
-        """What of the model is in memory when it runs by this plan: predictors in their mode."""
+        """The parts of the model in memory under this plan: predictors only in their mode."""
         return model if self.mode == "predicted" else without_predictors(model)
 
     def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
@@ -182,7 +183,7 @@ class Split:
         )
 
     def check_files(self, plan: Path, *, profile: Path, machine: Path | None = None) -> None:
-        """Raises SparkinferError where a file is not the one that the plan was made from."""
+        """Raises SparkinferError if a file is not the one that the plan was made from."""
         files = [("profile", profile, self.profile_sha256)]
         files += [("machine file", machine, self.machine_sha256)] if machine else []
         for what, path, known in files:
@@ -193,7 +194,7 @@ class Split:
                 )
 
     def check_against(self, model: ModelFile, path: Path) -> None:
-        """Raises SparkinferError where the plan is of another model or its bytes are wrong."""
+        """Raises SparkinferError if the plan is of another model or its bytes are wrong."""
         if self.model_id != model.model_id:
             raise SparkinferError(
                 f"{path}: made for model {self.model_id[:12]}, but {model.path} is"
@@ -240,11 +241,11 @@ _SCALARS = {
     "profile_sha256": str,
     "machine_sha256": str,
 }
-_OF_GPUS = {"home", "gpu_budget_bytes"}  # where there are several
+_OF_GPUS = {"home", "gpu_budget_bytes"}  # if there are several
 
 
 def without_predictors(model: ModelFile) -> ModelFile:
-    """The model as modes dense and exact have it in memory."""
+    """The model as modes dense and exact hold it in memory."""
     if model.predictor is None:
         return model
     kept = {
@@ -256,7 +257,7 @@ def without_predictors(model: ModelFile) -> ModelFile:
 
 
 def _refuse_unknown(keys: Mapping[str, Value]) -> None:
-    """Raises SparkinferError for a key of a plan that is not known, and for one of a pair."""
+    """Raises SparkinferError for an unknown key of a plan, and for half of a pair."""
     known = {"version", "dense_on_gpu", "hot_count", *_SCALARS, *_OF_GPUS}
     known |= {f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in ITEMS}
     own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}

@@ -1,7 +1,5 @@
-"""Inputs that must stay as they are while an output is made from them, and outputs that must stay
-away until then.
-
-What this module does not know: what is read, and how outputs are written (files)."""
+"""Checks that inputs stay unchanged while an output is made from them, and that no other run writes
+the output meanwhile."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,7 +7,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
-# Of checkpoints, predictors and texts; others in the same folder may come and go.
+# Suffixes of checkpoints, predictors and texts; other files in the same folder may come and go.
 READ = {".safetensors", ".bin", ".pt", ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".parquet",
         ".model", ".jinja"}  # fmt: skip
 _Stamp = tuple[int, int, int]  # inode, bytes, time of the last change in nanoseconds
@@ -20,10 +18,10 @@ _new: ContextVar[set[Path]] = ContextVar("new")
 @contextmanager
 def reading(*paths: Path | None, new: Sequence[Path] = ()) -> Iterator[None]:
     """Within its block nothing is written from inputs that have changed since its beginning, and
-    nothing over one of the outputs `new`, which are not there yet, if another run has written it:
-    `partial_file` and `partial_folder` refuse. Of a folder, the files count that are read of one.
+    nothing over one of the absent outputs `new`, if another run has written it: `partial_file` and
+    `partial_folder` refuse. In a folder, the files that are read count.
 
-    A file that is mapped and cut short reads as zeros up to the end of its last page."""
+    A mapped file that is truncated reads as zeros up to the end of its last page."""
     files = [file for path in paths if path is not None for file in _files_of(path)]
     stamps = {(real := _real(file)): _stamp(real) for file in files}
     tokens = _inputs.set(_inputs.get({}) | stamps), _new.set({_real(path) for path in new})
@@ -52,18 +50,18 @@ def _stamp(path: Path) -> _Stamp | None:
 
 
 def changed_inputs() -> list[Path]:
-    """Those of `reading` that are not as they were."""
+    """The inputs of `reading` that have changed."""
     return [path for path, stamp in _inputs.get({}).items() if _stamp(path) != stamp]
 
 
 def wrote(path: Path) -> None:
-    """An output has its name now, and may lie in a folder that is read."""
+    """Called when an output has its name; it may be in a folder that is read."""
     _inputs.get({}).pop(_real(path), None)
     _new.get(set()).discard(_real(path))
 
 
 def is_taken(path: Path) -> bool:
-    """Whether another run has written what was to be new."""
+    """True if another run has written an output that was to be new."""
     return _real(path) in _new.get(set()) and os.path.lexists(path)
 
 

@@ -1,21 +1,21 @@
-"""How much main memory this machine has, and how much of it this process may have."""
+"""Main memory of this machine, and how much of it this process may have."""
 
 import os
 from pathlib import Path
 
 _ROOT = Path("/")
-# A group without a limit says "max" (version 2) or a number near 2^63 (version 1).
+# A group without a limit has "max" (version 2) or a number near 2^63 (version 1).
 _NO_LIMIT = 1 << 60
 
 
 def free_memory_bytes() -> int:
-    """What this process can still take, the system's cache of files included: no more than the
-    limits of its control groups (containers, services) leave."""
+    """What this process can still take, page cache included, within the limits of its control
+    groups (containers, services)."""
     return min([memory_bytes()[1], *_left_by_groups(_ROOT)])
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(all, available) bytes of main memory of the machine."""
+    """(total, available) bytes of main memory of the machine."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     try:
@@ -27,8 +27,8 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _left_by_groups(root: Path) -> list[int]:
-    """Of each control group with a limit on memory that this process is in, however deep: the limit
-    less what it uses, but for the files that it has cached and not used lately."""
+    """For each control group with a memory limit that this process is in, at any depth: the limit
+    minus its use, not counting inactive page cache."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

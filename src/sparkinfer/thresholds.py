@@ -1,5 +1,5 @@
-"""The thresholds of a profile, put in place of a model's own: by convert for good, by the engine
-for one run. What this module does not know: how they were chosen."""
+"""Replaces a model's thresholds by those of a profile: permanently in convert, for one run in the
+engine."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
 
 
 def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
-    """What the profile says of its thresholds, and of predictors where the model's are of the same
+    """The profile's record of its thresholds, and of predictors if the model's are of the same
     run."""
     own = model.quality.get("predicted")
     is_same = own is not None and own == profile.quality.get("predicted")
@@ -41,11 +41,10 @@ def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality
 
 
 def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: str) -> ModelFile:
-    """The model with other thresholds, of whose cost nothing is known; `source` is what an error
-    names.
+    """The model with other thresholds, whose cost is unknown; `source` is named in errors.
 
-    Raises SparkinferError unless they are a finite number from 0 for each layer of a SiLU or GELU
-    model; in others a threshold is a part of the activation."""
+    Raises SparkinferError unless they are a finite number, at least 0, for each layer of a SiLU or
+    GELU model; in others a threshold is a part of the activation."""
     if model.activation not in SMOOTH:
         raise SparkinferError(
             f"{source}: thresholds are for SiLU and GELU models; this one is {model.activation},"

@@ -1,8 +1,7 @@
-"""A tokenizer.json, as a text, to the tokenizer that it describes.
+"""Builds the tokenizer described by the text of a tokenizer.json.
 
-The `tokenizers` library reads it; what would there end in a traceback, a panic or a loop without
-end is refused here. What this module does not know: where the text was found, or what is done with
-the tokenizer."""
+The `tokenizers` library reads it; text that would end there in a traceback, a panic or an endless
+loop is refused here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 from sparkinfer.errors import SparkinferError
 from sparkinfer.typed import one_line
 
-# Published models have up to 262,144; the library counts through all numbers up to the largest.
+# Published models have up to 262,144; the library counts through all ids up to the largest.
 MAX_TOKENS = 1 << 22
 TRIAL = "A text of 12 letters\n"
 
@@ -33,8 +32,7 @@ def read_tokenizer(source: str, text: str) -> Tokenizer:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Turns what tokenizers raises, Exception itself and no type of it, or a panic, into
-    SparkinferError."""
+    """Turns tokenizers' exceptions (plain Exception) and panics into SparkinferError."""
     try:
         yield
     except BaseException as error:

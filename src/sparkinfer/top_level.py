@@ -1,9 +1,9 @@
 """How every command ends.
 
-No command ends in a traceback: what a user or a machine did wrong is one line with code 1, and an
-error that nobody expected is one line with code 70, with SPARKINFER_DEBUG=1 behind its traceback.
-Everything slow is imported within the block that sees to this, signals included. What this module
-does not know: commands (commands.all_commands)."""
+No command ends in a traceback: an error of the user or the machine is one line with code 1, and an
+unexpected error is one line with code 70, after its traceback if SPARKINFER_DEBUG=1. Everything
+slow is imported within the block that ensures this, signals included. Commands are in
+commands.all_commands."""
 
 import os
 import sys
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "SPARKINFER_DEBUG"
 UNEXPECTED = 70  # sysexits.h: EX_SOFTWARE
-MOST_LETTERS = 300  # of an error's own words
-LEAST_ALIKE = 0.7  # of two names, for the one to be suggested for the other
-# Of torch's errors that it has no memory, which are plain RuntimeErrors on the CPU.
+MOST_LETTERS = 300  # of an error's own message
+LEAST_ALIKE = 0.7  # between two names, for one to be suggested for the other
+# torch's out-of-memory messages, which are plain RuntimeErrors on the CPU.
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std::bad_alloc")
 
 
@@ -73,7 +73,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
 
 
 def usage_line(error: "click.ClickException") -> str:
-    """What is wrong with a command line, and where its options are listed."""
+    """The error of a command line, and where its options are listed."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "sparkinfer"
     possible = getattr(error, "possibilities", None)
@@ -89,7 +89,7 @@ def usage_line(error: "click.ClickException") -> str:
 
 
 def _end(error: BaseException, arguments: list[str]) -> int:
-    """Says what happened; the exit code."""
+    """Reports the error; returns the exit code."""
     from sparkinfer.files import remove_unfinished
 
     remove_unfinished()
@@ -113,7 +113,7 @@ def _end(error: BaseException, arguments: list[str]) -> int:
 
 
 def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, int]:
-    """(what is said of an error, exit code)."""
+    """(message of an error, exit code)."""
     command = " ".join(["sparkinfer", *(name for name in arguments[:1] if name[:1] != "-")])
     if isinstance(error, SparkinferError):
         return f"sparkinfer: {error}", 1
@@ -135,7 +135,7 @@ def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether Python or torch had no memory left."""
+    """True if Python or torch ran out of memory."""
     if isinstance(error, MemoryError):
         return True
     is_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
@@ -148,23 +148,23 @@ def _words(error: BaseException) -> str:
 
 
 def _say(line: str) -> None:
-    """On stderr, which may be closed or full."""
+    """Writes to stderr, which may be closed or full."""
     with suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty() and line.endswith(MESSAGE):
-            sys.stderr.write("\n")  # behind ^C
+            sys.stderr.write("\n")  # after ^C
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
 def _forget_stdout() -> None:
-    """What is left in it cannot be written at the end of the process either."""
+    """Drops unwritten output, which cannot be written at exit either."""
     sys.stdout = None  # type: ignore[assignment]
 
 
 @contextmanager
 def _nothing_printed(arguments: list[str]) -> Iterator[None]:
-    """Python's own tracebacks of a process: of threads, of what cannot be raised, and of letters
-    that stdout has no bytes for."""
+    """Disables Python's own tracebacks at exit: of threads, of unraisable errors, and of characters
+    that stdout cannot encode."""
 
     def of_thread(found: threading.ExceptHookArgs) -> None:
         if found.exc_value is not None and not isinstance(found.exc_value, SystemExit):

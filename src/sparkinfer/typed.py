@@ -1,9 +1,8 @@
-"""Strict reads of the values in our own files' JSON objects and GGUF keys, and how a refusal quotes
-what others wrote.
+"""Strict reads of the values in our own files' JSON objects and GGUF keys, and quotes of
+third-party values in errors.
 
-A value of another type than is wanted is refused by its name: none is turned into the other, and
-none comes through to where its type is taken for granted. What this module does not know: the
-file (whoever catches the error puts its name before)."""
+A value of the wrong type is refused by its name: none is converted, and none reaches code that
+relies on its type. The file's name is left to whoever catches the error."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,16 +13,17 @@ import numpy as np
 from sparkinfer.errors import SparkinferError
 
 T = TypeVar("T")
-MAX_COUNT = (1 << 63) - 1  # what an int64 holds; every count of ours does
-MAX_SHOWN = 60  # characters of a value that a refusal quotes
+MAX_COUNT = (1 << 63) - 1  # the largest int64; every count of ours fits
+MAX_SHOWN = 60  # characters of a value that an error quotes
 MAX_LINE = 200  # of another program's message
 
 
 class Fields:
-    """The values of an object by their keys; `name` stands for it in a refusal."""
+    """The values of an object by their keys; `name` stands for it in an error."""
 
     def __init__(self, values: object, name: str = "", keys: set[str] | None = None) -> None:
-        """Raises SparkinferError for what is no object, and where its keys are not `keys`."""
+        """Raises SparkinferError for a value that is not an object, and if its keys are not
+        `keys`."""
         if not isinstance(values, Mapping):
             name = one_line(name or "the content", MAX_SHOWN)
             raise SparkinferError(f"{name} is {shown(values)}, wanted an object")
@@ -40,7 +40,7 @@ class Fields:
         return None if self._get(key) is None else self.text(key)
 
     def line(self, key: str) -> str:
-        """A text that a refusal can quote as it is: an id, or a name."""
+        """A one-line text that an error can quote as it is: an id, or a name."""
         value = self.text(key)
         return value if value.isprintable() else self._refuse(key, value, "a text of one line")
 
@@ -64,7 +64,7 @@ class Fields:
         return self._each(key, lambda name, value: self._count(name, value, 0, most))
 
     def number(self, key: str, *, least: float = -math.inf, above: float = -math.inf) -> float:
-        """A finite number from `least` on, and larger than `above`."""
+        """A finite number, at least `least` and larger than `above`."""
         value = self._number(key, self._get(key))
         if not (math.isfinite(value) and value >= least and value > above):
             bound = f" above {above}" if above > -math.inf else ""
@@ -126,20 +126,18 @@ def _plain(value: object) -> object:
 
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:
-    """A value as a refusal quotes it: in one line, and cut where it is long."""
+    """A value as an error quotes it: in one line, and cut if it is long."""
     value = _plain(value)
     if isinstance(value, int) and abs(value) > 10**60:
         return "a number of more than 60 digits"
     try:
         text = repr(value[: most + 1] if isinstance(value, str) else value)
-    except (
-        RecursionError
-    ):  # json reads what is nested as deeply as that, repr is called from deeper
+    except RecursionError:  # json nests to the limit; repr runs deeper in the stack
         return f"a {type(value).__name__} in a {type(value).__name__}, and so on"
     return text if len(text) <= most + 2 else text[: most - 3] + "..."
 
 
 def one_line(message: object, most: int = MAX_LINE) -> str:
-    """What another program says, in one line, and cut where it is long."""
+    """Another program's message in one line, cut if it is long."""
     text = " ".join(str(message).split())
     return text if len(text) <= most else text[: most - 3] + "..."

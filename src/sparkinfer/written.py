@@ -1,6 +1,6 @@
-"""What a conversion wrote, and how to read it back in the source's own names and order.
+"""The output of a conversion, and how to read it back in the source's own names and order.
 
-`convert` makes it and `profile` checks it, which know nothing of each other."""
+`convert` makes it and `profile` checks it; neither imports the other."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A tensor of the source as the written file has it: f32, the source's orientation.
+    """A tensor of the source as in the written file: f32, the source's orientation.
 
     `rows` are the rows of the source that `values` are, or None for all of them."""
 
@@ -25,7 +25,7 @@ class Written:
     """`source` is a checkpoint folder or a GGUF; `path` is not yet the file's final name, which is
     `output`.
 
-    `restored` gives every tensor once, and raises SparkinferError for one whose values are not
+    `restored` yields every tensor once, and raises SparkinferError for one whose values are not
     those of the source to the rounding of its type."""
 
     source: Path

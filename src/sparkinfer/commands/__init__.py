@@ -1,1 +1,1 @@
-"""Commands that are too long for cli.py, and what all commands share."""
+"""Commands that are too long for cli.py, and code shared by all commands."""

@@ -88,7 +88,7 @@ def advise(
 
 
 class _Files:
-    """The model in other types and with limits, made when asked for; removed with their folder."""
+    """The model in other types and with limits, made on demand; removed with their folder."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
@@ -125,7 +125,7 @@ class _Files:
 
 
 def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
-    """The model's own type and the smaller ones."""
+    """The model's own type and smaller ones."""
     from sparkinfer.model_file import ModelFile
 
     own = ModelFile.load(model).tensors["blk.0.attn_output.weight"].kind
@@ -154,7 +154,7 @@ def _lines(advice: "Advice") -> list[str]:
 
 
 def _next(model: Path, advice: "Advice", limits: Path | None) -> list[str]:
-    """What to type."""
+    """The next command to type."""
     best = advice.best
     if best.rule == "dense":
         return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type}"]

@@ -1,9 +1,8 @@
 """All commands: `sparkinfer`, or `python -m sparkinfer`.
 
-Thin wrappers: each builds the config of one stage, runs it, and prints. A stage is imported
-inside its command, so that `sparkinfer --help` needs no torch. People read stderr, programs
-read stdout: the text of `generate`, or one JSON object with --json. What this module does not know:
-how a command ends that cannot go on (top_level)."""
+Thin wrappers: each builds the config of one stage, runs it, and prints. A stage is imported inside
+its command, so that `sparkinfer --help` needs no torch. People read stderr, programs read stdout:
+the text of `generate`, or one JSON object with --json. Commands that fail end in top_level."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from sparkinfer.written import Written
 
 
 class Stopped(Exception):
-    """An interrupt, as click takes it for nothing of its own (it would print an empty line)."""
+    """An interrupt that click does not handle itself (it would print an empty line)."""
 
     def __init__(self, how: KeyboardInterrupt) -> None:
         super().__init__(str(how))

@@ -1,4 +1,4 @@
-"""-ctk and -ctv, as llama.cpp calls them: how keys and values are kept; and which of them are read."""
+"""-ctk and -ctv, as in llama.cpp: storage types of keys and values; and which of them are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ Command = Callable[..., Any]
 
 
 def cache_type_options(command: Command) -> Command:
-    """Adds them; they are called as `Engine.load` calls its own."""
+    """Adds the options, under the names of `Engine.load`."""
     of_values = click.option(
         "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
         help="The same of values; what keys are kept in.",

@@ -1,7 +1,7 @@
 """`sparkinfer chat`: a conversation at a terminal, or with a script at the other end of a pipe.
 
-Answers go to stdout, all else to stderr. What this module does not know: how lines are edited
-(terminal), how a conversation is kept (runtime.generate.chat)."""
+Answers go to stdout, everything else to stderr. Line editing is in terminal, the conversation in
+runtime.generate.chat."""
 
 import json
 import sys
@@ -119,7 +119,7 @@ def chat(
     system = _system(system, system_file)
     use_threads(threads)
     with Engine.load(model, split, **options) as engine:
-        constraint_of(constraint, engine.codec)  # refuses what is wrong before the first message
+        constraint_of(constraint, engine.codec)  # refuses wrong options before the first message
         new_mask = None
         if constraint != ConstraintOptions():
             new_mask = cast("Callable[[], Mask]", partial(constraint_of, constraint, engine.codec))
@@ -143,7 +143,7 @@ def chat(
 
 
 class Talk:
-    """One conversation: takes lines, until there are no more or one says /quit."""
+    """One conversation: takes lines until there are no more or one is /quit."""
 
     def __init__(self, chat: "Conversation", lines: Lines, is_typed: bool) -> None:
         self.chat, self.lines, self.is_typed = chat, lines, is_typed
@@ -180,7 +180,7 @@ class Talk:
                 note("[stopped]")
 
     def take(self, line: str) -> None:
-        """A message or a command. Raises SparkinferError for what cannot be done."""
+        """A message or a command. Raises SparkinferError if it fails."""
         if not line.strip():
             return
         name, rest = [*line.strip()[1:].split(maxsplit=1), "", ""][:2]
@@ -290,7 +290,7 @@ def _path_of(command: str, text: str) -> Path:
     try:
         path = Path(text).expanduser()
         path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a zero, or no such user
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or an unknown user
         raise SparkinferError(
             f"/{command} {text[:60]!r}: no name of a file ({error})"[:200]
         ) from error

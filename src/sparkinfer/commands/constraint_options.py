@@ -1,6 +1,4 @@
-"""The options by which a command constrains what a model writes: a JSON schema, grammar or regex.
-
-What this module does not know: what a constraint does with tokens."""
+"""The options that constrain a model's output: a JSON schema, grammar or regex."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class ConstraintOptions:
     regex: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises click's usage error where more than one is given."""
+        """Raises click's usage error if more than one is given."""
         given = [f"--{name.replace('_', '-')}" for name in NAMES if getattr(self, name) is not None]
         if len(given) > 1:
             raise click.UsageError(f"{' and '.join(given)} exclude each other; give one")
@@ -53,9 +51,9 @@ def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constraint_of(options: ConstraintOptions, codec: "TextCodec") -> "Constraint | None":
-    """The constraint that the options ask for; None where they ask for none.
+    """The constraint that the options ask for; None if they ask for none.
 
-    Raises SparkinferError for a file that cannot be read and for what is not understood in it."""
+    Raises SparkinferError for a file that cannot be read and for syntax errors in it."""
     from sparkinfer.runtime.generate import constraints
 
     if options.json_schema is not None:

@@ -1,6 +1,4 @@
-"""`sparkinfer generate`: a text is continued, or several are, together.
-
-What this module does not know: how tokens are made."""
+"""`sparkinfer generate`: continues a text, or several together."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -50,11 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be written, as the options say."""
+    """What to write, from the options."""
 
     prompts: list[str]
     is_many: bool
-    is_shown: bool  # the prompt before its continuation
+    is_shown: bool  # print the prompt before its continuation
     output: str  # "text", "json" or "lines"
     prompt_cache: Path | None
     force: bool
@@ -169,7 +167,7 @@ def _check(wanted: Wanted) -> None:
 
 
 def _endings(options: dict[str, Any]) -> "GenerationOptions":
-    """Takes their options out of those of the engine."""
+    """Takes the options for endings out of those of the engine."""
     from sparkinfer.runtime.generate.generation import GenerationOptions
 
     keep, shifts = options.pop("keep"), options.pop("shifts")
@@ -200,7 +198,7 @@ def _continuation(
     engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
     drafts: Any, stack: ExitStack,
 ) -> "Iterator[Token]":  # fmt: skip
-    """Of the prompt; keeps its state where that is asked for. Refuses before the first token."""
+    """Continues the prompt; saves its state if asked for. Refuses before the first token."""
     ids = engine.codec.encode(wanted.prompts[0])
     sequence = None
     if wanted.prompt_cache:
@@ -225,7 +223,7 @@ def _answer(
     """The answer to the prompt as a message."""
     from sparkinfer.runtime.generate.chat import ChatOptions
 
-    is_free = make() is None  # refuses what is wrong
+    is_free = make() is None  # refuses wrong options
     chat = engine.chat(
         wanted.system, template=wanted.template, sampling=sampling,
         options=ChatOptions(generation=endings),
@@ -251,7 +249,7 @@ def _write_many(
 
 
 def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
-    """Shows tokens as they come; 0, or the exit code of an interrupt, which ends the text and not
+    """Shows tokens as they come; 0, or the exit code of an interrupt, which ends the text but not
     the report."""
     try:
         for number, token in tokens:
@@ -290,7 +288,7 @@ def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
 
 
 def _save(engine: "Engine", sequence: Any, num_prompt: int, wanted: Wanted) -> None:
-    """The prompt's state, unless it was in the file already."""
+    """Saves the prompt's state, unless it is in the file already."""
     from sparkinfer.runtime.generate.prompt_cache import save_prompt
 
     assert wanted.prompt_cache is not None

@@ -1,7 +1,8 @@
-"""llama.cpp's options on our command lines: taken where they mean the same, else told in one line.
+"""llama.cpp's options on our command lines: accepted if they mean the same, else explained in one
+line.
 
-Options that a command has itself are not looked at, so those with llama.cpp's own spelling (-c, -n,
---temp, -ctk) come through as they are."""
+A command's own options are not touched, so those with llama.cpp's spelling (-c, -n, --temp, -ctk)
+pass unchanged."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,8 @@ import click
 Values = Literal["none", "one", "optional"]
 TEXT_COMMANDS = ("generate", "chat", "run", "serve")
 MODEL_COMMANDS = (*TEXT_COMMANDS, "eval", "profile", "advise", "bench")
-WORDS = ("on", "off", "auto", "all", "0", "1", "-1")  # what an optional value is known by
-ALL_LAYERS = 99  # the number of layers by which people say "everything on the GPU"
+WORDS = ("on", "off", "auto", "all", "0", "1", "-1")  # values that mark an optional value
+ALL_LAYERS = 99  # the number of layers that conventionally means "everything on the GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ _PASS = "the number of tokens in a pass is chosen automatically"
 _LOG = "messages go to stderr, the text to stdout"
 _ROPE = "rotary embeddings are computed as the model file says; sparkinfer cannot stretch a context"
 _TALKS = ("chat", "run")
-# Several of one name are for different commands; the first that fits counts.
+# Several of one name are for different commands; the first match counts.
 TABLE: tuple[tuple[str, Flag], ...] = (
     ("-m --model", Flag(does="rename", values="one", commands=MODEL_COMMANDS)),
     ("--predict", Flag(does="rename", values="one", text="--n-predict")),
@@ -119,7 +120,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
 
 
 def flag_of(name: str, command: str) -> Flag | None:
-    """What llama.cpp's option is in a command."""
+    """The meaning of llama.cpp's option in a command."""
     for names, flag in TABLE:
         if name in names.split() and command in flag.commands:
             return flag
@@ -127,7 +128,7 @@ def flag_of(name: str, command: str) -> Flag | None:
 
 
 def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments as the context's command takes them, and notes on what has no effect.
+    """The arguments as the context's command takes them, and notes on options without effect.
 
     Raises click's UsageError for an option that means something else here."""
     own = {name: param for param in ctx.command.params if isinstance(param, click.Option)
@@ -170,7 +171,8 @@ def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> l
 
 
 def _gpu_layers(name: str, values: list[str]) -> list[str]:
-    """None is the CPU alone and all is what happens anyway; a number between them needs a plan."""
+    """No layers means the CPU alone, and all is the default anyway; a number in between needs a
+    plan."""
     text = values[0] if values else ""
     if text == "0":
         return ["--device", "cpu"]
@@ -191,7 +193,7 @@ def _takes_value(option: click.Option | None) -> bool:
 
 
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
-    """-nkv is an option that does not exist, not -n with the value kv."""
+    """-nkv is an unknown option, not -n with the value kv."""
     option = own.get(argument[:2])
     is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", argument) and argument not in own
     if is_word and option is not None and isinstance(option.type, _NUMBERS):

@@ -123,7 +123,8 @@ def profile(
 
 
 def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
-    """All at once: the profile, its reports, what it goes on from, predictors and pictures."""
+    """Checks all outputs at once: the profile, its reports, the resume file, predictors and
+    plots."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.profile.plots import PICTURES
     from sparkinfer.profile.predictor_output import PredictorOutput

@@ -11,7 +11,7 @@ from sparkinfer.json_file import read_text
 
 STDIN = "-"
 MAX_BYTES = 64 << 20
-MOST_PROMPTS = 256  # that go on together
+MOST_PROMPTS = 256  # continued together
 
 
 def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list[str]:

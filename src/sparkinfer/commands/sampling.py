@@ -1,7 +1,6 @@
-"""The options of a command that draws tokens, with llama.cpp's spellings.
+"""The sampling options of a command, in llama.cpp's spellings.
 
-A few are in the command's own help; all of them, with what they do, are behind --help-sampling.
-What this module does not know: what the samplers do."""
+A few are in the command's own help; --help-sampling shows all of them, with what they do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from sparkinfer.runtime.generate.sampling_options import (
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SamplingOptions()
 _DEFAULT_LETTERS = "".join(LETTERS[name] for name in DEFAULT_SAMPLERS)
-_RANDOM_SEEDS = (-1,)  # llama.cpp's word for another seed each time
+_RANDOM_SEEDS = (-1,)  # llama.cpp's value for a random seed
 
 
 class LogitBias(click.ParamType):
@@ -41,7 +40,8 @@ class LogitBias(click.ParamType):
 
 @dataclass(frozen=True, kw_only=True)
 class _Option:
-    """Of the field of SamplingOptions that it is named for, or of one of its other forms."""
+    """An option for the field of SamplingOptions that it is named after, or for one of its other
+    forms."""
 
     spellings: tuple[str, ...]
     field: str
@@ -158,9 +158,9 @@ def sampling_options(command: Command) -> Command:
 
 
 def take_sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
-    """SamplingOptions of a command's keyword arguments, out of which theirs are taken.
+    """SamplingOptions from a command's keyword arguments, from which they are removed.
 
-    Raises SparkinferError for a value that cannot be, click's UsageError for two orders."""
+    Raises SparkinferError for an invalid value, click's UsageError for two orders."""
     given = {option.field: arguments.pop(option.field) for option in _OPTIONS}
     names, letters = given.pop("samplers"), given.pop("sampling_seq")
     if names is not None and letters is not None:
@@ -171,7 +171,7 @@ def take_sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
         given["samplers"] = samplers_of_letters(letters)
     breakers = given.pop("dry_sequence_breakers")
     if breakers:
-        # llama.cpp: "none" clears what was given before it.
+        # llama.cpp: "none" clears earlier ones.
         last = max((i for i, breaker in enumerate(breakers) if breaker == "none"), default=-1)
         given["dry_sequence_breakers"] = tuple(breakers[last + 1 :])
     if given["seed"] in _RANDOM_SEEDS:

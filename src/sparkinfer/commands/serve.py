@@ -1,6 +1,4 @@
-"""`sparkinfer serve`: an OpenAI-compatible server.
-
-What this module does not know: requests, and how they are answered together."""
+"""`sparkinfer serve`: an OpenAI-compatible server."""
 
 import json
 import os
@@ -144,7 +142,7 @@ def _check_packages() -> None:
 
 
 def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> str | None:
-    """Why there is one text at a time, where an engine has room for no more."""
+    """Why only one text at a time is possible, if the engine has room for no more."""
     import torch
 
     if split is not None:
@@ -154,8 +152,8 @@ def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> 
 
 
 def _check_memory(model: Path, context_length: int | None, num_places: int) -> None:
-    """Before the model is loaded: its cache is zeros, which torch writes, so that all of it is taken
-    then."""
+    """Checked before the model is loaded: its cache is zeros, which torch writes, so all of it is
+    taken then."""
     import torch
 
     from sparkinfer.model_file import ModelFile
@@ -178,7 +176,7 @@ def _cache_bytes(engine: "Engine") -> int:
 
 
 def _say_loaded(engine: "Engine", config: "ServeConfig", single: str | None) -> None:
-    """What the server takes of the machine, once and for all."""
+    """Reports the machine's resources that the server takes permanently."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"

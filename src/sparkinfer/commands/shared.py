@@ -1,4 +1,4 @@
-"""Options, sizes and output that several commands have in common."""
+"""Options, sizes and output shared by several commands."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class OutputPath(click.Path):
 
 
 class FolderPath(click.Path):
-    """A folder in which the command writes files; those it checks itself."""
+    """A folder in which the command writes files; the command checks those itself."""
 
 
 FILE = click.Path(path_type=Path)
@@ -32,12 +32,12 @@ FOLDER = FolderPath(path_type=Path)
 
 
 class FileCommand(click.Command):
-    """A command none of whose outputs is an input or another output, by any name, and that makes
-    none from inputs that change meanwhile. What it names itself, beside an output or in a folder,
-    it checks itself (outputs.check_outputs)."""
+    """A command whose outputs differ from its inputs and from each other, under any name, and that
+    writes none if inputs change meanwhile. Files whose names it derives, beside an output or in a
+    folder, it checks itself (outputs.check_outputs)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # as where the shell completes a line
+        if not ctx.resilient_parsing:  # true while the shell completes a line
             args, notes = translate(ctx, args)
             for note in notes:
                 say(note)
@@ -54,7 +54,7 @@ class FileCommand(click.Command):
 
 
 def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Path], list[Path]]:
-    """(inputs, outputs) of what was given on the command line."""
+    """(inputs, outputs) given on the command line."""
     inputs: list[Path] = []
     outputs: list[Path] = []
     for param in command.params:
@@ -107,7 +107,7 @@ class Size(click.ParamType):
 
 
 def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:
-    """The files that are read of these; of a folder of texts, each text in it."""
+    """The files that are read: the model, and of a folder of texts each text in it."""
     from sparkinfer.profile.sources import STDIN, find_sources
 
     given = [path for path in texts if path != STDIN and path.exists()]
@@ -117,11 +117,11 @@ def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:
 
 
 def let_threads_sleep() -> None:
-    """Has torch's threads sleep while they wait for work; to be called before torch is imported.
+    """Makes torch's threads sleep while they wait for work; called before torch is imported.
 
-    They spin otherwise, for milliseconds behind every operation, on the cores that the C++ kernels'
-    threads or another process would have. Counting 512 tokens of a 135 M model on two cores that
-    others use too took 22.8 s of processor time (108 s by the clock), and 2.9 s (10 s) with this."""
+    Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
+    threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
+    took 22.8 s of processor time (108 s by the clock), and 2.9 s (10 s) with this."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -1,7 +1,6 @@
-"""`sparkinfer solve`: a plan, what its memory goes to, the curve over budgets, and their pictures.
+"""`sparkinfer solve`: a plan, its memory, the curve over budgets, and their plots.
 
-The runtime is asked here how much memory a pass takes, since the solver knows only files. What
-this module does not know: how a plan is found."""
+The runtime is asked here how much memory a pass takes, since the solver reads only files."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,7 +30,7 @@ MEANINGS = {
 def run_solve(
     config: SolveConfig, *, explained: bool, heat_map: Path | None
 ) -> tuple[Any, list[str]]:
-    """(report as JSON may have it, lines for people) of a plan, which is written."""
+    """Writes a plan; returns (report for JSON, lines for the user)."""
     from sparkinfer.runtime.prefill.workspace import measure_workspace
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
@@ -52,8 +51,8 @@ def run_solve(
 
 
 def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
-    """The same of a plan that exists: whether it is a right one for these files, and for these
-    budgets where any are given."""
+    """The same for an existing plan: whether it is valid for these files, and for these budgets if
+    any are given."""
     split = check(config)
     if budgets and budgets != split.budgets:
         raise SparkinferError(
@@ -65,7 +64,7 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
-    """The curve of predicted speed, as JSON at the output and as a picture beside it."""
+    """The curve of predicted speed, as JSON at the output and as a plot beside it."""
     from sparkinfer.runtime.prefill.workspace import measure_workspace
     from sparkinfer.solver.plots import plot_sweep
 
@@ -118,7 +117,7 @@ def _gpu_lines(report: SolveReport) -> list[str]:
 
 
 def _speed_lines(report: SolveReport) -> list[str]:
-    """Without what says the same twice: a plan of the CPU alone, a GPU that is not there."""
+    """Without redundant lines: a plan of the CPU alone, a missing GPU."""
     advice = report.advice
     rows = [("this plan", report.objective_s, f"{_gap_words(report.gap)} slower than the best")]
     if sum(report.gpu_bytes.values()):
@@ -134,7 +133,7 @@ def _speed_lines(report: SolveReport) -> list[str]:
 
 
 def _mode_lines(report: SolveReport) -> list[str]:
-    """Which mode won, and what the others would take."""
+    """The chosen mode, and the times of the others."""
     timed = sorted(
         (other.seconds, other.name, other.is_unproven)
         for other in report.alternatives

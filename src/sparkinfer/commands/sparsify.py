@@ -91,7 +91,7 @@ def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
 
 
 def _convert(made: "Made", config: "SparsifyConfig", outtype: Any) -> str:
-    """The model file of a trained checkpoint; what to say of it."""
+    """Converts a trained checkpoint to a model file; returns lines on it."""
     from sparkinfer.convert.convert import convert
     from sparkinfer.convert.options import ConvertConfig
 

@@ -1,6 +1,4 @@
-"""The options of speculative decoding, with llama.cpp's spellings, and what they ask for.
-
-What this module does not know: how guesses are made, and whether they pay."""
+"""The options of speculative decoding, in llama.cpp's spellings."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SpeculationOptions()
-# Measured on two cores of a Zen 4 (benchmarks/speculation.py): code that is written again 3 times as
-# fast, prose 0.99 to 1.5 times (medians of five rounds).
+# Measured on two cores of a Zen 4 (benchmarks/speculation.py): rewritten code is 3 times as fast,
+# prose 0.99 to 1.5 times (medians of five rounds).
 _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
     click.option(
@@ -56,11 +54,11 @@ def speculation_options(command: Command) -> Command:
 
 
 def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOptions, Path | None]:
-    """(options, the draft model's file) of a command's keyword arguments, out of which theirs are
-    taken.
+    """(options, the draft model's file) from a command's keyword arguments, from which they are
+    removed.
 
-    Raises SparkinferError for a value that cannot be, click's UsageError for two that do not go
-    together."""
+    Raises SparkinferError for an invalid value, click's UsageError for two that exclude each
+    other."""
     model_draft: Path | None = arguments.pop("model_draft")
     spec_type: SpecType | None = arguments.pop("spec_type")
     is_optional = spec_type is None and model_draft is None
@@ -84,10 +82,10 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
 def speculating(
     engine: "Engine", options: SpeculationOptions, model_draft: Path | None = None
 ) -> "Iterator[Speculation | None]":
-    """Drafts for a Generation, or for many; None where none are wanted. The draft model is loaded
-    at the beginning of the block and closed at its end.
+    """Drafts for a Generation, or for many; None if none are wanted. The draft model is loaded at
+    the beginning of the block and closed at its end.
 
-    Raises SparkinferError where speculation could change the text, and for a draft model of another
+    Raises SparkinferError if speculation could change the text, and for a draft model of another
     vocabulary."""
     from sparkinfer.runtime.generate.draft_model import DraftModel
     from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
@@ -108,7 +106,7 @@ def speculating(
 
 
 def _draft_engine(engine: "Engine", path: Path) -> "Engine":
-    """On the CPU, with the model's context or the longest that it has itself."""
+    """The draft model on the CPU, with the model's context or its own maximum."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.generate.draft_model import check_vocabulary

@@ -1,7 +1,7 @@
-"""The two sides of a conversation: a terminal with line editing and history, or a pipe.
+"""The two ends of a conversation: a terminal with line editing and history, or a pipe.
 
-A pipe's lines are a message each. A terminal's Enter sends, Alt-Enter or a backslash before it
-makes a new line, and what is pasted is one message. What this module does not know: models."""
+Each line of a pipe is a message. At a terminal Enter sends, Alt-Enter or a backslash before Enter
+makes a new line, and a paste is one message."""
 
 import os
 import signal
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# What a terminal would obey in place of showing it: all controls but new line and tab.
+# Characters a terminal would execute instead of showing: all controls but new line and tab.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Lines(Protocol):
-    """Where messages come from."""
+    """The source of messages."""
 
     def read(self) -> str | None:
-        """The next one; None where there are no more. Raises SparkinferError for one that is not
-        text; more may follow."""
+        """The next message; None at the end. Raises SparkinferError for one that is not text; more
+        may follow."""
 
 
 class PipedLines:
-    """Of stdin; a backslash at the end of a line joins the next one to it."""
+    """Lines of stdin; a backslash at the end of a line joins the next one to it."""
 
     def read(self) -> str | None:
         parts: list[str] = []
@@ -48,7 +48,7 @@ class PipedLines:
 
 
 class TypedLines:
-    """Of a terminal, with what was typed at earlier starts behind the arrow keys."""
+    """Lines of a terminal, with history from earlier runs."""
 
     def __init__(self) -> None:
         from prompt_toolkit import PromptSession
@@ -64,7 +64,7 @@ class TypedLines:
         )
 
     def read(self) -> str | None:
-        # A Ctrl-C that comes as the line is set up is one for the answer before, which is over.
+        # A Ctrl-C during the setup of the line was meant for the last answer, which is over.
         before = signal.signal(signal.SIGINT, lambda number, frame: None)
         try:
             return self._session.prompt()
@@ -75,7 +75,7 @@ class TypedLines:
 
 
 class Screen:
-    """Where answers go: stdout, dimmed where that is a terminal and the part asks for it."""
+    """The output of answers: stdout, dimmed if that is a terminal and the part asks for it."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -102,7 +102,7 @@ class Screen:
 
 
 class Stop:
-    """Whether Ctrl-C was pressed. The second time it is a KeyboardInterrupt."""
+    """Records Ctrl-C. The second one is a KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -115,7 +115,7 @@ class Stop:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """Within its block Ctrl-C sets a flag, and leaves a step of the model whole."""
+    """Within its block Ctrl-C sets a flag, and does not interrupt a step of the model."""
     stop = Stop()
     before = signal.signal(signal.SIGINT, stop.ask)
     try:
@@ -131,7 +131,7 @@ def note(line: str) -> None:
 
 
 def state_folder() -> Path:
-    """The user's, by the XDG base directory specification."""
+    """The user's state folder, by the XDG base directory specification."""
     named = os.environ.get("XDG_STATE_HOME", "")
     base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
     return base / "sparkinfer"
@@ -150,14 +150,14 @@ def _decoded(line: bytes) -> str:
 
 
 def _history() -> "History":
-    """In a file for the user alone; in memory where that cannot be written."""
+    """History in a file private to the user; in memory if that cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = state_folder() / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         note(f"{path}: no history is kept ({error})")
         return InMemoryHistory()
     return FileHistory(path)
@@ -179,7 +179,7 @@ def _bindings() -> "KeyBindings":
             buffer.validate_and_handle()
 
     @bindings.add("escape", "enter")
-    @bindings.add("escape", "c-j")  # as it comes when typed before the line is there
+    @bindings.add("escape", "c-j")  # how it arrives when typed before the line is ready
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 

@@ -1,4 +1,4 @@
-"""What `generate` says of the texts that it wrote: events a token, one report, one line for people."""
+"""Output of `generate` about its texts: events per token, one report, one line for the user."""
 
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Writing:
-    """What was written, for the report."""
+    """One text, for the report."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -32,7 +32,7 @@ def logprobs_of(token: "Token") -> dict:
 def report_of(
     engine: "Engine", writings: list[Writing], num_threads: int, *, is_many: bool
 ) -> tuple[dict, list[str]]:
-    """The report, and the lines that stand for it."""
+    """The report, and the lines that represent it."""
     roles, not_native = engine.bytes_by_role, engine.not_native
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if is_many else [engine.last_run]

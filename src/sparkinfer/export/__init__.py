@@ -1,1 +1,1 @@
-"""Profiles and plans as the files of other engines, one module a target."""
+"""Profiles and plans as the files of other engines, one module per target."""

@@ -1,7 +1,7 @@
-"""Our artifacts -> the files of other engines: the command, from files to files.
+"""Exports our artifacts to the files of other engines: the command, from files to files.
 
-Loads, refuses what does not belong together, and says what the other format cannot hold. What
-this module does not know: how any of those formats is laid out."""
+It loads the artifacts, refuses those that do not belong together, and notes what the other format
+cannot hold. Layouts are in the modules of the formats."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ Format = Literal["powerinfer-activations", "gpuidx", "sparkinfer-split"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """A profile (powerinfer-activations) or a plan (the others), and where its export goes.
+    """A profile (powerinfer-activations) or a plan (the others), and the path of its export.
 
-    A plan needs the `profile` that it was solved with: a plan names the hot neurons, the profile
-    says how many there are in all and in which order the cold ones come. `group_size` is
-    SparkInfer's, in neurons; None is 16."""
+    A plan needs the `profile` that it was solved with: a plan lists the hot neurons, the profile
+    has the number of neurons and the order of the cold ones. `group_size` is SparkInfer's, in
+    neurons; None is 16."""
 
     source: Path
     output: Path
@@ -59,13 +59,13 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """`notes` are what a user should read: what the other format or engine cannot do."""
+    """`notes` are for the user: what the other format or engine cannot do."""
 
     output: Path
     format: Format
     model_id: str
     num_layers: int
-    num_neurons: int  # of a layer
+    num_neurons: int  # per layer
     num_hot: int | None  # of all layers; None for a profile
     group_size: int | None
     num_bytes: int
@@ -73,7 +73,7 @@ class ExportReport:
 
 
 def export(config: ExportConfig) -> ExportReport:
-    """Writes the export, whole or not at all, and says what it is."""
+    """Writes the export, whole or not at all, and returns a report."""
     if config.format == "powerinfer-activations":
         return _export_profile(config)
     return _export_plan(config)
@@ -142,7 +142,7 @@ def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path
 
 
 def dense_on_cpu(split: Split) -> str:
-    """Names the dense blocks that the plan keeps on the CPU; "" for none."""
+    """Describes the dense blocks that the plan keeps on the CPU; "" for none."""
     layers = split.dense_on_gpu.count(False)
     names = [f"the attention, norms and predictors of {layers} layers"] if layers else []
     return " and ".join(names + ([] if split.head_on_gpu else ["the output head"]))

@@ -1,4 +1,4 @@
-"""A profile as PowerInfer's activation files: what its own solver reads.
+"""Writes a profile as PowerInfer's activation files, the input of its own solver.
 
 A folder of activation_0.pt, activation_1.pt, ..., each one 1-D int64 tensor of F counts. Source:
 PowerInfer, powerinfer-py/powerinfer/solver.py and export_split.py (both `torch.load` them by that
@@ -23,17 +23,17 @@ def is_activation_file(name: str) -> bool:
 
 
 def write_activations(profile: Profile, folder: Path) -> int:
-    """Fills `folder` (which must not hold anything else), whole or not at all; gives its bytes."""
+    """Fills `folder` (which must be empty), whole or not at all; returns its bytes."""
     with partial_folder(folder) as partial:
         for layer, count_F in enumerate(profile.active_count_LF):
-            data = BytesIO()  # torch itself tells of a full disk in many words, or not at all
+            data = BytesIO()  # torch itself reports a full disk in many words, or not at all
             torch.save(torch.from_numpy(count_F.copy()), data)
             (partial / f"activation_{layer}.pt").write_bytes(data.getbuffer())
         return sum(path.stat().st_size for path in partial.iterdir())
 
 
 def activation_notes(profile: Profile, folder: Path) -> list[str]:
-    """What PowerInfer will make of these files that a user would not expect."""
+    """Notes on what PowerInfer does unexpectedly with these files."""
     num_layers, num_neurons = profile.active_count_LF.shape
     notes = []
     if folder.name != FOLDER_NAME:

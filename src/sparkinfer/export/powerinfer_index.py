@@ -1,7 +1,7 @@
-"""A plan as PowerInfer's GPU index, `<model>.gguf.generated.gpuidx`.
+"""Writes a plan as PowerInfer's GPU index, `<model>.gguf.generated.gpuidx`.
 
 A GGUF container with another magic. Sources: PowerInfer, powerinfer-py/powerinfer/export_split.py
-writes it, llama.cpp (llama_gpu_split_loader) reads it: tensors by position, two a layer.
+writes it, llama.cpp (llama_gpu_split_loader) reads it: tensors by position, two per layer.
 
 The `gguf` package cannot write it: PowerInfer numbers types as ggml did in 2023, where I32 is 18;
 today 18 is a quantised type and I32 is 26.
@@ -17,7 +17,7 @@ import numpy as np
 from sparkinfer.files import partial_file
 from sparkinfer.split_file import Split
 
-SUFFIX = ".generated.gpuidx"  # PowerInfer looks for its model file's name with this behind it
+SUFFIX = ".generated.gpuidx"  # PowerInfer looks for its model file's name plus this suffix
 ARCHITECTURE = "generic.gpu_index"
 MAGIC, VERSION, ALIGNMENT = b"PWRI", 3, 32
 TYPE_UINT32, TYPE_STRING, TYPE_UINT64 = 4, 8, 10  # of keys
@@ -25,7 +25,7 @@ TYPE_I32 = 18  # of tensors, in PowerInfer's ggml.h
 
 
 def write_index(split: Split, num_neurons: int, path: Path) -> int:
-    """Writes the index of a plan over `num_neurons` neurons a layer; gives its bytes."""
+    """Writes the index of a plan over `num_neurons` neurons per layer; returns its bytes."""
     tensors = index_tensors(split.hot, num_neurons)
     with partial_file(path) as partial, partial.open("wb") as file:
         file.write(_header(tensors, len(split.hot), split.gpu_bytes["neurons"]))
@@ -50,9 +50,9 @@ def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str
 
 
 def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
-    """What the index cannot say of the plan, or PowerInfer will not do.
+    """Notes on what the index cannot express, or PowerInfer will not do.
 
-    `on_cpu` names the dense blocks that the plan keeps on the CPU, "" for none."""
+    `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
     needed = split.gpu_bytes["neurons"]
     notes = [
         f"PowerInfer applies the index where at least {needed:,} bytes of its VRAM budget are left"

@@ -1,4 +1,4 @@
-"""A plan as SparkInfer's model-split (`--sparkinfer-model-split`).
+"""Writes a plan as SparkInfer's model-split (`--sparkinfer-model-split`).
 
 A plain GGUF: keys `ffn_group_size` (i32) and `ffn_normalized_pattern` (f32 [L], a layer's share of
 the neurons that fit, sum 1), and for each layer `blk.N.ffn_reorder_perms` (i32 [F],
@@ -23,7 +23,7 @@ DEFAULT_GROUP_SIZE = 16
 
 
 def write_model_split(split: Split, profile: Profile, group_size: int, path: Path) -> int:
-    """Writes the plan in groups of `group_size` neurons; gives the file's bytes."""
+    """Writes the plan in groups of `group_size` neurons; returns the file's bytes."""
     keys: dict[str, Value] = {
         "ffn_group_size": np.int32(group_size),
         "ffn_normalized_pattern": hot_pattern(split).tolist(),
@@ -41,7 +41,7 @@ def write_model_split(split: Split, profile: Profile, group_size: int, path: Pat
 def hot_pattern(split: Split) -> np.ndarray:
     """Each layer's share of the hot neurons, f64 [L].
 
-    Raises SparkinferError where there are none: every share would be 0 of 0."""
+    Raises SparkinferError if there are none: every share would be 0 of 0."""
     num_hot_L = np.array([len(ids) for ids in split.hot])
     if not num_hot_L.any():
         raise SparkinferError(
@@ -52,7 +52,7 @@ def hot_pattern(split: Split) -> np.ndarray:
 
 
 def hot_to_cold(ids_H: np.ndarray, count_F: np.ndarray) -> np.ndarray:
-    """Every neuron once, i32 [F]: the plan's hot ones in its order, then the others by falling
+    """Every neuron once, i32 [F]: the plan's hot ones in its order, then the others by descending
     count, ties by id."""
     is_cold_F = np.ones(len(count_F), bool)
     is_cold_F[ids_H] = False
@@ -81,9 +81,9 @@ def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
 
 
 def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
-    """What the file cannot say of the plan, or SparkInfer will not do.
+    """Notes on what the file cannot express, or SparkInfer will not do.
 
-    `on_cpu` names the dense blocks that the plan keeps on the CPU, "" for none."""
+    `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
     notes = [
         "SparkInfer reads the order only with SPIF_PARALLEL, SPIF_RELOAD and SPIF_REORDER set,"
         " and takes how many neurons fit from its own --vram-budget"

@@ -1,1 +1,1 @@
-"""What a file holds: recognised by content, as facts, as tables, as JSON."""
+"""Inspection of a file: detected from content, as facts, as tables, as JSON."""

@@ -1,4 +1,4 @@
-"""What a profile, predictors, a split and a machine file hold, as facts.
+"""The facts in a profile, predictors, a split and a machine file.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -12,7 +12,7 @@ from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile_file import Corpus, Profile
 from sparkinfer.split_file import PlanMode, Split
 
-HOTTEST = 0.2  # share of the neurons whose share of the firings is told
+HOTTEST = 0.2  # the hottest share of neurons, whose share of the firings is reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class ProfileSummary:
     num_tokens: int
     corpora: tuple[Corpus, ...]
     num_layers: int
-    num_neurons: int  # of a layer
+    num_neurons: int  # per layer
     density: float  # share of neurons that fire for a token, over all layers
     density_L: tuple[float, ...]
-    hottest_fifth_L: tuple[float, ...]  # share of the firings that the hottest fifth takes
+    hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest fifth
     never_fired_L: tuple[int, ...]  # neurons
     threshold_L: tuple[float, ...]
-    arithmetic: str | None  # that the counts are of
+    arithmetic: str | None  # used for the counts
 
     @classmethod
     def load(cls, path: Path) -> "ProfileSummary":
@@ -86,7 +86,7 @@ class PredictorsSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuShare:
-    """What a plan puts on one GPU; `layers` are those that call it home."""
+    """A plan's share on one GPU; `layers` are those whose home it is."""
 
     budget_bytes: int
     layers: tuple[int, ...]
@@ -113,12 +113,12 @@ class SplitSummary:
     path: Path
     file_bytes: int
     model_id: str
-    profile_sha256: str  # "unknown" where the plan does not say
+    profile_sha256: str  # "unknown" if the plan does not say
     machine_sha256: str
     mode: PlanMode
     status: str
     tokens_per_s: float  # predicted
-    objective_s: float  # predicted seconds a token
+    objective_s: float  # predicted seconds per token
     bound_s: float
     gap: float
     solve_s: float
@@ -127,7 +127,7 @@ class SplitSummary:
     gpus: tuple[GpuShare, ...]
     context_length: int
     head_on_gpu: bool
-    home: tuple[int, ...]  # the GPU of each layer and of the head; () where there is one
+    home: tuple[int, ...]  # the GPU of each layer and of the head; () if there is one
     dense_on_gpu: tuple[bool, ...]
     num_hot_L: tuple[int, ...]
     gpu_bytes: Items

@@ -1,7 +1,6 @@
-"""What a GGUF holds: a model file of ours, a plan, or anything that others made.
+"""The facts in a GGUF: one of our model files, a plan, or a third-party file.
 
-A file that the runtime refuses is described all the same, with the reason. What this module does
-not know: which models the runtime can run (model_file says that)."""
+A file that the runtime refuses is described all the same, with the reason (model_file gives it)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from sparkinfer.model_file import (
     PredictorInfo,
 )
 
-# What a tensor's name, without "blk.N.", begins with -> the part it belongs to; first match wins.
+# The beginning of a tensor's name, without "blk.N.", -> its part; the first match wins.
 PARTS = (
     ("ffn_pred_", "predictors"),
     ("fc1.", "predictors"),  # PowerInfer's
@@ -40,7 +39,7 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """How many tensors, and how many bytes they take together."""
+    """A number of tensors and their bytes."""
 
     num_tensors: int
     num_bytes: int
@@ -57,7 +56,7 @@ class TensorFact:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """`is_whole`: tokenizer.json is in the file; without it `tokenizer.ggml.*` must do."""
+    """`is_whole`: tokenizer.json is in the file; otherwise `tokenizer.ggml.*` is used."""
 
     is_whole: bool
     model: str | None  # tokenizer.ggml.model
@@ -68,7 +67,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the runtime knows of a file that it can run."""
+    """The runtime's view of a file that it can run."""
 
     layout: Layout
     model_id: str
@@ -81,9 +80,9 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufSummary:
-    """`keys` are those that `model` does not tell; long values are cut, arrays counted."""
+    """`keys` are those not covered by `model`; long values are cut, arrays counted."""
 
-    kind: str  # "model file", or "GGUF" for what the runtime refuses
+    kind: str  # "model file", or "GGUF" if the runtime refuses it
     path: Path
     file_bytes: int
     architecture: str
@@ -97,7 +96,7 @@ class GgufSummary:
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
-    """Raises SparkinferError for what is not a whole GGUF, and for a plan that is wrong."""
+    """Raises SparkinferError for an incomplete GGUF, and for a plan that is wrong."""
     file = open_gguf(path, "GGUF file")
     if file.keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         return SplitSummary.load(path)
@@ -186,7 +185,7 @@ def _tokenizer_facts(keys: Mapping[str, Value]) -> TokenizerFacts:
 
 
 def _short(value: Value, length: int = 80) -> str | int | float | bool:
-    """A value as a person wants to see it: plain numbers, cut texts, counted arrays."""
+    """A value for display: plain numbers, cut texts, counted arrays."""
     if isinstance(value, np.number):
         return cast(int | float, value.item())
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""A file of any kind -> what it holds: the command, from a path to a summary.
+"""Inspects a file of any kind: the command, from a path to a summary.
 
-The kind is told by content, never by the name. What this module does not know: what the facts of
-each kind are (see gguf_summary and artifact_summaries), or how to show them."""
+The kind is detected from content, never from the name. Facts are in gguf_summary and
+artifact_summaries, their display in tables."""
 
 import struct
 from pathlib import Path
@@ -26,7 +26,7 @@ KNOWN = "model or split file (GGUF), profile or predictors (safetensors) or mach
 
 
 def inspect_file(path: Path) -> Summary:
-    """Raises SparkinferError for what is not whole, not readable or of no known kind."""
+    """Raises SparkinferError for a file that is incomplete, unreadable or of no known kind."""
     require_file(path, KNOWN)
     try:
         with path.open("rb") as file:

@@ -1,6 +1,4 @@
-"""A summary as tables on stdout, for a person.
-
-What this module does not know: where the facts come from."""
+"""A summary as tables on stdout."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,12 +19,13 @@ from sparkinfer.machine_file import Figure
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.sizes import format_bytes
 
-WIDTH_OF_A_PIPE = 120  # columns where stdout is no terminal
+WIDTH_OF_A_PIPE = 120  # columns if stdout is no terminal
 Row = Sequence[object]
 
 
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
-    """On stdout; `all_tensors` is of a GGUF: otherwise those of one layer stand for all layers."""
+    """Prints on stdout; `all_tensors` is for a GGUF: otherwise the tensors of one layer represent
+    all."""
     console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False,
@@ -246,7 +245,7 @@ def _head_place(summary: SplitSummary) -> str:
 
 
 def _split_gpus(summary: SplitSummary) -> Table:
-    """Which layers each GPU is home to: those between its first and its last."""
+    """The home layers of each GPU: those between its first and its last."""
     columns = ["GPU", "budget", "layers", "dense blocks", "hot neurons", "head"]
     return _table("GPUs", columns, [
         (number, format_bytes(gpu.budget_bytes),
@@ -290,7 +289,7 @@ def _machine_facts(summary: MachineSummary) -> list[Row]:
 
 
 def _gpus(summary: MachineSummary) -> list[Table]:
-    """Every figure under its name in the file, which has the unit."""
+    """Every figure under its name in the file, which includes the unit."""
     return [
         _facts(f"GPU {number}", [
             (name, _shown(value)) for name, value in figures.items()
@@ -306,7 +305,7 @@ def _shown(value: object) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    """The best, and between which values half of the rounds lay."""
+    """The best value, and the range of half of the rounds."""
     if figure.quartiles is None:
         return f"{figure.best:g} (not measured)"
     low, _, high = figure.quartiles
@@ -317,7 +316,7 @@ def _figure(figure: Figure) -> str:
 
 
 def _span(values: Sequence[float], form: str = "g") -> str:
-    """One number where all layers have the same, otherwise the range."""
+    """One number if all layers have the same, otherwise the range."""
     if not values:
         return "unknown"
     low, high = format(min(values), form), format(max(values), form)
@@ -334,7 +333,7 @@ def _facts(title: str, rows: Iterable[Row]) -> Table:
 
 
 def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
-    """The first column to the left; numbers to the right."""
+    """The first column is left-aligned, numbers are right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for number, column in enumerate(columns):
         is_text = number == 0 or column in ("type", "shape", "part")
@@ -345,7 +344,8 @@ def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
 
 
 def _printable(value: object) -> str:
-    """Without what would move the cursor or what stdout cannot encode: a file may hold anything."""
+    """Without characters that move the cursor or that stdout cannot encode: a file may hold
+    anything."""
     encoding = sys.stdout.encoding or "utf-8"
     text = str(value).encode(encoding, "backslashreplace").decode(encoding)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -9,7 +9,8 @@ from sparkinfer.inspection.inspect_file import Summary
 
 
 def to_json(summary: Summary) -> str:
-    """Strict JSON: what is not finite (a threshold that names all) is a string, "-inf" or "inf"."""
+    """Strict JSON: non-finite numbers (a threshold that selects all) are strings, "-inf" or
+    "inf"."""
     return json.dumps(_plain(asdict(summary)), allow_nan=False)
 
 

@@ -1,7 +1,7 @@
-// A mapped file that is cut short while it is read ends a process by SIGBUS, in whichever thread and
-// library touches the page. This handler says in one line which file that was, removes what the
-// process was writing, and ends it. It reads the file's name from /proc/self/maps and calls nothing
-// but what a signal handler may: open, read, write, unlink, _exit.
+// A mapped file that is truncated while it is read ends a process by SIGBUS, in whichever thread and
+// library touches the page. This handler prints in one line which file that was, removes what the
+// process was writing, and ends it. It reads the file's name from /proc/self/maps and calls only
+// async-signal-safe functions: open, read, write, unlink, _exit.
 
 #include <atomic>
 #include <cstdint>
@@ -21,7 +21,7 @@ std::atomic<int> num_unfinished{0};
 std::atomic_flag is_ending = ATOMIC_FLAG_INIT;
 char line[2 * PATH_BYTES];  // of /proc/self/maps
 
-// One line of the file into `line`, without its end; false at the end of the file.
+// Reads one line of the file into `line`, without its end; false at the end of the file.
 bool read_line(int file) {
     static char block[4096];
     static ssize_t begin = 0, end = 0;
@@ -49,7 +49,7 @@ const char* hexadecimal(const char* text, uintptr_t& value) {
     }
 }
 
-// The name of the file that is mapped at an address; null where that is none.
+// The name of the file mapped at an address; null if there is none.
 const char* file_at(uintptr_t address) {
     const int maps = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
     if (maps < 0) return nullptr;
@@ -68,12 +68,12 @@ void say(const char* text) {
 
 void on_bus_error(int number, siginfo_t* info, void*) {
     if (is_ending.test_and_set()) {
-        for (;;) pause();  // another thread is at it
+        for (;;) pause();  // another thread handles it
     }
     const char* path = file_at(reinterpret_cast<uintptr_t>(info->si_addr));
-    if (path == nullptr) {  // not of a file: ends as it would have without this handler
+    if (path == nullptr) {  // not a file: ends as without this handler
         signal(number, SIG_DFL);
-        raise(number);  // when this returns
+        raise(number);  // delivered when this returns
         return;
     }
     say("sparkinfer: ");
@@ -85,7 +85,7 @@ void on_bus_error(int number, siginfo_t* info, void*) {
 
 }  // namespace
 
-// Installs the handler; 0 where that worked.
+// Installs the handler; 0 on success.
 extern "C" __attribute__((visibility("default"))) int32_t spark_guard_mapped_files() {
     struct sigaction action {};
     action.sa_sigaction = on_bus_error;
@@ -93,7 +93,7 @@ extern "C" __attribute__((visibility("default"))) int32_t spark_guard_mapped_fil
     return sigaction(SIGBUS, &action, nullptr);
 }
 
-// The files that are removed when the process ends so: `count` names with a zero behind each.
+// The files that are removed when the process ends so: `count` names, each terminated by a zero.
 extern "C" __attribute__((visibility("default"))) void spark_set_unfinished(const char* names,
                                                                            int64_t count) {
     num_unfinished = 0;
