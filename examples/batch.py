@@ -1,0 +1,32 @@
+"""Several texts in common steps: each gets the tokens that it would get alone.
+
+python examples/batch.py MODEL PROMPT..."""
+
+import argparse
+from collections.abc import Sequence
+
+from sparkinfer import Engine
+from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+
+
+def main(argv: Sequence[str] | None = None) -> list[str]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("prompts", nargs="+")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    wanted = parser.parse_args(argv)
+    texts = [""] * len(wanted.prompts)
+    sampling = SamplingOptions(seed=wanted.seed)
+    options = GenerationOptions(max_tokens=wanted.tokens)
+    with Engine.load(wanted.model, num_sequences=len(texts), context_length=256) as engine:
+        for number, token in engine.generate_many(wanted.prompts, sampling, options):
+            texts[number] += token.text
+    for prompt, text in zip(wanted.prompts, texts, strict=True):
+        print(f"== {prompt}{text}")
+    return texts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A conversation from Python. Each turn computes only what is new.
+
+python examples/chat.py MODEL [--template chatml] MESSAGE..."""
+
+import argparse
+from collections.abc import Sequence
+
+from sparkinfer import Engine
+from sparkinfer.runtime.generate.chat import ChatOptions
+from sparkinfer.runtime.generate.generation import GenerationOptions
+
+
+def main(argv: Sequence[str] | None = None) -> list[str]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("messages", nargs="+")
+    parser.add_argument("--template", help="for a model without one, e.g. chatml")
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
+    wanted = parser.parse_args(argv)
+    options = ChatOptions(generation=GenerationOptions(max_tokens=wanted.tokens))
+    answers = []
+    with (
+        Engine.load(wanted.model) as engine,
+        engine.chat("Be brief.", template=wanted.template, options=options) as conversation,
+    ):
+        for message in wanted.messages:
+            print(f"> {message}")
+            answers.append("".join(token.text for token in conversation.say(message)))
+            run = conversation.run
+            print(f"{answers[-1]}\n[{run.cached_tokens} kept, {run.prefill_tokens} computed]")
+    return answers
+
+
+if __name__ == "__main__":
+    main()

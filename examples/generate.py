@@ -1,0 +1,29 @@
+"""Continue a text, token by token, and say how fast that was.
+
+python examples/generate.py MODEL [--prompt TEXT] [--split PLAN]"""
+
+import argparse
+from collections.abc import Sequence
+
+from sparkinfer import Engine
+
+
+def main(argv: Sequence[str] | None = None) -> str:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--split", help="a plan, as sparkinfer solve writes it")
+    parser.add_argument("--prompt", default="def main():")
+    parser.add_argument("--tokens", type=int, default=32)
+    wanted = parser.parse_args(argv)
+    with Engine.load(wanted.model, split=wanted.split) as engine:
+        pieces = []
+        for token in engine.generate(wanted.prompt, max_tokens=wanted.tokens, temperature=0.0):
+            print(token.text, end="", flush=True)
+            pieces.append(token.text)
+        run = engine.last_run
+        print(f"\n[{engine.mode}: {run.decode_per_s:.1f} tokens/s, stopped by {run.stopped_by}]")
+    return "".join(pieces)
+
+
+if __name__ == "__main__":
+    main()
