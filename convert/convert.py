@@ -71,8 +71,7 @@ def convert(
     nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
     _check_output(config, config.source)
-    is_file = config.source.is_file() or config.source.suffix == ".gguf"
-    draft = _from_model_file(config) if is_file else _from_checkpoint(config)
+    draft = draft_of(config)
     model, notes = draft.model, draft.notes
     if config.thresholds is not None:  # before the predictors, whose quality depends on thresholds
         model = with_thresholds(model, config.thresholds)
@@ -102,6 +101,14 @@ def convert(
         notes=(*notes, *said[1:]),
         seconds=time.perf_counter() - started,
     )
+
+
+def draft_of(config: ConvertConfig) -> Draft:
+    """The source as a model file, without the predictors and thresholds asked for.
+
+    Tensors are read on demand: for a checkpoint only headers are read here."""
+    is_file = config.source.is_file() or config.source.suffix == ".gguf"
+    return _from_model_file(config) if is_file else _from_checkpoint(config)
 
 
 def _written(draft: Draft, output: Path, path: Path) -> Written:

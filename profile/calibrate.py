@@ -69,7 +69,7 @@ def calibrate(
     kernels, sums = measure_cpu(say, on_probe)
     costs = measure_costs(buffer_bytes() // 2, COSTS_LIMIT_S, on_probe)
     machine = Machine(
-        cpu_name=_cpu_name(),
+        cpu_name=cpu_name(),
         num_threads=num_cores(),
         memory_bytes=total,
         free_bytes=free,
@@ -220,7 +220,7 @@ def _last_cache_bytes() -> int:
     return sum(sizes.values())
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -14,6 +14,12 @@ def free_memory_bytes() -> int:
     return min([memory_bytes()[1], *_left_by_groups(_ROOT)])
 
 
+def memory_limit_bytes() -> int:
+    """The most this process may have, whatever else is running."""
+    limits = [_limit(group, name) for group, (name, *_) in _groups(_ROOT)]
+    return min([memory_bytes()[0], *(limit for limit in limits if limit is not None)])
+
+
 def memory_bytes() -> tuple[int, int]:
     """(total, available) bytes of main memory of the machine."""
     page = os.sysconf("SC_PAGE_SIZE")
@@ -29,6 +35,13 @@ def memory_bytes() -> tuple[int, int]:
 def _left_by_groups(root: Path) -> list[int]:
     """For each control group with a memory limit that this process is in, at any depth: the limit
     minus its use, not counting inactive page cache."""
+    found = [_left(group, *names) for group, names in _groups(root)]
+    return [left for left in found if left is not None]
+
+
+def _groups(root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
+    """Control groups of memory that this process is in, with the names of their files for the
+    limit, the use and the cache."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -48,19 +61,28 @@ def _left_by_groups(root: Path) -> list[int]:
         # In a container the path may be the host's, and the container's own group is at the top.
         group = top / path.lstrip("/")
         groups = [group, *group.parents]
-        found += [_left(each, *names) for each in groups if each.is_relative_to(top)]
-    return [left for left in found if left is not None]
+        found += [(each, names) for each in groups if each.is_relative_to(top)]
+    return found
+
+
+def _limit(group: Path, limit_name: str) -> int | None:
+    """None: no limit here."""
+    try:
+        limit = (group / limit_name).read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdecimal() and int(limit) < _NO_LIMIT else None
 
 
 def _left(group: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:
     """None: no limit here."""
+    limit = _limit(group, limit_name)
+    if limit is None:
+        return None
     try:
-        limit = (group / limit_name).read_text().strip()
-        if not limit.isdecimal() or int(limit) >= _NO_LIMIT:
-            return None
         used = int((group / used_name).read_text())
         lines = (group / "memory.stat").read_text().splitlines()
         cached = int(dict(line.split(" ", 1) for line in lines).get(cached_name, "0"))
     except (OSError, ValueError):
         return None
-    return max(0, int(limit) - max(0, used - cached))
+    return max(0, limit - max(0, used - cached))

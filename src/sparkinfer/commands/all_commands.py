@@ -10,10 +10,12 @@ from typing import Any
 import click
 
 from sparkinfer.commands.advise import advise
+from sparkinfer.commands.cache import cache
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.chat import chat
 from sparkinfer.commands.generate import generate
 from sparkinfer.commands.profile_command import profile
+from sparkinfer.commands.run import run as run_command
 from sparkinfer.commands.serve import serve
 from sparkinfer.commands.shared import (
     FILE,
@@ -191,6 +193,8 @@ def solve(
     finish(report, as_json, lines)
 
 
+cli.add_command(run_command)
+cli.add_command(cache)
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(serve)

@@ -95,14 +95,19 @@ A message that begins with / is written with //."""
 @max_loss_option
 @threads_option
 @device_option
-def chat(
-    model: Path, split: Path | None, system: str | None, system_file: Path | None,
-    template: str | None, variables: str, max_tokens: int, drops_oldest: bool,
-    threads: int | None, **options: Any,
-) -> None:  # fmt: skip
+def chat(**options: Any) -> None:
     """Talk with a model.
 
     Where stdin is not a terminal each of its lines is a message. /help tells the commands."""
+    talk(**options)
+
+
+def talk(
+    *, model: Path, split: Path | None, system: str | None, system_file: Path | None,
+    template: str | None, variables: str, max_tokens: int, drops_oldest: bool,
+    threads: int | None, name: str | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Runs `chat` with its options; `name` is the model's display name."""
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.generate.chat import ChatOptions
     from sparkinfer.runtime.generate.generation import GenerationOptions
@@ -134,12 +139,13 @@ def chat(
                 raise SparkinferError("stdin or stdout is closed: there is nobody to talk with")
             is_typed = sys.stdin.isatty()
             if is_typed:
-                note(f"[{model.name} on {engine.device}; a context of {engine.context_length}"
+                note(f"[{name or model.name} on {engine.device}; a context of {engine.context_length}"
                      " tokens; /help for help, Ctrl-D to leave]")  # fmt: skip
-            talk = Talk(conversation, TypedLines() if is_typed else PipedLines(), is_typed)
-            talk.run()
-    if talk.num_errors and not is_typed:
-        raise SparkinferError(f"{talk.num_errors} of the lines could not be taken; see above")
+            lines = TypedLines() if is_typed else PipedLines()
+            conversed = Talk(conversation, lines, is_typed)
+            conversed.run()
+    if conversed.num_errors and not is_typed:
+        raise SparkinferError(f"{conversed.num_errors} of the lines could not be taken; see above")
 
 
 class Talk:

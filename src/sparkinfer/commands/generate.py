@@ -1,7 +1,7 @@
 """`sparkinfer generate`: continues a text, or several together."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,17 +61,43 @@ class Wanted:
     template: str | None
 
 
+_TEXTS = (
+    click.option("-p", "--prompt", help="The text to go on with; - reads it from stdin."),
+    click.option("-f", "--file", "prompt_file",
+                 type=click.Path(path_type=Path, allow_dash=True),
+                 help="The same, from a file or (-) stdin."),
+    click.option("--prompts", "prompts_file", type=FILE,
+                 help="Several prompts, one a line (.jsonl: strings, or objects with \"prompt\"),"
+                 " which are continued together."),
+    click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
+                 help="Ends the text where it comes; may be repeated."),
+    click.option("--ignore-eos", "ignores_end", is_flag=True,
+                 help="Go on behind the model's end token."),
+    click.option("--keep", default=4, show_default=True,
+                 help="Tokens at the beginning that stay with --context-shift."),
+    click.option("--logprobs", "num_logprobs", type=int, metavar="N",
+                 help="With --json or --json-lines: probabilities of each token and the N"
+                 " likeliest."),
+    click.option("--no-display-prompt", "is_shown", flag_value=False, default=True, type=bool,
+                 help="Print the continuation alone."),
+    click.option("--json-lines", is_flag=True,
+                 help="One JSON object a token on stdout, then the report."),
+)  # fmt: skip
+
+
+def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the text options, under the names of `write`'s parameters."""
+    for option in reversed(_TEXTS):
+        command = option(command)
+    return command
+
+
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
               help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
-@click.option("-p", "--prompt", help="The text to go on with; - reads it from stdin.")
-@click.option("-f", "--file", "prompt_file", type=click.Path(path_type=Path, allow_dash=True),
-              help="The same, from a file or (-) stdin.")  # fmt: skip
-@click.option("--prompts", "prompts_file", type=FILE,
-              help="Several prompts, one a line (.jsonl: strings, or objects with \"prompt\"), which"
-              " are continued together.")  # fmt: skip
+@text_options
 @click.option("--chat", "is_chat", is_flag=True,
               help="The prompt is a message: print the answer (sparkinfer chat is for several).")  # fmt: skip
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
@@ -80,24 +106,10 @@ class Wanted:
               help="With --chat: instead of the model's own.")  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
               help="-1: until the text or the context ends.")  # fmt: skip
-@click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
-              help="Ends the text where it comes; may be repeated.")  # fmt: skip
-@click.option(
-    "--ignore-eos", "ignores_end", is_flag=True, help="Go on behind the model's end token."
-)
 @click.option("--context-shift", "shifts", is_flag=True,
               help="At the end of the context go on without the older half of the text.")  # fmt: skip
-@click.option("--keep", default=4, show_default=True,
-              help="Tokens at the beginning that then stay.")  # fmt: skip
-@click.option("--logprobs", "num_logprobs", type=int, metavar="N",
-              help="With --json or --json-lines: probabilities of each token and the N likeliest.")  # fmt: skip
 @click.option("--prompt-cache", type=OUTPUT,
               help="Keeps the prompt's state in this file, and takes it from there the next time.")  # fmt: skip
-@click.option("--no-display-prompt", "is_shown", flag_value=False, default=True, type=bool,
-              help="Print the continuation alone.")  # fmt: skip
-@click.option(
-    "--json-lines", is_flag=True, help="One JSON object a token on stdout, then the report."
-)
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int)
 @force_option
 @sampling_options
@@ -110,13 +122,18 @@ class Wanted:
 @threads_option
 @device_option
 @json_option
-def generate(
-    model: Path, split: Path | None, threads: int | None, as_json: bool, json_lines: bool,
+def generate(**options: Any) -> None:
+    """Continue a text."""
+    write(**options)
+
+
+def write(
+    *, model: Path, split: Path | None, threads: int | None, as_json: bool, json_lines: bool,
     prompt: str | None, prompt_file: Path | None, prompts_file: Path | None, is_shown: bool,
     prompt_cache: Path | None, force: bool, is_chat: bool, system: str | None,
-    template: str | None, **options: Any,
+    template: str | None, more: Mapping[str, Any] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Continue a text."""
+    """Runs `generate` with its options; `more` goes into the report."""
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.kernels.threads import use_threads
 
@@ -146,6 +163,7 @@ def generate(
                 said = drafts.line() if drafts and drafts.totals.drafted else None
         report, lines = report_of(engine, writings, num_threads, is_many=wanted.is_many)
         lines += [f"[{said}]"] if said else []
+    report |= more or {}
     if wanted.output == "lines":
         click.echo(json.dumps({"type": "end", **report}, default=str))
     finish(report, wanted.output == "json", lines if wanted.output == "text" else [])

@@ -1,0 +1,240 @@
+"""The folder in which `sparkinfer run` keeps what it made: a folder an artifact, by its key.
+
+    CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
+    CACHE/rates.json                        see sparkinfer.run.rates
+
+An artifact is there when its entry.json is, which is written last; before that its folder may hold
+what an interrupted stage goes on from. Its lock is shared by all who use the artifact and exclusive
+to who makes or removes it, so two runs make nothing twice and nothing in use is removed. What this
+module does not know: how anything is made, and what its key means (keys)."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_file
+from sparkinfer.run.keys import STAGES, digest
+
+FORMAT, VERSION = "sparkinfer.cache-entry", 1
+VARIABLE = "SPARKINFER_CACHE"
+ENTRY, LOCK = "entry.json", "lock"
+Say = Callable[[str], None]
+# Makes an artifact in a folder; what it returns is kept in the entry as facts.
+Make = Callable[[Path], Mapping[str, Any]]
+
+
+def cache_folder() -> Path:
+    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification."""
+    own = os.environ.get(VARIABLE)
+    if own:
+        return Path(own).expanduser().absolute()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one is to be ignored
+    return (base if base.is_absolute() else Path.home() / ".cache") / "sparkinfer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An artifact that is there. `seconds` is what making it took, `facts` what its stage found."""
+
+    folder: Path
+    kind: str
+    version: tuple[int, ...]  # of this layout and of the stage that made it
+    source: str
+    seconds: float
+    sizes: Mapping[str, int]  # of its files, by their names in the folder
+    facts: Mapping[str, Any]
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    @property
+    def is_current(self) -> bool:
+        return self.kind in STAGES and self.version == current_version(self.kind)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its files have the sizes that they were made with."""
+        return all(_size(self.folder / name) == size for name, size in self.sizes.items())
+
+
+def current_version(kind: str) -> tuple[int, ...]:
+    return VERSION, *STAGES[kind].version
+
+
+def read_entry(folder: Path) -> Entry | None:
+    """None for an artifact that is not there, or not whole; of any version."""
+    try:
+        values = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            return None
+        return Entry(
+            folder=folder,
+            kind=str(values["kind"]),
+            version=tuple(map(int, values["version"])),
+            source=str(values["source"]),
+            seconds=float(values["seconds"]),
+            sizes={str(name): int(size) for name, size in values["sizes"].items()},
+            facts=dict(values["facts"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+@dataclass
+class Cache:
+    """Holds the locks of what it gave out until it is closed."""
+
+    folder: Path
+    say: Say = lambda line: None
+    _held: dict[Path, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, say: Say = lambda line: None) -> "Cache":
+        """Raises SparkinferError where the folder cannot be written."""
+        folder = cache_folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise SparkinferError(
+                f"{folder}: the cache folder cannot be written: {error.strerror};"
+                f" {VARIABLE} names another"
+            ) from error
+        return cls(folder, say)
+
+    def __enter__(self) -> "Cache":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+    def place(self, kind: str, key: Mapping[str, Any]) -> Path:
+        """The folder of an artifact, which need not be there. A stage of another version has other
+        places: what it made is never taken."""
+        return self.folder / f"{kind}-{digest([kind, current_version(kind), key])}"
+
+    def find(self, kind: str, key: Mapping[str, Any]) -> Entry | None:
+        """An artifact that is there, without a lock."""
+        found = read_entry(self.place(kind, key))
+        return found if found is not None and found.is_current and found.is_whole else None
+
+    def obtain(self, kind: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
+        """The artifact, made where it is not there; locked until the cache is closed.
+
+        Where another run is making it, waits for that. Raises what `make` raises."""
+        folder = self.place(kind, key)
+        while True:
+            self._lock(folder, fcntl.LOCK_SH)
+            if (found := self.find(kind, key)) is not None:
+                return self._used(found)
+            self._release(folder)
+            self._lock(folder, fcntl.LOCK_EX)
+            try:
+                if self.find(kind, key) is None:
+                    self._make(kind, folder, source, make)
+            except BaseException:
+                _remove_if_empty(folder)
+                raise
+            finally:
+                self._release(folder)
+
+    def _make(self, kind: str, folder: Path, source: str, make: Make) -> None:
+        began = time.perf_counter()
+        with suppress(FileNotFoundError):
+            (folder / ENTRY).unlink()  # of files that are not whole any more
+        facts = make(folder)
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        sizes = {
+            path.relative_to(folder).as_posix(): path.stat().st_size
+            for path in files
+            if path.name not in (ENTRY, LOCK) and not path.name.endswith(".partial")
+        }
+        content = {
+            "format": FORMAT, "version": current_version(kind), "kind": kind, "source": source,
+            "seconds": time.perf_counter() - began, "sizes": sizes, "facts": dict(facts),
+        }  # fmt: skip
+        with partial_file(folder / ENTRY) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _used(self, entry: Entry) -> Entry:
+        with suppress(OSError):
+            os.utime(entry.folder / ENTRY)  # when it was last used
+        return entry
+
+    def _lock(self, folder: Path, how: int) -> None:
+        is_told = False
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:  # another run is removing it
+                continue
+            except OSError as error:
+                raise SparkinferError(
+                    f"{folder}: cannot be written: {error.strerror}; {VARIABLE} names another folder"
+                ) from error
+            try:
+                if not try_lock(descriptor, how):
+                    if not is_told:
+                        what = STAGES[folder.name.rpartition("-")[0]].what
+                        self.say(f"another run is at work on {what}; waiting for it")
+                        is_told = True
+                    fcntl.flock(descriptor, how)
+                if _is_same(descriptor, folder / LOCK):
+                    self._held[folder] = descriptor
+                    return
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _release(self, folder: Path) -> None:
+        os.close(self._held.pop(folder))
+
+
+def try_lock(descriptor: int, how: int) -> bool:
+    """Whether it is locked now. Where files cannot be locked, as if it were: there two runs may
+    do the same work, and each writes its files whole."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    """Whether the file is still the one of that name."""
+    try:
+        there = path.stat()
+    except OSError:
+        return False
+    ours = os.fstat(descriptor)
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Of a stage that left nothing to go on from."""
+    with suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

@@ -1,0 +1,269 @@
+"""How `sparkinfer run` runs a model where nobody says: type, device, mode, predictors, plan.
+
+Each decision is one line with its reason. What can be known before anything is made is decided
+here from sizes and memories; whether predictors pay is decided by a first look at how many neurons
+fire (worth). What this module does not know: how anything is made (stages)."""
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from sparkinfer.budget import DEFAULT_CONTEXT, head_bytes, layer_bytes, plan_bytes
+from sparkinfer.convert.options import Outtype
+from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_choice import can_silence, is_smooth
+from sparkinfer.mode_quality import MAX_LOSS, RunMode
+from sparkinfer.model_file import ModelFile
+from sparkinfer.run.source import Source
+from sparkinfer.sizes import format_bytes
+from sparkinfer.system_memory import memory_limit_bytes
+
+# From nearly the model itself to the smallest that is worth having.
+BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
+LARGE = ("f32", "f16", "bf16")
+# Of the memory that this process may have at all: the rest is for it and for the cache of files.
+MAIN_SHARE, GPU_SHARE = 0.85, 0.9
+STEP_BYTES = 256 << 20  # of a budget that nobody gave, so that it is the same the next time
+# Of an f16 layer's bytes, what its predictor takes: 9.4 % (docs/predictors.md), in q8_0 18 %. Named
+# are a tenth more neurons than fire.
+PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
+NAMED_PER_FIRING = 1.1
+LEAST_GAIN = 0.1  # of a token's bytes, for which minutes are spent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes of memory that may be taken."""
+
+    main: int
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user has said; None is for us to choose."""
+
+    vram: tuple[int, ...] | None = None
+    context_length: int | None = None
+    outtype: Outtype | None = None
+    mode: RunMode | None = None
+    max_loss: float = MAX_LOSS
+    device: str | None = None
+    tokens: int | None = None  # of the profile
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in get_args(RunMode):
+            raise SparkinferError(f"mode {self.mode!r}; wanted one of {get_args(RunMode)}")
+        if not self.max_loss >= 0:
+            raise SparkinferError(f"a loss of {self.max_loss} is allowed, wanted 0 or more")
+        if self.tokens is not None and self.tokens < 1:
+            raise SparkinferError(f"tokens is {self.tokens}, wanted 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`model` is the file that will be run, as planned; `predictors` whether some are to be trained,
+    None where a first look is to say. `budgets` are of a plan; () for none."""
+
+    model: ModelFile
+    outtype: Outtype | None
+    is_converted: bool
+    device: str | None
+    predictors: bool | None
+    budgets: tuple[int, ...]
+    context_length: int
+    lines: tuple[str, ...]
+
+    def needs_look(self, wishes: Wishes) -> bool:
+        """Whether a few tokens are counted first: to decide on predictors, to know how many tokens
+        to train them on, or because a plan wants counts and there will be no others."""
+        if self.predictors:
+            return wishes.tokens is None
+        return self.predictors is None or bool(self.budgets)
+
+
+def room_here(wishes: Wishes) -> Room:
+    """What this machine has for a model, the budget of the user taken as he gives it."""
+    main = int(MAIN_SHARE * memory_limit_bytes())
+    if not torch.cuda.is_available() or (wishes.device or "cuda").startswith("cpu"):
+        return Room(main=main)
+    if wishes.vram is not None:
+        return Room(main=main, gpus=wishes.vram if any(wishes.vram) else ())
+    free = GPU_SHARE * torch.cuda.mem_get_info()[0]
+    return Room(main=main, gpus=(int(free) // STEP_BYTES * STEP_BYTES,))
+
+
+def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
+    """Raises SparkinferError for what this model cannot be run as."""
+    outtype, type_line = choose_type(source, wishes, room)
+    is_converted = not source.is_of_type(outtype)
+    model = source.draft(outtype) if is_converted or source.own is None else source.own
+    _check_mode(source, model, wishes)
+    context = context_of(model, wishes)
+    fits = run_bytes(model, context) <= sum(room.gpus[:1])
+    limited = model.has_limits
+    budgets = () if fits or limited or not room.gpus else room.gpus
+    predictors, mode_line = choose_predictors(model, wishes, is_on_gpu=fits and bool(room.gpus))
+    device = "cpu" if limited or not room.gpus else wishes.device
+    where = _where_line(model, wishes, room, budgets, context)
+    lines = (type_line, mode_line, where)
+    return Choice(
+        model=model, outtype=outtype, is_converted=is_converted, device=device,
+        predictors=predictors, budgets=budgets, context_length=context, lines=lines,
+    )  # fmt: skip
+
+
+def context_of(model: ModelFile, wishes: Wishes) -> int:
+    """Raises SparkinferError for more than the model was made for."""
+    longest, asked = model.shape.context_length, wishes.context_length
+    if asked is not None and not 1 <= asked <= longest:
+        raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
+    return asked or min(longest, DEFAULT_CONTEXT)
+
+
+def run_bytes(model: ModelFile, context_length: int) -> int:
+    """All that a model takes of one device: weights, keys and values, temporaries."""
+    layers = model.shape.num_layers
+    _, items = plan_bytes(
+        model.row_major, context_length=context_length, num_hot=[0] * layers,
+        dense_on_gpu=[False] * layers, head_on_gpu=False,
+    )  # fmt: skip
+    return sum(items.values())
+
+
+# ---- the type -----------------------------------------------------------------------------------
+
+
+def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
+    """The one that loses least of those that fit a GPU whole; of those that fit all memories if none
+    does; and why. None: a GGUF's own types."""
+    if wishes.outtype is not None:
+        return wishes.outtype, f"type {wishes.outtype}: asked for"
+    own = source.own or (None if source.own_type in LARGE else source.draft(None))
+    kinds: list[Outtype | None] = [None] if own is not None else []
+    kinds += [kind for kind in BY_QUALITY if own is None or kind != source.own_type]
+    sizes = {kind: _bytes_as(source, own, kind, wishes) for kind in kinds[:2]}
+    for limit, place in ((sum(room.gpus[:1]), "VRAM"), (room.main + sum(room.gpus), "memory")):
+        for kind in kinds:
+            if kind not in sizes:
+                sizes[kind] = _bytes_as(source, own, kind, wishes)
+            if sizes[kind] <= limit:
+                return kind, _type_line(source, kind, sizes[kind], limit, place)
+    least = min(sizes, key=lambda kind: sizes[kind])
+    total = format_bytes(room.main + sum(room.gpus))
+    return least, (
+        f"type {least or source.own_type}: the smallest there is, and its"
+        f" {format_bytes(sizes[least])} are more than the {total} of memory: weights will be read"
+        " from the disk, token by token, slowly"
+    )
+
+
+def _bytes_as(source: Source, own: ModelFile | None, kind: Outtype | None, wishes: Wishes) -> int:
+    model = own if kind is None and own is not None else source.draft(kind)
+    return run_bytes(model, context_of(model, wishes))
+
+
+def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, place: str) -> str:
+    fits = f"{format_bytes(size)} with its context, {format_bytes(limit)} of {place}"
+    if kind is None and source.own is not None:
+        return f"type {source.own_type}: the file's own ({fits})"
+    if kind is None:
+        made = source.draft(None).tensors["blk.0.ffn_up.weight"].kind
+        return f"type {made}: what keeps all of the file's {source.own_type} ({fits})"
+    if kind == BY_QUALITY[0]:
+        return (
+            f"type {kind}: nearly the same model as in {source.own_type}, and fewer bytes to read a"
+            f" token ({fits}); --outtype q4_k is faster and loses more"
+        )
+    return f"type {kind}: the one that loses least of those that fit ({fits})"
+
+
+# ---- the mode -----------------------------------------------------------------------------------
+
+
+def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
+    if wishes.mode == "predicted" and model.predictor is None and not can_silence(model):
+        raise SparkinferError(
+            f"{source.name}: every neuron of this {model.activation} model fires, so there is"
+            " nothing to predict; leave --mode out, or make it sparse first: sparkinfer sparsify"
+        )
+
+
+def choose_predictors(
+    model: ModelFile, wishes: Wishes, *, is_on_gpu: bool
+) -> tuple[bool | None, str]:
+    """Whether to train some, None where a look is to say; and what will be run."""
+    if wishes.mode in ("dense", "exact"):
+        return False, f"mode {wishes.mode}: asked for"
+    if model.predictor is not None:
+        return False, "the file has predictors: the fastest mode by its own record"
+    if wishes.mode == "predicted":
+        return True, "mode predicted: asked for"
+    if not can_silence(model):
+        return False, (
+            f"mode dense: every neuron of a {model.activation} model fires, so a profile would be"
+            " work for nothing (sparkinfer sparsify makes a model sparse)"
+        )
+    if is_smooth(model) or model.has_limits:
+        return False, "the file has thresholds or limits: the fastest mode by its own record"
+    if is_on_gpu:
+        return False, (
+            f"mode exact: {model.activation}, and all of it fits into VRAM, where it is fast"
+            " without predictors; --mode predicted trains them"
+        )
+    return None, f"{model.activation}: a first look says whether predictors pay"
+
+
+def worth(model: ModelFile, density: float) -> tuple[bool, str]:
+    """Whether predictors save enough of a token's bytes where that share of the neurons fires."""
+    exact, predicted = bytes_exact(model, density), bytes_predicted(model, density)
+    saved = 1 - predicted / exact
+    is_worth = saved >= LEAST_GAIN
+    word = "predictors save" if is_worth else "no predictors, which would save"
+    return is_worth, (
+        f"{density:.0%} of the neurons fire: {word} about {max(0.0, saved):.0%} of the bytes that a"
+        " token reads"
+    )
+
+
+def bytes_exact(model: ModelFile, density: float) -> float:
+    """Of the weights that a token reads in mode exact: all gates, and what fires of the rest."""
+    total = float(head_bytes(model))
+    for layer in range(model.shape.num_layers):
+        size = layer_bytes(model, layer)
+        rest = size.neuron - size.gate_row
+        neurons = model.shape.num_neurons
+        total += size.attention + neurons * (size.gate_row + density * rest)
+    return total
+
+
+def bytes_predicted(model: ModelFile, density: float) -> float:
+    """The same with predictors of the usual size."""
+    share = PREDICTOR_SHARE.get(model.tensors[f"blk.0.{model.gate_name}.weight"].kind, 0.3)
+    named = min(1.0, NAMED_PER_FIRING * density)
+    total = float(head_bytes(model))
+    for layer in range(model.shape.num_layers):
+        size = layer_bytes(model, layer)
+        total += size.attention + (share + named) * model.shape.num_neurons * size.neuron
+    return total
+
+
+# ---- the place ----------------------------------------------------------------------------------
+
+
+def _where_line(
+    model: ModelFile, wishes: Wishes, room: Room, budgets: tuple[int, ...], context: int
+) -> str:
+    if model.has_limits:
+        return "on the CPU: limits run there alone so far"
+    if budgets:
+        given = " and ".join(map(format_bytes, budgets))
+        return (
+            f"by a plan for {given} of VRAM, a context of {context:,} tokens; -c asks for another"
+        )
+    if room.gpus:
+        return f"on the GPU, all of it, a context of {context:,} tokens"
+    asked = any(wishes.vram or ())
+    no_gpu = "torch sees no GPU here, so --vram is of no use" if asked else "no GPU to be used"
+    return f"on the CPU, without a plan: {no_gpu}"

@@ -1,0 +1,36 @@
+"""The texts that a model is profiled with: the user's, or the package's own where he gives none.
+
+What this module does not know: how texts are read (profile.corpus)."""
+
+import hashlib
+import lzma
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.files import partial_file
+from sparkinfer.run.cache_folder import Cache
+from sparkinfer.run.keys import identity_of_texts
+
+PACKED = Path(__file__).with_name("corpus") / "default.txt.xz"
+NAME = "default.txt"
+
+
+def identity(corpora: Sequence[Path]) -> str:
+    if corpora:
+        return identity_of_texts(corpora)
+    return hashlib.sha256(PACKED.read_bytes()).hexdigest()[:24]
+
+
+def files(corpora: Sequence[Path], cache: Cache) -> tuple[Path, ...]:
+    """Paths that can be read, the package's text unpacked into the cache."""
+    if corpora:
+        return tuple(corpora)
+    entry = cache.obtain("corpus", {"text": identity(())}, "the package", _unpack)
+    return (entry.path(NAME),)
+
+
+def _unpack(folder: Path) -> Mapping[str, Any]:
+    with partial_file(folder / NAME) as partial:
+        partial.write_bytes(lzma.decompress(PACKED.read_bytes()))
+    return {}

@@ -1,0 +1,221 @@
+"""What there is to do before the first token: stages, their seconds and their bytes on the disk.
+
+Seconds come from sizes and from what this machine was seen to do: short measurements of reading,
+packing, writing and multiplying, or what the same stages took before (rates). What this module
+does not know: how stages are run (prepare)."""
+
+import shutil
+from dataclasses import dataclass, replace
+
+from sparkinfer.budget import layer_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile import calibrate
+from sparkinfer.run.cache_folder import VARIABLE
+from sparkinfer.run.choice import PREDICTOR_SHARE
+from sparkinfer.run.rates import encode_bytes_per_s, matmul_flops, unpack_values_per_s
+from sparkinfer.run.stages import (
+    LOOK_TOKENS,
+    Job,
+    conversion_name,
+    device_here,
+    flop_per_token,
+    full_key,
+    look_key,
+    machine_key,
+    model_key,
+    plan_key,
+    profile_key,
+)
+from sparkinfer.sizes import format_bytes
+
+# Of the rate of a matrix product alone, what counting firings has reached: 0.43 to 0.63 (25 M and
+# 68 M parameters in q8_0, two shared cores of a Zen 4); training took 2.9 to 3.3 times as long.
+COUNT_SHARE, TRAIN_FACTOR = 0.5, 3.0
+# A verification took 4 to 6 s for 134 M values of which one thread unpacks all in 0.5 s, and 4 s more
+# of processor time for a checkpoint, where transformers is imported.
+VERIFY_UNPACKINGS, IMPORT_S = 9.0, 4.0
+VERIFY_LIMIT_S = 60.0  # that a verification may take which nobody asked for
+SOLVE_LIMIT_S = 30.0  # of the integer program
+PATIENCE_S = 15 * 60.0  # that a profile may take which nobody asked for
+TOKENS = (131_072, 65_536, 32_768, 16_384)
+SPARE_BYTES = 256 << 20  # that are left on the disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A stage that is to be run. `at_most`: its seconds are a bound, not a guess."""
+
+    kind: str
+    label: str
+    seconds: float
+    num_bytes: int
+    at_most: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    works: tuple[Work, ...]
+    free_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(work.seconds for work in self.works)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(work.num_bytes for work in self.works)
+
+    @property
+    def line(self) -> str:
+        parts = ", ".join(
+            f"{work.label} {words(work.seconds, work.at_most)}" for work in self.works
+        )
+        return (
+            f"before the first token: {words(self.seconds)} and {format_bytes(self.num_bytes)} of"
+            f" disk, once ({parts})"
+        )
+
+    def check_disk(self, folder: object) -> None:
+        """Raises SparkinferError where the disk has no room for what will be made."""
+        if self.works and self.num_bytes + SPARE_BYTES > self.free_bytes:
+            raise SparkinferError(
+                f"{folder}: about {format_bytes(self.num_bytes)} are to be made and"
+                f" {format_bytes(self.free_bytes)} are free; {VARIABLE} names a folder on another"
+                " disk, sparkinfer cache clear makes room"
+            )
+
+
+def words(seconds: float, at_most: bool = False) -> str:
+    about = "up to" if at_most else "about"
+    if seconds < 10:
+        return "seconds"
+    if seconds < 100:
+        return f"{about} {10 * round(seconds / 10)} s"
+    if seconds < 5400:
+        return f"{about} {round(seconds / 60)} min"
+    return f"{about} {seconds / 3600:.1f} h"
+
+
+def estimate(job: Job, tokens: int | None) -> Estimate:
+    """Of what is not in the cache. `tokens` is what a profile with predictors will take; None where
+    none will be made."""
+    works = [*_of_model(job), *_of_look(job)]
+    if tokens is not None:
+        works += _of_profile(job, tokens)
+    works += _of_plan(job, tokens)
+    return Estimate(works=tuple(works), free_bytes=shutil.disk_usage(job.cache.folder).free)
+
+
+def expected_tokens(job: Job) -> int | None:
+    """Of the profile, before a look has said how fast this model is; None for none."""
+    if job.choice.predictors is False:
+        return None
+    look = job.cache.find("look", look_key(job))
+    if look is None:
+        return tokens_for(job, count_per_s(job))
+    return tokens_for(job, float(look.facts["tokens_per_s"]))
+
+
+def tokens_for(job: Job, tokens_per_s: float) -> int | None:
+    """The most of TOKENS that patience allows where so many are counted a second; None where it
+    allows none and nobody asked for predictors."""
+    if job.wishes.tokens is not None:
+        return job.wishes.tokens
+    allowed = [t for t in TOKENS if t * TRAIN_FACTOR / tokens_per_s <= PATIENCE_S]
+    if not allowed and job.choice.predictors is None:
+        return None
+    return allowed[0] if allowed else TOKENS[-1]
+
+
+def count_per_s(job: Job) -> float:
+    """Tokens a second that a profile without training counts."""
+    stored = job.rates.stored.get("count")
+    if stored is None:
+        stored = COUNT_SHARE * matmul_flops(device_here(job))
+    return stored / flop_per_token(job.choice.model)
+
+
+def _of_model(job: Job) -> list[Work]:
+    choice, rates = job.choice, job.rates
+    if not choice.is_converted or job.cache.find("model", model_key(job)):
+        return []
+    size = sum(entry.num_bytes for entry in choice.model.tensors.values())
+    if (rate := rates.stored.get(conversion_name(job))) is not None:
+        return [Work(kind="model", label="convert", seconds=size / rate, num_bytes=size)]
+    seconds = size / encode_bytes_per_s(choice.model) + size / rates.write_bytes_per_s()
+    seconds += verify_seconds(job) if job.is_verified else 0.0
+    return [Work(kind="model", label="convert", seconds=seconds, num_bytes=size)]
+
+
+def verify_seconds(job: Job) -> float:
+    """That comparing a converted model with its source takes."""
+    values = flop_per_token(job.choice.model) / 2
+    imports = IMPORT_S if job.source.path.is_dir() else 0.0
+    return imports + VERIFY_UNPACKINGS * values / unpack_values_per_s()
+
+
+def decided(job: Job, is_verified: bool | None) -> Job:
+    """With the verification that was asked for; where nobody said, one that is not long."""
+    is_there = not job.choice.is_converted or job.cache.find("model", model_key(job)) is not None
+    if is_verified is None and not is_there:
+        seconds = verify_seconds(job)
+        is_verified = seconds <= VERIFY_LIMIT_S
+        if not is_verified:
+            job.say(f"the converted model is not compared with its source, which would take"
+                    f" {words(seconds)}: --verify does it")  # fmt: skip
+    return replace(job, is_verified=is_verified is not False)
+
+
+def _of_look(job: Job) -> list[Work]:
+    if not job.choice.needs_look(job.wishes) or job.cache.find("look", look_key(job)):
+        return []
+    seconds = LOOK_TOKENS / count_per_s(job)
+    return [Work(kind="look", label="look", seconds=seconds, num_bytes=_counts(job))]
+
+
+def _of_profile(job: Job, tokens: int) -> list[Work]:
+    works, model = [], job.choice.model
+    if job.cache.find("full", full_key(job, tokens)):
+        return []
+    predictors = round(_predictor_share(model) * _ffn_bytes(model))
+    if not job.cache.find("profile", profile_key(job, tokens)):
+        rate = job.rates.stored.get(
+            "train", count_per_s(job) * flop_per_token(model) / TRAIN_FACTOR
+        )
+        seconds = tokens * flop_per_token(model) / rate
+        size = predictors + 2 * _counts(job)
+        works.append(Work(kind="profile", label="profile", seconds=seconds, num_bytes=size))
+    size = predictors + sum(entry.num_bytes for entry in model.tensors.values())
+    seconds = 2 * size / job.rates.write_bytes_per_s()
+    return [*works, Work(kind="full", label="add predictors", seconds=seconds, num_bytes=size)]
+
+
+def _of_plan(job: Job, tokens: int | None) -> list[Work]:
+    if not job.choice.budgets or job.cache.find("plan", plan_key(job, tokens)):
+        return []
+    works = []
+    if not job.cache.find("machine", machine_key()):
+        seconds = calibrate.CPU_LIMIT_S + calibrate.COSTS_LIMIT_S + calibrate.GPU_LIMIT_S
+        works.append(
+            Work(kind="machine", label="calibrate", seconds=seconds, num_bytes=0, at_most=True)
+        )
+    size = 4 * job.choice.model.shape.num_layers * job.choice.model.shape.num_neurons
+    plan = Work(kind="plan", label="solve", seconds=SOLVE_LIMIT_S, num_bytes=size, at_most=True)
+    return [*works, plan]
+
+
+def _counts(job: Job) -> int:
+    shape = job.choice.model.shape
+    return 8 * shape.num_layers * shape.num_neurons
+
+
+def _ffn_bytes(model: ModelFile) -> int:
+    return sum(
+        model.shape.num_neurons * layer_bytes(model, layer).neuron
+        for layer in range(model.shape.num_layers)
+    )
+
+
+def _predictor_share(model: ModelFile) -> float:
+    return PREDICTOR_SHARE.get(model.tensors[f"blk.0.{model.gate_name}.weight"].kind, 0.3)

@@ -1,0 +1,181 @@
+"""What is in the cache of `sparkinfer run`, and how it is removed: only what is ours and not in use.
+
+What this module does not know: what artifacts are for (keys), and how they are made."""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.run.cache_folder import ENTRY, LOCK, read_entry, try_lock
+from sparkinfer.run.keys import STAGES
+from sparkinfer.run.rates import FILE as RATES
+
+State = Literal["ready", "unfinished", "stale"]
+NAME = re.compile(r"([a-z]+)-[0-9a-f]{24}")
+PARTIAL = re.compile(r".+\.[0-9a-f]{8}\.(partial|old)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelved:
+    """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" where unknown."""
+
+    name: str
+    kind: str
+    state: State
+    num_bytes: int
+    last_used: float
+    source: str
+    is_in_use: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleared:
+    """`kept` are (name, why) of what stayed though it was asked to go."""
+
+    removed: tuple[str, ...]
+    num_bytes: int
+    kept: tuple[tuple[str, str], ...]
+
+
+def list_cache(cache: Path) -> tuple[Shelved, ...]:
+    """The most lately used first. What is not ours is not listed."""
+    found = [_shelved(folder) for folder in _folders(cache)]
+    return tuple(sorted(found, key=lambda s: s.last_used, reverse=True))
+
+
+def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -> Cleared:
+    """Removes artifacts: all, those of these names (of a folder, a kind or a source), or the stale
+    and unfinished ones.
+
+    Raises SparkinferError for a name that nothing has."""
+    shelved = list_cache(cache)
+    for name in names:
+        if not any(_has_name(s, name) for s in shelved):
+            raise SparkinferError(
+                f"{name!r}: nothing in {cache} has this name or comes from this source;"
+                " sparkinfer cache list shows what there is"
+            )
+    chosen = [s for s in shelved if not names or any(_has_name(s, name) for name in names)]
+    chosen = [s for s in chosen if not stale_only or s.state != "ready"]
+    removed, kept, count = [], [], 0
+    for each in chosen:
+        why = _remove(cache / each.name)
+        if why is None:
+            removed.append(each.name)
+            count += each.num_bytes
+        else:
+            kept.append((each.name, why))
+    if not names and not stale_only:
+        with suppress(OSError):
+            (cache / RATES).unlink()
+    return Cleared(removed=tuple(removed), num_bytes=count, kept=tuple(kept))
+
+
+def _has_name(shelved: Shelved, name: str) -> bool:
+    return name in (shelved.name, shelved.kind, shelved.source) or (
+        bool(shelved.source) and Path(shelved.source).name == name
+    )
+
+
+def _folders(cache: Path) -> Iterator[Path]:
+    """Those that `run` made: of such a name, no link, with a lock or an entry in it."""
+    try:
+        inside = sorted(cache.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SparkinferError(f"{cache}: cannot be read: {error.strerror}") from error
+    for folder in inside:
+        if not NAME.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
+        if (folder / LOCK).is_file() or read_entry(folder) is not None:
+            yield folder
+
+
+def _shelved(folder: Path) -> Shelved:
+    entry = read_entry(folder)
+    kind = folder.name.rpartition("-")[0]
+    if kind not in STAGES or (entry is not None and not entry.is_current):
+        state: State = "stale"
+    else:
+        state = "ready" if entry is not None and entry.is_whole else "unfinished"
+    sizes, times = [0], [0.0]
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            stat = path.lstat()
+            sizes.append(stat.st_size)
+            times.append(stat.st_mtime)
+    return Shelved(
+        name=folder.name, kind=kind, state=state, num_bytes=sum(sizes), last_used=max(times),
+        source=entry.source if entry else "", is_in_use=_is_in_use(folder),
+    )  # fmt: skip
+
+
+def _is_in_use(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not try_lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> str | None:
+    """Why it stayed; None: it is gone."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"cannot be removed: {error.strerror}"
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "in use"
+        except OSError:
+            return "files cannot be locked here, so it may be in use; remove it by hand"
+        return _remove_ours(folder)
+    except OSError as error:
+        return f"cannot be removed: {error.strerror}"
+    finally:
+        os.close(descriptor)
+
+
+def _remove_ours(folder: Path) -> str | None:
+    """The entry first, so that what is half removed is not taken for an artifact."""
+    (folder / ENTRY).unlink(missing_ok=True)
+    foreign = []
+    for path in sorted(folder.rglob("*"), key=lambda p: len(p.parts), reverse=True):
+        name = path.relative_to(folder).as_posix()
+        if name == LOCK:
+            continue
+        if not _is_ours(folder, name):
+            foreign.append(name)
+        elif path.is_dir() and not path.is_symlink():
+            with suppress(OSError):  # something that is not ours is in it
+                path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+    if foreign:
+        return f"{foreign[0]!r} in it is not ours; the rest is removed"
+    (folder / LOCK).unlink()
+    folder.rmdir()
+    return None
+
+
+def _is_ours(folder: Path, name: str) -> bool:
+    """Whether a stage writes files of that name, or one of another version did."""
+    stage = STAGES.get(folder.name.rpartition("-")[0])
+    patterns = stage.files if stage else tuple(p for s in STAGES.values() for p in s.files)
+    plain = name.rpartition(".")[0].rpartition(".")[0] if PARTIAL.fullmatch(name) else name
+    return plain == ENTRY or any(fnmatch(plain, pattern) for pattern in patterns)

@@ -1,0 +1,113 @@
+"""What decides an artifact of `sparkinfer run`: names of sources and files, versions of stages.
+
+A file is known by its size, the time of its last change and samples of its bytes, wherever it
+lies; a small one by all of its bytes. That is cheap for 100 GB, and whoever changes a byte changes
+the time. What this module does not know: what the stages do."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from sparkinfer import machine_file, model_keys, predictor_file, profile_file, split_file
+from sparkinfer.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
+from sparkinfer.errors import SparkinferError
+from sparkinfer.limits import FILE_NAME as LIMITS_NAME
+
+SMALL_BYTES = 4 << 20
+SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """`version` has a number of ours, to be raised where a stage comes to make something else of
+    the same input, and those of the formats that it writes."""
+
+    what: str  # for people
+    version: tuple[int, ...]
+    files: tuple[str, ...]  # patterns of the names that it may write
+
+
+STAGES = {
+    "corpus": Stage(what="the default text", version=(1,), files=("*.txt",)),
+    "model": Stage(
+        what="the converted model", version=(1, model_keys.VERSION), files=("model.gguf",)
+    ),
+    "look": Stage(
+        what="a first look at the model",
+        version=(1, profile_file.VERSION),
+        files=("look.*",),
+    ),
+    "profile": Stage(
+        what="the profile and the predictors",
+        version=(1, profile_file.VERSION, predictor_file.VERSION),
+        files=("model.profile.*", "predictors", "predictors/*"),
+    ),
+    "full": Stage(
+        what="the model with its predictors",
+        version=(1, model_keys.VERSION, predictor_file.VERSION),
+        files=("model.gguf",),
+    ),
+    "machine": Stage(
+        what="the figures of this machine",
+        version=(1, machine_file.VERSION),
+        files=("machine.json",),
+    ),
+    "plan": Stage(what="the plan", version=(1, split_file.VERSION), files=("model.split.gguf",)),
+}
+
+
+def digest(values: Any) -> str:
+    """24 hex digits of what JSON can hold."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def identity_of_source(path: Path) -> str:
+    """Of a checkpoint folder, by the files that `convert` reads there, or of a GGUF.
+
+    Raises SparkinferError for what is not there."""
+    if path.is_file():
+        return digest(_identity(path))
+    patterns = (*DESCRIPTIONS, *SAFETENSORS, *PICKLED, LIMITS_NAME)
+    files = [
+        file
+        for file in sorted(path.iterdir())
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
+    ]
+    return digest([(file.name, *_identity(file)) for file in files])
+
+
+def identity_of_texts(paths: Iterable[Path]) -> str:
+    """Of corpora: files, and folders with all that is in them."""
+    found: list[object] = []
+    for path in paths:
+        if path.is_dir():
+            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            found += [(file.relative_to(path).as_posix(), *_identity(file)) for file in inside]
+        elif path.is_file():
+            found.append((path.name, *_identity(path)))
+        else:
+            raise SparkinferError(
+                f"{path}: no such file; wanted text, .jsonl or .parquet, or a folder of them"
+            )
+    return digest(found)
+
+
+def _identity(path: Path) -> tuple[object, ...]:
+    try:
+        stat = path.stat()
+        with path.open("rb") as file:
+            if stat.st_size <= SMALL_BYTES:
+                return stat.st_size, hashlib.sha256(file.read()).hexdigest()
+            found = hashlib.sha256()
+            step = (stat.st_size - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
+            for number in range(NUM_SAMPLES):
+                file.seek(number * step)
+                found.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be read: {error.strerror}") from error
+    return stat.st_size, stat.st_mtime_ns, found.hexdigest()

@@ -1,0 +1,209 @@
+"""From a source to a model file and perhaps a plan: the stages that are not in the cache yet.
+
+What this module does not know: how a stage works (stages), what is chosen (choice), and what is
+done with the model (the command)."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import Interrupted
+from sparkinfer.mode_quality import RunMode
+from sparkinfer.run import stages
+from sparkinfer.run.cache_folder import Cache, Entry
+from sparkinfer.run.choice import Choice, Wishes, choose, room_here, worth
+from sparkinfer.run.estimate import Estimate, decided, estimate, expected_tokens, tokens_for, words
+from sparkinfer.run.rates import Rates
+from sparkinfer.run.source import Source
+from sparkinfer.run.stages import Job
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What is to be run, and how: arguments of Engine.load."""
+
+    model: Path
+    split: Path | None
+    mode: RunMode | None
+    device: str | None
+    context_length: int | None
+    seconds: float  # that it took to get here
+    made: tuple[str, ...]  # stages that were run; the rest was there
+
+
+@dataclass
+class Steps:
+    """Counts the stages that are run, for people."""
+
+    job: Job
+    planned: Estimate
+    done: int = 0
+    current: str = ""
+    made: list[str] = field(default_factory=list)
+
+    def obtain(
+        self, kind: str, key: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
+    ) -> Entry:
+        """The artifact, with a line before it is made."""
+
+        def told(folder: Path) -> Mapping[str, Any]:
+            self.done += 1
+            total = max(self.done, len(self.planned.works))
+            work = next((w for w in self.planned.works if w.kind == kind), None)
+            time_left = f" ({words(work.seconds, work.at_most)})" if work else ""
+            label = work.label if work else kind
+            self.current = f"stage {self.done} of {total}, {label}"
+            self.job.say(f"stage {self.done} of {total}: {label}{time_left}")
+            facts = make(folder)
+            self.made.append(kind)
+            return facts
+
+        return self.job.cache.obtain(kind, key, self.job.source.name, told)
+
+
+def job_of(
+    source: Source,
+    wishes: Wishes,
+    texts: tuple[Path, ...],
+    cache: Cache,
+    *,
+    is_verified: bool | None = None,
+) -> Job:
+    """Decides what can be decided before anything is made, and says why. Raises SparkinferError."""
+    choice = choose(source, wishes, room_here(wishes))
+    for line in choice.lines:
+        cache.say(line)
+    job = Job(
+        source=source, choice=choice, wishes=wishes, texts=texts, cache=cache,
+        rates=Rates.load(cache.folder, stages.machine_name()),
+    )  # fmt: skip
+    return decided(job, is_verified)
+
+
+def estimate_of(job: Job) -> Estimate:
+    """Raises SparkinferError where the disk has no room."""
+    found = estimate(job, expected_tokens(job))
+    found.check_disk(job.cache.folder)
+    return found
+
+
+def prepare(job: Job, planned: Estimate) -> Ready:
+    """Runs the stages. Interrupted, it says where; what was done is kept."""
+    began = time.perf_counter()
+    steps = Steps(job, planned)
+    try:
+        model, split = _run(job, steps)
+    except KeyboardInterrupt as error:
+        number = error.exit_code - 128 if isinstance(error, Interrupted) else 2
+        where = f" in {steps.current}" if steps.current else ""
+        raise Interrupted(
+            f"interrupted{where}; the same command goes on from there", number
+        ) from error
+    choice = job.choice
+    return Ready(
+        model=model, split=split, mode=None if split else job.wishes.mode, device=choice.device,
+        context_length=None if split else job.wishes.context_length,
+        seconds=time.perf_counter() - began, made=tuple(steps.made),
+    )  # fmt: skip
+
+
+def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
+    choice = job.choice
+    base = Base(job, steps)
+    tokens, look = None, None
+    if choice.needs_look(job.wishes):
+        look = base.obtain_from("look", stages.look_key(job), partial(stages.make_look, job))
+    if choice.predictors is not False:
+        tokens = _tokens(job, look)
+    profiled = None
+    if tokens is None:
+        model = base.path()
+    else:
+        make = partial(stages.make_profile, job, tokens)
+        profiled = base.obtain_from("profile", stages.profile_key(job, tokens), make)
+        add = partial(stages.make_full, job, profiled)
+        full = base.obtain_from("full", stages.full_key(job, tokens), add)
+        model = full.path(stages.MODEL)
+    if not choice.budgets:
+        return model, None
+    counted = profiled.path(stages.PROFILE) if profiled else _entry(look).path(stages.LOOK)
+    return model, _plan(job, steps, model, counted, tokens)
+
+
+def _entry(look: Entry | None) -> Entry:
+    assert look is not None, "a plan without predictors needs a look"
+    return look
+
+
+@dataclass
+class Base:
+    """The model without predictors, which is made when it is needed: the source itself where it can
+    be run as it is."""
+
+    job: Job
+    steps: Steps
+    _path: Path | None = None
+
+    def path(self) -> Path:
+        job = self.job
+        if self._path is None and not job.choice.is_converted:
+            self._path = job.source.path
+        elif self._path is None:
+            key, make = stages.model_key(job), partial(stages.make_model, job)
+            self._path = self.steps.obtain("model", key, make).path(stages.MODEL)
+        return self._path  # type: ignore[return-value]
+
+    def obtain_from(
+        self, kind: str, key: Mapping[str, Any], make: Callable[[Path, Path], Mapping[str, Any]]
+    ) -> Entry:
+        """An artifact that is made of the model."""
+        if self.job.cache.find(kind, key) is None:
+            self.path()  # before the line of this stage
+        return self.steps.obtain(kind, key, lambda folder: make(self.path(), folder))
+
+
+def _tokens(job: Job, look: Entry | None) -> int | None:
+    """How many to profile by what a look has found; None for no predictors. Says why."""
+    if look is None:
+        return job.wishes.tokens
+    per_s, density = float(look.facts["tokens_per_s"]), float(look.facts["density"])
+    tokens = tokens_for(job, per_s)
+    if job.choice.predictors is None:
+        is_worth, line = worth(job.choice.model, density)
+        job.say(line)
+        if not is_worth:
+            return None
+    if tokens is None:
+        job.say(
+            f"mode exact: predictors would take more than a quarter of an hour ({per_s:,.0f} tokens"
+            " are counted a second); --mode predicted trains them all the same"
+        )
+    return tokens
+
+
+def _plan(job: Job, steps: Steps, model: Path, counted: Path, tokens: int | None) -> Path:
+    machine = steps.obtain(
+        "machine", stages.machine_key(), lambda folder: stages.make_machine(job, folder)
+    ).path(stages.MACHINE)
+    return steps.obtain(
+        "plan", stages.plan_key(job, tokens),
+        lambda folder: stages.make_plan(job, model, counted, machine, folder),
+    ).path(stages.PLAN)  # fmt: skip
+
+
+def summary(job: Job, planned: Estimate) -> dict[str, Any]:
+    """For --dry-run and --json."""
+    choice: Choice = job.choice
+    return {
+        "source": job.source.name, "outtype": choice.outtype or job.source.own_type,
+        "device": choice.device, "predictors": choice.predictors, "budgets": choice.budgets,
+        "context_length": choice.context_length, "reasons": choice.lines,
+        "stages": [asdict(work) for work in planned.works], "seconds": planned.seconds,
+        "num_bytes": planned.num_bytes, "free_bytes": planned.free_bytes,
+        "cache": str(job.cache.folder),
+    }  # fmt: skip

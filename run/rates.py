@@ -1,0 +1,115 @@
+"""How fast this machine does what `sparkinfer run` is about to do: measured briefly, or as it was
+the last time, which the cache keeps in rates.json.
+
+What this module does not know: how much there is to do (estimate)."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf.quants import dequantize, quantize
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_file
+from sparkinfer.gguf_file import type_of
+from sparkinfer.model_file import ModelFile
+from sparkinfer.pipeline import num_threads
+
+FILE = "rates.json"
+ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # that the measurements may take
+SLICE_BYTES = 1 << 20
+WRITTEN_BYTES = 32 << 20
+T, M, N = 512, 1024, 4096  # of the matrix product that is timed
+
+
+@dataclass
+class Rates:
+    """`stored` are amounts a second, or seconds, by the name of what was done."""
+
+    path: Path
+    machine: str  # which the figures are of
+    stored: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path, machine: str) -> "Rates":
+        """Without any where there is no file that can be read."""
+        rates = cls(path=folder / FILE, machine=machine)
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            found = json.loads(rates.path.read_text(encoding="utf-8")).get(machine, {})
+            rates.stored = {str(name): float(rate) for name, rate in found.items() if rate > 0}
+        return rates
+
+    def note(self, name: str, rate: float) -> None:
+        """Keeps what was seen. A file that cannot be written is no reason to stop."""
+        if rate <= 0:
+            return
+        self.stored[name] = rate
+        content: dict[str, dict[str, float]] = {}
+        with suppress(OSError, ValueError):
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            content = found if isinstance(found, dict) else {}
+        content[self.machine] = self.stored
+        with suppress(SparkinferError, OSError), partial_file(self.path) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def write_bytes_per_s(self) -> float:
+        """Of the disk that the cache is on, until the bytes are there."""
+        if "write" not in self.stored:
+            with partial_file(self.path.with_name("probe")) as partial:
+                began = time.perf_counter()
+                with partial.open("r+b") as file:
+                    file.write(os.urandom(1 << 20) * (WRITTEN_BYTES >> 20))
+                    file.flush()
+                    os.fsync(file.fileno())
+                seconds = time.perf_counter() - began
+            self.path.with_name("probe").unlink(missing_ok=True)
+            self.note("write", WRITTEN_BYTES / seconds)
+        return self.stored["write"]
+
+
+def encode_bytes_per_s(model: ModelFile) -> float:
+    """Bytes of a planned model file's matrices that are read from their source and packed a second,
+    by all threads that a conversion has; measured on slices of its own layers."""
+    began, count = time.perf_counter(), 0
+    for entry, first, last in _slices(model):
+        count += entry.read_rows(first, last).nbytes
+        if time.perf_counter() - began > ENCODE_S:
+            break
+    return num_threads() * count / max(1e-6, time.perf_counter() - began)
+
+
+def _slices(model: ModelFile) -> Iterator[tuple]:
+    matrices = [e for n, e in model.tensors.items() if len(e.shape) == 2 and n.startswith("blk.")]
+    for entry in matrices:
+        rows = max(1, min(entry.shape[0], SLICE_BYTES // entry.row_bytes))
+        yield entry, 0, rows
+
+
+def unpack_values_per_s() -> float:
+    """Values that one thread makes of q8_0, which most of a verification is."""
+    rows = quantize(
+        np.random.default_rng(0).standard_normal((64, N)).astype(np.float32), type_of("q8_0")
+    )
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < UNPACK_S:
+        count += dequantize(rows, type_of("q8_0")).size
+    return count / (time.perf_counter() - began)
+
+
+def matmul_flops(device: torch.device) -> float:
+    """Floating-point operations a second of a product of f32 matrices; the best of several."""
+    one_TM, other_MN = torch.randn(T, M, device=device), torch.randn(M, N, device=device)
+    began, best = time.perf_counter(), float("inf")
+    while time.perf_counter() - began < MATMUL_S:
+        at = time.perf_counter()
+        one_TM @ other_MN
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - at)
+    return 2.0 * T * M * N / best

@@ -1,0 +1,85 @@
+"""What `sparkinfer run` was given: a checkpoint folder, a name on the hub, or a GGUF of anyone's.
+
+Looks at headers only. What this module does not know: what is to be done with it (choice)."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.convert import draft_of
+from sparkinfer.convert.hub import find_folder
+from sparkinfer.convert.options import ConvertConfig, Outtype
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile, read_model_gguf
+from sparkinfer.run.keys import identity_of_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """`own` is the model of a GGUF that can be run as it is; None where it must be converted."""
+
+    name: str  # as it was given
+    path: Path
+    identity: str
+    own: ModelFile | None
+    own_type: str  # of its matrices
+    activation: str | None  # what the user says of a GGUF that does not
+    scratch: Path  # a name that nothing has, for files that are planned only
+
+    def draft(self, outtype: Outtype | None) -> ModelFile:
+        """The model file that a conversion would write, its weights not read. Raises
+        SparkinferError."""
+        try:
+            return _draft(self.path, outtype, self.activation, self.scratch)
+        except SparkinferError:
+            if self.own is None:
+                raise
+            return self.own  # whose rows are no blocks of that type: nothing would change
+
+    def is_of_type(self, outtype: Outtype | None) -> bool:
+        """Whether the GGUF, which can be run as it is, has its matrices in this type already."""
+        return self.own is not None and outtype in (None, self.own_type)
+
+
+@cache
+def _draft(path: Path, outtype: Outtype | None, activation: str | None, scratch: Path) -> ModelFile:
+    return draft_of(
+        ConvertConfig(source=path, output=scratch, outtype=outtype, activation=activation)
+    ).model
+
+
+def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
+    """Raises SparkinferError for what is no model; fetches one from the hub that is not here."""
+    path = find_folder(given)
+    if not path.exists():
+        raise SparkinferError(
+            f"{given}: no such folder or file; wanted a checkpoint folder, a model file (.gguf) or"
+            " the name of a model on the Hugging Face hub (org/name)"
+        )
+    own, own_type = _as_it_is(path, activation) if path.is_file() else (None, _dtype_of(path))
+    return Source(
+        name=str(given), path=path.resolve(), identity=identity_of_source(path), own=own,
+        own_type=own_type, activation=activation, scratch=scratch,
+    )  # fmt: skip
+
+
+def has_template(model: ModelFile) -> bool:
+    """Whether it says how a conversation is written for it."""
+    return TEMPLATE_KEY in model.extra_keys or TEMPLATES_KEY in model.extra_keys
+
+
+def _as_it_is(path: Path, activation: str | None) -> tuple[ModelFile | None, str]:
+    """None for a GGUF that has to be converted: one for llama.cpp, or in types that only it has."""
+    keys, tensors = read_model_gguf(path)
+    kinds = [e.kind for n, e in tensors.items() if n.endswith("ffn_up.weight")]
+    kind = kinds[0] if kinds else "unknown"
+    if activation is not None or "blk.0.ffn_down_t.weight" not in tensors:
+        return None, kind
+    return ModelFile.of(path, keys, tensors), kind
+
+
+def _dtype_of(folder: Path) -> str:
+    """Of most of a checkpoint's matrices, in our words."""
+    dtypes = [t.dtype for t in Checkpoint.open(folder).tensors.values() if len(t.shape) == 2]
+    return max(set(dtypes), key=dtypes.count, default="F16").lower()

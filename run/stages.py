@@ -1,0 +1,250 @@
+"""The stages between a source and tokens, each from files to an artifact in the cache.
+
+Every function composes what its own command does; what decides an artifact is in its key. What
+this module does not know: which stages a model needs, and in which order (prepare)."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
+from sparkinfer.profile.collect import profile
+from sparkinfer.profile.config import ProfileConfig
+from sparkinfer.profile.corpus import read_windows
+from sparkinfer.profile.predictor_check import check_predictors
+from sparkinfer.profile.report import warnings
+from sparkinfer.profile.verify import verify
+from sparkinfer.progress import progress
+from sparkinfer.run import corpora
+from sparkinfer.run.cache_folder import Cache, Entry
+from sparkinfer.run.choice import Choice, Wishes
+from sparkinfer.run.keys import digest
+from sparkinfer.run.rates import Rates
+from sparkinfer.run.source import Source
+from sparkinfer.runtime.engine_options import device_of
+from sparkinfer.runtime.prefill.workspace import measure_workspace
+from sparkinfer.runtime.text.codec import TextCodec
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.steady import reading
+from sparkinfer.system_memory import memory_bytes
+from sparkinfer.written import Written
+
+LOOK_TOKENS = 512
+MODEL, LOOK, PROFILE = "model.gguf", "look.safetensors", "model.profile.safetensors"
+PREDICTORS, MACHINE, PLAN = "predictors", "machine.json", "model.split.gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: what it was given, what was chosen, and where things are kept."""
+
+    source: Source
+    choice: Choice
+    wishes: Wishes
+    texts: tuple[Path, ...]  # () for the package's own
+    cache: Cache
+    rates: Rates
+    is_verified: bool = True
+
+    def say(self, line: str) -> None:
+        self.cache.say(line)
+
+
+# ---- keys ---------------------------------------------------------------------------------------
+
+
+def model_key(job: Job) -> dict[str, Any]:
+    """Of the model without predictors, converted or as it is."""
+    source = job.source
+    if not job.choice.is_converted:
+        return {"source": source.identity}
+    return {
+        "source": source.identity, "outtype": job.choice.outtype, "activation": source.activation,
+    }  # fmt: skip
+
+
+def look_key(job: Job) -> dict[str, Any]:
+    return {"model": model_key(job), "texts": corpora.identity(job.texts), "tokens": LOOK_TOKENS}
+
+
+def profile_key(job: Job, tokens: int) -> dict[str, Any]:
+    return {"model": model_key(job), "texts": corpora.identity(job.texts), "tokens": tokens}
+
+
+def full_key(job: Job, tokens: int) -> dict[str, Any]:
+    return {"profile": profile_key(job, tokens)}
+
+
+def machine_key() -> dict[str, Any]:
+    gpus = [
+        (torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory)
+        for i in range(torch.cuda.device_count())
+    ]
+    return {
+        "cpu": cpu_name(), "cores": num_cores(), "memory": memory_bytes()[0], "gpus": gpus,
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
+    """`tokens` of the profile with predictors; None for a plan without."""
+    of_profile = look_key(job) if tokens is None else profile_key(job, tokens)
+    return {
+        "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
+        "budgets": job.choice.budgets, "context": job.choice.context_length,
+        "mode": job.wishes.mode, "max loss": job.wishes.max_loss,
+    }  # fmt: skip
+
+
+def machine_name() -> str:
+    return digest(machine_key())
+
+
+# ---- stages -------------------------------------------------------------------------------------
+
+
+def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
+    """The source as a model file of the chosen type."""
+    source = job.source
+    config = ConvertConfig(
+        source=source.path, output=folder / MODEL, outtype=job.choice.outtype,
+        activation=source.activation, force=True,
+    )  # fmt: skip
+    with reading(source.path), progress("converting", None, "MB") as advance:
+        report = convert(
+            config,
+            on_bytes=lambda count: advance(count / 1e6),
+            on_total=lambda count: advance.set_total(count / 1e6),
+            verify=_verify if job.is_verified else None,
+        )
+    for line in (*(f"note: {note}" for note in report.notes), report.verified or ""):
+        if line:
+            job.say(line)
+    job.rates.note(conversion_name(job), report.num_bytes / report.seconds)
+    return {"model_id": report.model_id}
+
+
+def conversion_name(job: Job) -> str:
+    """Under which the rate of a conversion is kept."""
+    more = " and verify" if job.is_verified else ""
+    return f"convert {job.source.own_type} to {job.choice.outtype}{more}"
+
+
+def _verify(written: Written) -> list[str]:
+    return [verify(written).line]
+
+
+def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
+    """How many neurons fire, and how many tokens a second are counted: a profile of a few tokens."""
+    texts = corpora.files(job.texts, job.cache)
+    tokens = available(model, texts, LOOK_TOKENS)
+    config = ProfileConfig(
+        model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
+        device=job.choice.device, force=True,
+    )  # fmt: skip
+    with reading(model, *texts), progress("looking", tokens, "tokens") as advance:
+        report = profile(config, advance, job.say)
+    density = sum(report.density_L) / len(report.density_L)
+    per_s = report.num_tokens / report.seconds
+    job.rates.note("count", per_s * flop_per_token(job.choice.model))
+    return {"density": density, "tokens_per_s": per_s}
+
+
+def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:
+    """How often each neuron fires, and predictors; goes on where an interrupted one stood."""
+    texts = corpora.files(job.texts, job.cache)
+    count = job.wishes.tokens or available(model, texts, tokens)
+    config = ProfileConfig(
+        model=model, corpora=texts, output=folder / PROFILE, max_tokens=count,
+        train_predictors=folder / PREDICTORS, device=job.choice.device, force=True,
+    )  # fmt: skip
+    with reading(model, *texts), progress("profiling", count, "tokens") as advance:
+        report = profile(config, advance, job.say)
+    if report.quality is not None:
+        job.say(
+            f"mode {report.quality.mode} on text that it was not trained on: {report.quality.line}"
+        )
+    for line in warnings(report):
+        job.say(line)
+    rate = report.num_tokens / report.seconds
+    job.rates.note("train", rate * flop_per_token(job.choice.model))
+    return {"tokens": report.num_tokens}
+
+
+def make_full(job: Job, profiled: Entry, model: Path, folder: Path) -> Mapping[str, Any]:
+    """The model with its predictors in one file."""
+
+    def check(written: Written) -> list[str]:
+        found = check_predictors(written.path)
+        return ["", *([found.line] if found and found.is_near_chance else [])]
+
+    config = ConvertConfig(
+        source=model, output=folder / MODEL, predictors=profiled.path(PREDICTORS), force=True
+    )
+    with reading(model), progress("adding predictors", None, "MB") as advance:
+        report = convert(
+            config,
+            on_bytes=lambda count: advance(count / 1e6),
+            on_total=lambda count: advance.set_total(count / 1e6),
+            verify=check,
+        )
+    for note in report.notes:
+        job.say(f"note: {note}")
+    return {"model_id": report.model_id}
+
+
+def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
+    """What this machine can do."""
+    with progress("measuring the machine", None, "timings") as advance:
+        machine = calibrate(CalibrateConfig(output=folder / MACHINE, force=True), on_probe=advance)
+    return {"cpu": machine.cpu_name}
+
+
+def make_plan(
+    job: Job, model: Path, profiled: Path, machine: Path, folder: Path
+) -> Mapping[str, Any]:
+    """What goes where."""
+    config = SolveConfig(
+        model=model, profile=profiled, machine=machine, output=folder / PLAN,
+        vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
+        mode=job.wishes.mode, max_loss=job.wishes.max_loss, force=True,
+    )  # fmt: skip
+    with reading(model, profiled, machine):
+        report = solve(config, measure_workspace)
+    for note in report.notes:
+        job.say(f"note: {note}")
+    return {"mode": report.mode, "tokens_per_s": report.tokens_per_s}
+
+
+# ---- amounts ------------------------------------------------------------------------------------
+
+
+def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
+    """Tokens that the texts have, up to `most`."""
+    file = ModelFile.load(model)
+    windows = read_windows(
+        texts, TextCodec.of(file), context_length=file.shape.context_length, max_tokens=most,
+        seed=0, vocab_size=file.shape.vocab_size,
+    )  # fmt: skip
+    return windows.num_tokens
+
+
+def flop_per_token(model: ModelFile) -> float:
+    """Of all matrices but the embedding, two an element."""
+    sizes = [
+        entry.shape[0] * entry.shape[1]
+        for name, entry in model.tensors.items()
+        if len(entry.shape) == 2 and (name != "token_embd.weight" or model.is_tied)
+    ]
+    return 2.0 * sum(sizes)
+
+
+def device_here(job: Job) -> torch.device:
+    return device_of(job.choice.device)

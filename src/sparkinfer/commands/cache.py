@@ -1,0 +1,63 @@
+"""`sparkinfer cache`: what `run` keeps, and how it is removed.
+
+What this module does not know: what is ours and what is in use (run.housekeeping)."""
+
+import time
+from dataclasses import asdict
+
+import click
+
+from sparkinfer.commands.shared import FileCommand, finish, json_option, say
+from sparkinfer.sizes import format_bytes
+
+
+@click.command(cls=FileCommand)
+@click.argument("action", type=click.Choice(["list", "clear"]))
+@click.argument("names", nargs=-1, metavar="[NAME...]")
+@click.option("--stale", "stale_only", is_flag=True,
+              help="clear: only what another version made, and what was never finished.")  # fmt: skip
+@json_option
+def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) -> None:
+    """Show or remove what `sparkinfer run` has kept.
+
+    NAME is a folder's name, a kind or a source, as list shows them; without any, clear removes all
+    that is not in use. Sources are never touched."""
+    from sparkinfer.run.cache_folder import cache_folder
+    from sparkinfer.run.housekeeping import clear, list_cache
+
+    folder = cache_folder()
+    if action == "clear":
+        cleared = clear(folder, names, stale_only=stale_only)
+        lines = [f"kept {name}: {why}" for name, why in cleared.kept]
+        lines.append(
+            f"removed {len(cleared.removed)} from {folder}, {format_bytes(cleared.num_bytes)}"
+        )
+        finish(asdict(cleared) | {"cache": str(folder)}, as_json, lines)
+        return
+    if names or stale_only:
+        raise click.UsageError("list shows everything: leave names and --stale out.")
+    found = list_cache(folder)
+    total = sum(shelved.num_bytes for shelved in found)
+    content = {"cache": str(folder), "num_bytes": total, "entries": [asdict(s) for s in found]}
+    if as_json:
+        finish(content, True, [])
+        return
+    rows = [("what", "size", "last use", "state", "from")]
+    rows += [
+        (s.name, format_bytes(s.num_bytes), ago(time.time() - s.last_used),
+         "in use" if s.is_in_use else s.state, s.source or "-")
+        for s in found
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if found else []:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        click.echo("  ".join(cells).rstrip())
+    say(f"{len(found)} in {folder}, {format_bytes(total)}")
+
+
+def ago(seconds: float) -> str:
+    """e.g. "5 min ago"."""
+    for unit, name in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * unit or (unit == 60 and seconds >= 60):
+            return f"{seconds / unit:.0f} {name} ago"
+    return "just now"

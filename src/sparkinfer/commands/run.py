@@ -1,0 +1,205 @@
+"""`sparkinfer run`: from a checkpoint, a name on the hub or a GGUF to tokens.
+
+What this module does not know: how stages are chosen, made and kept (sparkinfer.run), and how texts
+and conversations are written (generate, chat)."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.chat import talk
+from sparkinfer.commands.constraint_options import NAMES, ConstraintOptions, constraint_options
+from sparkinfer.commands.generate import text_options, write
+from sparkinfer.commands.prompts import prompts_of
+from sparkinfer.commands.sampling import sampling_options, take_sampling_options
+from sparkinfer.commands.shared import (
+    FILE,
+    FileCommand,
+    Size,
+    device_option,
+    finish,
+    json_option,
+    let_threads_sleep,
+    max_loss_option,
+    mode_option,
+    say,
+    threads_option,
+)
+from sparkinfer.commands.speculation_options import speculation_options, take_speculation_options
+from sparkinfer.errors import SparkinferError
+
+if TYPE_CHECKING:
+    from sparkinfer.run.estimate import Estimate
+    from sparkinfer.run.prepare import Ready
+    from sparkinfer.run.stages import Job
+
+ASKED_FROM_S = 600.0  # of work, for which a person at a terminal is asked first
+ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # -n where nobody says
+_WRITE = ("prompt", "prompt_file", "prompts_file", "stops", "ignores_end", "keep", "num_logprobs",
+          "is_shown", "json_lines")  # fmt: skip
+_OPTIONS = (
+    click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
+                 help="e.g. 8GiB; a bare number is GiB; 0 for none. Once for each GPU. What is free"
+                 " on the first unless told."),
+    click.option("--chat", "is_chat", is_flag=True,
+                 help="A conversation, or with -p the answer to one message. What happens without -p"
+                 " where the model knows how to talk."),
+    click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
+                 help="What the model is told before the conversation."),
+    click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
+                 help="The same, from a file."),
+    click.option("--chat-template", "template", metavar="NAME|FILE",
+                 help="Instead of the model's own."),
+    click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
+                 help='What the template may ask for, e.g. {"enable_thinking": false}.'),
+    click.option("-n", "--max-tokens", "--n-predict", "max_tokens", type=int,
+                 help="128 for a text, as many as there is room for for an answer."),
+    click.option("-c", "--context", "--ctx-size", "context_length", type=int,
+                 help="Tokens of a text; the model's own, up to 4,096."),
+    click.option("--context-shift", "shifts", is_flag=True,
+                 help="At the end of the context go on without the oldest part."),
+    click.option("--corpus", "corpora", type=FILE, multiple=True,
+                 help="Text like yours to profile with, where a profile pays; may be repeated. The"
+                 " package's own unless told."),
+    click.option("--tokens", type=int, help="Of the profile; as many as a quarter of an hour takes."),
+    click.option("--outtype",
+                 type=click.Choice("f32 f16 bf16 q8_0 q6_k q5_k q4_k q4_0".split()),
+                 help="Type of the matrices; one that fits the memory."),
+    click.option("--activation", metavar="NAME",
+                 help="What a GGUF of others does not say: relu, fatrelu=0.01, ..."),
+    click.option("--verify/--no-verify", "is_verified", default=None,
+                 help="Compare a converted model with its source; where that takes under a minute"
+                 " unless told."),
+    click.option("--dry-run", is_flag=True, help="Say what would be done, and how long it takes."),
+    click.option("-y", "--yes", is_flag=True, help="Do not ask, however long it takes."),
+)  # fmt: skip
+
+
+def _own_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(cls=FileCommand)
+@click.argument("source", type=FILE)
+@_own_options
+@text_options
+@sampling_options
+@constraint_options
+@speculation_options
+@cache_type_options
+@mode_option
+@max_loss_option
+@threads_option
+@device_option
+@json_option
+def run(
+    source: Path, vram: tuple[int, ...], corpora: tuple[Path, ...], tokens: int | None,
+    outtype: Any, activation: str | None, is_verified: bool, dry_run: bool, yes: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """From a model to tokens, by one command.
+
+    SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or a GGUF of
+    anyone's. All that is made on the way is kept for the next time: sparkinfer cache list."""
+    let_threads_sleep()
+    _read_prompt(options, dry_run=dry_run)
+    from sparkinfer.run.cache_folder import Cache
+    from sparkinfer.run.choice import Wishes
+    from sparkinfer.run.prepare import estimate_of, job_of, prepare, summary
+    from sparkinfer.run.source import look_at
+    from sparkinfer.runtime.kernels.threads import use_threads
+
+    use_threads(options["threads"])
+    names = ("context_length", "mode", "max_loss", "device")
+    wishes = Wishes(
+        vram=vram or None, outtype=outtype, tokens=tokens, **{n: options[n] for n in names}
+    )
+    with Cache.open(say) as cache:
+        given = look_at(source, activation, cache.folder / "planned.gguf")
+        job = job_of(given, wishes, corpora, cache, is_verified=is_verified)
+        talks = _talks(job, options, dry_run=dry_run)
+        planned = estimate_of(job)
+        if dry_run:
+            finish(summary(job, planned), options["as_json"], [planned.line])
+            return
+        _announce(job, planned, yes=yes)
+        ready = prepare(job, planned)
+        if ready.made:
+            say(f"ready in {ready.seconds:.0f} s; sparkinfer cache list shows what is kept")
+        more = {"run": summary(job, planned) | {"prepared_s": ready.seconds, "made": ready.made}}
+        _speak(job, ready, options, more, talks=talks)
+
+
+def _read_prompt(options: dict[str, Any], *, dry_run: bool) -> None:
+    """Refuses what is wrong with the options of texts before anything is made, and reads stdin."""
+    take_sampling_options(dict(options))
+    take_speculation_options(dict(options))
+    ConstraintOptions(**{name: options[name] for name in NAMES})
+    given = [options[name] for name in ("prompt", "prompt_file", "prompts_file")]
+    if any(value is not None for value in given) and not dry_run:
+        prompts = prompts_of(*given)
+        if any(not prompt for prompt in prompts):
+            raise SparkinferError("the prompt is empty; give it some text")
+        if options["prompts_file"] is None:
+            options |= {"prompt": prompts[0], "prompt_file": None}
+    if options["prompts_file"] is not None and options["is_chat"]:
+        raise click.UsageError("--chat is for one text: leave --prompts out.")
+
+
+def _talks(job: "Job", options: dict[str, Any], *, dry_run: bool) -> bool:
+    """Whether there will be a conversation. Raises SparkinferError where nobody has said what to
+    write, and the model cannot ask."""
+    from sparkinfer.run.source import has_template
+
+    if any(options[name] is not None for name in ("prompt", "prompt_file", "prompts_file")):
+        return False
+    can_talk = has_template(job.choice.model) or options["template"] is not None
+    if not can_talk and not dry_run:
+        raise SparkinferError(
+            f"{job.source.name}: has no chat template, so give it a text to go on with (-p TEXT),"
+            " or a template (--chat-template NAME)"
+        )
+    if (options["as_json"] or options["json_lines"]) and not dry_run:
+        raise click.UsageError("--json and --json-lines are for a text: give -p TEXT.")
+    return True
+
+
+def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
+    """What is about to happen; a person is asked where it takes long."""
+    if not planned.works:
+        return
+    say(planned.line)
+    if any(work.kind in ("look", "profile") for work in planned.works) and not job.texts:
+        say("profiled on the package's own text (Python's documentation, two old books); --corpus"
+            " with text like yours makes it better")  # fmt: skip
+    is_asked = planned.seconds > ASKED_FROM_S and not yes
+    if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
+        click.confirm("go on?", default=True, abort=True, err=True)
+
+
+def _speak(
+    job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, Any], *, talks: bool
+) -> None:
+    """The text or the conversation."""
+    options |= {
+        "model": ready.model, "split": ready.split, "mode": ready.mode, "device": ready.device,
+        "context_length": ready.context_length, "thresholds": None, "cpu_ffn": False,
+    }  # fmt: skip
+    max_tokens, shifts = options.pop("max_tokens"), options.pop("shifts")
+    if max_tokens is None:
+        max_tokens = ANSWER_TOKENS if options["is_chat"] or talks else TEXT_TOKENS
+    options["max_tokens"] = max_tokens
+    if talks:
+        for name in (*_WRITE, "is_chat", "as_json"):
+            del options[name]
+        talk(name=job.source.name, drops_oldest=shifts, **options)
+        return
+    for name in ("system_file", "variables"):
+        del options[name]
+    write(prompt_cache=None, force=False, shifts=shifts, more=more, **options)
