@@ -252,6 +252,7 @@ def _from_model_file(config: ConvertConfig) -> Draft:
                 f"{config.source}: has predictors or thresholds, which the stock layout cannot"
                 " hold; convert its checkpoint"
             )
+    model = _with_file_type(model, config.outtype)
     return Draft(
         model=model,
         outtype=config.outtype or _outtype_of(model),
@@ -259,6 +260,25 @@ def _from_model_file(config: ConvertConfig) -> Draft:
         restored=lambda written: gguf_source.restored(config.source, written),
         notes=notes,
     )
+
+
+def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
+    """The model with a `general.file_type` that is true of its matrices, if it has one."""
+    number = model.extra_keys.get("general.file_type")
+    kind = outtype or model.row_major.tensors["blk.0.ffn_up.weight"].kind
+    if not isinstance(number, np.integer) or _is_of_type(int(number), kind):
+        return model
+    keys = model.extra_keys | {"general.file_type": np.uint32(FILE_TYPES[kind])}
+    return dataclasses.replace(model, extra_keys=keys)
+
+
+def _is_of_type(number: int, kind: str) -> bool:
+    """True of MOSTLY_Q4_K_M and q4_k."""
+    try:
+        name = LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+    except ValueError:
+        return False
+    return name == kind or name.startswith(f"{kind}_")
 
 
 def _outtype_of(model: ModelFile) -> str:

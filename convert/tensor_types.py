@@ -27,7 +27,7 @@ class TensorTypes:
             name, _, kind = text.rpartition("=")
             if not name:
                 raise SparkinferError(f"tensor type {text!r}; wanted NAME=TYPE")
-            check_outtype(kind, f"tensor type {text!r}")
+            check_outtype(kind.lower(), f"tensor type {text!r}")
             try:
                 re.compile(name)
             except re.error as error:
@@ -40,7 +40,7 @@ class TensorTypes:
         for text in self.overrides:
             pattern, _, kind = text.rpartition("=")
             if re.search(pattern, name):
-                return kind
+                return kind.lower()
         return None
 
     def kind(self, name: str, shape: tuple[int, ...]) -> str:

@@ -78,6 +78,10 @@ def verify(written: Written) -> Verification:
             " please report the source; --no-verify keeps it"
         )
     line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens"
+    kinds = [entry.kind for entry in model.tensors.values()]
+    kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
+    if kind is not None:  # what the rounding costs is another question: sparkinfer eval
+        line += f", both with the weights as rounded to {kind}"
     return Verification(relative_error=error, line=line)
 
 

@@ -1,5 +1,10 @@
 """What somebody types on the first day: other programs' options, near misses, files of others."""
 
+import dataclasses
+import os
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -11,12 +16,16 @@ import sparkinfer
 from sparkinfer.cli import main
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.commands.llamacpp_flags import TABLE, translate
+from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.sizes import parse_bytes
+
+SOURCE = Path(__file__).parent.parent / "src"
 
 
 def lines_of(capsys, arguments: list[object], code: int) -> list[str]:
@@ -161,3 +170,109 @@ def test_a_gguf_that_is_not_supported_is_told_why(tmp_path, key, why):
         ModelFile.of(tmp_path, keys | {"general.architecture": "llama"}, model.tensors)
     with pytest.raises(SparkinferError, match="'qwen3moe': mixtures of experts"):
         ModelFile.of(tmp_path, {"general.architecture": "qwen3moe"}, {})
+
+
+# ---- help, version, completion ------------------------------------------------------------------
+
+
+def test_help_of_a_command_is_its_help(capsys):
+    for name in (*cli.commands, None):
+        names = [] if name is None else [name]
+        assert main(["help", *names]) == 0
+        shown = capsys.readouterr().out
+        assert main([*names, "--help"]) == 0
+        assert shown == capsys.readouterr().out and "Usage: sparkinfer" in shown
+    assert "no such command 'nothing'" in line_of(capsys, ["help", "nothing"], 2)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["-V"]) == 0
+    assert capsys.readouterr().out.split()[-1] == sparkinfer.__version__ == version("sparkinfer")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_ask_the_program(capsys, shell):
+    assert main(["completion", shell]) == 0
+    assert f"_SPARKINFER_COMPLETE={shell}_complete" in capsys.readouterr().out
+
+
+def test_a_line_is_completed():
+    environment = dict(os.environ, COMP_WORDS="sparkinfer gen", COMP_CWORD="1",
+                       _SPARKINFER_COMPLETE="bash_complete")  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "sparkinfer"], env=environment,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout == "plain,generate\n"
+
+
+def test_nothing_is_imported_before_ctrl_c_is_heard():
+    code = (
+        "import sys; before = {*sys.modules}; import sparkinfer.cli; print({*sys.modules} - before)"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True,
+                          env=dict(os.environ, PYTHONPATH=str(SOURCE)), check=True)  # fmt: skip
+    assert set(eval(done.stdout)) == {"sparkinfer", "sparkinfer.cli"}
+
+
+# ---- types, sizes, values -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, taken", [("Q4_0", "q4_0"), ("q4_k_m", "q4_k"), ("FP16", "f16"), ("q6_K", "q6_k")]
+)
+def test_types_in_others_spellings(capsys, given, taken):
+    assert OUTTYPE.convert(given, None, None) == taken
+    assert ("taken as q4_k" in capsys.readouterr().err) == (given == "q4_k_m")
+    assert TensorTypes(outtype="f16", overrides=(f"a={taken.upper()}",)).override("a") == taken
+
+
+def test_types_that_are_never_written():
+    for given in ("q4_1", "IQ2_XS"):
+        with pytest.raises(click.BadParameter, match="is not written, wanted one of f32, f16"):
+            OUTTYPE.convert(given, None, None)
+
+
+def test_the_file_type_is_that_of_the_file(tmp_path):
+    """A file that says 3 (q4_1) of itself and holds f32."""
+    for said, outtype, want in ((3, None, 0), (3, "q8_0", 7), (15, None, 0)):
+        keys = {"general.file_type": np.uint32(said)}
+        make_model(shape=make_shape(width=32, num_neurons=64), extra_keys=keys).save(tmp_path / "a")
+        config = ConvertConfig(source=tmp_path / "a", output=tmp_path / "b", outtype=outtype,
+                               force=True, tensor_types=("ffn_up=f16",) * (outtype is None))  # fmt: skip
+        (tmp_path / "a").rename(tmp_path / "a.gguf")
+        convert(dataclasses.replace(config, source=tmp_path / "a.gguf"))
+        number = int(ModelFile.load(tmp_path / "b").extra_keys["general.file_type"])
+        assert number == (1 if outtype is None else want)
+
+
+# ---- the API ------------------------------------------------------------------------------------
+
+
+def test_values_of_other_types_are_refused_by_the_api(tmp_path):
+    make_model().save(tmp_path / "m.gguf")
+    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu") as engine:
+        for wrong in ("abc", ["a"], [1.5], None, 5, [[1]], [True]):
+            with pytest.raises(SparkinferError, match="wanted a list of integers|wanted integers"):
+                engine.logits(wrong)
+            with (
+                engine.sequence() as text,
+                pytest.raises(SparkinferError, match="wanted a list of"),
+            ):
+                text.extend(wrong)
+        with engine.sequence() as text:
+            text.extend(np.array([1, 2, 3]))
+            for wrong in (4, -1, "1", True, None):
+                with pytest.raises(SparkinferError, match="rollback to .* of 3 tokens"):
+                    text.rollback(wrong)
+            with pytest.raises(SparkinferError, match="wanted is 'some'"):
+                text.extend([1], wanted="some")
+            text.rollback(1)
+            assert text.ids == [1]
+
+
+def test_a_text_longer_than_the_model_reads_says_by_how_much(tmp_path):
+    make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
+    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=8) as engine:
+        with pytest.raises(SparkinferError, match="shorten the text by 4$"):
+            engine.logits([1] * 20)
+        with pytest.raises(SparkinferError, match=r"a longer context \(-c\), up to 16"):
+            engine.logits([1] * 12)

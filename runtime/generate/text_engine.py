@@ -27,7 +27,7 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.step.batch import Wanted
 from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.step.sequences import Part, Sequences
+from sparkinfer.runtime.step.sequences import Part, Sequences, not_tokens
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.chat_template import chat_template_of
 from sparkinfer.runtime.text.codec import TextCodec
@@ -218,20 +218,28 @@ class TextEngine:
         return self._sequences.live
 
     def _ids(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        given = torch.as_tensor(token_ids)
-        if len(given) and given.dtype not in _INTEGERS:
+        try:
+            given = torch.as_tensor(token_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise not_tokens(token_ids) from error
+        if given.ndim != 1:
+            raise not_tokens(token_ids)
+        if not len(given):
+            raise SparkinferError("the prompt has no tokens; give it some text")
+        if given.dtype not in _INTEGERS:
             raise SparkinferError(f"token ids are numbers of type {given.dtype}, wanted integers")
         ids_T = given.to(torch.int64).cpu()
         vocab_size = self.model.shape.vocab_size
-        if ids_T.ndim != 1 or not len(ids_T):
-            raise SparkinferError("the prompt has no tokens; give it some text")
         if len(ids_T) > self.context_length:
             longest = self.model.shape.context_length
-            is_all = self.context_length >= longest
-            more = "the model's longest" if is_all else f"at most {longest} by -c"
+            is_too_long = len(ids_T) > longest
+            step = (
+                f"the model reads {longest} at most: shorten the text by {len(ids_T) - longest}"
+                if is_too_long
+                else f"load with a longer context (-c), up to {longest}, or shorten the text"
+            )
             raise SparkinferError(
-                f"{len(ids_T)} tokens for a context of {self.context_length} ({more}); shorten the"
-                " text" + ("" if is_all else " or ask for more")
+                f"{len(ids_T)} tokens for a context of {self.context_length}; {step}"
             )
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
             raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")

@@ -10,8 +10,10 @@ What this module does not know: text, sampling. Letters: R rows that have logits
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Self
+from numbers import Integral
+from typing import Self, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,9 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.cache.kv_cache import KVCache
 from sparkinfer.runtime.step.batch import Row, Wanted, rows_of
 from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.typed import shown
+
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,10 @@ class Sequences:
         for part in parts:
             if part.sequence.owner is not self:
                 raise SparkinferError("a sequence of another engine cannot be run by this one")
+            if not _are_tokens(part.tokens):
+                raise not_tokens(part.tokens)
+            if part.wanted not in get_args(Wanted):
+                raise SparkinferError(f"wanted is {part.wanted!r}, known: {get_args(Wanted)}")
             if not len(part.tokens):
                 raise SparkinferError("no tokens to compute; give one or more")
             part.sequence.check_room(len(part.tokens))
@@ -110,6 +119,24 @@ class Sequences:
         start = sequence.length
         self.cache.reserve(sequence.number, start, start + count)
         return rows_of(part.tokens, start, part.wanted, sequence.number)
+
+
+def _are_tokens(tokens: object) -> bool:
+    """True for a list, tuple or array of integers; characters and numbers with a point are none."""
+    if isinstance(tokens, Tensor | np.ndarray):
+        return tokens.ndim == 1 and str(tokens.dtype).removeprefix("torch.") in _INTEGERS
+    is_several = isinstance(tokens, Several) and not isinstance(tokens, str | bytes)
+    return is_several and all(
+        isinstance(token, Integral) and not isinstance(token, bool) for token in tokens
+    )
+
+
+def not_tokens(found: object) -> SparkinferError:
+    """What was given in place of token ids, and how text becomes them."""
+    return SparkinferError(
+        f"{shown(found)} given as token ids; wanted a list of integers: engine.codec.encode(text)"
+        " makes it"
+    )
 
 
 def _num_logits(part: Part) -> int:
@@ -141,8 +168,13 @@ class Sequence:
         return self._live.run([Part(sequence=self, tokens=tokens, wanted=wanted)])[0]
 
     def rollback(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
-        assert 0 <= length <= self.length, (length, self.length)
+        """Forgets all but the first `length` tokens. Raises SparkinferError if there are fewer."""
+        is_count = isinstance(length, Integral) and not isinstance(length, bool)
+        if not is_count or not 0 <= length <= self.length:
+            raise SparkinferError(
+                f"rollback to {shown(length)} of {self.length} tokens; wanted a number of tokens to"
+                " keep, 0 for none"
+            )
         self._live.cache.table.shrink(self.number, length)
         del self.ids[length:]
 

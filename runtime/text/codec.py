@@ -10,6 +10,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 from sparkinfer.tokenizer_text import read_tokenizer, refused
+from sparkinfer.typed import shown
 
 _MAX_HELD = 8  # tokens without a character; no character has more than 4 bytes
 REPLACEMENT = "\ufffd"  # the decoding of bytes that are no whole character
@@ -62,6 +63,8 @@ class TextCodec:
             return [list(encoding.ids) for encoding in self.tokenizer.encode_batch(texts)]
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise SparkinferError(f"{shown(text)} given as text, wanted a string")
         _check_unicode(text)
         with refused("its tokenizer cannot encode the text"):
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -1,12 +1,15 @@
-"""Sparse inference. The parts: sparkinfer.convert, .profile, .solver and .runtime."""
+"""Sparse inference. The parts: sparkinfer.convert, .profile, .solver and .runtime.
 
-from typing import TYPE_CHECKING
+Nothing is imported here, not even typing, so that the command line hears Ctrl-C early."""
 
+TYPE_CHECKING = False  # true for type checkers, which know the name
 if TYPE_CHECKING:
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.step.sequences import Part
 
-__all__ = ["Engine", "Part"]
+    __version__: str
+
+__all__ = ["Engine", "Part", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -19,4 +22,8 @@ def __getattr__(name: str) -> object:
         from sparkinfer.runtime.step.sequences import Part
 
         return Part
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("sparkinfer")
     raise AttributeError(f"module 'sparkinfer' has no attribute {name!r}")

@@ -14,6 +14,8 @@ from sparkinfer.commands.cache import cache
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.chat import chat
 from sparkinfer.commands.generate import generate
+from sparkinfer.commands.help_command import completion, help_command
+from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.commands.profile_command import profile
 from sparkinfer.commands.run import run as run_command
 from sparkinfer.commands.serve import serve
@@ -58,11 +60,13 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="sparkinfer")
+@click.version_option(None, "-V", "--version", package_name="sparkinfer")
 def cli() -> None:
     """Run language models on machines whose GPU memory is too small for them."""
 
 
+cli.add_command(help_command)
+cli.add_command(completion)
 cli.add_command(profile)
 cli.add_command(advise)
 cli.add_command(sparsify)
@@ -71,9 +75,8 @@ cli.add_command(sparsify)
 @cli.command()
 @click.argument("source", type=FILE)
 @click.option("-o", "--output", type=OUTPUT, required=True, help="The model file to write.")
-@click.option("--outtype",
-              type=click.Choice("f32 f16 bf16 q8_0 q4_0 q4_k q5_k q6_k".split()),
-              help="Type of the matrices; f16 for a checkpoint.")  # fmt: skip
+@click.option("--outtype", type=OUTTYPE,
+              help="Type of the matrices; f16 for a checkpoint, the file's own for a GGUF.")  # fmt: skip
 @click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
               show_default=True, help="stock is what llama.cpp loads.")  # fmt: skip
 @click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.commands.shared import (
     FILE,
     FOLDER,
@@ -59,8 +60,7 @@ if TYPE_CHECKING:
 @click.option("--save-checkpoint", type=FOLDER, help="Folder for a Hugging Face checkpoint.")
 @click.option("--start-from", type=FILE,
               help="A trained checkpoint of this model to go on from, e.g. to a larger share.")  # fmt: skip
-@click.option("--outtype", default="f16", show_default=True,
-              type=click.Choice("f32 f16 bf16 q8_0 q4_0 q4_k q5_k q6_k".split()),
+@click.option("--outtype", default="f16", show_default=True, type=OUTTYPE,
               help="Type of the model file's matrices.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @device_option

@@ -1,0 +1,45 @@
+"""`sparkinfer help [COMMAND]` and `sparkinfer completion SHELL`."""
+
+from collections.abc import Sequence
+
+import click
+
+from sparkinfer.commands.shared import FileCommand
+
+PROGRAM = "sparkinfer"
+COMPLETE_VARIABLE = "_SPARKINFER_COMPLETE"  # click's for a program of this name
+SHELLS = ("bash", "zsh", "fish")
+INSTALL = """\b
+bash: sparkinfer completion bash > ~/.local/share/bash-completion/completions/sparkinfer
+zsh:  sparkinfer completion zsh > a file named _sparkinfer in a folder of $fpath
+fish: sparkinfer completion fish > ~/.config/fish/completions/sparkinfer.fish"""
+
+
+@click.command("help", cls=FileCommand)
+@click.argument("names", nargs=-1, metavar="[COMMAND]")
+@click.pass_context
+def help_command(ctx: click.Context, names: Sequence[str]) -> None:
+    """Show what a command does and its options; without a name all commands."""
+    parent = ctx.parent
+    assert parent is not None and isinstance(parent.command, click.Group)
+    group: click.Command = parent.command
+    context = parent
+    for name in names:
+        found = group.get_command(context, name) if isinstance(group, click.Group) else None
+        if found is None:
+            raise click.UsageError(f"no such command '{' '.join(names)}'", ctx=parent)
+        context = click.Context(found, info_name=name, parent=context)
+        group = found
+    click.echo(group.get_help(context))
+
+
+@click.command("completion", cls=FileCommand, epilog=INSTALL)
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes commands and options in a shell."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None and ctx.parent is not None
+    click.echo(found(ctx.parent.command, {}, PROGRAM, COMPLETE_VARIABLE).source())

@@ -1,0 +1,36 @@
+"""The type of a file's matrices on the command line, in others' spellings too."""
+
+from typing import Any, get_args
+
+import click
+
+from sparkinfer.commands.shared import say
+from sparkinfer.convert.options import Outtype
+
+_SAME = {"fp32": "f32", "float32": "f32", "fp16": "f16", "float16": "f16", "bfloat16": "bf16",
+         "q8": "q8_0", "q4_k_s": "q4_k", "q5_k_s": "q5_k"}  # fmt: skip
+# llama.cpp's mixtures give some matrices a larger type than the rest.
+_MIXTURES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
+# Types that are read from other files and never written.
+_READ_ONLY = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq", "tq", "mxfp4")
+
+
+class OuttypeChoice(click.Choice):
+    """f32, f16, ..., q6_k; in any case, and as llama.cpp's quantiser calls them."""
+
+    def __init__(self) -> None:
+        super().__init__(get_args(Outtype), case_sensitive=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name = str(value).lower()
+        if name in _MIXTURES:
+            plain = _MIXTURES[name]
+            say(f"note: {name} taken as {plain} for all matrices; llama.cpp gives some of them q6_k:"
+                " --tensor-type 'attn_v|ffn_down=q6_k' does so")  # fmt: skip
+            name = plain
+        if name.startswith(_READ_ONLY):
+            self.fail(f"{name} is not written, wanted one of {', '.join(self.choices)}", param, ctx)
+        return super().convert(_SAME.get(name, name), param, ctx)
+
+
+OUTTYPE = OuttypeChoice()
