@@ -1,11 +1,12 @@
-"""Several sequences in one step, a token of each, against llama.cpp's batches, alternating in one run.
+"""Benchmarks a step with one token of each of several sequences against llama.cpp's batches,
+alternating in one run.
 
     python benchmarks/batch.py MODEL STOCK --rival path/to/venv/bin/python [--modes dense,predicted]
 
 MODEL is ours, STOCK the same for llama.cpp (`make smollm2` or `decode.py` make both). A round takes
-1, 2, 4, 8 and 16 sequences behind prompts of 16 tokens each, on both sides with the same random
+1, 2, 4, 8 and 16 sequences after prompts of 16 tokens each, on both sides with the same random
 token ids; a figure is the median of the rounds. llama.cpp is measured with and without its flash
-attention, and the faster counts. What rows cost beside one row is also what drafts cost."""
+attention, and the faster counts. The cost of rows beside one row is also the cost of drafts."""
 
 import argparse
 import json
@@ -78,7 +79,7 @@ def _measure(arguments: argparse.Namespace, modes: list[str]) -> dict[str, dict[
 
 
 def _ours(engine: Engine, ids: list[int], count: int) -> float:
-    """Mean seconds of a step."""
+    """Mean seconds per step."""
     texts = [engine.sequence() for _ in range(count)]
     engine.run([Part(sequence=text, tokens=[7] * PROMPT) for text in texts])
     began = time.perf_counter()

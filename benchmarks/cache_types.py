@@ -1,12 +1,13 @@
-"""What the types of the KV cache lose and gain, on a real model, against llama.cpp in the same run.
+"""Benchmarks the types of the KV cache, quality and speed, on a real model, against llama.cpp in
+the same run.
 
     python benchmarks/cache_types.py MODEL STOCK --corpus TEXT --rival path/to/venv/bin/python
 
-Loss: every type against f16 on the same windows of a text that nothing was fitted to, mode dense.
-Speed: decode behind DEPTHS tokens, ours and llama.cpp's in turns with keys and values in the same
-type; a figure is the median of the rounds. llama.cpp is measured with its flash attention and, where
-it can do without, without; the faster is the rival. It turns keys and values by Hadamard's matrix
-itself where they are in blocks, if it is new enough; ours are the turned ones here."""
+Loss: every type against f16 on the same windows of held-out text, mode dense. Speed: decode after
+DEPTHS tokens, ours and llama.cpp's in turns with keys and values in the same type; a figure is the
+median of the rounds. llama.cpp is measured with its flash attention and, if it can do without,
+without; the faster is the rival. Recent versions of it rotate keys and values in blocks by
+Hadamard's matrix, too; ours are the rotated types here."""
 
 import argparse
 import json
@@ -73,7 +74,7 @@ def compared(plain: Engine, engine: Engine, windows: Sequence[Tensor]) -> Compar
 
 
 class Side:
-    """Ours, with a text that is as long as was asked for last."""
+    """Our side, with a text as long as was last asked for."""
 
     def __init__(self, model: Path, cache: str) -> None:
         self.engine = Engine.load(

@@ -1,18 +1,18 @@
-"""A real chat model on the CPU against llama.cpp, alternating in one run, dense in both.
+"""Benchmarks a real chat model on the CPU against llama.cpp, alternating in one run, dense in both.
 
     python benchmarks/chat_model.py FOLDER --rival path/to/venv/bin/python
 
 FOLDER is what `make smollm2` makes: SmolLM2-135M-Instruct as TYPE.gguf for ours and TYPE-stock.gguf
-for llama.cpp. A round measures the read bandwidth (as decode.py), decode behind a prompt of 16
+for llama.cpp. A round measures the read bandwidth (as decode.py), decode after a prompt of 16
 tokens, and the seconds from prompts of several lengths to the logits of their last token, each on
 both sides with the same random token ids. A prompt is repeated until a round has spent REPEATS_S on
 it and stands for the median of the repeats; a figure is the median of the rounds.
 
 llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
 faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read
-over the bandwidth; the smaller files lie in part in the last cache, so their share of it may exceed
-what memory alone allows. torch, as far as a prompt needs it, has one thread unless --torch-threads
-says otherwise: more of them spin after each product, beside ours."""
+over the bandwidth; the smaller files fit partly into the last cache, so their share of it may
+exceed what memory alone allows. torch has one thread unless --torch-threads says otherwise: more of
+them spin after each product, beside ours."""
 
 import argparse
 import json
@@ -51,10 +51,10 @@ Samples = dict[str, list[float]]  # seconds in each round, by side
 
 @dataclass
 class Measured:
-    """One type with one number of threads, a sample a round."""
+    """One type with one number of threads; one sample per round."""
 
     bandwidths: list[float] = field(default_factory=list)  # bytes a second
-    decode: Samples = field(default_factory=lambda: defaultdict(list))  # of a token
+    decode: Samples = field(default_factory=lambda: defaultdict(list))  # per token
     prompts: dict[int, Samples] = field(
         default_factory=lambda: {length: defaultdict(list) for length in LENGTHS}
     )
@@ -108,11 +108,11 @@ def _type(
 
 
 class Round:
-    """Everything once, ours and theirs in turns, with a number of threads."""
+    """One round: everything once, ours and theirs in turns, with a number of threads."""
 
     def __init__(self, engine: Engine, rival: Rival, threads: int, weight: torch.Tensor) -> None:
         self.engine, self.rival, self.threads, self.weight = engine, rival, threads, weight
-        self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the round before
+        self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the previous round
 
     def run(self, generator: random.Random, measured: Measured) -> None:
         library.set_threads(self.threads)
@@ -151,7 +151,7 @@ class Round:
         return max(1, min(MOST_REPEATS, round(REPEATS_S / known)))
 
     def _prompt(self, side: str) -> Callable[[list[int], int], float]:
-        """What tells the seconds that a prompt takes, median of so many repeats."""
+        """A function that measures the seconds of a prompt, median of several repeats."""
         if side == OURS:
             return self._our_prompt
         return lambda ids, repeats: self.rival.prefill_s(self.threads, side == FLASH, ids, repeats)
@@ -173,7 +173,7 @@ class Comparison:
     rival: str
     ours_s: float
     theirs_s: float
-    in_rounds: float  # median of the ratios; a neighbour slows both sides of a round alike
+    in_rounds: float  # median of the ratios; other load slows both sides of a round alike
 
     @classmethod
     def of(cls, samples: Samples) -> "Comparison":

@@ -1,12 +1,13 @@
-"""`sparkinfer convert` against llama.cpp's convert_hf_to_gguf.py, on a random 1.1 B Llama in bf16.
+"""Benchmarks `sparkinfer convert` against llama.cpp's convert_hf_to_gguf.py, on a random 1.1 B
+Llama in bf16.
 
 Ours runs with --no-verify: the rival compares nothing with its source.
 
-Each round runs both programs once for each type, in turn, and copies the checkpoint's bytes with
-an fsync, which is the least a conversion to 16 bits can take. A time is that of the whole command,
-start of Python included. Ours waits until the file is on the disk, the rival does not: so ours is
-also run with fsync switched off. The rival writes no q4_0; ours is compared with the rival's f16,
-from which its users would go on with llama-quantize.
+Each round runs both programs once for each type, in turn, and copies the checkpoint's bytes with an
+fsync, which is the least a conversion to 16 bits can take. Times are of the whole command, Python's
+start included. Ours waits until the file is on the disk, the rival does not: so ours is also run
+with fsync switched off. The rival writes no q4_0; ours is compared with the rival's f16, which its
+users would then pass to llama-quantize.
 
 Memory: the peak of RssAnon (sampled every 20 ms), and ru_maxrss, which counts mapped files too."""
 
@@ -50,7 +51,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="convert-benchmark-", dir=arguments.work_dir))
     try:
         checkpoint = folder / "checkpoint"
-        # In a process of its own: ru_maxrss of a command starts with the memory of who started it.
+        # In a separate process: ru_maxrss of a command starts with the memory of its parent.
         maker = Path(__file__).with_name("random_checkpoint.py")
         subprocess.run([sys.executable, maker, checkpoint, str(arguments.num_layers)], check=True)
         outtypes = arguments.outtypes.split(",")
@@ -116,8 +117,8 @@ def _our_options(checkpoint: Path, outtype: str) -> list[str]:
 
 
 def _watch(command: list[str]) -> Run:
-    """Runs a command to its end; stops the benchmark where it fails."""
-    os.sync()  # what was written before is none of this command's business
+    """Runs a command to its end; stops the benchmark if it fails."""
+    os.sync()  # so that earlier writes do not count
     started, anonymous_kib = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while True:
@@ -171,7 +172,7 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
 
 
 def _count_equal(rival: Path, checkpoint: Path, outtype: str) -> int:
-    """How many tensors there are, after making sure that each is the same in both files."""
+    """The number of tensors, after checking that each is the same in both files."""
     _watch(_rival_command(rival, checkpoint, outtype))
     options = [*_our_options(checkpoint, outtype), "--layout", "stock"]
     _watch([sys.executable, "-m", "sparkinfer", *options])

@@ -1,13 +1,15 @@
-"""Decode speed on the CPU against llama.cpp, alternating in one run, and against the machine.
+"""Benchmarks decode speed on the CPU against llama.cpp, alternating in one run, and against the
+machine's limit.
 
     python benchmarks/decode.py FOLDER --rival path/to/venv/bin/python
 
 Models: a Llama of 1.1 B parameters whose sparsity is planted (planted_checkpoint.py, synthetic);
-ours runs it in all modes, llama.cpp the SiLU twin of the same shape and type. What FOLDER lacks is
-made first. A round runs every mode of ours and the rival once, on the same token ids; a figure is
-the median of the rounds. The limit is the bytes a step must touch over the read bandwidth, measured
-in the same rounds with the f32 row product over 512 MiB in huge pages. Beside the modes, the sparse
-feed-forward alone, over a tenth of the neurons, by the bytes of their rows and no others."""
+ours runs it in all modes, llama.cpp the SiLU twin of the same shape and type. Files missing in
+FOLDER are made first. A round runs every mode of ours and the rival once, on the same token ids; a
+figure is the median of the rounds. The limit is the bytes a step must touch over the read
+bandwidth, measured in the same rounds with the f32 row product over 512 MiB in huge pages. The
+sparse feed-forward is also measured alone, over a tenth of the neurons, counting only the bytes of
+their rows."""
 
 import argparse
 import json
@@ -46,10 +48,11 @@ MOST_TOKENS = CONTEXT - PROMPT
 
 
 class Tenth:
-    """Gate, up and down of a tenth of the neurons of every layer of an engine, another each time."""
+    """Gate, up and down of a tenth of the neurons of every layer of an engine, a different tenth
+    each time."""
 
     def __init__(self, engine: Engine) -> None:
-        always = Gate(activation="fatrelu", threshold=-math.inf)  # what is named fires
+        always = Gate(activation="fatrelu", threshold=-math.inf)  # predicted neurons always fire
         self.neurons = [
             NativeNeurons.of(layer.ffn.blocks[0], always, "predicted", layer.ffn.num_neurons)
             for layer in engine.layers
@@ -62,7 +65,7 @@ class Tenth:
             neurons.x_D.fill_(1.0)
 
     def run(self) -> tuple[float, int]:
-        """(seconds, bytes) of all layers, in the mean over all tenths."""
+        """(seconds, bytes) of all layers, averaged over all tenths."""
         before, seconds = sum(neurons.bytes_read for neurons in self.neurons), 0.0
         for mask in self.masks:
             for neurons in self.neurons:
@@ -111,7 +114,7 @@ def _type(
         mode: Engine.load(folder / f"{kind}.gguf", mode=mode, context_length=CONTEXT)
         for mode in MODES
     }
-    for engine in engines.values():  # once: its keys and values stay, those behind it are rewritten
+    for engine in engines.values():  # once: the prompt stays, what follows is rewritten
         for position in range(PROMPT):
             engine._step(7, position)
     tenth = Tenth(engines["predicted"])
@@ -119,7 +122,7 @@ def _type(
     times: dict[tuple[int, str], list[float]] = {}
     bandwidths: dict[int, list[float]] = {count: [] for count in threads}
     read: dict[str, int] = {}
-    known: dict[int, float] = {}  # the rival's seconds a token in the round before
+    known: dict[int, float] = {}  # the rival's seconds per token in the previous round
     generator = random.Random(0)
     for number in range(arguments.rounds + 1):  # the first warms up
         for count in threads:
@@ -160,7 +163,7 @@ def _ours(engine: Engine, ids: list[int]) -> tuple[float, int]:
 
 
 def _bandwidth(weight: torch.Tensor) -> float:
-    """Bytes a second, the best of three."""
+    """Bytes per second, the best of three."""
     best, x = float("inf"), torch.ones(weight.shape[1])
     for _ in range(3):
         began = time.perf_counter()
@@ -187,8 +190,8 @@ def _report(
             seconds = times[count, mode]
             median = statistics.median(seconds)
             num_bytes = read[mode] or read["dense"]
-            # A neighbour slows ours, theirs and the memory alike in a round, so shares and ratios
-            # are taken in rounds.
+            # Other load slows ours, theirs and the memory alike in a round, so shares and ratios
+            # are taken per round.
             shares = [
                 num_bytes / bandwidth / second
                 for bandwidth, second in zip(bandwidths[count], seconds, strict=True)
@@ -220,7 +223,7 @@ def _report(
 
 
 def _make(folder: Path, kind: str, num_layers: int) -> None:
-    """The two model files of a type, where they are not there yet."""
+    """The two model files of a type, made if they are missing."""
     ours, theirs = folder / f"{kind}.gguf", folder / f"{kind}-stock.gguf"
     if ours.exists() and theirs.exists():
         return

@@ -1,12 +1,13 @@
-"""Decode steps of the bundled model: against its byte limit, against plain torch, and beside torch.
+"""Benchmarks decode steps of the bundled model: against its byte limit, against plain torch, and
+beside torch.
 
     python benchmarks/decode_small.py MODEL.gguf
 
-MODEL is what `make demo` leaves in build/demo. For every mode: milliseconds a step with the native
+MODEL is written to build/demo by `make demo`. For every mode: milliseconds a step with the native
 call, through the ordinary path (many native calls), and with torch alone; the bytes a step must
-read over the read bandwidth measured in the same rounds (the model lies in the last cache, so the
-limit is that of memory and can be passed); and what a step takes right after a product by torch
-with all its threads, which wait for more work spinning, and beside a thread that multiplies with
+read over the read bandwidth measured in the same rounds (the model fits into the last cache, so
+this limit of memory can be exceeded); and the time of a step right after a product by torch with
+all its threads, which spin while they wait for more work, and beside a thread that multiplies with
 torch all the time. Medians of the rounds; one JSON object at the end, kept in results/."""
 
 import argparse
@@ -82,7 +83,7 @@ def _round(engine: Engine, weight: torch.Tensor, product: torch.Tensor) -> dict[
     found = {"bandwidth": _bandwidth(weight), "native_ms": _step_s(engine)}
     with engine.observe(lambda name, layer, value: None, lambda name, layer: False):
         found["ordinary_ms"] = _step_s(engine, 20)
-        kept, library._lib = library._lib, None  # as where the kernels are not built
+        kept, library._lib = library._lib, None  # as if the kernels were not built
         try:
             found["torch_ms"] = _step_s(engine, 5)
         finally:

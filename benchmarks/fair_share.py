@@ -1,9 +1,9 @@
-"""What commands take beside processes that keep every core busy, against what they take alone.
+"""Times commands beside processes that keep every core busy, against the same commands alone.
 
     python benchmarks/fair_share.py MODEL CORPUS [--rounds 5]
 
-Rounds alternate: alone, then beside one endless loop a core. With as many other processes as cores a
-fair share of the processor is a half, so twice the time is what cannot be helped; the bound is three
+Rounds alternate: alone, then beside one endless loop per core. With as many other processes as
+cores, a fair share of the processor is a half, so twice the time is unavoidable; the bound is three
 times. Threads that wait for each other by spinning take ten times and more."""
 
 import argparse
@@ -40,7 +40,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def seconds(model: Path, corpus: Path, prompt: Path) -> dict[str, float]:
-    """How long an eval, a prompt, and the first token from the start of the command take."""
+    """Seconds of an eval, of a prompt, and from the start of the command to the first token."""
     began = time.perf_counter()
     run("eval", model, "--corpus", corpus, "--tokens", EVAL_TOKENS, "--json")
     evaluated = time.perf_counter()

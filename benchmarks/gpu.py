@@ -1,4 +1,5 @@
-"""Decode and prefill on a CUDA device by plans of several budgets, beside llama.cpp at the same ones.
+"""Benchmarks decode and prefill on a CUDA device with plans of several budgets, beside llama.cpp at
+the same budgets.
 
     python benchmarks/gpu.py FOLDER [--rival build/gpu-rival] [--minutes 8]
     python benchmarks/gpu.py FOLDER --smoke [--machine machine.json]     (anywhere, at toy scale)
@@ -7,10 +8,11 @@ Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one, f
 sparsity. Calibrates, then for each shape writes the model, solves at each budget (a share of the
 model's bytes, mode predicted) and for a budget that holds all of it, loads each plan in a process
 of its own, and takes turns (gpu_cases.py). The plan's limit is the solver's own: the bytes that a
-token touches on each side over the measured bandwidth of that side, both at once, no fixed costs.
+token touches on each side over the measured bandwidth of that side, both overlapped, without fixed
+costs.
 
-Prints a table last, writes gpu.json as it goes and timeline.png of one step. Stops by
-itself before the minutes are over, and then says what was not measured."""
+It prints a table last, writes gpu.json as it goes and timeline.png of one step. It stops by itself
+before the time is over, and then reports what was not measured."""
 
 import argparse
 import json
@@ -45,24 +47,24 @@ from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.split_file import PlanMode
 
-# Of a model that is whole on the GPU: its bytes, and these for cache and workspace.
+# For a model entirely on the GPU: its bytes, plus these for cache and workspace.
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
 CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 PLAN = ("status", "gap", "solve_s", "objective_s", "num_hot", "num_neurons", "num_dense_on_gpu",
         "head_on_gpu", "hot_traffic_share", "gpu_bytes", "cpu_bytes")  # fmt: skip
-NO_HOST_LIMIT = 1 << 40  # main memory is not what is measured
-LEAST_SECONDS = 150.0  # for which another shape is not begun any more
+NO_HOST_LIMIT = 1 << 40  # main memory is not measured here
+LEAST_SECONDS = 150.0  # with less time left no further shape is begun
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """One model, at what budgets, and how much of it is measured."""
+    """One model, its budgets, and the amount to measure."""
 
     name: str
     shape: ModelShape
     rank: int
     budgets: tuple[float, ...]  # shares of the model's bytes
-    resident: tuple[str, ...]  # modes that are run with all of the model on the GPU
+    resident: tuple[str, ...]  # modes that are run with the whole model on the GPU
     context_length: int
     steps: int
 
@@ -99,7 +101,7 @@ SMOKE = Scale(
 
 
 def main() -> int:
-    """0 unless something failed; what was not reached or not measured, the table says."""
+    """0 unless something failed; the table lists what was not reached or not measured."""
     arguments = _arguments()
     bench = Bench(arguments)
     for scale in (SMOKE,) if arguments.smoke else SCALES:
@@ -115,7 +117,7 @@ def main() -> int:
 
 
 def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
-    """Of a model that is whole on the first GPU and reads all its neurons: no plan is of that."""
+    """For a model entirely on the first GPU that reads all its neurons: no plan describes that."""
     total = head_bytes(model)
     for layer in range(model.shape.num_layers):
         sizes = layer_bytes(model, layer)
@@ -125,7 +127,7 @@ def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int)
 
 
 class Bench:
-    """One run; `result` is what the JSON holds, written anew after every step."""
+    """One run; `result` is the JSON's content, rewritten after every step."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.asked = arguments
@@ -153,8 +155,8 @@ class Bench:
         return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
     def _calibrated(self) -> Path:
-        """Once a run, and after a model is written: some machines have all of their memory only
-        when it is used, and buffers are measured by how much is free."""
+        """Once per run, after a model is written: some machines get all of their memory only when
+        it is used, and buffers are sized by free memory."""
         if self.machine_path is None:
             path = self.results / "machine.json"
             with self.timed("calibrate"):
@@ -276,7 +278,7 @@ class Bench:
             gpu_cases.close(cases)
 
     def _add_rivals(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
-        """One for each budget; modes that share a budget share the rival of the first of them."""
+        """One rival per budget; modes that share a budget share the rival of the first of them."""
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
             folder=self.asked.rival, model=folder / "stock.gguf",
@@ -293,7 +295,7 @@ class Bench:
                 self.note(str(error))
 
     def _timeline(self, cases: list[Case], amount: Amount) -> None:
-        """Of the first plan that divides the model, once a run."""
+        """The timeline of the first plan that divides the model, once per run."""
         picture = self.results / "timeline.png"
         divided = [case for case in cases if case.is_measured and "%" in case.name]
         if "timeline" in self.result or not divided:

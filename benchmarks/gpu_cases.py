@@ -1,7 +1,7 @@
-"""What gpu.py measures: one plan in one mode in a process of its own, a rival beside it, in rounds.
+"""The cases of gpu.py: one plan in one mode in a separate process, a rival beside it, in rounds.
 
-A round runs every case once and its rival right after it, so that what else the machine does falls
-on both; figures are medians of the rounds. What this module does not know: shapes, files, tables."""
+A round runs every case once and its rival right after it, so that other load affects both; figures
+are medians of the rounds."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from typing import Any
 from gpu_rival import Rival
 from processes import Process, ProcessError
 
-RIVAL_SECONDS = 0.7  # of decoding that a rival's measurement should take
+RIVAL_SECONDS = 0.7  # of decoding per measurement of a rival
 FIRST_TOKENS = 4  # that it decodes before its speed is known
 
 
@@ -29,21 +29,22 @@ class Amount:
 
 @dataclass(kw_only=True)
 class Case:
-    """`limit_s` and `predicted_s` are seconds a token: of a plan at best, and by the solver."""
+    """`limit_s` and `predicted_s` are seconds per token: a plan's limit, and the solver's
+    prediction."""
 
     name: str
     mode: str
     budget_bytes: int
     limit_s: float
     predicted_s: float | None
-    plan: dict[str, Any]  # what the solver said of it, for the JSON
+    plan: dict[str, Any]  # the solver's report on it, for the JSON
     process: Process
     rival: Rival | None = None
     load_s: float = 0.0
     memory: list[dict[str, Any]] = field(default_factory=list)
     prefill_s: list[float] = field(default_factory=list)  # of the whole prompt
     decode_s: list[float] = field(default_factory=list)  # of one step
-    ffn_bytes: int = 0  # read by one step, where the engine counts them
+    ffn_bytes: int = 0  # read by one step, if the engine counts them
     rival_prefill_s: list[float] = field(default_factory=list)
     rival_decode_s: list[float] = field(default_factory=list)
     error: str | None = None
@@ -55,7 +56,7 @@ class Case:
 
 
 def load(cases: Sequence[Case]) -> None:
-    """One after the other: each reads all of the file."""
+    """Loads them one by one: each reads all of the file."""
     for case in cases:
         try:
             case.load_s = case.process.ask("load")["load_s"]
@@ -69,8 +70,8 @@ def fail(case: Case, error: ProcessError) -> None:
 
 
 def measure(cases: Sequence[Case], amount: Amount, deadline: float) -> None:
-    """Fills in the cases; the first round warms up. Ends early at the deadline, as
-    `time.monotonic` tells it."""
+    """Fills in the cases; the first round warms up. Ends early at the deadline, a value of
+    `time.monotonic`."""
     generator = random.Random(0)
     for number in range(amount.rounds + 1):
         ids = [generator.randrange(3, amount.vocab_size) for _ in range(amount.prompt)]
@@ -126,7 +127,7 @@ def close(cases: Sequence[Case]) -> None:
 
 
 def row(case: Case, amount: Amount) -> dict[str, Any]:
-    """What is known of a case, for the JSON."""
+    """The figures of a case, for the JSON."""
     content: dict[str, Any] = {
         "name": case.name,
         "mode": case.mode,
@@ -158,7 +159,7 @@ def row(case: Case, amount: Amount) -> dict[str, Any]:
 
 
 def _beside(case: Case) -> dict[str, Any]:
-    """Ratios in rounds: a neighbour slows both alike."""
+    """Ratios per round: other load slows both alike."""
     assert case.rival is not None
     decode = zip(case.rival_decode_s, case.decode_s, strict=False)
     prefill = zip(case.rival_prefill_s, case.prefill_s, strict=False)
@@ -173,7 +174,7 @@ def _beside(case: Case) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people: one line a case, then what each must reach."""
+    """A table: one line per case, then what each must reach."""
     lines = [
         f"{'case':22} {'tok/s':>8} {'limit':>6} {'pred.':>6} {'rival':>7} {'prefill':>8}"
         f" {'rival':>7}  VRAM of budget"

@@ -1,12 +1,13 @@
-"""A model of any size with planted sparsity, written as a model file in seconds, and its profile.
+"""Writes a model file of any size with planted sparsity in seconds, and its profile.
 
 The mathematics is that of `planted_checkpoint`; here no checkpoint is made and nothing converted:
-rows are made on the GPU where there is one, while the file is written. What each neuron fires with
-is known, so the profile is computed, not counted; benchmarks compare it with what they measure.
-Every row of numbers depends on the tensor's name and its own number alone, so a file comes out the
-same however many threads write it; on a GPU and on a CPU it does not.
+rows are made on the GPU if there is one, while the file is written. Each neuron's firing
+probability is known, so the profile is computed, not counted; benchmarks compare it with what they
+measure. Every row depends on the tensor's name and its own index alone, so a file is the same for
+any number of threads; GPU and CPU files differ.
 
-`write_stock` makes a random SiLU model of the same shape for llama.cpp, which knows no ReLU here.
+`write_stock` makes a random SiLU model of the same shape for llama.cpp, which has no ReLU graph
+here.
 
 Letters: L layers, D model width, F neurons, R predictor rank, N rows of a piece."""
 
@@ -30,16 +31,16 @@ from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import StoredMatrix
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 
-GAIN = 0.9  # a matrix makes this of a vector's size
-ADDED = 0.05  # what attention and feed-forward layers add to the hidden state, times this
+GAIN = 0.9  # gain of a vector's size by a matrix
+ADDED = 0.05  # scale of what attention and feed-forward layers add to the hidden state
 PREDICTOR_KIND = "q8_0"
 NUM_TOKENS = 1_000_000  # of the computed profile
-MADE_ROWS = 512  # numbers are drawn for so many rows at a time
+MADE_ROWS = 512  # rows that numbers are drawn for at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """What is to be made; matrices are f16, predictors q8_0."""
+    """The model to make; matrices are f16, predictors q8_0."""
 
     shape: ModelShape
     rank: int  # R, a multiple of 32
@@ -48,14 +49,15 @@ class Planted:
 
 @dataclass(frozen=True, kw_only=True)
 class Gates:
-    """Of one layer, on the device that makes them: gate_FD = up_FR down_RD + what none sees."""
+    """One layer's gates, on the device that makes them: gate_FD = up_FR down_RD + an unseen
+    part."""
 
     down_RD: Tensor
     up_FR: Tensor
 
 
 def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
-    """Writes the model file; the profile is what the file's neurons fire with."""
+    """Writes the model file; the profile has the firing probabilities of the file's neurons."""
     num_layers = planted.shape.num_layers
     gates = _gates_of(planted)
     gates(0)  # torch loads its solvers for CUDA at their first use, which fails in several threads
@@ -90,7 +92,7 @@ def write_stock(planted: Planted, path: Path) -> None:
 
 
 def random_entry(name: str, dims: tuple[int, ...], device: torch.device) -> TensorEntry:
-    """A norm of ones, or a matrix that keeps a vector's size but for what is added to another."""
+    """A norm of ones, or a matrix that keeps a vector's size, scaled if it is added to another."""
     if len(dims) == 1:
         return TensorEntry(
             shape=dims, kind="f32", read_rows=lambda a, b: np.ones(b - a, np.float32)
@@ -145,13 +147,13 @@ def _profile(model: ModelFile, firing_LF: np.ndarray) -> Profile:
 
 
 def _named(firing_F: np.ndarray) -> np.ndarray:
-    """With what probability the predictor names neurons that fire with these."""
+    """The probability that the predictor selects neurons with these firing probabilities."""
     mean_F = torch.special.ndtri(torch.from_numpy(firing_F))
     return torch.special.ndtr((mean_F + MARGIN) / (1 - UNSEEN**2) ** 0.5).numpy()
 
 
 def _gates_of(planted: Planted) -> Callable[[int], Gates]:
-    """What belongs to the gates of a layer; that of the last few layers is kept."""
+    """The gates of a layer and their predictor; those of the last few layers are cached."""
     shape, rank, device = planted.shape, planted.rank, planted.device
     whole = (1 + COMMON**2) ** 0.5
 
@@ -172,7 +174,7 @@ def _gates_of(planted: Planted) -> Callable[[int], Gates]:
 
 
 def _firing(shape: ModelShape, layer: int) -> np.ndarray:
-    """With what probability each neuron of a layer fires, f64 [F]."""
+    """The firing probability of each neuron of a layer, f64 [F]."""
     return planted_frequencies(shape.num_neurons, torch.Generator().manual_seed(layer))
 
 
@@ -191,7 +193,7 @@ def _embedding_rows(name: str, planted: Planted, start: int, stop: int) -> Tenso
 
 @lru_cache(maxsize=1)
 def _common(width: int, device: torch.device) -> Tensor:
-    """The direction that all embeddings hold, f32 [D]."""
+    """The direction shared by all embeddings, f32 [D]."""
     return torch.nn.functional.normalize(_normal("common", (width,), device), dim=0)
 
 

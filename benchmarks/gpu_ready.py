@@ -1,15 +1,16 @@
-"""Says in one line why the GPU checks cannot run here, and exits with 1; says nothing where they can.
+"""Prints in one line why the GPU checks cannot run here, and exits with 1; prints nothing if they
+can.
 
     python gpu_ready.py [--packages torch,triton] [--needs-kernels] [--without-device]
 
-What this program does not know: how to install anything (gpu_setup.sh)."""
+Installing anything is left to gpu_setup.sh."""
 
 import argparse
 import importlib
 import sys
 from importlib.util import find_spec
 
-OURS = {"gguf", "pulp", "highspy", "sparkinfer"}  # which gpu_setup.sh installs
+OURS = {"gguf", "pulp", "highspy", "sparkinfer"}  # installed by gpu_setup.sh
 PACKAGES = ",".join(("torch", "triton", *sorted(OURS)))
 
 
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def reason(packages: list[str], *, needs_kernels: bool, needs_device: bool) -> str | None:
-    """Why not; None where nothing is missing."""
+    """Why not; None if nothing is missing."""
     if find_spec("torch") is None:
         return f"{sys.executable} has no torch; name the Python that has it: PYTHON=..."
     torch = importlib.import_module("torch")

@@ -1,6 +1,6 @@
-"""llama.cpp at a budget: as many layers on the GPU as it holds, found by its own account of memory.
+"""llama.cpp at a budget: as many layers on the GPU as fit, by its own account of memory.
 
-What this module does not know: how llama.cpp is built (gpu_rival.sh) or asked (llamacpp_gpu.py)."""
+It is built by gpu_rival.sh and run by llamacpp_gpu.py."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ BUFFER = re.compile(r"\bCUDA\d+\s.*buffer size\s*=\s*([0-9.]+) MiB")
 @dataclass(frozen=True, kw_only=True)
 class Rival:
     process: Process
-    num_layers: int  # on the GPU; one more than the model has is its head too
+    num_layers: int  # on the GPU; one more than the model has includes its head
     gpu_bytes: int
 
 
@@ -34,16 +34,17 @@ class RivalModel:
 
 
 def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
-    """With the most layers whose buffers keep to the budget; the embedding is never among them.
+    """The rival with the most layers whose buffers fit the budget; the embedding is never among
+    them.
 
-    Raises ProcessError where it cannot be loaded."""
+    Raises ProcessError if it cannot be loaded."""
     most, tried = rival.num_layers + 1, set[int]()
     count = min(most, budget_bytes // rival.layer_bytes)
     best: Rival | None = None
     while count not in tried and len(tried) < MOST_LOADS:
         tried.add(count)
         found = _loaded(rival, count, log)
-        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # below zero: as many too many
+        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: as many too many
         worse = best if room >= 0 else found
         best = found if room >= 0 else best
         if worse is not None:
@@ -66,6 +67,6 @@ def _loaded(rival: RivalModel, count: int, log: Path) -> Rival:
 
 
 def gpu_bytes(log: Iterable[str]) -> int:
-    """The sum of all buffers on GPUs that the lines of llama.cpp's log tell of."""
+    """The sum of all GPU buffers listed in llama.cpp's log."""
     found = [match for line in log if (match := BUFFER.search(line))]
     return round(sum(float(match[1]) for match in found) * (1 << 20))

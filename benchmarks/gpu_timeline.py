@@ -1,11 +1,11 @@
-"""One decode step as a picture: what the GPU computes, what is copied, what the CPU computes.
+"""Plots one decode step: GPU kernels, copies, and CPU work.
 
     python gpu_timeline.py TRACE.json PICTURE.png [STEPS]
 
-From a Chrome trace of torch's profiler, in which the CUDA library tells of kernels and copies but
-not of the functions it calls on the host. A cold block is what lies between a copy to the host and
-the next copy from it: its bar is drawn from the one's end to the other's begin, waiting included.
-What this program does not know: the engine. Times are microseconds, as in the trace."""
+It reads a Chrome trace of torch's profiler, in which the CUDA library reports kernels and copies
+but not host functions. A cold block lies between a copy to the host and the next copy from it: its
+bar is drawn from the end of the first to the beginning of the second, waiting included. Times are
+microseconds, as in the trace."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ ROWS = ("GPU, kernels", "GPU, copies", "CPU, cold neurons")
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Spans in the order of time, of one step that begins at 0."""
+    """Spans in time order, of one step that begins at 0."""
 
     kernels: tuple[Span, ...]
     copies: tuple[Span, ...]
@@ -35,7 +35,7 @@ class Timeline:
 
     @property
     def overlapped(self) -> float:
-        """Of the time in which the CPU computes, the share in which kernels run; 0 without any."""
+        """The share of the CPU's computing time during which kernels run; 0 without any."""
         total = sum(end - begin for begin, end in self.host)
         return overlap(self.host, self.kernels) / total if total else 0.0
 
@@ -61,7 +61,7 @@ def _span(event: dict, start: float) -> Span:
 
 
 def _between(copies: Sequence[dict], start: float) -> list[Span]:
-    """From the last copy to the host of several to the first one back."""
+    """From the last of several copies to the host to the first one back."""
     spans, there = [], None
     for event in copies:
         if "DtoH" in event["name"]:
@@ -73,7 +73,7 @@ def _between(copies: Sequence[dict], start: float) -> list[Span]:
 
 
 def overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """How long something of both lasts; the spans of one row do not overlap among themselves."""
+    """The duration of the overlap; the spans of one row are disjoint."""
     return sum(
         max(0.0, min(end, other_end) - max(begin, other_begin))
         for begin, end in some

@@ -1,10 +1,9 @@
-"""One engine in a process of its own, for gpu.py: so that its memory is its own, and its budget.
+"""Runs one engine in a separate process for gpu.py, with its own memory and budget.
 
     python gpu_worker.py MODEL --mode MODE [--split SPLIT] [--device cuda] [--threads N]
 
-Each line on stdin is a JSON object that says what to do, each line on stdout the JSON of its answer;
-the first line comes when all is imported. An error of the user's kind answers {"error": "..."}.
-What this program does not know: other engines, rivals, plans' promises."""
+Each line on stdin is a JSON request, each line on stdout the JSON of its answer; the first line
+comes when everything is imported. A SparkinferError answers {"error": "..."}."""
 
 import argparse
 import json
@@ -27,7 +26,7 @@ TIMELINE_STEPS = 3
 def main() -> None:
     arguments = _arguments()
     answers = sys.stdout
-    with redirect_stdout(sys.stderr):  # what libraries print is no answer
+    with redirect_stdout(sys.stderr):  # output of libraries is no answer
         threads = use_threads(arguments.threads)
         _answer(answers, {"threads": threads})
         worker = Worker(arguments)
@@ -74,13 +73,13 @@ class Worker:
         return {"load_s": self.engine.load_s, "not_native": self.engine.not_native}
 
     def prefill(self, ids: list[int]) -> dict[str, Any]:
-        """Seconds up to the logits of the token after `ids`, which are then in the cache."""
+        """Seconds up to the logits after `ids`, which are then in the cache."""
         for _ in self.engine.generate(ids, max_tokens=1, temperature=0.0):
             pass
         return {"seconds": self.engine.last_run.prefill_s}
 
     def decode(self, steps: int, start: int) -> dict[str, Any]:
-        """Seconds of the steps from position `start` on, and what they read of neurons."""
+        """Seconds of the steps from position `start` on, and the neuron bytes they read."""
         before = self.engine.traffic.total
         seconds = self.engine.decode_seconds(steps=steps, start=start)
         return {"seconds": seconds, "ffn_bytes": self.engine.traffic.total - before}
@@ -90,7 +89,7 @@ class Worker:
         return {"devices": [dict(vars(found)) for found in self.engine.memory_report()]}
 
     def timeline(self, path: str, start: int) -> dict[str, Any]:
-        """A Chrome trace of a few decode steps, the first of which has just been run before."""
+        """A Chrome trace of a few decode steps, after one warm-up step."""
         kinds = [ProfilerActivity.CPU]
         kinds += [ProfilerActivity.CUDA] if self.arguments.device.startswith("cuda") else []
         self.engine.decode_seconds(steps=1, start=start)

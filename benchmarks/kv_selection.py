@@ -1,13 +1,14 @@
-"""Which keys a token needs, and what finding them costs: recall of attention's mass against bytes read.
+"""Measures which keys a token needs, and what finding them costs: recall of attention's mass
+against bytes read.
 
     python benchmarks/kv_selection.py MODEL TEXT [TEXT ...] [--length 8000] [--queries 48]
 
-Queries and keys are a real model's own, after the rotary embedding, over whole documents. A rule may
-read a share of the bytes of a cache in f16: what it reads of summaries and codes is taken off first,
-and the rest goes for keys and values of the positions it wins. What it wins is judged by the exact
-attention of each query head: the share of its mass that lies on these positions. Heads that share keys
-share a choice. SINKS first positions and a window of the last ones are always read (a quarter of the
-share, but for the sliding window, which has all of it).
+Queries and keys are a real model's own, after the rotary embedding, over whole documents. A rule
+may read a share of the bytes of a cache in f16: bytes of summaries and codes are subtracted first,
+and the rest goes to keys and values of the positions it selects. The selection is judged by the
+exact attention of each query head: the share of its mass on these positions. Heads that share keys
+share a choice. SINKS first positions and a window of the last ones are always read (a quarter of
+the share, but for the sliding window, which has all of it).
 
     window       the last positions alone (StreamingLLM, arXiv 2309.17453)
     infllm       units of 128 by four representative keys, those that the queries after them liked best
@@ -62,11 +63,13 @@ Score = Callable[[Tensor, int], Tensor]  # (queries [G, W], positions there are)
 
 @dataclass(frozen=True)
 class Rule:
-    """`score` of each position, by block alike; `bytes_of` what a token reads to know it."""
+    """`score` of each position, constant within a block; `bytes_of` what a token reads to compute
+    it."""
 
     score: Score
     bytes_of: Callable[[int], float]
-    # Where a second stage looks into the best blocks alone: their bytes a position, and its score.
+    # For a second stage that looks only into the best blocks: its bytes per position, and its
+    # score.
     then: Score | None = None
     then_bytes: float = 0.0
 
@@ -77,13 +80,13 @@ def mass(query_GW: Tensor, key_TW: Tensor) -> Tensor:
 
 
 def shared(score_GT: Tensor, width: int) -> Tensor:
-    """One score for the heads of a group: the mass that their scores would give, summed."""
+    """One score for the heads of a group: the sum of the mass that their scores would give."""
     return (score_GT / math.sqrt(width)).softmax(dim=-1).sum(dim=0)
 
 
 def codes(head: Head, bits: int) -> Score:
-    """Keys in `bits` a value with a scale each: of one bit the sign, of more evenly spaced levels, the
-    scale being the best of a few for that key."""
+    """Keys in `bits` a value with a scale each: one bit is the sign, more are evenly spaced levels,
+    with the best of a few scales for that key."""
     turned_NW = turn_by_hadamard(head.key_NW)
     levels = 2 ** (bits - 1)
     best_NW, least_N1 = torch.zeros_like(turned_NW), torch.full((len(turned_NW), 1), torch.inf)
@@ -105,13 +108,13 @@ def codes(head: Head, bits: int) -> Score:
 
 
 def blocks_of(head: Head, size: int) -> Tensor:
-    """[blocks, size, W]; the last one is left out where it is not whole: it is in the window."""
+    """[blocks, size, W]; an incomplete last block is left out: it is in the window."""
     whole = len(head.key_NW) // size * size
     return head.key_NW[:whole].unflatten(0, (-1, size))
 
 
 def by_block(score_GB: Tensor, size: int, t: int, width: int) -> Tensor:
-    """The score of each position's block [t]; of positions in no whole block 0."""
+    """The score of each position's block [t]; 0 for positions in no whole block."""
     found = torch.zeros(t)
     score_B = shared(score_GB[:, : t // size], width)
     found[: t // size * size] = score_B.repeat_interleave(size)
@@ -179,8 +182,8 @@ def rules(head: Head) -> dict[str, Rule]:
 
 
 def recall(head: Head, name: str, rule: Rule | None, share: float, t: int) -> float | None:
-    """The share of the attention of position t - 1 that lies on what the rule has read; None where it
-    reads more than it may before it has won any position."""
+    """The share of the attention of position t - 1 on what the rule has read; None if it exceeds
+    its bytes before it has selected any position."""
     query_GW, exact_GT = head.query_NGW[t - 1], mass(head.query_NGW[t - 1], head.key_NW[:t])
     budget = share * t * 2 * F16 * head.width
     row = 2 * F16 * head.width  # of a key and a value
@@ -242,7 +245,7 @@ def heads_of(engine: Engine, ids: Tensor) -> Iterator[tuple[int, Head]]:
 
 
 def measure(engine: Engine, ids: Tensor, num_queries: int) -> dict[str, dict[float, list[float]]]:
-    """Recalls of every head at places evenly spread over the second half."""
+    """Recalls of every head at evenly spaced places in the second half."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     places = torch.linspace(len(ids) // 2, len(ids), num_queries).int().tolist()
     for layer, head in heads_of(engine, ids):

@@ -1,9 +1,9 @@
-"""llama.cpp's decode and prefill speed; run by the Python of a venv that has llama-cpp-python.
+"""Measures llama.cpp's decode and prefill speed; run by the Python of a venv with llama-cpp-python.
 
 Started with a model file, a context length, a number of sequences and the type of keys and values;
 each line on stdin is a JSON object, each line on stdout a list of seconds:
     {"do": "decode", "threads": n, "flash": bool, "ids": [...]}
-        one a token, behind a prompt of PROMPT tokens
+        one per token, after a prompt of PROMPT tokens
     {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
         one a repeat, with `ids` in one batch
     {"do": "batch", "threads": n, "flash": bool, "ids": [...], "sequences": b}
@@ -20,7 +20,7 @@ import time
 import llama_cpp as llama
 
 PROMPT = 16
-PIECE = 512  # tokens of a batch, where texts are longer
+PIECE = 512  # tokens per batch, for longer texts
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml.h
 
 
@@ -32,7 +32,7 @@ def silent(level: int, text: bytes, user_data: int) -> None:
 def main(path: str, context_length: int, num_sequences: int, cache: str) -> None:
     llama.llama_log_set(silent, ctypes.c_void_p(0))
     model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
-    # Values in blocks are for flash attention alone.
+    # Values in blocks need flash attention.
     kinds = (False, True) if cache in ("f32", "f16", "bf16") else (True,)
     contexts = {
         flash: context_of(model, context_length, num_sequences, flash, cache) for flash in kinds

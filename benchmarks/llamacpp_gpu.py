@@ -1,9 +1,9 @@
-"""llama.cpp with some of its layers on a GPU; run by a Python whose path has `gpu_rival.sh`'s folder.
+"""Runs llama.cpp with some of its layers on a GPU, in a Python whose path has `gpu_rival.sh`'s
+folder.
 
-Started with a model file, a context length and a number of layers; the first line on stdout tells
-what was loaded and what buffers it has by its own account. After it, as
-gpu_worker.py: a JSON object a line in and out, to prefill or to decode.
-What this program does not know: sparkinfer."""
+It is started with a model file, a context length and a number of layers; the first line on stdout
+lists what was loaded and its buffers by llama.cpp's own account. After that, as gpu_worker.py: a
+JSON object per line in and out, to prefill or to decode."""
 
 import ctypes
 import json
@@ -51,7 +51,7 @@ def prefill(context, ids: list[int]) -> float:  # type: ignore[no-untyped-def]
 
 
 def decode(context, ids: list[int], start: int) -> float:  # type: ignore[no-untyped-def]
-    """Of the ids one by one, after what stands at the positions before `start`."""
+    """Decodes the ids one by one, after the positions before `start`."""
     llama.llama_memory_seq_rm(llama.llama_get_memory(context), 0, start, -1)
     began = time.perf_counter()
     for token in ids:
@@ -63,7 +63,7 @@ def run(context, ids: list[int]) -> None:  # type: ignore[no-untyped-def]
     tokens = (llama.llama_token * len(ids))(*ids)
     status = llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(ids)))
     assert status == 0, status
-    llama.llama_get_logits_ith(context, -1)[0]  # waits
+    llama.llama_get_logits_ith(context, -1)[0]  # synchronises
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The machine and the versions that a result was measured with."""
+"""The machine and the versions used for a result."""
 
 import os
 import platform

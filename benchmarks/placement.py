@@ -1,7 +1,7 @@
-"""Our placements against three others, all priced by the same cost model.
+"""Compares our placements with three others, all priced by the same cost model.
 
     random          dense blocks first, then neurons at random
-    hottest first   dense blocks first, then the neurons that fire most, of all layers alike
+    hottest first   dense blocks first, then the neurons that fire most, over all layers
     PowerInfer      dense blocks first, then its published program (Song et al. 2024, section 6):
                     maximise the sum of firing frequencies of the neurons on the GPU, where a layer
                     has none or at least C_l of them, C_l such that what they save is more than a
@@ -9,9 +9,9 @@
     ours            `sparkinfer solve`
 
 Dense blocks first: attention, norms and predictors of the first layers, each with its cache, and
-the head before the last of them where there is room for all; as PowerInfer grants its memory.
-Shapes are real, activity is synthetic (power law), the machine is one of datasheet figures: what
-is compared are the policies, not speeds that anyone has measured.
+the head before the last of them if there is room for all; as PowerInfer allocates its memory.
+Shapes are real, activity is synthetic (power law), the machine's figures are from datasheets: this
+compares policies, not measured speeds.
 
     python placement.py        # a few minutes; writes results/placement.json and prints a table"""
 
@@ -51,7 +51,7 @@ SHAPES = {
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of what everything takes
 BATCH = 64  # neurons that PowerInfer's program places together
 OVERFETCH = 2.0
-BELOW_MINIMUM = 2e-5  # what a policy may gain by layers of too few hot neurons
+BELOW_MINIMUM = 2e-5  # possible gain of a policy by layers of too few hot neurons
 MACHINES = {
     "fast": {"gpu_gb_per_s": 1000.0, "cpu_gb_per_s": 60.0, "launch_s": 4e-6,
              "round_trip_s": 15e-6, "copy_latency_s": 8e-6},
@@ -115,10 +115,10 @@ def hottest_first(problem: Problem, frequency_LF: np.ndarray) -> Placement:
 
 
 def powerinfer(problem: Problem, frequency_LF: np.ndarray) -> Placement:
-    """Its integer program; frequencies are by rank, so that batches are of like neurons.
+    """PowerInfer's integer program; frequencies are by rank, so that batches hold similar neurons.
 
-    Neurons are of one size here, so where the hottest of all keep to every layer's minimum they
-    are its optimum, and HiGHS, which stops at 60 s, is not asked."""
+    Neurons have one size here, so if the hottest of all keep to every layer's minimum they are its
+    optimum, and HiGHS, which stops at 60 s, is not run."""
     hottest = hottest_first(problem, frequency_LF)
     if ((hottest.num_hot_L == 0) | (hottest.num_hot_L >= problem.min_hot_L)).all():
         return hottest
@@ -149,7 +149,7 @@ POLICIES = {"random": random_neurons, "hottest": hottest_first, "powerinfer": po
 
 
 def compare(name: str, machine: str, share: float) -> dict:
-    """One row. The peak is that of the process, so each row has a process to itself."""
+    """One row. The peak is per process, so each row has its own process."""
     inputs = make_inputs(make_model(name), machine)
     whole = inputs.pipeline().model.placeable_bytes + inputs.workspace
     inputs = inputs.with_budget(int(share * whole))

@@ -1,7 +1,7 @@
-"""The pictures of docs/solver.md: a curve over budgets and two plans, of a 7B shape.
+"""Plots for docs/solver.md: a curve over budgets and two plans, of a 7B shape.
 
 Synthetic activity and datasheet figures, as in placement.py; `sparkinfer solve --sweep` and
-`--heat-map` draw the same of real files.
+`--heat-map` plot the same for real files.
 
     python placement_plots.py [FOLDER]    # docs by default"""
 

@@ -1,13 +1,13 @@
-"""A random Llama whose feed-forward layers are sparse by construction, its predictors, and its
-SiLU twin for engines that know no ReLU. Everything in it is synthetic: it answers nonsense.
+"""A random Llama whose feed-forward layers are sparse by construction, its predictors, and its SiLU
+twin for engines without ReLU. Everything in it is synthetic: it answers nonsense.
 
-Every token's embedding holds one common direction u, which stays in the hidden state because what
-attention and feed-forward layers add is small. With A [256, D] orthonormal, its first row u,
+Every token's embedding contains one common direction u, which stays in the hidden state because
+attention and feed-forward layers add little. With A [256, D] orthonormal, its first row u,
 
     gate_j = b_j A + rest_j,      b_j . (A x) normal with mean -t_j and variance 1
 
-so neuron j fires with probability P(normal > t_j), which falls as a power of its rank; `rest_j` is
-what a predictor of rank 256 (b and A) cannot see. Neurons are shuffled within their layer.
+so neuron j fires with probability P(normal > t_j), which falls as a power of its rank; a predictor
+of rank 256 (b and A) cannot see `rest_j`. Neurons are shuffled within their layer.
 
     python planted_checkpoint.py FOLDER [NUM_LAYERS]
 
@@ -32,9 +32,9 @@ from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 RANK = 256
 DENSITY = 0.1  # of the neurons fire, on average
 EXPONENT = 0.8  # of the power law
-COMMON = 0.5  # size of the common direction in an embedding, as a share of all else
+COMMON = 0.5  # size of the common direction in an embedding, relative to the rest
 UNSEEN = 0.15  # standard deviation of a gate that the predictor cannot see; the whole is 1
-MARGIN = 0.3  # a neuron is named above minus this
+MARGIN = 0.3  # a neuron is predicted above minus this
 
 
 def make_planted(folder: Path, shape: Shape) -> None:
@@ -67,7 +67,7 @@ def _plant(
     generator: torch.Generator,
     predictors: dict[int, LayerPredictor],
 ) -> None:
-    """Changes one tensor in place of its random values; gates come with their predictor."""
+    """Plants one tensor in place of its random values; gates come with their predictor."""
     if name == "model.embed_tokens.weight":
         values = torch.randn(tensors[name].shape, generator=generator)
         values += COMMON * shape.width**0.5 * common_D
@@ -83,7 +83,7 @@ def _plant(
 def _gate(
     common_D: Tensor, shape: Shape, generator: torch.Generator
 ) -> tuple[Tensor, LayerPredictor]:
-    """Gates [F, D] and the predictor that knows all of them but `rest`."""
+    """Gates [F, D] and the predictor that knows everything of them but `rest`."""
     start_DR = torch.randn(shape.width, RANK, generator=generator)
     start_DR[:, 0] = common_D
     down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
@@ -106,13 +106,13 @@ def _gate(
 def planted_frequencies(num_neurons: int, generator: torch.Generator) -> np.ndarray:
     """Probabilities f64 [F] that fall as a power of the rank and have the wanted mean, shuffled."""
     firing_F = np.arange(1, num_neurons + 1) ** -EXPONENT
-    for _ in range(20):  # what is cut off at the top goes to the others
+    for _ in range(20):  # what is clipped at the top goes to the others
         firing_F = np.clip(firing_F * DENSITY / firing_F.mean(), 1e-4, 0.9)
     return firing_F[torch.randperm(num_neurons, generator=generator).numpy()]
 
 
 def _write_relu(folder: Path) -> None:
-    """The same files under another activation."""
+    """The same files with another activation."""
     relu = folder / "relu"
     relu.mkdir(exist_ok=True)
     for path in (folder / "silu").iterdir():

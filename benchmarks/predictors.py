@@ -1,9 +1,9 @@
-"""Our predictors against the published recipe, on the same model and text.
+"""Compares our predictors with the published recipe, on the same model and text.
 
-The recipe is DejaVu's (arXiv 2310.17157), which PowerInfer and SparkInfer follow: two matrices of
-a fixed rank with ReLU between, trained on whether a neuron fires by plain binary cross entropy,
-AdamW at 1e-3, 20 epochs over stored activations, f16. Both are measured on the same held-out text,
-by the same code, with the threshold that keeps the same share of the output.
+The recipe is DejaVu's (arXiv 2310.17157), which PowerInfer and SparkInfer follow: two matrices of a
+fixed rank with ReLU between, trained on whether a neuron fires by plain binary cross entropy, AdamW
+at 1e-3, 20 epochs over stored activations, f16. Both are measured on the same held-out text, by the
+same code, with the threshold that keeps the same share of the output.
 
     python benchmarks/predictors.py build/demo/base.gguf build/demo/predictors \
         --train build/corpus/train.txt --held-out build/corpus/held-out.txt \
@@ -40,7 +40,7 @@ EPOCHS, LEARNING_RATE, BATCH = 20, 1e-3, 512
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """Of one layer on one text."""
+    """One layer on one text."""
 
     x_TD: Tensor
     fires_TF: Tensor
@@ -139,7 +139,7 @@ def main(
         seen = activities(engine, train, tokens)
         unseen = activities(engine, held_out, 8192)
         loaded = load_predictors(with_predictors(engine.model, gates, ours), engine.device)
-        # In memory ours are f32; their bytes are those of the type that they declare.
+        # In memory ours are f32; their bytes are those of the declared type.
         loaded = tuple(
             replace(
                 p,

@@ -1,13 +1,13 @@
-"""Prefill speed on the CPU against llama.cpp, alternating in one run.
+"""Benchmarks prefill speed on the CPU against llama.cpp, alternating in one run.
 
     python benchmarks/prefill.py FOLDER --rival path/to/venv/bin/python
 
 Models and rounds as in decode.py: a Llama of 1.1 B parameters whose sparsity is planted, in all
 modes, against its SiLU twin of the same shape and type. A measurement is a prompt of --tokens up to
-the logits behind it, llama.cpp's in one batch, with and without its flash attention; the faster
+the logits after it, llama.cpp's in one batch, with and without its flash attention; the faster
 counts. A figure is the median of the rounds.
 
-To force the instruction set of a lesser processor, and to compare with a llama.cpp built for it
+To force the instruction set of an older processor, and to compare with a llama.cpp built for it
 (CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON ..."):
 
     SPARKINFER_CPU_LEVEL=avx2 python benchmarks/prefill.py FOLDER --rival ..."""
@@ -110,7 +110,7 @@ def _report(
     lines: dict[str, object] = {}
     for name, seconds in runs.items():
         median = statistics.median(seconds)
-        # A neighbour slows ours and theirs alike in a round, so ratios are taken in rounds too.
+        # Other load slows ours and theirs alike in a round, so ratios are taken per round too.
         ratio = statistics.median(a / b for a, b in zip(theirs, seconds, strict=True))
         lines[name] = {
             "tokens_per_s": num_tokens / median,

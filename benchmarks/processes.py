@@ -1,4 +1,4 @@
-"""Programs that are asked in lines of JSON and answer in lines of JSON, one each."""
+"""Programs with a JSON line protocol: one answer per request."""
 
 import json
 import os
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-ANSWER_SECONDS = 150.0  # after which a program is taken to hang
+ANSWER_SECONDS = 150.0  # after which a program is assumed to hang
 
 
 class ProcessError(Exception):
-    """What a program said went wrong, or that it ended or hung."""
+    """A program reported an error, ended or hung."""
 
 
 class Process:
-    """Started by `of`; its first line is `about`, read when it is first wanted."""
+    """Started by `of`; its first line is `about`, read on first use."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", name: str, log: Path) -> None:
         self._process, self.name, self._log = process, name, log
@@ -28,7 +28,7 @@ class Process:
     def of(
         cls, command: Sequence[str | Path], name: str, log: Path, path: Path | None = None
     ) -> Self:
-        """`path` goes before the others that its Python finds modules in; stderr goes to `log`."""
+        """`path` is prepended to its Python's module path; stderr goes to `log`."""
         environment = dict(os.environ)
         if path is not None:
             known = environment.get("PYTHONPATH")
@@ -47,7 +47,7 @@ class Process:
         return self._about
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Raises ProcessError with its reason where it does not do it."""
+        """Raises ProcessError with the reason if it fails."""
         assert self.about is not None and self._process.stdin is not None
         if self._process.stdin.closed:
             raise ProcessError(f"{self.name}: was ended before")
@@ -88,7 +88,7 @@ class Process:
         return line
 
     def _last_words(self) -> str:
-        """The last line that it wrote to stderr."""
+        """The last line of its stderr."""
         self._process.wait()
         said = [line for line in self._log.read_text().splitlines() if line.strip()]
         last = said[-1][:200] if said else "nothing was said"

@@ -1,7 +1,7 @@
-"""What counting adds to the forward pass that it watches: the same windows with and without.
+"""Measures what counting adds to the forward pass: the same windows with and without.
 
-Each round runs both, in turn, on the same tokens; the overhead is the median of the rounds'
-ratios less one, in processor time and in time of the clock. No predictors are trained."""
+Each round runs both, in turn, on the same tokens; the overhead is the median of the rounds' ratios
+minus one, in processor time and in elapsed time. No predictors are trained."""
 
 import argparse
 import json
@@ -73,7 +73,7 @@ def _counter(engine: Engine) -> Counter:
 def _round(
     engine: Engine, plain: Callable[[], None], counted: Callable[[], None]
 ) -> tuple[float, float]:
-    """(processor time, clock) with counting over without."""
+    """(processor time, elapsed time) with counting over without."""
     without, with_counts = _timed(engine, plain), _timed(engine, counted)
     return with_counts[0] / without[0], with_counts[1] / without[1]
 

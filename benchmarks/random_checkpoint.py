@@ -1,7 +1,8 @@
-"""A Llama checkpoint of a given shape with random weights, for benchmarks: it answers nonsense.
+"""Writes a Llama checkpoint of a given shape with random weights, for benchmarks: it answers
+nonsense.
 
-Its tokenizer is one that llama.cpp's converter takes without knowing it: SentencePiece's BPE with
-byte fallback, made of letters joined in twos and threes.
+Its tokenizer is of a kind that llama.cpp's converter accepts: SentencePiece's BPE with byte
+fallback, made of letters joined in twos and threes.
 
     python random_checkpoint.py FOLDER NUM_LAYERS"""
 
@@ -21,7 +22,7 @@ SPACE = "\u2581"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """1.1 B parameters unless told otherwise: TinyLlama's shape."""
+    """1.1 B parameters by default: TinyLlama's shape."""
 
     num_layers: int = 22
     width: int = 2048  # D

@@ -1,7 +1,7 @@
-"""Measures llama.cpp on the CPU, in a process of its own, on request.
+"""Measures llama.cpp on the CPU, in a separate process, on request.
 
-Its half is llamacpp_cpu.py. The process idles between requests, so that its threads, which wait for
-each other spinning, never run while ours is measured."""
+Its other half is llamacpp_cpu.py. The process idles between requests, so that its threads, which
+spin while they wait for each other, never run while ours is measured."""
 
 import json
 import statistics
@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Threads of an OpenMP library go on spinning after a job before they sleep, GNU's 300,000 times:
-# up to 20 ms. Either side waits for the other's.
+# OpenMP threads continue to spin after a job before they sleep, GNU's 300,000 times: up to 20 ms.
+# Each side waits for the other's.
 PAUSE_S = 0.03
 
 
 class Rival:
-    """llama.cpp with one model; `about` is what it says of the instructions that it uses."""
+    """llama.cpp with one model; `about` is its own report of the instructions that it uses."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Rival:
         self.about = str(self._line())
 
     def decode_s(self, threads: int, flash: bool, ids: list[int]) -> float:
-        """Mean seconds a token that decoding `ids` one by one takes, behind a prompt of 16."""
+        """Mean seconds per token of decoding `ids` one by one, after a prompt of 16."""
         return statistics.mean(self._ask("decode", threads, flash, ids))
 
     def prefill_s(self, threads: int, flash: bool, ids: list[int], repeats: int = 1) -> float:
@@ -42,11 +42,11 @@ class Rival:
         return statistics.median(self._ask("prefill", threads, flash, ids, repeats=repeats))
 
     def batch_s(self, threads: int, flash: bool, ids: list[int], num_sequences: int) -> float:
-        """Mean seconds of a step with one token of each of so many sequences."""
+        """Mean seconds of a step with one token of each of `num_sequences` sequences."""
         return statistics.mean(self._ask("batch", threads, flash, ids, sequences=num_sequences))
 
     def deep_s(self, threads: int, flash: bool, ids: list[int], depth: int) -> float:
-        """Median seconds a token that decoding `ids` one by one takes, behind `depth` tokens."""
+        """Median seconds per token of decoding `ids` one by one, after `depth` tokens."""
         return statistics.median(self._ask("deep", threads, flash, ids, depth=depth))
 
     def close(self) -> None:

@@ -1,18 +1,18 @@
-"""What rules without training cost a model: KL from its dense self against bytes not read.
+"""Measures what rules without training cost a model: KL from its dense self against bytes not read.
 
     python benchmarks/rules.py build/smollm2/f16.gguf build/smollm2/q8_0.gguf \\
         --tune train.txt --check held-out.txt          # SmolLM2: about an hour on two cores
 
-Each type is compared with its own dense self, on text that nothing was fitted to. Shares are of all
-weight bytes that a token reads, the head included. Rules (profile/limit_scores.py):
+Each type is compared with its own dense self, on held-out text. Shares are of all weight bytes that
+a token reads, the head included. Rules (profile/limit_scores.py):
 
     cats     one threshold a layer on |act(gate)|, the same share of every layer (arXiv 2404.08763)
-    gates    neurons weighed by what they add on average, shares by layer
+    gates    neurons weighted by their mean contribution, shares by layer
     hidden   rows of down, by |h_j| |down_j|, shares by layer
     inputs   columns of query, key, value and output, shares by layer (arXiv 2408.14690, 2505.19427)
-    mixed    all of these, each layer and kind taking what costs least a byte
+    mixed    all of these, each layer and kind taking what costs least per byte
 
-Every measurement is kept in the JSON as it comes, so an interrupted run goes on."""
+Every measurement is saved to the JSON at once, so an interrupted run can resume."""
 
 import argparse
 import hashlib
@@ -97,7 +97,8 @@ def _limits(
     allocation: Allocation,
     bytes_of: Bytes,
 ) -> tuple[tuple[LayerLimits, ...], float, Any] | None:
-    """Limits, the share that they save, and how it was divided; None: the rule cannot save it."""
+    """Limits, the share that they save, and its distribution; None: the rule cannot save that
+    much."""
     if rule == "cats":
         neurons = share * bytes_of.total / float((bytes_of.up_L + bytes_of.down_L).sum())
         if neurons >= 1:
@@ -113,7 +114,7 @@ def _limits(
 
 
 def _draw(result: dict[str, Any], path: Path) -> None:
-    """KL by saved share: a panel a type, a line a rule."""
+    """KL by saved share: a panel per type, a line per rule."""
     from sparkinfer.profile.plots import load_pyplot
 
     pyplot = load_pyplot()

@@ -1,13 +1,14 @@
-"""Microseconds that the samplers take, each alone and in chains, for four sizes of vocabulary.
+"""Benchmarks the samplers in microseconds, each alone and in chains, for four sizes of vocabulary.
 
     OMP_NUM_THREADS=1 python benchmarks/samplers.py [--rounds N] [--rival PYTHON]
 
 The logits are synthetic: like those of a language model, a few tokens stand out of a broad bulk
-(Gumbel noise over a Zipf law; the entropy is printed). The history is 512 tokens of 40 words. Each sampler alone starts from the whole vocabulary. With --rival (the Python of
-build/llamacpp-venv) llama.cpp's default chain and its greedy one run on the same logits in the same
-rounds, filling its array of candidates included, in a loop in Python whose own time is not taken off.
-Processor time of one thread, so that neighbours count less; medians of the rounds, in turns. The last
-line on stdout is one JSON object, which also goes to results/."""
+(Gumbel noise over a Zipf law; the entropy is printed). The history is 512 tokens of 40 words. Each
+sampler alone starts from the whole vocabulary. With --rival (the Python of build/llamacpp-venv)
+llama.cpp's default chain and its greedy one run on the same logits in the same rounds, filling its
+array of candidates included, in a Python loop whose own time is included. Times are processor time
+of one thread, so that other load matters less; medians of the rounds, in turns. The last line on
+stdout is one JSON object, which also goes to results/."""
 
 import argparse
 import io
@@ -56,7 +57,7 @@ CASES = {
     "mirostat_2": OFF | {"mirostat": 2},
     "logit_bias": OFF | {"logit_bias": tuple((i, 1.0) for i in range(100, 130)), "top_k": 40},
 }  # fmt: skip
-ROWS = 8  # of logits, in turns, as no step sees the same ones in the cache
+ROWS = 8  # of logits, in turns, as no step finds its logits in the cache
 
 
 def main() -> None:

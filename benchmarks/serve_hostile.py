@@ -1,12 +1,12 @@
-"""Requests that no honest client sends, thousands of them: each gets the right 4xx or is hung up on,
-none a 5xx; the server lives, answers an honest request as before, and does not grow.
+"""Sends thousands of requests that no honest client sends: each must get the right 4xx or be
+disconnected, none a 5xx; the server must live, answer an honest request as before, and not grow.
 
     python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
-Bodies that are no JSON, values of wrong types and sizes, deep nesting, lone surrogates, NaN, numbers
-without end; heads that are too long or contradict themselves; wrong methods, paths that climb; clients
-that send slowly, half, or hang up. Every kind names the statuses that are right for it; half of the
-requests are an honest one with a random part of it replaced, for which 200 and 400 are."""
+Bodies that are no JSON, values of wrong types and sizes, deep nesting, lone surrogates, NaN,
+numbers without end; heads that are too long or contradict themselves; wrong methods, paths that
+climb; clients that send slowly, half, or hang up. Every kind lists its correct statuses; half of
+the requests are an honest one with a random part replaced, for which 200 and 400 are correct."""
 
 import argparse
 import asyncio
@@ -37,11 +37,11 @@ from serve_client import (  # noqa: E402
 AT_ONCE = 8
 HANG_S = 30.0
 MAX_BODY = 1 << 20
-# What the server has to be started with.
+# Options that the server must be started with.
 OPTIONS = ("--read-timeout", "2", "--max-body", "1MiB", "--max-tokens", "16", "--threads", "1")
 MAX_GROWTH = 0.02
-SETTLING = 0.3  # share of the requests after which memory is looked at first
-HUNG_UP = 0  # stands for a status where the server closes the connection without one
+SETTLING = 0.3  # share of the requests before the first look at memory
+HUNG_UP = 0  # stands for a closed connection without a status
 
 HONEST: dict[str, Any] = {
     "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
@@ -79,7 +79,7 @@ class Case:
     data: bytes
     right: frozenset[int]
     closes_half: bool = False
-    pieces: int = 1  # the data comes in so many, with pauses
+    pieces: int = 1  # number of pieces the data comes in, with pauses
     hangs_up: bool = False  # without waiting for an answer
 
 
@@ -138,7 +138,7 @@ async def _after(server: ServerProcess, before: object) -> list[str]:
 
 
 async def _try(server: ServerProcess, case: Case) -> int:
-    """The status of the answer; -1 where there is neither an answer nor an end."""
+    """The status of the answer; -1 if there is neither an answer nor an end."""
     try:
         async with asyncio.timeout(HANG_S), connected(server.port) as (reader, writer):
             size = -(-len(case.data) // case.pieces)
@@ -168,7 +168,7 @@ def _case(draw: random.Random) -> Case:
 
 
 def replaced(draw: random.Random) -> Case:
-    """An honest body with one or two values replaced, at any depth, or with one field more."""
+    """An honest body with one or two values replaced, at any depth, or with one extra field."""
     path = draw.choice((CHAT, *HONEST_BY_PATH))
     body = copy.deepcopy(HONEST_BY_PATH[path])
     for _ in range(draw.randint(1, 2)):
@@ -326,7 +326,8 @@ def unfinished(draw: random.Random) -> Case:
 
 
 def half_closed(draw: random.Random) -> Case:
-    """All is sent, nothing more will be: some servers take that for a client that has gone."""
+    """Everything is sent, then the sending half is closed: some servers take that for a
+    disconnected client."""
     data = request_bytes(CHAT, {**HONEST, "stream": draw.random() < 0.5})
     right = frozenset({200, HUNG_UP})
     return Case(name="half closed", data=data, right=right, closes_half=True)
@@ -338,7 +339,7 @@ def gone(draw: random.Random) -> Case:
 
 
 def slow(draw: random.Random) -> Case:
-    """In many pieces, yet whole before the time is over: an honest request of a bad line."""
+    """Many pieces, yet complete in time: an honest request over a bad line."""
     data = request_bytes(CHAT, HONEST)
     return Case(name="slow", data=data, right=frozenset({200}), pieces=draw.randint(2, 30))
 

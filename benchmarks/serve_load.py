@@ -1,17 +1,19 @@
-"""Many clients of one server at once, for minutes: every finished answer is, byte for byte, what the
-same request gets alone; none is lost, mixed up or stuck; the server's memory does not grow.
+"""Loads one server with many clients for minutes: every finished answer must be byte-identical to
+that of the same request alone; none may be lost, mixed up or stuck; the server's memory must not
+grow.
 
     python benchmarks/serve_load.py MODEL [--clients 200] [--minutes 20] [--parallel 16]
 
 Each request of a pool (chats and completions, greedy and seeded, prompts and answers of random
-lengths, some of which begin alike) is answered alone first. Then each client asks for a random one,
+lengths, some with a common prefix) is answered alone first. Then each client asks for a random one,
 again and again; a third hang up at a random moment, before the first token or after some. A request
-that is refused because the queue is full is asked again. The queue's bound and the number of texts in
-work are read from /metrics all the while. Times to the first token hold the wait in the queue.
+that is refused because the queue is full is repeated. The queue's bound and the number of texts in
+progress are read from /metrics all the while. Times to the first token include the wait in the
+queue.
 
 Resident memory is that of the server and its child, twice a second, after texts as long as the
-context have filled all places: the mean of the last fifth against that of the second one. Clients run on the
-same processor."""
+context have filled all places: the mean of the last fifth against that of the second one. Clients
+run on the same processor."""
 
 import argparse
 import asyncio
@@ -59,7 +61,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Tally:
-    """What clients saw."""
+    """The clients' observations."""
 
     finished: int = 0
     cancelled: int = 0
@@ -98,7 +100,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 
 async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`arguments` has what the server was started with."""
+    """`arguments` holds the server's options."""
     pool = requests(arguments)
     alone = [await stream(server.port, each.path, each.body) for each in pool]
     wanted = [(answer.text, answer.finish) for answer in alone]
@@ -113,8 +115,8 @@ async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[
 
 
 async def _fill(server: ServerProcess, arguments: argparse.Namespace) -> None:
-    """Texts as long as the context in all places, those of kept texts too: the memory of the cache
-    becomes resident when it is first written."""
+    """Fills all places, those of kept texts too, with texts as long as the context: the memory of
+    the cache becomes resident when it is first written."""
     draw = random.Random(arguments.seed)
     for _ in range(2):
         texts = [
@@ -128,7 +130,7 @@ async def _fill(server: ServerProcess, arguments: argparse.Namespace) -> None:
 
 
 def requests(arguments: argparse.Namespace) -> list[Request]:
-    """The same for a seed. Half of the prompts begin with a system prompt that all of them share."""
+    """Deterministic for a seed. Half of the prompts begin with a shared system prompt."""
     draw = random.Random(arguments.seed)
     shared = " ".join(draw.choices(WORDS, k=60))
     return [
@@ -183,7 +185,7 @@ async def _client(
     while time.monotonic() < deadline:
         number = draw.randrange(len(pool))
         patience = None
-        if draw.random() < 1 / 3:  # hangs up: by the clock or after some pieces
+        if draw.random() < 1 / 3:  # disconnects: after a time or after some pieces
             patience = draw.choice([draw.uniform(0, 2.0), draw.randint(1, 20)])
         try:
             answer = await _asked(port, pool[number], patience)
@@ -203,7 +205,7 @@ async def _client(
 
 
 async def _asked(port: int, request: Request, patience: float | int | None) -> Answer | None:
-    """None where the client has hung up."""
+    """None if the client disconnected."""
     most = patience if isinstance(patience, int) else None
     asked = stream(port, request.path, request.body, most_pieces=most, seconds=STUCK_S)
     if not isinstance(patience, float):
@@ -248,7 +250,7 @@ async def _watch(server: ServerProcess, arguments: argparse.Namespace, tally: Ta
 
 
 async def _check_rest(server: ServerProcess, tally: Tally) -> None:
-    """What was cancelled has left its place."""
+    """Checks that cancelled texts have released their places."""
     deadline = time.monotonic() + 10
     while True:
         left = await gauges(server.port, "running", "waiting")

@@ -1,17 +1,17 @@
-"""`sparkinfer serve` against llama-server: tokens a second of 1, 4 and 16 clients, and what a prompt
-that begins like an earlier one costs, alternating in one run.
+"""Benchmarks `sparkinfer serve` against llama-server: tokens per second of 1, 4 and 16 clients, and
+the cost of a prompt with a known prefix, alternating in one run.
 
     python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
 
-MODEL is ours, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is asked at a
-time; llama-server runs with and without its flash attention, and the faster counts. A round: each of
-so many clients asks at the same moment for --tokens tokens behind a text of its own of some 100
-tokens, greedy, end tokens ignored, kept prompts unused; a figure is all tokens over the time from the
-first request to the last answer, prompts included. Texts are the same on both sides and new in each
+MODEL is ours, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is asked at
+a time; llama-server runs with and without its flash attention, and the faster counts. A round: all
+clients ask at the same moment for --tokens tokens after a text of their own of some 100 tokens,
+greedy, end tokens ignored, kept prompts unused; a figure is all tokens over the time from the first
+request to the last answer, prompts included. Texts are the same on both sides and new in each
 round.
 
 Prefix: the time to the first token of a prompt that begins with 1,000 new tokens, and of another
-question behind the same 1,000. Ratios are medians of the rounds' ratios.
+question after the same 1,000. Ratios are medians of the rounds' ratios.
 
 llama-server is built from the llama.cpp that llama-cpp-python (tests/llamacpp/requirements.txt)
 ships, with its mend (tests/llamacpp/mend.sh): cmake with Release, GGML_NATIVE=ON,
@@ -43,13 +43,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from serve_client import COMPLETE, Answer, ServerProcess, ask, stream  # noqa: E402
 
 COUNTS = (1, 4, 16)
-CONTEXT = 2048  # of each text
+CONTEXT = 2048  # per text
 PROMPT_WORDS, PREFIX_WORDS = 80, 800  # of one to three tokens each
-PAUSE_S = 0.1  # in which threads of the other side that wait spinning go to sleep
+PAUSE_S = 0.1  # in which the other side's spinning threads go to sleep
 OURS, FLASH = "sparkinfer", "llama-server, flash"
 RIVALS = {"llama-server": "off", FLASH: "on"}
 
-Samples = dict[str, dict[str, list[float]]]  # by side and figure, one a round
+Samples = dict[str, dict[str, list[float]]]  # by side and figure, one per round
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ async def measure(arguments: argparse.Namespace, ports: dict[str, int]) -> Sampl
 
 
 def _turn(ports: dict[str, int], number: int) -> list[str]:
-    """Another side begins in each round."""
+    """A different side begins in each round."""
     sides = list(ports)
     return sides[number % len(sides) :] + sides[: number % len(sides)]
 
@@ -167,7 +167,7 @@ async def _together(port: int, texts: list[str], num_tokens: int) -> dict[str, f
 
 
 async def _prefix(port: int, beginning: str) -> dict[str, float]:
-    """First and second text that begin alike."""
+    """A first and a second text with a common prefix."""
     await asyncio.sleep(PAUSE_S)
     found = {}
     for name, ending in (("new 1,000 tokens, first token ms", "one two"),
@@ -196,7 +196,7 @@ def _words(draw: random.Random, count: int) -> str:
 
 
 def ratios(samples: Samples) -> dict[str, float]:
-    """Above 1: ours is better; against the better of the rival's two in that figure."""
+    """Above 1 ours is better; against the better of the rival's two in that figure."""
     found = {}
     for name, ours in samples[OURS].items():
         is_rate = name.startswith("tokens/s")

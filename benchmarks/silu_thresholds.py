@@ -1,15 +1,15 @@
-"""What thresholds cost a SiLU model: FFN sparsity against perplexity on held-out text.
+"""Measures what thresholds cost a SiLU model: FFN sparsity against perplexity on held-out text.
 
     python benchmarks/silu_thresholds.py [CHECKPOINT]     # the bundled twin: 15 minutes
 
-Histograms and the greedy search see the training text of examples/tiny-relu/corpus.py, what is
-reported is measured on its held-out modules, dense and sparse in one run. Three ways to divide the
-same mean sparsity: the same for every layer (`uniform`), the greedy search's (`greedy`), and the
-greedy search's with neurons weighed (`weighed`): |act(gate_j)| times the mean |up_j| times
-|down_j|, an estimate of what a neuron adds: limits (docs/rules.md) can say it, thresholds cannot.
+Histograms and the greedy search see the training text of examples/tiny-relu/corpus.py; results are
+measured on its held-out modules, dense and sparse in one run. Three ways to divide the same mean
+sparsity: the same for every layer (`uniform`), the greedy search's (`greedy`), and the greedy
+search's with weighted neurons (`weighed`): |act(gate_j)| times the mean |up_j| times |down_j|, an
+estimate of a neuron's contribution: limits (docs/rules.md) can express it, thresholds cannot.
 
-FFN sparsity is the share of the neurons that add nothing: their rows of up and down are not read
-in mode exact. The rows of the gate are, so the bytes of a layer fall by 2/3 of it."""
+FFN sparsity is the share of silent neurons: their rows of up and down are not read in mode exact.
+The rows of the gate are, so the bytes of a layer fall by 2/3 of it."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ from sparkinfer.profile_file import EDGES, NUM_BINS
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (0.25, 0.4, 0.5, 0.65)
-TINY = 1e-4  # activations below tell nothing of up
+TINY = 1e-4  # activations below it say nothing about up
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def _path(meter: Meter, num_layers: int) -> dict[float, Allocation]:
 
 
 def _row(checker: Meter, sparsity_L: tuple[float, ...]) -> dict:
-    """What the thresholds that are set do on the held-out text."""
+    """The current thresholds on the held-out text."""
     counter = ShareCounter(checker.engine.model)
     with checker.engine.observe(counter.observe, counter.wants):
         cost = checker.run()
@@ -180,7 +180,7 @@ def _neuron_weights(engine: Engine, windows: tuple[Tensor, ...]) -> Tensor:
     for layer, mean_F in zip(
         engine.layers, sizes.sum_LF / sizes.count_LF.clamp(min=1), strict=True
     ):
-        (block,) = layer.ffn.blocks  # an engine without a plan has one block a layer
+        (block,) = layer.ffn.blocks  # an engine without a plan has one block per layer
         weights.append(mean_F * block.down.rows(block.id_N).norm(dim=1))
     weights_LF = torch.stack(weights)
     return weights_LF / weights_LF.mean(dim=1, keepdim=True)
@@ -205,7 +205,8 @@ def _weighed_magnitudes(
 
 
 def _set_weighed(engine: Engine, threshold_L: tuple[float, ...], weights_LF: Tensor) -> None:
-    """A threshold a neuron, which only this experiment has: the layer's by the neuron's weight."""
+    """One threshold per neuron, only in this experiment: the layer's divided by the neuron's
+    weight."""
     layers = tuple(
         replace(layer, ffn=replace(layer.ffn, gate=replace(layer.ffn.gate, threshold=value / w_F)))
         for layer, value, w_F in zip(engine.layers, threshold_L, weights_LF, strict=True)

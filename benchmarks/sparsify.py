@@ -1,13 +1,13 @@
-"""What training to be sparse gains: trained checkpoints beside their untrained start.
+"""Measures what training for sparsity gains: trained checkpoints beside their untrained start.
 
     sparkinfer sparsify MODEL --corpus TRAIN ... --save-checkpoint OUT --json > run.json
     python benchmarks/sparsify.py DENSE OUT-60 OUT-75 --corpus TRAIN --text HELD-OUT --text CODE
 
-DENSE is the dense checkpoint's folder or model file. Untrained is the same dense model with
-limits for the same share, measured on the first windows of the corpus as `sparsify` does before its
-first step. KL is that from the dense model, a mean over tokens in nats, with a 95 % interval over windows.
-`--run` takes what `sparsify --json` printed, for the curve over tokens; from its held part the
-tokens for a smaller KL are extrapolated, by the power law that fits it: no measurement."""
+DENSE is the dense checkpoint's folder or model file. Untrained is the same dense model with limits
+for the same share, measured on the first windows of the corpus as `sparsify` does before its first
+step. KL is that from the dense model, a mean over tokens in nats, with a 95 % interval over
+windows. `--run` takes the output of `sparsify --json`, for the curve over tokens; from its held
+part the tokens for a smaller KL are extrapolated by a fitted power law: no measurement."""
 
 import argparse
 import json
@@ -111,7 +111,7 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict:
 
 
 def _trainer(student: Student, folder: Path, corpus: Path) -> tuple[Trainer, tuple[Tensor, ...]]:
-    """With the neurons' weights, measured as before the first step, and what on."""
+    """A trainer with the neurons' weights, measured as before the first step."""
     config = SparsifyConfig(model=folder, corpora=(corpus,), output=Path("none"))
     schedule = Schedule(shares=(0.6,), steps_of_share=1, learning_rate=1.0, warmup_steps=0)
     trainer = Trainer(config, student, schedule, Ranks())
@@ -158,7 +158,7 @@ def _in_f32(folder: Path, trained: Path, windows: tuple[Tensor, ...], num_tokens
 
 
 def _extrapolated(run: dict) -> list[dict]:
-    """KL = a tokens^-b through the points of each share since it is held."""
+    """KL = a tokens^-b through the points of each share from when it is held."""
     points = [p for p in run["record"]["curve"] if p["quality"]["kl"] > 0]
     found = []
     for share in sorted({p["wanted_share"] for p in points}):

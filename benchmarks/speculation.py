@@ -1,17 +1,17 @@
-"""Decoding with and without speculation, and what a step of several rows costs.
+"""Benchmarks decoding with and without speculation, and the cost of a step of several rows.
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py build/smollm2 [--planted build/bench/q8_0.gguf]
 
-Two texts of a real chat model, `make smollm2`: a Python file of 150 lines that is to be written again
-(greedy; the model leaves out a line here and there), and a story, greedy and drawn from a seed. In each
-round the text is made without drafts and with each drafter in sequences of one engine, a few tokens of
-each in turns, so that what else the machine does falls on all alike; the tokens are compared, and the
-time is that from the first token to the last. Each time the controller begins knowing nothing. Of the
-planted model, whose text means nothing, only the steps are timed.
+Two texts of a real chat model, `make smollm2`: a Python file of 150 lines that is to be written
+again (greedy; the model leaves out a line here and there), and a story, greedy and drawn from a
+seed. In each round the text is made without drafts and with each drafter in sequences of one
+engine, a few tokens of each in turns, so that other load affects all alike; the tokens are
+compared, and the time is that from the first token to the last. Each time the controller starts
+from scratch. For the planted model, whose text is meaningless, only the steps are timed.
 
-Steps of 1 to 17 rows are timed in turns, as medians. From them follows how many drafted tokens a step
-must accept to be worth it (break-even), and the share of right guesses at which a draft of that length
-is. Medians of the rounds; the last line on stdout is one JSON object, which also goes to results/."""
+Steps of 1 to 17 rows are timed in turns, as medians. From them follow the drafted tokens a step
+must accept to break even, and the share of right guesses at which a draft of that length does.
+Medians of the rounds; the last line on stdout is one JSON object, which also goes to results/."""
 
 import argparse
 import hashlib
@@ -40,7 +40,7 @@ from sparkinfer.runtime.kernels.cpu import library
 
 KINDS = ("q8_0", "q4_0")
 ROWS = range(1, 18)
-TURN = 8  # tokens of each text at a time
+TURN = 8  # of each text in turn
 START = 600  # tokens in the cache before a timed step
 FILE = Path(__file__).parent.parent / "tests" / "models.py"
 NUM_LINES, NUM_GIVEN = 150, 12  # of the file; and of the answer, as its beginning
@@ -54,7 +54,7 @@ GREEDY = SamplingOptions(temperature=0.0)
 class Case:
     prompt: str
     sampling: SamplingOptions
-    wanted: float  # at least this speed, relative to none
+    wanted: float  # least speedup over no drafts
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def _round(
     while any(not text.is_over for text in turn):
         for text in turn:
             text.go_on()
-        turn = [*turn[1:], turn[0]]  # nobody is always behind the same one
+        turn = [*turn[1:], turn[0]]  # nobody always follows the same one
     plain = texts.pop("none")
     found: dict[str, dict[str, float]] = {"none": {"seconds": plain.seconds}}
     for name, text in texts.items():
@@ -166,7 +166,7 @@ def _round(
 
 
 class Text:
-    """One that grows a few tokens at a time; `seconds` from the first token on."""
+    """A text that grows a few tokens at a time; `seconds` from the first token on."""
 
     def __init__(
         self, engine: Engine, ids: list[int], case: Case, count: int, drafts: Speculation | None
@@ -204,8 +204,9 @@ def _summary(
 
 
 def _steps(engine: Engine, rounds: int) -> dict[str, list[float]]:
-    """The cost of steps of 1 to 17 rows: milliseconds, the ratio to one row, how many drafted tokens
-    must be accepted to break even, and the acceptance rate (equal at every place) that gives them."""
+    """The cost of steps of 1 to 17 rows: milliseconds, the ratio to one row, the drafted tokens
+    that must be accepted to break even, and the acceptance rate (equal at every place) that gives
+    them."""
     vocab_size = engine.model.shape.vocab_size
     with engine.sequence() as text:
         text.extend([n * 7919 % vocab_size for n in range(START)], "none")

@@ -2,10 +2,9 @@
 
     python corpus.py --part held-out -o FILE      # or --part train
 
-Every interpreter carries it, so nothing has to be downloaded or shipped. Left out are tests,
-installed packages, generated tables and the text of the manual. What this does not know: the
-library of another Python version differs, so perplexities are comparable within one version only.
-"""
+Every interpreter carries it, so nothing has to be downloaded or shipped. Tests, installed packages,
+generated tables and the text of the manual are left out. The library of another Python version
+differs, so perplexities are comparable within one version only."""
 
 import argparse
 import sysconfig
@@ -27,7 +26,7 @@ GENERATED = frozenset({"encodings", "pydoc_data"})
 def library_files(part: Part) -> list[Path]:
     """The source files of one part, sorted by path.
 
-    Raises FileNotFoundError where the interpreter came without the source of its library."""
+    Raises FileNotFoundError if the interpreter came without the source of its library."""
     files = []
     for path in sorted(LIBRARY.rglob("*.py")):
         names = path.relative_to(LIBRARY).parts

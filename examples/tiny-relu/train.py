@@ -3,20 +3,19 @@
     python train.py -o DIR                # from nothing; run it again to resume
     python train.py -o DIR --steps 20     # a quick look
 
-The commands that made the bundled checkpoint stand in its model card, README.md.
+The commands that made the bundled checkpoint are listed in its model card, README.md.
 
-Real weights matter here because random ones have no hot neurons. Sparsity comes from the L1 term
-on the gate activations (as in ProSparse, arXiv 2402.13516, stage 2), which ramps up after the
-model has learned something, and skew from weighing that term by a neuron's rank: the busiest of
-a layer pays nothing, the quietest twice the mean (in the spirit of reweighted L1, Candes et al.
+Real weights matter here because random ones have no hot neurons. Sparsity comes from the L1 term on
+the gate activations (as in ProSparse, arXiv 2402.13516, stage 2), which ramps up after the model
+has learned something; skew comes from weighting that term by a neuron's rank: the busiest of a
+layer pays nothing, the quietest twice the mean (in the spirit of reweighted L1, Candes et al.
 2008). Hidden matrices are trained by Muon (Jordan et al. 2024), the gates and the rest by AdamW:
-Muon's orthogonal updates make all neurons equally busy. Training windows are 512 tokens, and 1,024 for the last part of the run, so that every
-position of the context has been seen.
+Muon's orthogonal updates make all neurons equally busy. Training windows are 512 tokens, and 1,024
+for the last part of the run, so that every position of the context has been seen.
 
-A run is a function of its settings, the seed and the step: batches are drawn from the last two,
-so an interrupted run that resumes sees what it would have seen. Settings may change at a resume;
-the history is kept and written next to the model. What this does not know: anything of sparkinfer.
-"""
+A run is a function of its settings, the seed and the step: batches are drawn from the last two, so
+an interrupted run that resumes sees what it would have seen. Settings may change at a resume; the
+history is kept and written next to the model. This program does not use sparkinfer."""
 
 import argparse
 import json
@@ -51,7 +50,7 @@ class TrainConfig:
     muon_gates: bool = False
     activation: str = "relu"
     start_from: str | None = None  # folder of a checkpoint whose weights to begin with
-    l1_start: float = 0.10  # shares of the run between which the L1 term grows from nothing
+    l1_start: float = 0.10  # shares of the run between which the L1 term ramps up
     l1_full: float = 0.60
     seed: int = 0
 
@@ -329,7 +328,7 @@ def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None
 def finish(
     out: Path, run: Run, held_out: Tensor, held_out_bytes: int, training_tokens: int
 ) -> None:
-    """Writes the checkpoint in bf16, and what it measures as it is written."""
+    """Writes the checkpoint in bf16, and measurements of it as written."""
     run.model.to(torch.bfloat16).save_pretrained(out)
     length = run.model.config.max_position_embeddings
     report = evaluate(run.model.float(), run.watch, held_out, len(held_out), length)
