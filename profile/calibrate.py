@@ -204,11 +204,11 @@ def num_cores() -> int:
 
 def buffer_bytes() -> int:
     """More than the caches hold, and at most an eighth of the free memory."""
-    wanted = min(max(BUFFER_BYTES, 2 * _last_cache_bytes()), MAX_BUFFER_BYTES)
+    wanted = min(max(BUFFER_BYTES, 2 * last_cache_bytes()), MAX_BUFFER_BYTES)
     return max(8 << 20, min(wanted, free_memory_bytes() // 8))
 
 
-def _last_cache_bytes() -> int:
+def last_cache_bytes() -> int:
     """Bytes of all third-level caches; 0 if the system does not report them."""
     sizes: dict[str, int] = {}
     for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):

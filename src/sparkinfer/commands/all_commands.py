@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from sparkinfer.commands.advise import advise
+from sparkinfer.commands.bench import bench
 from sparkinfer.commands.cache import cache
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.chat import chat
@@ -201,6 +202,7 @@ cli.add_command(cache)
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(serve)
+cli.add_command(bench)
 
 
 @cli.command("eval")

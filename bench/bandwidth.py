@@ -1,0 +1,55 @@
+"""How fast memory is read: the runtime's own row products over a buffer that no cache holds, with the
+threads that it uses, and torch's sum on a GPU.
+
+Taken in every round, so that what slows the model in a round slows this too. What this module does not
+know: what is read for a token."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sparkinfer.gguf_file import array_entry
+from sparkinfer.profile.calibrate import buffer_bytes
+from sparkinfer.profile.calibrate_gpu import READ_BYTES
+from sparkinfer.profile.rounds import seconds_of
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.weights.matrix import matrix_of
+from sparkinfer.runtime.weights.resident import Residence
+
+ROW_VALUES = 4096
+TRIES = 3  # the fastest counts: what the machine can do
+
+Bandwidth = Callable[[], float]  # bytes a second, measured now
+
+
+def cpu_bandwidth() -> Bandwidth:
+    """An f32 matrix times a vector, in memory arranged as that of weights."""
+    num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
+    ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
+    has_kernels = library.is_available()
+    matrix = Residence().matrix(ones) if has_kernels else matrix_of(ones, torch.device("cpu"))
+    x_D = torch.ones(ROW_VALUES)
+
+    def measure() -> float:
+        best = min(seconds_of(lambda: matrix.dot(x_D)) for _ in range(TRIES))
+        return matrix.num_bytes / best
+
+    return measure
+
+
+def gpu_bandwidth(device: torch.device) -> Bandwidth:
+    """torch's sum over a buffer, between two events on the device's clock."""
+    free, _ = torch.cuda.mem_get_info(device)
+    values = torch.ones(min(READ_BYTES, free // 4) // 4, device=device)
+
+    def seconds() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            begin.record()
+            values.sum()
+            end.record()
+            end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    return lambda: values.nbytes / min(seconds() for _ in range(TRIES))

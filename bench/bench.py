@@ -1,0 +1,132 @@
+"""Measures how fast a model runs here: prompts and texts, against the machine's limit, by part, and
+beside llama.cpp.
+
+All tests of a depth take turns, round by round, ours and theirs in an order that alternates; in every
+round the memory's bandwidth is measured too. A round before the first is not counted.
+What this module does not know: how the report is shown."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from sparkinfer.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
+from sparkinfer.bench.config import BenchConfig
+from sparkinfer.bench.result import BenchReport
+from sparkinfer.bench.rival import Rival, RivalOptions, program_of, rival_of
+from sparkinfer.bench.rounds import Rounds
+from sparkinfer.bench.runner import RandomTokens, Runner, TextTokens, Tokens
+from sparkinfer.bench.summary import report_of
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.kernels.threads import use_threads
+from sparkinfer.split_file import Split
+
+
+def bench(
+    config: BenchConfig, on_test: Callable[[float], None] = lambda count: None
+) -> BenchReport:
+    """Measures; `on_test` hears of each test that was run, `config.num_runs` in all.
+
+    Raises SparkinferError for what cannot be measured."""
+    file = ModelFile.load(config.model)
+    _check_lengths(config, file)
+    _check_rival(config, file)
+    plan = None if config.split is None else Split.load(config.split)
+    threads = use_threads(config.threads)
+    with ExitStack() as stack:
+        engine = stack.enter_context(_load(config, plan))
+        runner = Runner(engine)
+        stack.callback(runner.close)
+        tokens = _tokens(config, engine)
+        rival = _rival(config, engine, threads)
+        if rival is not None:
+            stack.callback(rival.close)
+        rounds = Rounds(config, runner, tokens, rival, _bandwidths(engine, plan), on_test)
+        rounds.run()
+        return report_of(config, engine, plan, threads, rounds)
+
+
+def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
+    longest = file.shape.context_length
+    for test in config.tests:
+        if test.depth + test.length > longest:
+            raise SparkinferError(
+                f"{test.name} takes {test.depth + test.length} tokens, the model has a context of"
+                f" {longest}; give shorter lengths by -p, -n and -d"
+            )
+
+
+def _check_rival(config: BenchConfig, file: ModelFile) -> None:
+    """What is known of a comparison before anything is loaded."""
+    if config.compare is None:
+        return
+    program_of(config.compare)
+    if config.compare_model is None and file.layout != "stock":
+        raise SparkinferError(
+            f"{file.path}: llama.cpp cannot load the sparse layout; give the same weights as it loads"
+            " them by --compare-model FILE (sparkinfer convert --layout stock writes one)"
+        )
+    if config.compare_model is not None and not config.compare_model.is_file():
+        raise SparkinferError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
+
+
+def _load(config: BenchConfig, plan: Split | None) -> Engine:
+    if plan is not None and plan.context_length < config.num_tokens:
+        raise SparkinferError(
+            f"{config.split}: the plan has a context of {plan.context_length}, the longest test takes"
+            f" {config.num_tokens}; give shorter lengths, or solve again with --context"
+        )
+    return Engine.load(
+        config.model,
+        config.split,
+        mode=config.mode,
+        device=config.device,
+        context_length=config.num_tokens if plan is None else None,
+        max_loss=config.max_loss,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        kv_offload=config.kv_offload,
+    )
+
+
+def _tokens(config: BenchConfig, engine: Engine) -> Tokens:
+    if config.text is None:
+        return RandomTokens(config.seed, engine.model.shape.vocab_size)
+    longest = max(max(test.depth, test.length) for test in config.tests)
+    return TextTokens(config.text, engine, longest)
+
+
+def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
+    if config.compare is None:
+        return None
+    types = engine.layers[0].attention.cache.types
+    layers = config.compare_gpu_layers
+    rival = rival_of(
+        RivalOptions(
+            path=config.compare.absolute(),
+            model=(config.compare_model or config.model).absolute(),
+            context_length=config.num_tokens,
+            type_k=types.key.kind,
+            type_v=types.value.kind,
+            threads=threads,
+            gpu_layers=0 if layers is None and engine.device.type == "cpu" else layers,
+        )
+    )
+    if rival.about.vocab_size not in (0, engine.model.shape.vocab_size):
+        rival.close()
+        raise SparkinferError(
+            f"{config.compare_model or config.model}: has {rival.about.vocab_size} tokens in"
+            f" llama.cpp, {config.model} has {engine.model.shape.vocab_size}: another model;"
+            " give the same one by --compare-model"
+        )
+    return rival
+
+
+def _bandwidths(engine: Engine, plan: Split | None) -> dict[str, Bandwidth]:
+    """Of the devices that read anything."""
+    found = {}
+    if engine.device.type == "cuda":
+        found["gpu"] = gpu_bandwidth(engine.device)
+    if engine.device.type == "cpu" or plan is not None:
+        found["cpu"] = cpu_bandwidth()
+    return found

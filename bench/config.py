@@ -1,0 +1,101 @@
+"""What `bench` is asked for, and the tests that this makes: prompts and texts behind so many tokens.
+
+What this module does not know: models."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_quality import MAX_LOSS
+from sparkinfer.runtime.model.feed_forward import Mode
+
+MOST_TOKENS = 1 << 24  # of a test: above any context
+MOST_TESTS, MOST_REPETITIONS = 256, 10_000
+
+Kind = Literal["pp", "tg"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTest:
+    """A prompt (pp) in one go, or a text (tg) token by token, behind `depth` tokens in the cache."""
+
+    kind: Kind
+    length: int
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        """As llama-bench names it."""
+        return f"{self.kind}{self.length}" + (f" @ d{self.depth}" if self.depth else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Lengths of 0 stand for no such test, as in llama-bench."""
+
+    model: Path
+    split: Path | None = None
+    prompt_lengths: tuple[int, ...] = (512,)
+    gen_lengths: tuple[int, ...] = (128,)
+    depths: tuple[int, ...] = (0,)
+    repetitions: int = 5
+    threads: int | None = None
+    mode: Mode | None = None
+    max_loss: float = MAX_LOSS
+    device: str | None = None
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    kv_offload: str | None = None
+    text: Path | None = None  # whose tokens are taken; None draws them by the seed
+    seed: int = 0
+    compare: Path | None = None  # a Python that has llama_cpp, or a llama-bench
+    compare_model: Path | None = None  # what it loads; None is the same file
+    compare_gpu_layers: int | None = None  # None: 0 where ours is on the CPU, else all
+
+    def __post_init__(self) -> None:
+        named = {"-p": self.prompt_lengths, "-n": self.gen_lengths, "-d": self.depths}
+        for option, lengths in named.items():
+            for length in lengths:
+                if not 0 <= length <= MOST_TOKENS:
+                    raise SparkinferError(f"{option} is {length}, wanted 0 to {MOST_TOKENS}")
+        if not 1 <= self.repetitions <= MOST_REPETITIONS:
+            raise SparkinferError(f"-r is {self.repetitions}, wanted 1 to {MOST_REPETITIONS}")
+        if not 1 <= len(self.tests) <= MOST_TESTS:
+            raise SparkinferError(
+                "-p and -n are both 0, which leaves nothing to measure; give one of them a length"
+                if not self.tests
+                else f"{len(self.tests)} tests asked for, wanted at most {MOST_TESTS}"
+            )
+        if self.seed < 0:
+            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
+        if self.compare is None and (self.compare_model or self.compare_gpu_layers is not None):
+            raise SparkinferError("there is nothing to compare with; give --compare PATH too")
+        if self.compare_gpu_layers is not None and self.compare_gpu_layers < 0:
+            raise SparkinferError(f"{self.compare_gpu_layers} layers on a GPU, wanted 0 or more")
+
+    @property
+    def tests(self) -> tuple[BenchTest, ...]:
+        """By depth, prompts first; each once."""
+        kinds: tuple[tuple[Kind, tuple[int, ...]], ...] = (
+            ("pp", self.prompt_lengths),
+            ("tg", self.gen_lengths),
+        )
+        found = [
+            BenchTest(kind=kind, length=length, depth=depth)
+            for depth in sorted(set(self.depths))
+            for kind, lengths in kinds
+            for length in dict.fromkeys(lengths)
+            if length
+        ]
+        return tuple(found)
+
+    @property
+    def num_tokens(self) -> int:
+        """What the context must hold."""
+        return max(test.depth + test.length for test in self.tests)
+
+    @property
+    def num_runs(self) -> int:
+        """Of a test, the one that is not counted included."""
+        return len(self.tests) * (self.repetitions + 1)

@@ -1,0 +1,228 @@
+"""llama.cpp beside ours in one run: a Python that has llama_cpp, or a llama-bench.
+
+The Python is a process that is asked test by test and idles between; a llama-bench is started for each
+test, loads its model and measures one repetition. What this module does not know: our side."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from sparkinfer.bench.config import BenchTest
+from sparkinfer.errors import SparkinferError
+
+WORKER = Path(__file__).with_name("llamacpp_worker.py")
+PROBE_S = 60.0  # for a program to say what it is
+# Threads of an OpenMP library go on spinning after a job before they sleep, GNU's 300,000 times: up to
+# 20 ms. Either side waits for the other's.
+PAUSE_S = 0.03
+MOST_LETTERS = 200  # of its own words in an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalOptions:
+    path: Path
+    model: Path
+    context_length: int
+    type_k: str
+    type_v: str
+    threads: int
+    gpu_layers: int | None  # None: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What it says of itself and its model; "" and 0 where it does not say."""
+
+    tool: str
+    system: str = ""
+    model_type: str = ""
+    model_size: int = 0
+    model_n_params: int = 0
+    vocab_size: int = 0
+
+
+class Rival(Protocol):
+    about: About
+
+    def go_to(self, ids: Sequence[int]) -> None:
+        """Has these tokens in the cache and no others."""
+
+    def run(self, test: BenchTest, ids: Sequence[int]) -> int:
+        """Nanoseconds of a test, with the same tokens where it takes any."""
+
+    def close(self) -> None: ...
+
+
+def rival_of(options: RivalOptions) -> Rival:
+    """Raises SparkinferError for what cannot load the model."""
+    is_python = program_of(options.path) == "python"
+    return PythonRival(options) if is_python else LlamaBench(options)
+
+
+def program_of(path: Path) -> Literal["python", "llama-bench"]:
+    """Which of the two it is. Raises SparkinferError for neither."""
+    path = path.absolute()
+    if not path.is_file() or not os.access(path, os.X_OK):
+        what = "is no program" if path.exists() else "no such file"
+        raise SparkinferError(
+            f"{path}: {what}; wanted a Python that has llama_cpp (pip install llama-cpp-python), or"
+            " a llama-bench"
+        )
+    if _says(path, "--version").startswith("Python "):
+        return "python"
+    if "n-prompt" in _says(path, "--help"):
+        return "llama-bench"
+    raise SparkinferError(f"{path}: is neither a Python nor a llama-bench; wanted one of the two")
+
+
+def _says(path: Path, option: str) -> str:
+    try:
+        done = subprocess.run(
+            [path, option], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=PROBE_S, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise SparkinferError(f"{path}: cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+class PythonRival:
+    """One process for all tests."""
+
+    def __init__(self, options: RivalOptions) -> None:
+        self._path = options.path
+        asked = {
+            "model": str(options.model), "context": options.context_length,
+            "type_k": options.type_k, "type_v": options.type_v, "threads": options.threads,
+            "gpu_layers": options.gpu_layers,
+        }  # fmt: skip
+        self._errors = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [options.path, "-c", WORKER.read_text(encoding="utf-8"), json.dumps(asked)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        self._ids: list[int] = []
+        try:
+            self.about = self._about(options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _about(self, options: RivalOptions) -> About:
+        found = self._line()
+        if "error" not in found:
+            return About(**found)
+        log = [line for line in found.get("log", []) if line]
+        words = f"{options.path}: {found['error']}"
+        if not log and "log" not in found:
+            raise SparkinferError(f"{words}; pip install llama-cpp-python there, or name another")
+        words += f" {options.model}" + (f" ({log[0][:MOST_LETTERS]})" if log else "")
+        raise SparkinferError(f"{words}; give a file that it loads by --compare-model")
+
+    def go_to(self, ids: Sequence[int]) -> None:
+        if self._ids != list(ids):
+            self._ask("depth", ids)
+            self._ids = list(ids)
+
+    def run(self, test: BenchTest, ids: Sequence[int]) -> int:
+        time.sleep(PAUSE_S)
+        ns = self._ask(test.kind, ids)["ns"]
+        time.sleep(PAUSE_S)
+        return int(ns)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _ask(self, do: str, ids: Sequence[int]) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, "ids": list(ids)}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its last words are read below
+        return self._line()
+
+    def _line(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        try:
+            return json.loads(line)
+        except ValueError:
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip().splitlines()
+            last = f": {said[-1][:MOST_LETTERS]}" if said else ""
+            raise SparkinferError(
+                f"{self._path}: llama.cpp ended in the middle (code {self._process.wait()}){last}"
+            ) from None
+
+
+class LlamaBench:
+    """A process a test. It draws its tokens itself."""
+
+    def __init__(self, options: RivalOptions) -> None:
+        self._options = options
+        shortest = self._measure(BenchTest(kind="tg", length=1))
+        self.about = About(
+            tool=f"llama-bench {shortest.get('build_number', '')}".rstrip(),
+            system=str(shortest.get("cpu_info", "")),
+            model_type=str(shortest.get("model_type", "")),
+            model_size=int(shortest.get("model_size", 0)),
+            model_n_params=int(shortest.get("model_n_params", 0)),
+        )
+
+    def go_to(self, ids: Sequence[int]) -> None:
+        """It does so in each test, before its clock starts."""
+
+    def run(self, test: BenchTest, ids: Sequence[int]) -> int:
+        found = self._measure(test)
+        try:
+            return int(found["samples_ns"][0])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise SparkinferError(
+                f"{self._options.path}: says no samples_ns for {test.name}; use a newer llama-bench"
+            ) from None
+
+    def close(self) -> None:
+        pass
+
+    def _measure(self, test: BenchTest) -> dict[str, Any]:
+        options = self._options
+        lengths = {"-p": 0, "-n": 0, "-p" if test.kind == "pp" else "-n": test.length}
+        asked: dict[str, object] = {
+            "-m": options.model, **lengths, "-r": 1, "-t": options.threads,
+            "-ctk": options.type_k, "-ctv": options.type_v, "-o": "json",
+        }  # fmt: skip
+        if test.depth:
+            asked["-d"] = test.depth
+        if options.gpu_layers is not None:
+            asked["-ngl"] = options.gpu_layers
+        words = [str(word) for pair in asked.items() for word in pair]
+        done = subprocess.run(
+            [options.path, *words], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+        try:
+            found = json.loads(done.stdout)[0]
+            assert isinstance(found, dict)
+        except (ValueError, IndexError, TypeError, KeyError, AssertionError):
+            raise self._failed(test, done) from None
+        time.sleep(PAUSE_S)
+        return found
+
+    def _failed(self, test: BenchTest, done: subprocess.CompletedProcess[bytes]) -> SparkinferError:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        told = [line for line in said if "error" in line.lower()] or said[-1:]
+        words = f" ({told[0].strip()[:MOST_LETTERS]})" if told else ""
+        return SparkinferError(
+            f"{self._options.path}: cannot measure {test.name} of {self._options.model}{words}; give"
+            " a file that it loads by --compare-model"
+        )

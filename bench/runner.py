@@ -1,0 +1,121 @@
+"""Runs the tests on an engine: each in the same way as a text is generated, sampling left out.
+
+What this module does not know: what is done with the times."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from sparkinfer.bench.config import BenchTest
+from sparkinfer.bench.step_bytes import Steps
+from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_text
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.step.native_step import NativeStep
+from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from sparkinfer.runtime.step.step_times import timed_parts
+
+FIRST_ID = 3  # below are special tokens, in most vocabularies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One run of a test."""
+
+    ns: int
+    steps: Steps  # of a prompt, its passes
+
+
+class Tokens(Protocol):
+    """What is fed: the same to both sides of a comparison."""
+
+    def take(self, count: int) -> list[int]: ...
+
+
+class RandomTokens:
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self._random, self._size = random.Random(seed), vocab_size
+
+    def take(self, count: int) -> list[int]:
+        first = min(FIRST_ID, self._size - 1)
+        return [self._random.randrange(first, self._size) for _ in range(count)]
+
+
+class TextTokens:
+    """Pieces of a text, one behind the other, from its beginning again where it ends."""
+
+    def __init__(self, path: Path, engine: Engine, longest: int) -> None:
+        self._ids = engine.codec.encode(read_text(path, "text"))
+        self._at = 0
+        if len(self._ids) < longest:
+            raise SparkinferError(
+                f"{path}: has {len(self._ids)} tokens, the longest test takes {longest}; give a"
+                " longer text"
+            )
+
+    def take(self, count: int) -> list[int]:
+        if self._at + count > len(self._ids):
+            self._at = 0
+        self._at += count
+        return self._ids[self._at - count : self._at]
+
+
+class Runner:
+    """Our side. Closed at the end of its `with` block."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._text: TextSequence | None = None
+        native = engine._live.native
+        self.native = native if isinstance(native, NativeStep) else None
+
+    def go_to(self, ids: Sequence[int]) -> None:
+        """Has these tokens in the cache and no others."""
+        if self._text is None:
+            self._text = self.engine.sequence()
+        if self._text.ids != list(ids):
+            self._text.rollback(0)
+            if ids:
+                self._text.extend(ids, "none")
+
+    def run(self, test: BenchTest, ids: Sequence[int]) -> Sample:
+        """The test behind what is in the cache, which is the same afterwards."""
+        text = self._text
+        assert text is not None and text.length == test.depth, test
+        before = replace(self.engine.traffic)
+        pieces = [list(ids)] if test.kind == "pp" else [[token] for token in ids]
+        with self._timed() as counts_LP2:
+            began = time.perf_counter_ns()
+            for piece in pieces:
+                text.extend(piece)
+            ns = time.perf_counter_ns() - began
+        text.rollback(test.depth)
+        read = _difference(self.engine.traffic, before)
+        steps = Steps(num_steps=len(ids), start=test.depth, counts_LP2=counts_LP2, traffic=read)
+        return Sample(ns=ns, steps=steps)
+
+    @contextmanager
+    def _timed(self) -> Iterator[Tensor | None]:
+        with nullcontext() if self.native is None else timed_parts(self.native) as counts_LP2:
+            yield counts_LP2
+
+    def close(self) -> None:
+        if self._text is not None:
+            self._text.close()
+
+
+def _difference(now: Traffic, before: Traffic) -> Traffic:
+    return Traffic(
+        gate=now.gate - before.gate,
+        up=now.up - before.up,
+        down=now.down - before.down,
+        predictor=now.predictor - before.predictor,
+        attention=now.attention - before.attention,
+    )

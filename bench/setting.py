@@ -1,0 +1,63 @@
+"""What is measured and on what: the model, the devices, how the engine was loaded.
+
+What this module does not know: times."""
+
+from collections import Counter
+
+import torch
+
+from sparkinfer.bench.result import Setting
+from sparkinfer.budget import is_predictor
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.calibrate import cpu_name, last_cache_bytes
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.split_file import Split
+
+
+def setting_of(engine: Engine, plan: Split | None, num_threads: int) -> Setting:
+    model, types = engine.model, engine.layers[0].attention.cache.types
+    is_gpu = engine.device.type == "cuda"
+    on_gpu = len(engine.layers) if plan is None else sum(plan.dense_on_gpu)
+    return Setting(
+        model_type=f"{model.architecture} {format_count(num_params(model))} {main_kind(model)}",
+        model_size=sum(entry.num_bytes for entry in model.tensors.values()),
+        model_n_params=num_params(model),
+        mode=engine.mode,
+        device=str(engine.device),
+        gpu_layers=on_gpu if is_gpu else 0,
+        num_threads=num_threads,
+        rows_a_pass=engine._live.most_tokens,
+        type_k=types.key.name,
+        type_v=types.value.name,
+        cpu_name=cpu_name(),
+        gpu_name=torch.cuda.get_device_name(engine.device) if is_gpu else "",
+        level=library.level() if library.is_available() else None,
+        last_cache_bytes=last_cache_bytes(),
+    )
+
+
+def num_params(model: ModelFile) -> int:
+    """Weights of the model itself: without predictors and limits."""
+    count = 0
+    for name, entry in model.tensors.items():
+        of_layer = name.split(".", 2)[-1] if name.startswith("blk.") else name
+        if not is_predictor(of_layer) and not name.endswith(".limit"):
+            count += torch.Size(entry.shape).numel()
+    return count
+
+
+def main_kind(model: ModelFile) -> str:
+    """The type that most bytes are of."""
+    sizes: Counter[str] = Counter()
+    for entry in model.tensors.values():
+        sizes[entry.kind] += entry.num_bytes
+    return sizes.most_common(1)[0][0]
+
+
+def format_count(count: int) -> str:
+    """As llama-bench writes parameters, e.g. 134.52 M."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return str(count)

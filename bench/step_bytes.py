@@ -1,0 +1,189 @@
+"""The bytes that a decode step reads, part by part and by the side of the plan that has them.
+
+Weights of attention, predictors and neurons are as the step counted them while it ran; keys and
+values, the head, norms and biases follow from shapes. Where a GPU computes, its part follows from
+shapes too, and what its hot neurons read of their rows in a sparse mode is known to nobody.
+What this module does not know: time.
+
+Letters: L layers, P parts of runtime.step.step_times."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkinfer.bench.parts import (
+    CACHE,
+    COLD,
+    HEAD,
+    HOT,
+    NEURONS,
+    OTHER,
+    PREDICTOR,
+    PROJECTIONS,
+    neuron_parts,
+)
+from sparkinfer.budget import (
+    head_bytes,
+    is_dense,
+    is_predictor,
+    layer_bytes,
+    layer_tensors,
+)
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.step.step_times import PARTS
+from sparkinfer.split_file import Split
+
+Bytes = dict[tuple[str, str], float]  # of a token, by part and role
+ROLES = ("gpu", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Decode steps that were run: how many, from which position on, and what they counted."""
+
+    num_steps: int
+    start: int
+    counts_LP2: Tensor | None  # of a native step
+    traffic: Traffic  # of these steps
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Of a token, in the mean."""
+
+    by_part: Bytes
+    unknown: str | None  # why a part is missing
+
+    @property
+    def total(self) -> float | None:
+        """None where a part is missing."""
+        return None if self.unknown else sum(self.by_part.values())
+
+    def of_part(self, part: str) -> float:
+        return sum(num_bytes for (name, _), num_bytes in self.by_part.items() if name == part)
+
+    def of_role(self, role: str) -> float | None:
+        """None where a part is missing."""
+        if self.unknown:
+            return None
+        return sum(num_bytes for (_, side), num_bytes in self.by_part.items() if side == role)
+
+    @property
+    def by_role(self) -> dict[str, float | None]:
+        sides = {side for _, side in self.by_part}
+        return {role: self.of_role(role) for role in ROLES if role in sides}
+
+
+def step_bytes(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
+    """What a token of these steps has read, in the mean."""
+    sides = Sides.of(engine, plan)
+    found: Bytes = defaultdict(float)
+    _add_outside_layers(found, engine, sides)
+    _add_vectors(found, engine, sides)
+    unknown = _add_cache(found, engine, sides, steps)
+    if steps.counts_LP2 is not None:
+        _add_counted(found, sides, steps, plan)
+    elif engine.device.type == "cpu":
+        _add_traffic(found, steps)
+    else:
+        _add_projections(found, engine, sides)
+        unknown = unknown or _add_neurons(found, engine, plan, steps)
+    return StepBytes(dict(found), unknown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """Which side of the plan has a layer's attention, the head, and what is on the CPU in any case."""
+
+    layers: tuple[str, ...]
+    head: str
+    embedding: str
+
+    @classmethod
+    def of(cls, engine: Engine, plan: Split | None) -> "Sides":
+        whole = "cpu" if engine.device.type == "cpu" else "gpu"
+        if plan is None:
+            layers, head = (whole,) * engine.model.shape.num_layers, whole
+        else:
+            layers = tuple("gpu" if on_gpu else "cpu" for on_gpu in plan.dense_on_gpu)
+            head = "gpu" if plan.head_on_gpu else "cpu"
+        return cls(layers=layers, head=head, embedding=head if engine.model.is_tied else "cpu")
+
+
+def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
+    model = engine.model.row_major
+    found[HEAD, sides.head] += head_bytes(model)
+    found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
+    if positions := model.tensors.get("position_embd.weight"):
+        found[OTHER, "cpu"] += positions.row_bytes
+
+
+def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
+    """Norms, biases and limits, whole; those of predictors count as predictors."""
+    for layer, side in enumerate(sides.layers):
+        for name, entry in layer_tensors(engine.model, layer).items():
+            is_used = engine.mode != "dense" or not name.endswith(".limit")
+            is_used &= not is_predictor(name)
+            if len(entry.shape) == 1 and is_used:
+                found[OTHER, side] += entry.num_bytes
+
+
+def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
+    """Keys and values of all positions up to a token's own; or why they are unknown."""
+    types, shape = engine.layers[0].attention.cache.types, engine.model.shape
+    last = steps.start + steps.num_steps
+    if types.selection is not None and last > types.selection.longest - types.selection.block:
+        return "which keys a token reads by --kv-offload is not counted"
+    positions = steps.start + (steps.num_steps + 1) / 2
+    of_one = shape.num_kv_heads * types.row_bytes(shape.head_width)
+    for side in sides.layers:
+        found[CACHE, side] += positions * of_one
+    return None
+
+
+def _add_counted(found: Bytes, sides: Sides, steps: Steps, plan: Split | None) -> None:
+    assert steps.counts_LP2 is not None
+    for layer, side in enumerate(sides.layers):
+        counted = steps.counts_LP2[layer, :, 1]
+        read = {name: counted[i].item() / steps.num_steps for i, name in enumerate(PARTS)}
+        found[PROJECTIONS, side] += read["inputs"] + read["output"]
+        if read["predictor"]:
+            found[PREDICTOR, side] += read["predictor"]
+        for name, part in neuron_parts(plan, layer).items():
+            found[part, "gpu" if part == HOT else "cpu"] += read[name]
+
+
+def _add_traffic(found: Bytes, steps: Steps) -> None:
+    """Of a step on the CPU that is not one native call."""
+    traffic, count = steps.traffic, steps.num_steps
+    found[PROJECTIONS, "cpu"] += traffic.attention / count
+    found[NEURONS, "cpu"] += (traffic.gate + traffic.up + traffic.down) / count
+    if traffic.predictor:
+        found[PREDICTOR, "cpu"] += traffic.predictor / count
+
+
+def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
+    """All of them, and whole predictors: there are no limits on a GPU."""
+    for layer, side in enumerate(sides.layers):
+        for name, entry in layer_tensors(engine.model, layer).items():
+            if len(entry.shape) == 2 and is_dense(name):
+                found[PROJECTIONS, side] += entry.num_bytes
+            elif is_predictor(name) and engine.mode == "predicted":
+                found[PREDICTOR, side] += entry.num_bytes
+
+
+def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
+    """Why those of the GPU are unknown."""
+    model, num_neurons = engine.model.row_major, engine.model.shape.num_neurons
+    num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))
+    traffic = steps.traffic
+    cold = traffic.gate + traffic.up + traffic.down
+    if cold:
+        found[COLD, "cpu"] += cold / steps.num_steps
+    if engine.mode != "dense" and any(num_hot):
+        return "which of its rows a GPU reads in a sparse mode is not counted"
+    for layer, count in enumerate(num_hot):
+        found[HOT if plan else NEURONS, "gpu"] += count * layer_bytes(model, layer).neuron
+    return None

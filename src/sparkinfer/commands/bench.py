@@ -1,0 +1,88 @@
+"""`sparkinfer bench`: how fast a model runs here, as llama-bench tells it, and why.
+
+What this module does not know: how anything is measured."""
+
+from typing import Any
+
+import click
+
+from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.shared import (
+    FILE,
+    FileCommand,
+    device_option,
+    finish,
+    json_option,
+    max_loss_option,
+    mode_option,
+    split_option,
+    threads_option,
+)
+
+
+class Lengths(click.ParamType):
+    """Numbers of tokens, as llama-bench takes them: 512, or 128,512."""
+
+    name = "N[,N...]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(number) for number in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers; wanted e.g. 512 or 128,512", param, ctx)
+
+
+@click.command(cls=FileCommand)
+@click.argument("model", type=FILE)
+@split_option
+@click.option("-p", "--n-prompt", "prompt_lengths", type=Lengths(), multiple=True,
+              help="Tokens of a prompt; 512. 0: no such test.")  # fmt: skip
+@click.option("-n", "--n-gen", "gen_lengths", type=Lengths(), multiple=True,
+              help="Tokens that are made one by one; 128. 0: no such test.")  # fmt: skip
+@click.option("-d", "--depth", "--n-depth", "depths", type=Lengths(), multiple=True,
+              help="Tokens that are in the cache before; 0.")  # fmt: skip
+@click.option("-r", "--repetitions", type=int, default=5, show_default=True,
+              help="Rounds that are counted.")  # fmt: skip
+@click.option("--text", type=FILE,
+              help="Tokens of this text, which a sparse mode's speed depends on; else random ones.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Of random tokens.")
+@click.option("--compare", type=FILE, metavar="PROGRAM",
+              help="llama.cpp in the same rounds: a Python that has llama_cpp, or a llama-bench.")  # fmt: skip
+@click.option("--compare-model", type=FILE, metavar="FILE",
+              help="The GGUF that it loads; MODEL itself.")  # fmt: skip
+@click.option("--compare-gpu-layers", type=int, metavar="N",
+              help="Layers that it has on a GPU; none where ours is on the CPU, else all.")  # fmt: skip
+@cache_type_options
+@mode_option
+@max_loss_option
+@threads_option
+@device_option
+@click.option("--md", "as_markdown", is_flag=True, help="llama-bench's table on stdout.")
+@json_option
+def bench(
+    prompt_lengths: tuple[tuple[int, ...], ...], gen_lengths: tuple[tuple[int, ...], ...],
+    depths: tuple[tuple[int, ...], ...], as_markdown: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Measure a model's speed here: prompts and tokens, against the machine's limit, part by part."""
+    from sparkinfer.bench.bench import bench as run
+    from sparkinfer.bench.config import BenchConfig
+    from sparkinfer.bench.fields import to_json
+    from sparkinfer.bench.tables import lines_of, markdown_of
+    from sparkinfer.progress import progress
+
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --md are two forms of one report: leave one out.")
+    lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
+    options |= {name: sum(values, ()) for name, values in lengths.items() if values}
+    config = BenchConfig(**options)
+    with progress("measuring", config.num_runs, "tests") as advance:
+        report = run(config, advance)
+    if as_markdown:
+        click.echo(markdown_of(report))
+        finish({}, False, [f"note: {note}" for note in report.notes])
+    else:
+        finish(to_json(report) if as_json else {}, as_json, lines_of(report))
