@@ -1,4 +1,4 @@
-"""Chat templates in the manner of the families that they are named for, and messages for them.
+"""Chat templates in the style of the families they are named after, and messages for them.
 
 Each uses what its family's published one uses: macros, namespaces, tools as JSON, loop controls,
 whitespace control by hand or by trim_blocks, slices, reversed loops, dates, exceptions."""
@@ -304,7 +304,8 @@ ZEPHYR = """\
 {% endfor %}
 """
 
-# What else the environment has: loop controls, {% generation %}, dict and namespace, indentation.
+# Further parts of the environment: loop controls, {% generation %}, dict and namespace,
+# indentation.
 CONTROLS = """\
 {%- macro line(role, text='') -%}
   [{{ role | upper }}] {{ text | replace('\\n', ' / ') | truncate(40, true, '...') }}

@@ -42,10 +42,11 @@ def random_llama(
     has_tokenizer: bool = True,
     **config_overrides: object,
 ) -> Path:
-    """Saves a Llama with random weights (norms too) and a tokenizer of as many tokens; the folder.
+    """Saves a Llama with random weights (norms too) and a tokenizer with as many tokens; returns
+    the folder.
 
     `fatrelu` and `drelu`, which transformers does not know, are saved as relu and renamed in
-    config.json; fatrelu gets `hidden_act_param` 0.01 unless told otherwise."""
+    config.json; fatrelu gets `hidden_act_param` 0.01 by default."""
     known = hidden_act if hidden_act in ("relu", "silu") else "relu"
     param = config_overrides.pop("hidden_act_param", 0.01 if hidden_act == "fatrelu" else None)
     config = LlamaConfig(**{**TINY, "hidden_act": known, **config_overrides})
@@ -66,7 +67,7 @@ def random_llama(
 
 
 def random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Path:
-    """Saves a model of any family with random weights, norms and biases too; the folder."""
+    """Saves a model of any family with random weights, norms and biases too; returns the folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 60.0  # for an answer of the browser; a machine with all cores busy starts it slowly
+PATIENCE_S = 60.0  # for an answer of the browser, which starts slowly on a busy machine
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--no-first-run", "--disable-background-networking", "--disable-component-update",
@@ -29,7 +29,7 @@ def found_browser() -> str | None:
 
 
 class BrowserError(Exception):
-    """What the page threw, what the browser refused, or what never came true."""
+    """An error thrown by the page or the browser, or a condition that never became true."""
 
 
 class Browser:
@@ -38,7 +38,7 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         path = found_browser()
         assert path is not None
-        # The browser reads from 3 and writes to 4: ends that are elsewhere are put there.
+        # The browser reads from 3 and writes to 4: other descriptors are moved there.
         reading, self._write_end = os.pipe()
         self._read_end, writing = os.pipe()
         theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reading, writing)]
@@ -124,7 +124,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
 
     def click(self, selector: str) -> None:
-        """A click of the mouse in the middle of an element, as a person makes it."""
+        """A mouse click in the middle of an element."""
         place = self.until(
             f"(() => {{ const found = document.querySelector({json.dumps(selector)});"
             "if (!found) return null; found.scrollIntoView({block: 'nearest'});"

@@ -1,5 +1,5 @@
-"""Fixtures that more than one test file uses; and what holds for every test: no command that it runs
-ends with the exit code of an error that nobody expected, and nothing reaches for the network."""
+"""Fixtures that more than one test file uses, and checks of every test: no command that it runs
+ends with the exit code of an unexpected error, and nothing uses the network."""
 
 import dataclasses
 import functools
@@ -15,16 +15,17 @@ import sparkinfer.cli
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.top_level import UNEXPECTED
 
-# Without a GPU, Triton kernels run in Triton's own interpreter. It must be told before the import.
+# Without a GPU, Triton kernels run in Triton's own interpreter, which must be selected before the
+# import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that tests start, too
+os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
 _connect = socket.socket.connect
 
 
 def connect_here(self, address):
-    """To this machine alone."""
+    """Connects to this machine only."""
     if self.family in (socket.AF_INET, socket.AF_INET6):
         assert address[0] in ("localhost", "::1") or address[0].startswith("127."), (
             f"a test reaches for the network: {address}"
@@ -34,12 +35,13 @@ def connect_here(self, address):
 
 socket.socket.connect = connect_here  # type: ignore[method-assign]
 
-unexpected: list[str] = []  # commands of the test that runs
+unexpected: list[str] = []  # commands of the running test
 started: list[subprocess.Popen] = []
 
 
 def noted(main):
-    """`main`, whose unexpected ends are noted; a test's `from sparkinfer.cli import main` has it."""
+    """Wraps `main` and records unexpected ends; a test's `from sparkinfer.cli import main` gets
+    this one."""
 
     @functools.wraps(main)
     def run(argv=None):
@@ -62,7 +64,7 @@ subprocess.Popen = NotedProcess  # type: ignore[misc]  # subprocess.run's too
 
 
 def unexpected_ends():
-    """What has ended so since the last call."""
+    """Unexpected ends since the last call."""
     codes = [str(p.args) for p in started if p.returncode == UNEXPECTED]
     found = [*unexpected, *codes]
     started.clear()
@@ -72,7 +74,7 @@ def unexpected_ends():
 
 @pytest.fixture
 def may_end_unexpectedly():
-    """For a test that wants that exit code."""
+    """For a test that expects that exit code."""
     yield
     unexpected_ends()
 

@@ -53,14 +53,15 @@ castle  ::= "O-O" "-O"?
 
 @cache
 def tiny_codec() -> TextCodec:
-    """Of the bundled model: 4,096 tokens of bytes, and token 0 ends a text."""
+    """The bundled model's: 4,096 tokens of bytes, and token 0 ends a text."""
     path = ROOT / "examples" / "tiny-relu" / "tokenizer.json"
     return TextCodec(Tokenizer.from_file(str(path)), 0, frozenset({0}))
 
 
 @cache
 def token_bytes() -> dict[int, bytes]:
-    """What each token of the bundled model stands for, by GPT-2's table of bytes; no end token."""
+    """The bytes of each token of the bundled model, by GPT-2's table of bytes; not the end
+    token."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -84,7 +85,7 @@ def favoured(codec):
 def write(constraint, codec, logits_of, seed, patience=40, most=1500):
     """(token ids, whether the end token came): drawn at temperature 1.5 under the mask.
 
-    After `patience` tokens short ones, those that close something and the end are favoured."""
+    After `patience` tokens, short tokens, closing ones and the end are favoured."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     favour = favoured(codec)
@@ -112,7 +113,7 @@ def written(constraint, seed=0):
 
 
 def takes(constraint, text):
-    """Whether a text is a whole one: whether it can be written in any tokens."""
+    """True if a text is complete, whichever tokens it is written in."""
     return takes_bytes(constraint, text.encode())
 
 
@@ -254,7 +255,7 @@ def exact(number):
 
 
 def check(schema, text):
-    """Raises unless the text is JSON that is valid; numbers as they stand, not as floats."""
+    """Raises unless the text is valid JSON; compares numbers exactly, not as floats."""
     jsonschema.Draft202012Validator.check_schema(schema)
     document = json.loads(text, parse_float=exact)
     jsonschema.Draft202012Validator(schema).validate(document)

@@ -1,9 +1,7 @@
-"""What sparkinfer needs from others: every distribution that its requirements, and theirs, install.
+"""Third-party distributions: everything that the requirements, and theirs, install.
 
     python tests/dependencies.py constraints     the pins that make the next set-up equal to this one
-    python tests/dependencies.py table           docs/dependencies.md
-
-What this module does not know: what they are used for."""
+    python tests/dependencies.py table           docs/dependencies.md"""
 
 import re
 import sys
@@ -64,7 +62,7 @@ def closure(extras: frozenset[str]) -> dict[str, metadata.Distribution]:
 
 
 def licence_of(distribution: metadata.Distribution) -> str:
-    """An SPDX expression. Raises ValueError where the metadata name none that is known here."""
+    """An SPDX expression. Raises ValueError if the metadata name none that is known here."""
     fields = distribution.metadata
     if expression := fields.get("License-Expression"):
         return expression
@@ -79,7 +77,7 @@ def licence_of(distribution: metadata.Distribution) -> str:
 
 
 def version_of(distribution: metadata.Distribution) -> str:
-    """Without the build's name: torch's is 2.13.0+cpu."""
+    """The version without the build's name: torch's is 2.13.0+cpu."""
     return distribution.version.split("+")[0]
 
 

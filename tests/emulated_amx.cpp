@@ -1,7 +1,6 @@
-// Products at the AMX level, on emulated tiles, against those of the generic level, to the bit.
-// Rows end where their allocation does, so that the address sanitizer sees reads behind them.
-// With an argument "wrong": on tiles that err. With another: a misuse of tiles, which must end the
-// program.
+// Products at the AMX level, on emulated tiles, against those of the generic level, to the bit. Rows end
+// where their allocation does, so that the address sanitizer sees reads past them. With an argument
+// "wrong": on tiles that err. With another: a misuse of tiles, which must end the program.
 #include "emulated_amx.h"
 
 #include <vector>
@@ -24,7 +23,7 @@ struct Packed {
         : input{x.data(), nullptr, D, T, 0, T} {
         const int64_t bytes = T * packed_bytes(D);
         input.packed = static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-        std::memset(input.packed, 0x7f, bytes);  // NaN, where it is read as f32
+        std::memset(input.packed, 0x7f, bytes);  // NaN, if read as f32
         const int64_t border = T * 2 / 3;
         kernels.quantise[kind](input.part(border, T), D);
         if (border > 0) kernels.quantise[kind](input.part(0, border), D);

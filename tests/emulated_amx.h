@@ -1,7 +1,7 @@
 // AMX tiles in plain C++, for a processor without: compile a source with -include of this file and
-// without -mamx-tile. As the processor does, but with abort() for its faults, it honours the
-// configuration, and ends the program where a tile is not configured or shapes do not fit.
-// Where emulated_error is set, one product of each instruction has the wrong sign.
+// without -mamx-tile. Like the processor, but with abort() for its faults, it honours the configuration,
+// and ends the program if a tile is not configured or shapes do not fit. If emulated_error is set, one
+// product of each instruction has the wrong sign.
 #pragma once
 #include <immintrin.h>
 

@@ -1,5 +1,5 @@
-"""Streams that run what they are given late, in any order that their events allow, and that prove
-from what was submitted alone that no order could have gone wrong."""
+"""Streams that run submissions late, in any order that their events allow, and that prove from the
+submissions alone that no order could have gone wrong."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Operation:
     run: Callable[[], None]
     reads: list[tuple[int, int]]
     writes: list[tuple[int, int]]
-    clock: dict[int, int]  # of each stream, how many of its operations come before for certain
+    clock: dict[int, int]  # per stream, how many of its operations certainly come before
     stream: int
     number: int
 
@@ -36,7 +36,7 @@ class FakeDevice:
     """Makes streams, and runs what is on all of them when one is waited for."""
 
     seed: int = 0
-    dropped: int | None = None  # the number of a wait that is forgotten
+    dropped: int | None = None  # the index of a wait that is ignored
     queues: list[list[Operation]] = field(default_factory=list)
     log: list[Operation] = field(default_factory=list)
     num_waits: int = 0
@@ -58,7 +58,7 @@ class FakeDevice:
         )
 
     def drain(self) -> None:
-        """Runs everything, each time a random one of those that may be next."""
+        """Runs everything, each time a random one of the runnable operations."""
         operations = [operation for queue in self.queues for operation in queue]
         check_races(operations)
         chooser = random.Random(self.seed)
@@ -88,7 +88,7 @@ class FakeStream:
     def __init__(self, device: FakeDevice, number: int) -> None:
         self.device, self.number, self.count = device, number, 0
         self.clock: dict[int, int] = {}
-        self.follows = False  # torch's stream, on which weights and prompts are
+        self.follows = False  # torch's stream, which has weights and prompts
 
     def launch(self, run, *, reads, writes) -> None:
         self._submit("kernel", run, reads, writes)
@@ -136,7 +136,7 @@ class FakeStream:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from its first byte to behind its last."""
+    """The addresses from a tensor's first byte to past its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,6 +1,4 @@
-"""Every command that writes, on inputs so small that a run takes a fraction of a second.
-
-What this module does not know: faults."""
+"""Every command that writes, on inputs so small that a run takes a fraction of a second."""
 
 import dataclasses
 import json
@@ -15,15 +13,15 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`arguments` has {in} and {out} for the folders of inputs and outputs. `state` are names beside
-    the outputs that the same command goes on from."""
+    """`arguments` has {in} and {out} for the folders of inputs and outputs. `state` lists the names
+    beside the outputs from which the same command resumes."""
 
     name: str
     arguments: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     state: tuple[str, ...] = ()
-    replaces: bool = True  # an output of any kind that is there, by --force
+    replaces: bool = True  # --force replaces existing outputs of any kind
 
     def argv(self, folder_in: Path, folder_out: Path) -> list[str]:
         words = self.arguments.split()
@@ -124,8 +122,8 @@ def make_inputs(folder: Path) -> None:
 
 
 def prepare() -> None:
-    """States are saved often, and measuring the machine, which takes 16 s, gives fixed figures; all
-    that a command imports is imported."""
+    """Makes states be saved often, replaces the 16 s of measuring the machine by fixed figures, and
+    imports everything that a command imports."""
     import matplotlib.backends.backend_agg  # noqa: F401
     from models import make_machine
 
@@ -155,8 +153,8 @@ def prepare() -> None:
 
 
 def content_of(path: Path) -> object:
-    """What of an output two runs have in common: its bytes, without the seconds that they took. None
-    where there is none."""
+    """The part of an output that two runs share: its bytes, without elapsed seconds. None if there
+    is none."""
     if path.is_dir():
         return {str(p.relative_to(path)): content_of(p) for p in sorted(path.rglob("*"))}
     if not path.exists():

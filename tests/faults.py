@@ -3,12 +3,12 @@
     python tests/faults.py [--cases N] [--seed N] [--only COMMAND]
 
 Each case forks a process in which a command runs as a program does, and one fault comes at a random
-moment: of the clock, or at one of its calls that touch a file. Afterwards every output is the old one
-or the new one to the byte, inputs are as they were, nothing lies about (but what SIGKILL left, which the
-next run removes), and stderr has a line or a few, and no traceback. Then the same command runs
+moment: by the clock, or at one of its calls that touch a file. Afterwards every output is the old
+one or the new one to the byte, inputs are unchanged, nothing is left over (except by SIGKILL, which
+the next run removes), and stderr has a line or a few, and no traceback. Then the same command runs
 undisturbed: its outputs are those of a run that was never disturbed. A line on stdout for each case
-that went wrong; the last one has the counts. The disk that is full is a preloaded library
-(full_disk.c), for which a C compiler is needed."""
+that went wrong; the last one has the counts. The full disk is a preloaded library (full_disk.c),
+which needs a C compiler."""
 
 import argparse
 import json
@@ -55,9 +55,9 @@ class Reference:
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     kind: str
-    seconds: float | None = None  # after which it comes
+    seconds: float | None = None  # until it comes
     event: int | None = None  # the call at which it comes
-    count: int = 0  # bytes that may be written, or that are left of the input
+    count: int = 0  # bytes that may be written, or that remain of the input
     input: str = ""
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Case:
         self.stderr = ""
 
     def restore(self) -> None:
-        """Inputs as they were, folders that may be written."""
+        """Restores the inputs, and the folders' permissions."""
         os.chmod(self.output, 0o755)
         for name in self.command.inputs:
             source, target = self.whole / name, self.input / name
@@ -174,7 +174,7 @@ def _run_child(case: Case, fault: Fault | None, tell: int, errors: int) -> None:
 
 
 def _arm(case: Case, fault: Fault | None) -> list[int]:
-    """Sets the fault up in this process; gives a count of calls that touch the case's files."""
+    """Sets up the fault in this process; returns a counter of calls that touch the case's files."""
     counter, place, is_busy = [0], str(case.folder), [False]
 
     def strike() -> None:
@@ -264,7 +264,7 @@ def codes_of(kind: str) -> set[int]:
 
 
 def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> list[str]:
-    """What a fault broke that it must not."""
+    """Damage that the fault must not do."""
     wrong, found, error = [], case.found(), case.stderr
     if code not in codes_of(fault.kind):
         wrong.append(f"exit code {code}")
@@ -275,7 +275,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
         lines[-1:] and ("sparkinfer" in lines[-1] or (code > 1 and lines[-1][0] == "["))
     ):  # fmt: skip
         wrong.append("no line")
-    # A signal ends the process by itself where the command has not begun, or is over.
+    # A signal ends the process by itself if the command has not begun, or is over.
     is_whole = code == 0 or (code < 0 and fault.kind != "kill" and found != case.old)
     for name, new in reference.outputs.items():
         allowed = [new] if is_whole else [new, case.old[name]]
@@ -283,7 +283,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
             wrong.append(f"{name} is neither old nor new" if found[name] is not None else
                          f"{name} is gone")  # fmt: skip
     left = case.left()
-    # Nobody removes anything from a folder that may not be written.
+    # Nobody removes anything from a read-only folder.
     if code in (-SIGNALS["kill"], CUT) or fault.kind == "read-only":
         left = [name for name in left if not LEFT_BY_KILL.match(name)]
     if left:
@@ -299,7 +299,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
 
 
 def wrong_after(case: Case, reference: Reference) -> list[str]:
-    """What is wrong with the same command afterwards, undisturbed."""
+    """Errors of the same command afterwards, undisturbed."""
     case.restore()
     code, _, _ = case.run(None)
     wrong = [] if code == 0 else [f"then exit code {code}: {case.stderr[-300:]}"]
@@ -311,7 +311,7 @@ def wrong_after(case: Case, reference: Reference) -> list[str]:
 
 
 def run_cases(num_cases: int, seed: int, only: str | None = None) -> tuple[Counter, list[str]]:
-    """(counts by fault and how it ended, what went wrong)."""
+    """(counts by fault and exit, errors)."""
     counts: Counter = Counter()
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
@@ -346,7 +346,7 @@ def run_cases(num_cases: int, seed: int, only: str | None = None) -> tuple[Count
 
 
 def usable_faults() -> list[str]:
-    """Without those that this machine cannot have, which is said."""
+    """The faults that this machine supports; reports the others."""
     kinds = [*FAULTS]
     if not full_disk.is_loaded():
         kinds.remove("disk full")
@@ -358,7 +358,7 @@ def usable_faults() -> list[str]:
 
 
 def _nobody_reads() -> bool:
-    """Whether the user nobody reads what is imported on the way."""
+    """True if the user nobody can read what is imported on the way."""
     child = os.fork()
     if child == 0:
         try:

@@ -12,7 +12,7 @@ VARIABLE = "FULL_DISK_LIBRARY"
 
 
 def preload() -> None:
-    """Begins this program again with the library, where there is a C compiler."""
+    """Restarts this program with the library, if there is a C compiler."""
     compiler = shutil.which("cc")
     if is_loaded() or compiler is None:
         return
@@ -28,7 +28,7 @@ def is_loaded() -> bool:
 
 
 def leave(count: int) -> None:
-    """So many bytes can be written from here on, by this process."""
+    """Lets this process write this many more bytes."""
     library = ctypes.CDLL(os.environ[VARIABLE])
     ctypes.c_long.in_dll(library, "disk_left").value = count
 

@@ -1,14 +1,15 @@
-"""Cases one after the other, in a process that may not survive them, and their outcomes.
+"""Runs cases one after the other, in a process that may not survive them, and reports their
+outcomes.
 
     python fuzz.py INPUTS WORK LIMIT_S KIND:START:STOP ...
 
 A case is a kind and a number: the number is the seed of its damage, so it is the same every time.
 Kinds are those of fuzz_readers and fuzz_odd, whose damaged files must be refused or read as another
 whole file would be, and those of fuzz_meaning and fuzz_pairs, which must be refused. INPUTS holds
-whole inputs (see fuzz_inputs). The first line on stdout is `ready`, and then there is one for each
+whole inputs (see fuzz_inputs). The first line on stdout is `ready`, then there is one for each
 case: its kind, number and outcome. `refused` (in one line of SparkinferError, nothing left behind)
-and `done` are right, all else is wrong. A case that takes over LIMIT_S or kills the process has no
-line; one that takes over 1 GiB of memory ends in MemoryError, or kills."""
+and `done` are right, everything else is wrong. A case that takes over LIMIT_S or kills the process
+has no line; one that takes over 1 GiB of memory ends in MemoryError, or kills."""
 
 import contextlib
 import ctypes
@@ -33,7 +34,7 @@ from fuzz_readers import KINDS, Case
 MEMORY_BYTES = 1 << 30
 READY = "ready"  # the first line of a child, which has read the whole inputs
 MAX_LINE = 1000  # characters of a refusal
-# KIND/NAME.refused and KIND/NAME.done: what ended otherwise once.
+# KIND/NAME.refused and KIND/NAME.done: cases that once ended otherwise.
 FOUND = sorted(path for path in (Path(__file__).parent / "fuzz_corpus").glob("*/*"))
 
 # ------------------------------------------------------------------ cases
@@ -58,7 +59,7 @@ def read_damaged(inputs: Path, kind: str, number: int, work: Path) -> str:
 def read_file(
     inputs: Path, kind: str, target: str, content: bytes, work: Path, number: int = 0
 ) -> str:
-    """Reads the folder of a kind with another content of one file; raises as the reader."""
+    """Reads the folder of a kind with other content in one file; raises as the reader does."""
     folder, output = work / kind, work / "output"
     if not folder.exists():
         shutil.copytree(inputs / kind, folder)
@@ -95,7 +96,7 @@ def misbehave(inputs: Path, kind: str, number: int, work: Path) -> str:
         if kind == "crash":
             ctypes.string_at(0)
         if kind == "hang":
-            re.match(r"(a*)*b", "a" * 60)  # within C, as a loop of a library is
+            re.match(r"(a*)*b", "a" * 60)  # inside C, like a loop of a library
         if kind == "allocation":
             bytearray(MEMORY_BYTES + (64 << 20))
         if kind == "traceback":
@@ -122,7 +123,7 @@ def outcome_of(case: Callable[[], str], work: Path) -> str:
         message.encode()  # must be printable
         is_line = "\n" not in message and len(message) < MAX_LINE
         outcome = "refused" if is_line else f"refused in no line: {message[:200]!r}"
-    except BaseException as error:  # a harness reports all there is
+    except BaseException as error:  # a harness reports everything
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
             at = at.tb_next
@@ -150,7 +151,7 @@ def runner_of(kind: str) -> Callable[[Path, str, int, Path], str]:
 
 
 def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
-    """Reads the whole inputs: what a reader imports is not counted as the memory of a case."""
+    """Reads the whole inputs: a reader's imports do not count as a case's memory."""
     found = {path.parent.name for path in FOUND} if "found" in kinds else set[str]()
     for kind in {*kinds, *found}:
         if kind in PAIRS:

@@ -1,6 +1,5 @@
-"""Whole, tiny inputs of every kind, for the damages; made by our own writers and by others.
-
-What this module does not know: who reads them (fuzz_readers)."""
+"""Whole, tiny inputs of every kind, to be damaged; made by our own writers and by third-party
+ones."""
 
 import json
 import shutil
@@ -135,7 +134,7 @@ def _model_files(folder: Path) -> None:
 
 
 def _artifacts(folder: Path) -> None:
-    """A profile, a plan (its profile beside it), a machine, limits, and what is saved of a run."""
+    """A profile, a plan (its profile beside it), a machine, limits, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
     for kind in ("profile", "machine", "figures", "thresholds", "merge", "resume", "prompt",
                  "conversation", "limits"):  # fmt: skip

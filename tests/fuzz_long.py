@@ -1,10 +1,10 @@
-"""The fuzzing net for as long as one likes: cases of all kinds with numbers that no test has.
+"""Long fuzzing: cases of all kinds with numbers that no test has.
 
     python tests/fuzz_long.py --minutes 60 [--only KIND ...] [--start 1000000] [--keep FOLDER]
 
-Kinds take turns, some cases each, until the time is over. Prints how many cases of each kind were
-refused, done and wrong, and the number to go on from; keeps the file of each wrong case with its
-outcome. Ends with 1 where any was wrong."""
+Kinds take turns, some cases each, until the time is over. It prints how many cases of each kind
+were refused, done and wrong, and the number to continue from; keeps the file of each wrong case
+with its outcome. It exits with 1 if any was wrong."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-LIMIT_S = 30  # of a case, on a machine that may be busy
+LIMIT_S = 30  # per case, on a machine that may be busy
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def fuzz(
 
 
 def keep_case(inputs: Path, kind: str, number: int, outcome: str, keep: Path) -> None:
-    """The damaged file as KIND-NUMBER-NAME, and what came of it in KIND-NUMBER.txt."""
+    """Saves the damaged file as KIND-NUMBER-NAME, and its outcome in KIND-NUMBER.txt."""
     from fuzz import damaged
     from fuzz_meaning import MEANINGS, changed, save
     from fuzz_odd import ODDS, odd

@@ -1,9 +1,8 @@
-"""Files that are well-formed and wrong: a value of them is one that fuzz_wrong has. Each must be
-refused by whoever reads the file; a silent "done" is wrong.
+"""Well-formed files with a wrong value out of fuzz_wrong. Each must be refused by its reader; a
+silent "done" is wrong.
 
-A case is a change out of a table, by its number, with places and values drawn from it. What this
-module does not know: damages of bytes (fuzz_damage), and files that do not fit each other
-(fuzz_pairs)."""
+A case is a change out of a table, by its number, with places and values drawn from it. Damaged
+bytes are in fuzz_damage, files that do not fit each other in fuzz_pairs."""
 
 import hashlib
 import json
@@ -21,7 +20,7 @@ from fuzz_wrong import Change
 
 @dataclass(kw_only=True)
 class Content:
-    """What a file holds, to be changed in place: metadata or keys, and arrays or tensors."""
+    """The content of a file, to be changed in place: metadata or keys, and arrays or tensors."""
 
     values: dict
     arrays: dict
@@ -32,8 +31,8 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """`kind` is of fuzz_readers: what file is changed, and who reads it. `seal` makes the content's
-    own checksum right again."""
+    """`kind` is one of fuzz_readers: the file that is changed, and its reader. `seal` makes the
+    content's own checksum right again."""
 
     kind: str
     changes: dict[str, Change]
@@ -42,7 +41,7 @@ class Meaning:
 
 
 def load(path: Path, *, is_header: bool = False) -> Content:
-    """Of JSON, safetensors and GGUF, without any check of ours."""
+    """Loads JSON, safetensors and GGUF, without any check of ours."""
     if is_header:
         raw = path.read_bytes()
         end = 8 + int.from_bytes(raw[:8], "little")
@@ -127,7 +126,7 @@ MEANINGS = {
 
 
 def changed(inputs: Path, kind: str, number: int) -> tuple[str, Content]:
-    """The name of the change of a case, and what it leaves of the whole content."""
+    """The name of a case's change, and the changed content."""
     meaning = MEANINGS[kind]
     names = list(meaning.changes)
     name, rng = names[number % len(names)], random.Random(f"{kind} {number}")
@@ -158,7 +157,7 @@ def read_content(
     inputs: Path, kind: str, of: str, content: Content, work: Path, number: int,
     *, is_header: bool = False,
 ) -> None:  # fmt: skip
-    """Has the reader of kind `of` read its folder with that content, in a copy for `kind`."""
+    """Makes the reader of kind `of` read its folder with that content, in a copy for `kind`."""
     folder, output = work / kind, work / "output"
     if not folder.exists():
         shutil.copytree(inputs / of, folder)

@@ -1,7 +1,6 @@
 """Whole files with odd content: any key, any value, any array, changed to anything that the
-container can hold. Such a file is refused, or it is read as another whole file would be.
-
-What this module does not know: which values are wrong (fuzz_wrong has tables of them)."""
+container can hold. Such a file is refused, or read as another whole file would be. Wrong values are
+in fuzz_wrong."""
 
 import random
 from pathlib import Path
@@ -16,7 +15,7 @@ ODDS = {
     for kind in ("profile", "ours", "limits", "thresholds", "merge", "plan", "run", "gguf", "stock",
                  "theirs", "prompt", "resume", "safetensors")
 }  # fmt: skip
-# What a key of GGUF can be.
+# Possible values of a GGUF key.
 VALUES = (
     *(kind(n) for kind in (np.uint32, np.int32, np.uint64, np.int64) for n in (0, 1, 2, 7)),
     np.int32(-1), np.uint32(2**32 - 1), np.int64(-(2**63)), np.uint64(2**64 - 1), np.int8(-1),
@@ -74,7 +73,7 @@ def _another_list(old: list, rng: random.Random) -> list:
 
 
 def _another_metadatum(values: dict, rng: random.Random) -> None:
-    """Of safetensors: format and version are texts, all else is JSON."""
+    """For safetensors: format and version are texts, everything else is JSON."""
     import json
 
     key = rng.choice(sorted(values) or ["format"])

@@ -1,11 +1,9 @@
 """Two files that do not belong together: each is whole, the pair must be refused.
 
 Models: `base`, with the artifacts made for it, and others, which differ in one thing. An artifact
-is tried with each of them as it is, and with the other model's id put into it, so that a check of ids
-alone does not pass. Where the id is the model's own and the sizes agree, nothing can tell that the
-artifact is another's, and it is taken.
-
-What this module does not know: damages, and single files that are wrong (fuzz_meaning)."""
+is tried with each of them as it is, and with the other model's id put into it, so that a check of
+ids alone does not pass. If the id is the model's own and the sizes agree, nothing shows that the
+artifact belongs to another, and it is accepted."""
 
 import dataclasses
 import shutil
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from sparkinfer.model_file import ModelFile
 
 CONTEXT = 32
-# What the others differ in; None: in nothing but the weights.
+# The one difference of each other model; None: only the weights.
 OTHERS: dict[str, dict[str, int] | None] = {
     "weights": None,
     "layers": {"num_layers": 3},
@@ -220,7 +218,7 @@ PAIRS = {
     "pair-merge": Pair(
         make=make_profile, use=merge_with, sees=SIZES - {"width", "heads", "vocabulary"}
     ),
-    # Drafts are checked against the vocabulary alone: any other difference is what they are for.
+    # Drafts are checked against the vocabulary alone: other differences are intended.
     "pair-draft": Pair(
         make=lambda model, path: model.save(path),
         use=guess_with,

@@ -1,4 +1,4 @@
-"""What is read of what others may have written: every kind of file, and who reads it.
+"""Readers of files that others may have written: every kind of file, and its reader.
 
 Readers, and the kinds that go through them (a kind is a folder of whole inputs, one file of which
 is damaged):
@@ -19,8 +19,7 @@ is damaged):
     grammars                            gbnf, schema, regex, lark
     corpora                             text, jsonl, parquet
 
-Requests to the server are in test_serve_guard and its neighbours. What this module does not know:
-damages, and what a wrong outcome is."""
+Requests to the server are in test_serve_guard and its neighbours."""
 
 import contextlib
 import io
@@ -31,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # slow to import, and the child counts the memory of what it needs
+if TYPE_CHECKING:  # slow to import, and the child counts memory
     from sparkinfer.runtime.text.codec import TextCodec
 
 PROMPT = "the fox, 12 times"
@@ -40,7 +39,7 @@ SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`path` is the damaged file, `inputs` all that is whole, `output` a name in a new folder."""
+    """`path` is the damaged file, `inputs` everything whole, `output` a name in a new folder."""
 
     number: int
     path: Path
@@ -71,8 +70,8 @@ def convert_folder(case: Case) -> None:
 
 
 def convert_tokenizer(case: Case) -> None:
-    """Into both layouts. A tokenizer that goes into a file can be read again; a template need not
-    be one."""
+    """Converts into both layouts. A tokenizer that goes into a file can be read again; a template
+    need not be one."""
     from sparkinfer.convert.convert import convert
     from sparkinfer.convert.options import ConvertConfig
     from sparkinfer.errors import SparkinferError

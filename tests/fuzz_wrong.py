@@ -1,8 +1,8 @@
-"""Tables of what a file must not say: by the name of a wrong value, the change that puts it there.
+"""Tables of invalid content: by the name of a wrong value, the change that produces it.
 
 Changes are made in place, to values (metadata of safetensors, keys of GGUF, an object of JSON) and
-to arrays. They are what docs/formats.md forbids, or what contradicts itself. What this module does not
-know: files (fuzz_meaning)."""
+to arrays. They are what docs/formats.md forbids, or contradictions. Files are left to
+fuzz_meaning."""
 
 import math
 import random
@@ -20,7 +20,7 @@ OPTIONAL = {
     "arithmetic",
     "is_trained",
     "__metadata__",
-}  # metadata that a file may do without
+}  # optional metadata
 
 
 Change = Callable[[random.Random, dict, dict], None]

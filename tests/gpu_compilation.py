@@ -1,11 +1,12 @@
-"""Compiles the GPU kernels for a device that need not be here: python gpu_compilation.py ARCH KIND...
+"""Compiles the GPU kernels for a device that need not be present: python gpu_compilation.py ARCH
+KIND...
 
-Triton's own compiler and ptxas from its wheel make machine code of every launch that the functions
-of `triton_kernels` do on matrices of the given kinds, on tensors of a model's sizes; nothing is
-launched. Prints one JSON object a kernel: what tests/test_gpu_compilation.py asks about it.
+Triton's own compiler and ptxas from its wheel compile every launch of `triton_kernels` on matrices
+of the given kinds to machine code, on tensors of a model's sizes; nothing is launched. It prints
+one JSON object per kernel, which tests/test_gpu_compilation.py checks.
 
-To be run without TRITON_INTERPRET. Not a test itself: compiled kernels need a process of their own,
-as the interpreter is chosen once and for all when Triton is imported."""
+Run it without TRITON_INTERPRET. It is not a test itself: compiled kernels need their own process,
+as the interpreter is chosen once when Triton is imported."""
 
 import json
 import re
@@ -31,11 +32,11 @@ BYTES_OF_256 = {
     "q4_k": 144, "q5_k": 176, "q6_k": 210, "q6_k_planar": 210,
 }  # fmt: skip
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-FILE_KINDS = ("q4_0", "q8_0", "q6_k")  # of which only `unpack` is asked
+FILE_KINDS = ("q4_0", "q8_0", "q6_k")  # supported by `unpack` alone
 
 
 class AbsentDevice:
-    """What Triton asks of a device before it compiles."""
+    """The device properties that Triton reads before it compiles."""
 
     def __init__(self, arch: int):
         self._target = GPUTarget("cuda", arch, 32)
@@ -51,7 +52,7 @@ class AbsentDevice:
 
 
 def compile_instead_of_launching(kernels: list) -> None:
-    """From now on every launch of a kernel adds (its name, its compiled form) to a list."""
+    """From now on every launch of a kernel appends (its name, its compiled form) to a list."""
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -115,7 +116,7 @@ def launch_the_rest() -> None:
 
 
 def facts(name: str, kernel) -> dict[str, str | int]:
-    """Of the machine code: registers and bytes of stack a thread; of the PTX: its loads."""
+    """Facts of the machine code: registers and bytes of stack per thread; of the PTX: its loads."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

@@ -1,9 +1,9 @@
-"""Matrices of every kind that GPU kernels take, and the measures that their tests compare with.
+"""Matrices of every kind that GPU kernels take, and the bounds that their tests compare with.
 
-Values are compared one by one with a bound of their own: what rounding in f32 can do to a sum of
-such terms. A sum of n terms in f32, in whatever order, is off by at most n eps times the sum of the
-terms' sizes; errors add up like a random walk, so sqrt(n) of it (and some for the terms) is what a
-right kernel stays in."""
+Values are compared one by one, each with its own bound: the possible effect of f32 rounding on a
+sum of such terms. A sum of n terms in f32, in any order, is off by at most n eps times the sum of
+the terms' sizes; errors add up like a random walk, so a right kernel stays within sqrt(n) of it
+(and some for the terms)."""
 
 import gguf
 import numpy as np
@@ -19,7 +19,7 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")
-FILE_KINDS = ("q8_0", "q4_0", "q6_k")  # of which only `unpack` is asked
+FILE_KINDS = ("q8_0", "q4_0", "q6_k")  # supported by `unpack` alone
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -28,14 +28,14 @@ def device() -> torch.device:
 
 
 def block_width(kind: str) -> int:
-    """Widths are multiples of it."""
+    """The number that widths must be multiples of."""
     return 256 if kind[:4] in BLOCK_BYTES else 32
 
 
 def make_matrix(
     kind: str, num_rows: int, width: int, *, seed: int = 0, lies_apart: bool = False
 ) -> Matrix:
-    """Random rows with values of about 1; they lie in the middle third of longer ones or densely."""
+    """Random rows with values of about 1; they are the middle third of longer ones or dense."""
     data = _file_rows(FILE_KIND.get(kind, kind), num_rows, width, seed)
     if kind in FILE_KIND:
         data, made = planar(data, FILE_KIND[kind])
@@ -63,7 +63,7 @@ def vector(size: int, seed: int = 1) -> Tensor:
 
 
 def sizes(matrix: Matrix) -> Tensor:
-    """f64 [N, D]: of the terms of which the values are made up."""
+    """f64 [N, D]: the sizes of the terms that make up the values."""
     values = unpack(matrix.data, matrix.kind).double().abs()
     if matrix.kind in ("q4_k", "q5_k"):  # a value is a difference
         values = values + values.amax(dim=1, keepdim=True)
@@ -71,7 +71,7 @@ def sizes(matrix: Matrix) -> Tensor:
 
 
 def rounding(num_terms: int) -> float:
-    """What f32 may do to a sum of so many terms of size 1 altogether."""
+    """The possible f32 error of a sum of this many terms of size 1 in total."""
     return EPS * (4 + num_terms**0.5)
 
 
@@ -83,7 +83,7 @@ def product_bound(matrix: Matrix, x_D: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 def assert_close(got: Tensor, want: Tensor, bound: Tensor | float) -> None:
-    """Each value within its bound, and no number exactly where none is wanted."""
+    """Each value within its bound, and NaN exactly where it is wanted."""
     assert got.shape == want.shape, (got.shape, want.shape)
     got, want = got.double(), want.double()
     assert torch.equal(got.isnan(), want.isnan()), (got, want)

@@ -63,11 +63,11 @@ def make_model(
     path: Path = Path("memory.gguf"),
     extra_keys: dict[str, Value] | None = None,
 ) -> ModelFile:
-    """A sparse model file in memory; `.save(path)` puts it on disk.
+    """A sparse model file in memory; `.save(path)` writes it to disk.
 
-    Matrices are of `kind` and norms of f32; for K-quants the shape must have widths of 256. With `predictor_rank` every layer
-    gets a predictor of that rank, in f32 so that any rank will do. Weights are scaled so that
-    activations neither grow nor vanish."""
+    Matrices are of `kind` and norms of f32; for K-quants the shape must have widths of 256. With
+    `predictor_rank` every layer gets a predictor of that rank, in f32 so that any rank will do.
+    Weights are scaled so that activations neither grow nor vanish."""
     shape = shape or make_shape()
     num_layers = shape.num_layers
     predictor = None
@@ -96,8 +96,8 @@ def make_model(
 
 
 def decided_predictors(num_layers, num_neurons):
-    """Biases for a model's predictors with which no score is near zero, though there are millions:
-    rounding then names no other neurons."""
+    """Biases for a model's predictors that keep all scores away from zero, though there are
+    millions: rounding then selects no other neurons."""
     random = np.random.default_rng(3)
     return {
         f"blk.{layer}.ffn_pred_up.bias": array_entry(
@@ -123,7 +123,7 @@ def byte_level_keys() -> tuple[dict[str, Value], int]:
 def required_shapes(
     architecture: str, shape: ModelShape, predictor: PredictorInfo | None
 ) -> dict[str, tuple[int, ...]]:
-    """Of a sparse model file with an untied head."""
+    """Tensors of a sparse model file with an untied head."""
     graph = ARCHITECTURES[architecture]
     shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
     for layer in range(shape.num_layers):
@@ -157,7 +157,7 @@ def shape_only(
     predictor_rank: int = 0,
     architecture: str = "llama",
 ) -> ModelFile:
-    """A model of any size that has a tensor table and no weights: reading one raises."""
+    """A model of any size with a tensor table and no weights: reading one raises."""
 
     def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the page of `sparkinfer serve`; they name this module in pytest_plugins."""
+"""Fixtures for tests of the page of `sparkinfer serve`; they name this module in pytest_plugins."""
 
 import pytest
 from chromium import Browser
@@ -13,7 +13,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def serve(browser):
-    """Opens the page on a server that plays these scripts, in a browser that kept nothing."""
+    """Opens the page on a server that plays these scripts, in a browser without stored data."""
     opened: list[ScriptedServer] = []
 
     def open_page(key: str = "", **scripts: Script) -> ScriptedServer:

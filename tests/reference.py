@@ -1,6 +1,6 @@
 """A decoder in float64 numpy, written from the papers and independent of the runtime.
 
-It also holds the measure that the other tests compare with."""
+It also defines the error measure of the other tests."""
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ def rel_error(got, want) -> float:
 
 
 def assert_rows_agree(got_TV, want_TV, bound: float, *, most_flips: int = 1) -> None:
-    """Rows within a relative bound, but for a few: a score within its rounding of a predictor's
-    threshold may fall to the other side, and then a neuron of a random model is there or not."""
+    """Checks rows against a relative bound, except a few: a score within rounding of a predictor's
+    threshold may fall to the other side, which adds or drops a neuron of a random model."""
     assert len(got_TV) == len(want_TV)
     errors = [rel_error(got, want) for got, want in zip(got_TV, want_TV, strict=True)]
     assert max(errors) < 0.1, max(errors)
@@ -80,7 +80,7 @@ def _attention(x, model, w):
 
 
 def rotate(x, s):
-    """Each adjacent pair of values is a complex number that turns with the position."""
+    """Each adjacent pair of values is a complex number that rotates with the position."""
     pairs = x[..., 0::2] + 1j * x[..., 1::2]
     frequency = s.rope_theta ** (-2 * np.arange(s.head_width // 2) / s.head_width)
     turned = pairs * np.exp(1j * np.arange(len(x))[:, None, None] * frequency)

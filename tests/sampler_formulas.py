@@ -1,4 +1,4 @@
-"""The samplers' formulas, in plain Python over lists, and the comparison of candidates with them.
+"""The samplers' formulas, in plain Python over lists, and comparisons of candidates with them.
 
 A distribution is [(id, logit), ...]; where the order matters it is by logit, then id."""
 

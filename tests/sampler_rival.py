@@ -1,4 +1,4 @@
-"""llama.cpp's candidates for a chain of samplers, and what differs between them and ours."""
+"""llama.cpp's candidates for a chain of samplers, and their differences from ours."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ def ask(tmp_path: Path, cases: list[Case], *, ends: list | None = DRAW, model: s
 def difference(
     step_V: np.ndarray, ours: Candidates, ids: np.ndarray, p: np.ndarray, tolerance: float = 1e-5
 ) -> str:
-    """What differs between our candidates and llama.cpp's ids and probabilities; '' for nothing."""
+    """The difference between our candidates and llama.cpp's ids and probabilities; '' if none."""
     there = {int(i): float(q) for i, q in zip(ids, p, strict=True) if q > 1e-30}
     here = {
         int(i): float(q) for i, q in zip(ours.ids_A, ours.probability_A, strict=True) if q > 1e-30
@@ -70,8 +70,8 @@ def difference(
 
 
 def differences(tmp_path: Path, cases: list[Case], **more) -> list:
-    """(number, what, case) of those that differ by more than float32 explains, which may explain
-    one case of fifty."""
+    """(number, difference, case) of those that differ by more than float32 explains, which may
+    explain one case of fifty."""
     found = ask(tmp_path, cases, **more)
     wrong, num_rounded = [], 0
     for number, case in enumerate(cases):
@@ -88,8 +88,8 @@ def differences(tmp_path: Path, cases: list[Case], **more) -> list:
 
 
 def is_rounding(case: Case, ids: np.ndarray, p: np.ndarray) -> bool:
-    """A threshold 2e-5 higher or lower gives llama.cpp's candidates; or, by typical-p, one token
-    has changed places with another that is as typical."""
+    """True if a threshold 2e-5 higher or lower gives llama.cpp's candidates; or, for typical-p, if
+    one token has changed places with another that is as typical."""
     if any(not difference(case.logits, distribution(other), ids, p) for other in near(case)):
         return True
     swapped = set(distribution(case).ids_A.tolist()) ^ set(ids[p > 1e-30].tolist())

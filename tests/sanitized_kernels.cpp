@@ -1,6 +1,6 @@
-// Runs every kernel of every usable level at sizes round the block edges, and a whole decode step,
-// on buffers that end where they must not be read past. Compiled by test_sanitizers.py with the
-// address and undefined-behaviour sanitizers, which end the program where something is wrong.
+// Runs every kernel of every usable level at sizes round the block edges, and a whole decode step, on
+// buffers that end where they must not be read past. Compiled by test_sanitizers.py with the address and
+// undefined-behaviour sanitizers, which end the program on an error.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -16,7 +16,7 @@ uint32_t state = 1;
 uint32_t next() { return state = state * 1664525u + 1013904223u; }
 float uniform() { return static_cast<float>(next() >> 8) / (1 << 23) - 1.0f; }
 
-// Memory of exactly this many bytes, so that the sanitizer sees the first one behind it.
+// Memory of exactly this many bytes, so that the sanitizer sees the first byte past it.
 std::vector<std::unique_ptr<uint8_t[]>> all;
 uint8_t* bytes(int64_t count) {
     all.emplace_back(new uint8_t[count]);
@@ -94,7 +94,7 @@ SparkNorm norm(int64_t n, bool is_layer_norm) {
     return {floats(n, 1.0f), is_layer_norm ? floats(n) : nullptr};
 }
 
-// The step in parts gives what the whole one gave for the last position.
+// The parts of the step give the whole one's result for the last position.
 bool parts(SparkStep& step, const float* want) {
     const int64_t D = step.width, V = step.head.num_rows, token = step.context_length - 1;
     SparkPart part = {};
@@ -116,8 +116,8 @@ bool parts(SparkStep& step, const float* want) {
     return true;
 }
 
-// Two sequences in blocks that lie in any order: one row by row, the other in one step with rows of the
-// first, and a third that takes its stem over; all end in the same logits.
+// Two sequences in blocks in any order: one row by row, the other in one step with rows of the first,
+// and a third that takes over its prefix; all end in the same logits.
 bool pages(SparkStep step, SparkLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
@@ -235,7 +235,7 @@ void weighs_nothing(const AttendPart& a) {
 
 void mixes_nothing(const AttendPart& a) { a.out[0] += 1.0f; }
 
-// The probe takes what runs and refuses what faults or errs, at any kind of weight.
+// The probe accepts working kernels and rejects those that fault or err, for any kind of weight.
 bool probes() {
     if (!runs_here(kernels_generic, kernels_generic)) return false;
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server whose answers a test has written: what a page does with them.
+"""An OpenAI-compatible server with scripted answers, for tests of a page.
 
-Answers are streamed in the form of `sparkinfer serve`, the page and its headers are the real ones.
-A prompt's last message names the script that is played."""
+Answers are streamed in the form of `sparkinfer serve`; the page and its headers are the real ones.
+A prompt's last message names the script to play."""
 
 import base64
 import hashlib
@@ -34,7 +34,7 @@ def page_policy(page: str) -> str:
 
 @dataclass(kw_only=True)
 class Script:
-    """What a question is answered with: pieces with pauses, or an error."""
+    """The answer to a question: pieces with pauses, or an error."""
 
     pieces: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Script:
 
 
 class ScriptedServer:
-    """On a free port; `asked` is what the page sent. A context manager."""
+    """Runs on a free port; `asked` has the page's requests. A context manager."""
 
     def __init__(self, scripts: dict[str, Script], *, key: str = "") -> None:
         self.scripts, self.key = scripts, key
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
     owner: ScriptedServer
 
     def parse_request(self) -> bool:
-        """False where a connection that a browser opened in advance is used after the end."""
+        """False if a connection that a browser opened in advance is used after the end."""
         return super().parse_request() and not self.owner.is_closed
 
     def do_GET(self) -> None:
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say({"choices": [{"index": 0, "delta": {"content": text}}]})
             if n == 0 and script.wait is not None:
                 while not script.wait.wait(0.05):
-                    self._write(b": waiting\n\n")  # finds out whether the other end is there
+                    self._write(b": waiting\n\n")  # fails if the other end is gone
             time.sleep(script.pause_s)
         if script.finish is None:
             return

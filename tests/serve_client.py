@@ -1,7 +1,7 @@
 """`sparkinfer serve` as a process, and clients of it over plain sockets.
 
-The HTTP is written here, on purpose without a library: a client can then stop in the middle of
-anything, send what no library lets through, and hundreds of them cost little processor time."""
+The HTTP is written here, without a library on purpose: a client can then stop in the middle of
+anything, send what no library allows, and hundreds of them cost little processor time."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ class ServerProcess:
         return self.about["url"]
 
     def rss_bytes(self) -> int:
-        """Of the process and of its children (the chat template runs in one)."""
+        """Memory of the process and of its children (the chat template runs in one)."""
         return sum(_rss_bytes(pid) for pid in _family(self.process.pid))
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -110,7 +110,7 @@ class Reply:
 
 
 class Refused(Exception):
-    """A stream that did not begin: the answer had another status than 200."""
+    """A stream did not begin: the answer had another status than 200."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(f"{reply.status}: {reply.body[:300]!r}")
@@ -158,7 +158,7 @@ async def ask(
 async def connected(
     port: int,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is cut off, answers under way included, when it is left."""
+    """A connection that is aborted on exit, along with answers in progress."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer
@@ -167,7 +167,7 @@ async def connected(
 
 
 async def read_reply(reader: asyncio.StreamReader) -> Reply:
-    """Raises Broken where the connection ends within it."""
+    """Raises Broken if the connection ends within it."""
     status, headers = await read_head(reader)
     if status in (204, 304):
         return Reply(status=status, headers=headers, body=b"")
@@ -204,7 +204,7 @@ async def read_body(
 
 @dataclass(kw_only=True)
 class Answer:
-    """What a stream said; `times_s` of its pieces are those of time.perf_counter."""
+    """The content of a stream; `times_s` of its pieces are those of time.perf_counter."""
 
     text: str = ""
     finish: str | None = None
@@ -243,7 +243,7 @@ async def stream(
     most_pieces: int | None = None,
     seconds: float = 120.0,
 ) -> Answer:
-    """The whole of an answer, or its first pieces: then the connection is cut.
+    """The whole answer, or its first pieces, after which the connection is aborted.
 
     Raises Refused, Broken, or TimeoutError."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}

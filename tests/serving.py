@@ -63,7 +63,7 @@ class Served:
             self.log.append(line)
 
     def ask(self, path, body=None, *, method=None, headers=None, raw=None):
-        """(status, what came, as JSON where it is)."""
+        """(status, the body, parsed if it is JSON)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
             sent = raw if raw is not None else None if body is None else json.dumps(body)

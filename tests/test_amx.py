@@ -1,8 +1,7 @@
 """The AMX level on emulated tiles, so that a processor without AMX tests it too.
 
-What emulation cannot show: that the processor and its operating system do what emulated_amx.h does.
-That is what the probe is for, when the library is loaded.
-"""
+Emulation cannot show that the processor and its operating system behave like emulated_amx.h; the
+probe checks that when the library is loaded."""
 
 import platform
 import shutil

@@ -1,7 +1,7 @@
-"""Our own files with values of any type in any place: `inspect` and `export` show them, or refuse in
-one line; what has no meaning is refused.
+"""Our own files with values of any type in any place: `inspect` and `export` show them, or refuse
+in one line; meaningless values are refused.
 
-Oracle: none is needed but that the program lives; what must be refused is listed."""
+No oracle is needed beyond survival; the values that must be refused are listed."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ def model():
 
 
 def outcome(path: Path) -> str:
-    """ "shown", or the message of a refusal, which is one line of what can be printed."""
+    """"shown", or the message of a refusal, which is one printable line."""
     try:
         summary = inspect_file(path)
         json.loads(to_json(summary))
@@ -63,7 +63,7 @@ def outcome(path: Path) -> str:
 
 
 def places(values: object, path: tuple = ()) -> list[tuple]:
-    """Where the values of an object are, and those within them."""
+    """The places of an object's values, nested ones included."""
     found = [path] if path else []
     items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(
         values, list) else ()  # fmt: skip
@@ -79,7 +79,7 @@ def with_value(values: dict, path: tuple, value: object) -> dict:
 
 
 def outcomes(path: Path, values: dict, write) -> dict[tuple, str]:
-    """Of every value in every place of an object."""
+    """The outcome for every value in every place of an object."""
     found = {}
     alike = {"host_to_device_gb_per_s", "host_to_device_pageable_gb_per_s", "copy_latency_s",
              "bandwidth_gb_per_s", "round_trip_s", "2"}  # read by the same line as others  # fmt: skip

@@ -1,4 +1,5 @@
-"""Each artifact round-trips, has the bytes its page promises, and is refused where it is wrong."""
+"""Each artifact round-trips, has the bytes that docs/formats.md specifies, and is refused if it is
+wrong."""
 
 import dataclasses
 import hashlib
@@ -90,7 +91,7 @@ def test_round_trip(tmp_path, index):
 def test_a_truncated_file_is_refused_in_one_line(tmp_path, index, share):
     path, artifact = one_of_each(tmp_path)[index]
     content = path.read_bytes()
-    # At least what is more than padding: a GGUF ends with up to 31 bytes of it.
+    # Cut at least more than padding: a GGUF ends with up to 31 bytes of it.
     path.write_bytes(content[: min(int(share * len(content)), len(content) - 40)])
     with pytest.raises(SparkinferError) as error:
         type(artifact).load(path)

@@ -1,4 +1,5 @@
-"""Keys and values in every type: what is kept, that both ways of computing keep it, what is lost."""
+"""Keys and values in every type: what is stored, that both code paths store the same, and the
+loss."""
 
 import json
 from dataclasses import replace
@@ -22,8 +23,8 @@ from sparkinfer.runtime.step.sequences import Part
 
 IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PAIRS = (*((name, name) for name in NAMES), ("q8_0", "q4_0"), ("f16", "q8_0"), ("q4_0", "bf16"))
-# What rounding keys and values in between may differ by, of the largest logit: a value near the
-# border of two quants may fall on either side of it in torch and in C++.
+# The possible effect of rounding keys and values in between, relative to the largest logit: a value
+# near the border of two quants may fall on either side of it in torch and in C++.
 BOUNDS = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q4_0": 0.2}
 
 
@@ -48,7 +49,7 @@ def values() -> torch.Tensor:
     x[0], x[1, 7], x[2] = 0.0, 1e3, 1.0
     x[3], x[4], x[5, 40:] = 1e-30, 3e4, 0.0
     x[6, 3], x[6, 9] = 2.5, -2.5
-    # Of a scale of one: halves, and what lies beside them.
+    # For a scale of one: halves, and their neighbours.
     halves = torch.arange(-15, 16) + 0.5
     x[11:14, 0] = 127.0
     x[11, 1:32] = halves
@@ -112,7 +113,7 @@ def test_both_ways_keep_the_same_rows(tmp_path, name, width):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_torch_computes_the_same(path, types):
-    """A pass that someone watches is torch's, the others are native."""
+    """An observed pass is torch's, the others are native."""
     with load(path, types) as engine:
         native = engine.logits(torch.tensor(IDS))
         seen = []

@@ -1,4 +1,4 @@
-"""What calibrate measures, how it says what to doubt, and the file it writes."""
+"""What calibrate measures, its warnings, and the file it writes."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.jso
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(machine, seconds it took, what it said, number of timings heard of)."""
+    """(machine, elapsed seconds, messages, number of timings reported)."""
     lines, timings = [], []
     began = time.perf_counter()
     path = tmp_path_factory.mktemp("calibrate") / "m.json"
@@ -59,10 +59,9 @@ def test_every_figure_has_a_spread_that_holds_together(measured):
 def test_threads_share_the_work(measured):
     """Bounds that hold on a busy machine too, where a thread may have to share its processor.
 
-    There two threads of which one runs at half speed take as long as one alone that was lucky,
-    and their reads disturb each other: 0.55 of its rate was seen. Nor can two read more than
-    twice what one reads.
-    """
+    Two threads, one of them at half speed, may take as long as a lucky single one, and their reads
+    disturb each other: 0.55 of its rate was seen. Nor can two read more than twice as much as
+    one."""
     machine, *_ = measured
     for figures in (machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s):
         one = figures[1].best
@@ -282,7 +281,7 @@ class FakeGraph:
 
 
 def test_a_rehearsal_of_the_gpu_measurements_without_one(monkeypatch):
-    """Runs every line of it; the figures mean nothing."""
+    """Runs every line of it; the figures are meaningless."""
     fake, device = FakeCuda(), torch.device
     monkeypatch.setattr(calibrate_gpu.torch, "cuda", fake)
     monkeypatch.setattr(calibrate_gpu.torch, "device", lambda *a: device("cpu"))

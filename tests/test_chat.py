@@ -1,4 +1,5 @@
-"""Conversations: every turn is what the whole text from nothing gives, and only the new is computed."""
+"""Conversations: every turn equals the whole text computed from scratch, and only new tokens are
+computed."""
 
 import json
 from contextlib import closing
@@ -76,7 +77,7 @@ def text_of(tokens) -> str:
 
 
 def alone(engine, messages, template: str = CHATML, count: int = LENGTH) -> str:
-    """The answer to the messages by an engine that has heard nothing before."""
+    """The answer to the messages by a fresh engine."""
     with closing(chat_template_of(engine.model, engine.codec)) as found:
         text = replace(found, text=template).render(messages)
     return text_of(engine.generate(engine.codec.encode_rendered(text), count, sampling=GREEDY))
@@ -111,7 +112,7 @@ def test_another_answer_to_the_same_message(engine):
     with talk(engine, sampling=SamplingOptions(temperature=5.0, seed=1)) as chat:
         first = text_of(chat.say("Hello"))
         assert text_of(chat.regenerate()) != first  # drawn anew
-        with closing(chat.regenerate()):  # nothing is asked for
+        with closing(chat.regenerate()):  # nothing is consumed
             assert len(chat.messages) == 2
         stopped = chat.regenerate()
         next(stopped)
@@ -270,7 +271,7 @@ def test_the_sequence_is_given_back(engine):
 
 
 def test_what_ends_a_turn_of_a_built_in_template(engine):
-    """A token where it is one, and text where the model has no such token."""
+    """A token if it is one, and text if the model has no such token."""
     with talk(engine, CHATML) as chat:
         end = engine.codec.tokenizer.token_to_id("<|im_start|>")
         known = ChatTemplate(name="it", text=CHATML, turn_end="<|im_start|>")

@@ -1,4 +1,4 @@
-"""`sparkinfer chat`, as a script's other end and at a terminal."""
+"""`sparkinfer chat`, at a pipe and at a terminal."""
 
 import io
 import json
@@ -159,7 +159,7 @@ def test_history_that_cannot_be_written_is_said(monkeypatch, capsys, tmp_path):
 
 
 class Terminal:
-    """The command with a terminal of its own, of which `shown` is all that came."""
+    """The command with its own terminal; `shown` is all of its output."""
 
     def __init__(self, model: Path, state: Path, *options: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -182,12 +182,12 @@ class Terminal:
             self._read(0)
 
     def enter(self, text: str) -> None:
-        """Types at the next prompt: what comes before it does not reach the line's editor."""
+        """Types at the next prompt: earlier input does not reach the line editor."""
         self.wait("\x1b[?2004h")  # from here on it takes pastes
         self.type(text)
 
     def wait(self, text: str) -> str:
-        """All that was shown since the last time, up to the text, which comes within a minute."""
+        """Output since the last call, up to the text, which must come within a minute."""
         deadline = time.monotonic() + 60
         while text not in self.shown:
             assert time.monotonic() < deadline, (text, self.shown[-2000:])
@@ -231,7 +231,7 @@ def said(path: Path) -> list[str]:
 
 
 def test_at_a_terminal(model, tmp_path):
-    """One sitting: a command is at its prompt again when its line of numbers has come."""
+    """One session: a command is at its prompt again when its line of numbers has come."""
     path = tmp_path / "talk.json"
     long = "\n".join(["pasted \U0001f98a \u72d0"] * 1000)
     assert len(long) > 10_000

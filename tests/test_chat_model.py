@@ -39,7 +39,7 @@ def test_a_prompt_equals_single_steps(kind):
         got = engine.logits(ids)
         for position, token in enumerate(ids[:150]):
             assert torch.equal(engine._step(token, position), got[position]), position
-        # It speaks English: it expects this text, and not the same words backwards.
+        # It speaks English: it predicts this text better than the same words backwards.
         assert loss_of(engine.logits(ids[:40]), ids[:40]) < 3.5
         assert loss_of(engine.logits(ids[:40][::-1]), ids[:40][::-1]) > 5
 

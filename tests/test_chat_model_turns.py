@@ -1,7 +1,7 @@
 """Conversations with SmolLM2-135M-Instruct beside transformers, after `make smollm2`: `-m slow`.
 
 transformers has the same weights in f32, its own rendering of the template and its own loop. Where
-the two say different words, the first such word must be a tie: keys and values are kept in f16 here."""
+the two first differ, the words must be a tie: keys and values are kept in f16 here."""
 
 import time
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def theirs(path) -> LlamaForCausalLM:
         return torch.from_numpy(dequantize(entry.read(), type_of(entry.kind)).copy())
 
     def unpermuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """GGUF has the pairs that are rotated together beside each other."""
+        """GGUF stores the pairs that are rotated together adjacently."""
         halves = weight.reshape(num_heads, s.head_width // 2, 2, s.width)
         return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -171,7 +171,7 @@ def test_three_turns_of_fifty_conversations(engine, theirs, capsys):
         print("kept of later prompts", min(shares), sum(shares) / len(shares))
     assert sum(count.answers for count in counts) == 150
     assert sum(count.first_differences for count in counts) <= 8
-    # What was said is not always what its text is tokenised to, so that a little may be anew.
+    # An answer's tokens are not always those of its text, so a little may be recomputed.
     assert all(cached >= 0.4 * whole for turn, cached, whole in kept if turn)
 
 

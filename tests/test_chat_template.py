@@ -1,4 +1,5 @@
-"""Chat templates: their texts and tokens are transformers', and a hostile one ends in a line."""
+"""Chat templates: their texts and tokens are transformers', and a hostile one ends in a one-line
+error."""
 
 import itertools
 import json
@@ -40,7 +41,7 @@ from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.runtime.text.template_process import TemplateProcess
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-# What transformers lets through of a template that does not take the messages.
+# What transformers raises for a template that rejects the messages.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -217,7 +218,7 @@ def test_the_process_ends_with_its_owner():
 
 
 def test_the_process_has_nothing_of_ours(monkeypatch):
-    """Neither files nor the environment of who runs it."""
+    """It has neither the files nor the environment of its parent."""
     monkeypatch.setenv("SECRET", "x")
     process = TemplateProcess()
     process.render("it", "", {})

@@ -1,5 +1,5 @@
-"""What a config leaves unsaid: we take what transformers' config class takes, for every key that is
-read, or refuse. Oracle: the defaults of the config classes of transformers."""
+"""Defaults of configs: for every key that is read, ours is that of transformers' config class, or
+the config is refused. Oracle: the defaults of the config classes of transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -33,13 +33,13 @@ FIRST = {
 
 
 def facts(values: dict) -> object:
-    """What a config comes to: a blueprint without its functions, or a refusal."""
+    """The result of a config: a blueprint without its functions, or a refusal."""
     try:
         plan = read_blueprint(PATH, values, ROWS)
     except SparkinferError:
         return "refused"
     rows = {name: (r.source, r.order.tolist(), r.num_rows) for name, r in plan.rows.items()}
-    # None is a head that may be there or not; a config that says that it is tied has none.
+    # None is an optional head; a config that says it is tied has none.
     is_tied = plan.is_tied is not False
     factors = None if plan.rope_factors is None else np.asarray(plan.rope_factors).tolist()
     kept = dataclasses.replace(plan, rows={}, rope_factors=None, name_of=str, is_tied=is_tied)

@@ -1,4 +1,4 @@
-"""What is refused of schemas, grammars and regexes, and the options by which they are given."""
+"""Refusals of schemas, grammars and regexes, and the options for them."""
 
 import sys
 

@@ -84,7 +84,7 @@ REGEXES = [
 
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_masks_of_a_regex_are_those_of_partial_matching(pattern):
-    """Each token of the vocabulary, at every place of a text, against the package regex."""
+    """Checks each token of the vocabulary, at every place of a text, against the package regex."""
     constraint, tokens = regex_constraint(pattern, tiny_codec()), token_bytes()
     oracle = regexes.compile(pattern.encode())  # its classes are of ASCII, or of whole letters
     rng, text = random.Random(0), b""

@@ -1,4 +1,4 @@
-"""convert/: what is written equals the checkpoint, and what is wrong is refused in one line.
+"""convert/: written files equal the checkpoint, and errors are refused in one line.
 
 Oracles: the checkpoint's own tensors, gguf's block formats, transformers' logits and rotary
 frequencies, the tokenizers library."""
@@ -83,7 +83,7 @@ def run(source: Path, output: Path, **options) -> ModelFile:
 
 
 def refuse(source: Path, folder: Path, *words: str, **options) -> None:
-    """Asserts a refusal of one line with these words, and that the folder is left as it was."""
+    """Asserts a refusal of one line with these words, and that the folder is unchanged."""
     before = sorted(folder.rglob("*"))
     with pytest.raises(SparkinferError) as caught:
         convert(ConvertConfig(source=source, output=folder / "out.gguf", **options))
@@ -187,7 +187,7 @@ def test_logits_equal_those_of_transformers(tmp_path, hidden_act, overrides):
 
 
 def test_pairs_give_the_same_attention_scores():
-    """Turning halves of a head, or adjacent pairs of the permuted rows, is the same rotation."""
+    """Rotating halves of a head, or adjacent pairs of the permuted rows, is the same."""
     random = np.random.default_rng(1)
     weight_q, weight_k = random.standard_normal((2, 8, 16))  # one head of width 8
     x, y = random.standard_normal((2, 16))
@@ -723,7 +723,7 @@ def test_only_known_pre_tokenizers_are_named(silu, tmp_path, arguments, name):
 
 
 def sentencepiece(is_metaspace: bool) -> Tokenizer:
-    """As Llama 2's: bytes, words made by merges, a control token, a token that was added."""
+    """As Llama 2's: bytes, words made by merges, a control token, an added token."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     merges = [("h", "e"), ("l", "o"), ("he", "l"), ("\u2581", "hel"), ("l", "lo"), ("\u2581", "w")]
     letters = ["\u2581", *"helowrd"]
@@ -776,7 +776,7 @@ def test_digits_alone_are_known_only_as_published():
 
 
 def noted(folder: Path, tokenizer: Tokenizer, layout: Layout = "stock") -> str:
-    """What is said about a tokenizer when it is written."""
+    """The notes on a tokenizer when it is written."""
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     size = tokenizer.get_vocab_size()

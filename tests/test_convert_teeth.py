@@ -1,5 +1,5 @@
-"""Mistakes that a converter could make and that no other test would see: each value that it reads
-is different from every value that it could have taken instead."""
+"""Mistakes that a converter could make unseen by other tests: each value that it reads differs from
+every value that it could have taken instead."""
 
 import json
 import subprocess
@@ -102,7 +102,7 @@ def test_predictors_of_twelve_layers_are_read_in_the_order_of_their_numbers(tmp_
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "sub/other.safetensors", "/{}"])
 def test_an_index_names_no_file_outside_its_folder(tmp_path, name):
-    """Not even one that is there and whole."""
+    """Not even one that exists and is whole."""
     folder = random_llama(tmp_path / "hf", is_sharded=True)
     index = "model.safetensors.index.json"
     shard = next(iter(json.loads((folder / index).read_text())["weight_map"].values()))

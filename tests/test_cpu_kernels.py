@@ -219,7 +219,7 @@ def test_accumulate_rows(level, kind, D, F):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_may_lie_apart(level, kind):
-    """Rows of three matrices side by side, as a neuron's gate, up and down."""
+    """Rows of three interleaved matrices, as a neuron's gate, up and down."""
     D = 256 if kind in BLOCK_BYTES else 96
     matrices = [matrix(kind, 9, D, seed) for seed in range(3)]
     whole = torch.cat([W.weight for W in matrices], dim=1)
@@ -343,7 +343,7 @@ def test_every_half_precision_number_is_unpacked_exactly(level, kind):
     weight = bits.view(FLOAT_DTYPES[kind])[None].clone()
     y_D = library.accumulate_rows(weight, kind, torch.ones(1))
     assert torch.equal(y_D.nan_to_num(nan=0.5), weight[0].float().nan_to_num(nan=0.5))
-    tail_A1 = weight.reshape(-1, 1)  # D = 1: the path for what is left over
+    tail_A1 = weight.reshape(-1, 1)  # D = 1: the path for the remainder
     y_A = library.dot_rows(tail_A1, kind, torch.ones(1))
     assert torch.equal(y_A.nan_to_num(nan=0.5), weight[0].float().nan_to_num(nan=0.5))
 
@@ -475,8 +475,8 @@ def test_a_thread_count_that_cannot_be_is_refused(num_threads):
 
 
 def test_every_level_that_is_advertised_runs_and_is_right():
-    """The tests above are of the levels that the probe accepted: none may be missing because its
-    kernels are wrong. (Where a processor's instructions fault although advertised, this fails.)"""
+    """The tests above cover the levels that the probe accepted: none may be missing because its
+    probe failed."""
     assert library._built().spark_faulty_level() is None
 
 

@@ -108,7 +108,7 @@ def test_what_is_in_the_slab_gives_what_the_file_gives(planned):
 
 
 def test_two_gpus_have_each_their_part():
-    """And bring cold weights each for its own layers."""
+    """And stream cold weights, each for its own layers."""
     cards = (torch.device("cpu", 0), torch.device("cpu", 1))
     model = make_model(shape=make_shape(num_layers=3), predictor_rank=8)
     hot = [*PATTERNS["random"], [3]]
@@ -210,7 +210,7 @@ def test_a_plan_of_other_bytes_is_refused_while_loading(planned):
 
 @pytest.fixture
 def card(monkeypatch):
-    """What torch says of CUDA, and the fraction that it was told to keep."""
+    """What torch reports of CUDA, and the fraction it was set to."""
     state = SimpleNamespace(total=24 << 30, free=20 << 30, reserved=0, backend="native")
     state.limit = None
     cuda = torch.cuda
@@ -286,7 +286,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     )
     assert "3.00 GiB, and 20.00 GiB are its context's or other programs'" in said
     assert "smaller --vram-budget" in said
-    # Triton's and torch's, of what the driver has no memory for; cuBLAS's.
+    # Triton's and torch's errors for memory that the driver lacks; cuBLAS's.
     for text in ("Triton Error [CUDA]: out of memory", "CUDA error: out of memory\nmore lines",
                  "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):  # fmt: skip
         with pytest.raises(SparkinferError, match="cuda:0: more memory"), told_out_of_memory(GPU):
@@ -363,7 +363,7 @@ def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
 
 
 def test_what_is_set_aside_is_what_the_budget_leaves(card, monkeypatch):
-    """In segments of their own, which are as large as they are asked for."""
+    """In segments of their own, which are as large as requested."""
     taken, was = [], torch.empty
 
     def empty(size, *arguments, device=None, **options):
@@ -459,7 +459,7 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeyp
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q6_k", "q8_0_planar", "q4_0_planar", "f16"])
 def test_tiles_unpacked_by_triton(monkeypatch, kind):
-    """Of the rows of a piece on its way too, which lie apart."""
+    """Also rows of a streamed piece, which are strided."""
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
     monkeypatch.setattr(gpu_products, "TILE_ROWS", 64)
     in_file = kind.removesuffix("_planar")
@@ -522,7 +522,8 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
     monkeypatch.undo()
     with Engine.of(model, mode=mode, context_length=32) as engine:
         want = engine.logits(IDS)
-    # Predictors are f32; a neuron close to its threshold may still be named by one and not the other.
+    # Predictors are f32; a neuron close to its threshold may still be predicted by one and not the
+    # other.
     assert rel_error(got, want) < {"f32": 1e-5, "bf16": 6e-2}.get(kind, 8e-3)
 
 
@@ -601,7 +602,7 @@ def test_what_is_spanned_is_what_was_taken():
 
 
 def test_all_neurons_on_the_cpu_are_brought_for_prompts():
-    """What --cpu-ffn makes of a model, without a plan."""
+    """The effect of --cpu-ffn on a model, without a plan."""
     model = make_model(shape=make_shape(width=64), kind="q8_0")
     placement = Placement.without_neurons(2, CARD)
     items = engine_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)

@@ -1,4 +1,4 @@
-"""Guesses from the text: the longest match, against a search that is slow and obvious, and the pool."""
+"""Guesses from the text: the longest match, against a slow and obvious search, and the pool."""
 
 import random
 
@@ -44,7 +44,7 @@ def test_lookup_goes_on_behind_a_change_and_in_circles():
     assert NgramDrafter().propose(text, 8).tokens == source[23:31]
     assert NgramDrafter().propose([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
     assert NgramDrafter().propose([1, 2, 3, 4], 8).tokens == ()
-    # Of two places as good, the one next to that of the last guess.
+    # Of two equally good places, the one next to that of the last guess.
     drafter, text = NgramDrafter(), [50, 51, 52, 9, 9, 60, *source, 9, 9, 70, 71, 72, 50, 51, 52]
     assert drafter.propose(text, 3).tokens == [9, 9, 60]
     assert drafter.propose([*text, 8, 9, 9], 1).tokens == [60]

@@ -19,7 +19,7 @@ SHAPES = [(1, 32), (3, 31), (31, 33), (64, 64), (65, 96), (33, 160), (2, 1024), 
 
 
 def values_of(shape, dtype, kind, *, seed=0):
-    """Normal values, ties of the rounding, zeros of both signs and what is nearly nothing."""
+    """Normal values, ties of the rounding, zeros of both signs and values near nothing."""
     random = np.random.default_rng(seed)
     normal = random.standard_normal(shape).astype(np.float32)
     ties = random.integers(-20, 20, shape).astype(np.float32) / 8

@@ -1,4 +1,4 @@
-"""The tokens that end a text: all that a model file or a checkpoint names, and nothing else."""
+"""End tokens: all that a model file or a checkpoint names, and nothing else."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ SIZE = 400
 
 
 def model_of(own: bool, **keys) -> ModelFile:
-    """With a tokenizer.json or, as others write it, without."""
+    """With a tokenizer.json or, as in third-party files, without."""
     tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
     tokenizer.add_special_tokens(["<|im_end|>", "<|eot_id|>", "<|other|>"])
     tokenizer.add_tokens(["<|end|>"])
@@ -46,7 +46,7 @@ def test_all_kinds_and_the_list_end_a_text():
 
 
 def test_a_file_of_others_ends_at_the_tokens_that_are_known_by_name():
-    """Their eos is often that of the model before it learned to chat."""
+    """Their eos is often that of the base model, before it was trained to chat."""
     codec = TextCodec.of(model_of(False, **{key("eos"): np.uint32(3)}))
     known = {codec.tokenizer.token_to_id(text) for text in ("<|im_end|>", "<|eot_id|>")}
     known.add(codec.tokenizer.token_to_id("<|endoftext|>"))

@@ -1,4 +1,4 @@
-"""Exports, read again by a reader of their bytes that shares nothing with the writers."""
+"""Exports, read back by a byte reader that shares nothing with the writers."""
 
 import json
 import math
@@ -129,7 +129,7 @@ def test_the_index_holds_the_same_neurons_in_the_same_layers(tmp_path, make, num
 
 
 def test_the_reader_sees_swapped_layers(tmp_path, make):
-    """What a text sort does from eleven layers on: layer 10 in the place of layer 2."""
+    """The effect of a text sort from eleven layers on: layer 10 in the place of layer 2."""
     split, profile = make(12)
     order = sorted(range(12), key=lambda layer: f"activation_{layer}.pt")
     assert order != list(range(12))

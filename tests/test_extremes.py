@@ -125,7 +125,7 @@ def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_weights_behind_four_gib_are_what_was_written(tmp_path):
-    """An embedding of 4.3 GB of zeros but for some rows, in a sparse file; layers lie behind it."""
+    """An embedding of 4.3 GB of zeros except for some rows, in a sparse file; layers follow it."""
     small = make_model(
         shape=make_shape(width=64, num_neurons=96, vocab_size=64, context_length=32), kind="f32"
     )

@@ -27,7 +27,7 @@ def test_no_fault_breaks_an_artifact():
     assert result.returncode == 0, (lines, result.stderr[-2000:])
     report = json.loads(last)
     assert (report["cases"], report["failures"]) == (3 * len(COMMANDS), 0)
-    # Of most kinds there are some, and most of them hit: else the cases test little.
+    # There must be some of most kinds, and most of them must hit: else the cases test little.
     kinds = {end.split(":")[0] for end in report["ends"]}
     done = sum(count for end, count in report["ends"].items() if end.endswith(": 0"))
     assert len(kinds) >= 6 and done < report["cases"] / 2, report
@@ -35,7 +35,7 @@ def test_no_fault_breaks_an_artifact():
 
 @pytest.fixture
 def case(tmp_path):
-    """A command, of which nothing runs: what it left is made by hand."""
+    """A command that is not run: its leftovers are made by hand."""
     command = next(command for command in COMMANDS if command.name == "gpuidx")
     (tmp_path / "whole").mkdir()
     for name in command.inputs:

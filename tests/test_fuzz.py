@@ -59,7 +59,7 @@ def test_damaged_inputs_are_refused_or_harmless(inputs, tmp_path):
     assert not wrong_outcomes(outcomes)
     for kind in {kind for kind, _ in outcomes}:
         found = [text for case, text in outcomes.items() if case[0] == kind]
-        # Most damages are to be noticed, and some are to be harmless: else the cases test little.
+        # Most damages must be noticed, and some must be harmless: else the cases test little.
         assert found.count("refused") > len(found) / 2 and "done" in found, kind
 
 
@@ -93,7 +93,7 @@ def test_wrong_content_is_refused(inputs, tmp_path):
 
 @pytest.mark.parametrize("kind", MEANINGS)
 def test_the_content_is_what_is_wrong(inputs, tmp_path, monkeypatch, kind):
-    """Written again without a change, it is taken: by the same way, and told as a failure."""
+    """Rewritten without a change, it is accepted: by the same path, and reported as a failure."""
     meaning = MEANINGS[kind]
     same = Meaning(kind=meaning.kind, changes={"none": lambda *content: None}, seal=meaning.seal)
     monkeypatch.setitem(fuzz_meaning.MEANINGS, kind, same)
@@ -127,7 +127,7 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
 
 
 def test_inputs_that_are_whole_are_done(inputs, tmp_path, monkeypatch):
-    """Nothing but the damage is why a case is refused."""
+    """Nothing but the damage causes a case's refusal."""
     monkeypatch.setattr(fuzz, "mutated", lambda raw, spots, rng: raw)
     monkeypatch.setattr(fuzz, "another_value", lambda raw, rng: raw)
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""GBNF: the usual grammars, what llama.cpp means by them, and random ones by brute force."""
+"""GBNF: the usual grammars, llama.cpp's reading of them, and random ones by brute force."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def is_equation(line):
 @pytest.mark.parametrize(
     ("grammar", "right", "wrong"),
     [
-        # The longest terminal does not win: these are where llguidance's own conversion fails.
+        # The longest terminal does not win: llguidance's own conversion fails here.
         ('root ::= ("a" | "ab") "bc"', ["abc", "abbc"], ["ab", "abcbc"]),
         ('root ::= word word\nword ::= "x"+', ["xx", "xxxxx"], ["x", ""]),
         ('root ::= s "end"\ns ::= "(" s ")" | [a-z]*', ["end", "eend", "(en)end"], ["en", "(end"]),

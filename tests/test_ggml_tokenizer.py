@@ -1,4 +1,4 @@
-"""A tokenizer rebuilt from llama.cpp's keys is the one that the keys were made of."""
+"""A tokenizer rebuilt from llama.cpp's keys equals the one that the keys were made from."""
 
 import random
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_a_stream_gives_the_text_piece_by_piece(tmp_path, name):
 
 
 def test_a_stream_of_anything_does_not_fail(tmp_path):
-    """Bytes that are no UTF-8, where tokenizers' own stream raises; what follows them is whole."""
+    """Bytes that are not UTF-8, where tokenizers' own stream raises; what follows them is whole."""
     codec = TextCodec(
         ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c"))), None, frozenset()
     )

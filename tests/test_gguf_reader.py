@@ -1,6 +1,4 @@
-"""src/sparkinfer/gguf_reader.py: what it reads, and what it refuses.
-
-Oracle: gguf's own reader on files that gguf's own writer made."""
+"""src/sparkinfer/gguf_reader.py: what it reads, and what it refuses."""
 
 import dataclasses
 import struct
@@ -193,7 +191,7 @@ def test_powerinfer_files_are_told_apart_and_have_types_of_their_own(tmp_path):
 
 
 def test_arrays_are_written_as_they_were_read(tmp_path):
-    """Token lists that are no text, and numbers beyond 32 bits, survive a second writing."""
+    """Token lists that are not text, and numbers beyond 32 bits, survive a second writing."""
     path = tmp_path / "a.gguf"
     tokens = ARRAY.pack(8, 3) + text(b"\xff\xfe") + text("é".encode()) + text(b"")
     wide = ARRAY.pack(10, 2) + struct.pack("<QQ", 2**64 - 1, 0)

@@ -420,7 +420,7 @@ def flipped(entry):
 @pytest.mark.parametrize("outtype", ["f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype, wrong):
-    """What is written is not what the source has at that place."""
+    """The written file differs from the source at that place."""
     from sparkinfer.convert import tensors as module
 
     right = module.tensor_entries

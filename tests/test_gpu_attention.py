@@ -128,7 +128,7 @@ def test_no_rotation(kernels):
 
 
 def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0):
-    """f32 [H, W]. Scratch and what lies behind the position hold what is no number."""
+    """f32 [H, W]. Scratch and positions after the last hold NaN."""
     num_heads, num_kv = heads
     qkv = by * vector((num_heads + 2 * num_kv) * width)
     cache = vector(context * 2 * num_kv * width, 2).view(context, 2, num_kv, width).to(dtype)

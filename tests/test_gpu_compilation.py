@@ -22,7 +22,7 @@ STACK_BYTES = {"_rotate_append": 32}  # the library's cosine reduces angles of m
 
 
 def compiled(arch: int, *kinds: str) -> list[dict]:
-    """One record a kernel."""
+    """One record per kernel."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, SCRIPT, str(arch), *kinds]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -34,7 +34,7 @@ def compiled(arch: int, *kinds: str) -> list[dict]:
 
 
 def assert_good(records: list[dict]) -> None:
-    """No program needs more than a device has, and nothing is spilled but what is known."""
+    """No program needs more than a device has, and only known kernels spill."""
     for record in records:
         assert record["registers"] <= 255 and record["shared_bytes"] <= 48 << 10, record
         assert record["stack_bytes"] <= STACK_BYTES.get(record["kernel"], 16), record
@@ -50,7 +50,7 @@ def assert_wide_loads(records: list[dict]) -> None:
 
 
 def _is_narrow(record: dict) -> bool:
-    """Rows of q6_k of 1024 values are of 840 bytes, which are no multiple of 16."""
+    """Rows of q6_k of 1024 values have 840 bytes, not a multiple of 16."""
     return record["kind"] == "q6_k_planar" and record["kernel"] == "_predict"
 
 

@@ -74,7 +74,7 @@ def test_dot_of_a_long_row(kernels, kind):
 @pytest.mark.parametrize("width", [1, 8, 40, 100])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_rows_of_floats_may_have_any_width(kernels, kind, width):
-    """Ranks of predictors may be anything; values behind a row's are NaN here."""
+    """Ranks of predictors may be anything; values after a row are NaN here."""
     matrix, inner = make_matrix(kind, 37, width), vector(width)
     whole = torch.full((37, width + 9), NAN, dtype=matrix.data.dtype, device=device())
     whole[:, :width] = matrix.data
@@ -180,7 +180,7 @@ def test_predict(kernels, kind, blocks):
 
 @pytest.mark.parametrize("num_neurons", [1, 8, 9, 32, 33])
 def test_bits_past_the_last_neuron_are_zero(kernels, num_neurons):
-    """All are named, by a threshold below every score and by scores that are no numbers."""
+    """All are predicted, by a threshold below every score and by scores that are NaN."""
     matrix = make_matrix("f16", num_neurons, 32)
     for inner in (vector(32), torch.full_like(vector(32), NAN)):
         got, want = predicted(kernels, matrix, None, inner, -1e9)
@@ -198,7 +198,7 @@ def test_predict_of_a_gate(kernels, activation):
 
 
 def test_a_score_at_the_threshold_does_not_name(kernels):
-    """Scores 0, 1, 2, ... in exact arithmetic, and one that is no number."""
+    """Scores 0, 1, 2, ... in exact arithmetic, and one NaN."""
     matrix = make_matrix("f32", 8, 32)
     matrix.data.zero_()
     matrix.data[:, 5] = torch.arange(8)

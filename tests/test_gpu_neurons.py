@@ -96,7 +96,7 @@ def test_gate_up_of_every_activation(kernels, activation, is_gated, is_dense):
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_gate_up_of_what_is_no_number_or_large(kernels):
-    """NaN fires and stays; numbers far out leave no NaN behind."""
+    """NaN fires and stays; extreme values leave no NaN behind."""
     gate, up = make_matrix("f32", 6, 32), make_matrix("f32", 6, 32, seed=5)
     gate.data.zero_()
     gate.data[:, 0] = torch.tensor([NAN, -200.0, 200.0, -3e18, 3e18, 1.0])
@@ -195,7 +195,7 @@ def test_empty_parts_are_zeros(kernels):
 
 
 def test_rows_of_zeros_are_not_read(kernels):
-    """NaN is not 0: it is to be seen in the result."""
+    """NaN is not 0: it must show in the result."""
     matrix, hidden = make_matrix("f32", 300, 32), hidden_with_zeros(300, 1.0)
     matrix.data[hidden == 0] = NAN
     parts = torch.empty(2, 32, device=device())

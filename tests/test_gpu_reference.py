@@ -1,5 +1,5 @@
-"""The reference of the GPU kernels, and planar rows, against what the runtime's other code and the
-gguf package say: in f32, so within its rounding."""
+"""The reference of the GPU kernels, and planar rows, against the runtime's other code and the gguf
+package: in f32, so within its rounding."""
 
 import sys
 

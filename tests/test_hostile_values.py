@@ -1,5 +1,5 @@
-"""Values that others wrote: refused where they mean nothing, told where they are left out, and
-quoted in a line that a person can read. Whole tables of them are in fuzz_meaning."""
+"""Third-party values: refused if meaningless, reported if they are left out, and quoted in a
+readable line. Whole tables of them are in fuzz_meaning."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ BROKEN = {
 @pytest.mark.parametrize("words", BROKEN)
 @pytest.mark.parametrize("layout", ["sparse", "stock"])
 def test_a_tokenizer_that_cannot_be_read_is_not_converted(silu, tmp_path, words, layout):
-    """Without a verification, which is what --no-verify leaves out."""
+    """Without a verification, which --no-verify leaves out."""
     folder, output = copied(silu, tmp_path, "tokenizer.json", **BROKEN[words]), tmp_path / "m.gguf"
     line = refusal_of(convert, ConvertConfig(source=folder, output=output, layout=layout))
     assert "tokenizer.json" in line and words in line

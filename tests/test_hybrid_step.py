@@ -1,5 +1,5 @@
-"""The decode step over a GPU and the CPU, both roles on the CPU: against dense and the ordinary path,
-for every division of the neurons, graph of layers, type and mode; and that no order of events that
+"""The decode step over a GPU and the CPU, both roles on the CPU: against dense and the ordinary
+path, for every division of the neurons, graph of layers, type and mode; and no order of events that
 the streams allow changes a bit."""
 
 import dataclasses
@@ -58,7 +58,7 @@ PLANS = {
 
 
 def hybrid(engine, split, backend):
-    """The step of a loaded engine by a plan, with both roles on the CPU."""
+    """The step of a loaded engine with a plan, both roles on the CPU."""
     cpu = torch.device("cpu")
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
     weights = engine._live.weights
@@ -74,7 +74,7 @@ def planned(tmp_path, model, plan):
 
 
 def steps(step, ids=IDS):
-    """Logits behind each of the tokens."""
+    """Logits after each of the tokens."""
     return torch.stack([step.run(token, i).clone() for i, token in enumerate(ids)])
 
 
@@ -205,7 +205,7 @@ def test_no_event_could_be_left_out(tmp_path, plan):
 
 
 def test_a_divided_layer_goes_there_and_back_once(tmp_path):
-    """Submit, copy, host function, copy, join; a layer that is not divided pays nothing."""
+    """Submit, copy, host function, copy, join; an undivided layer costs nothing."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "mixed")  # divided, all on the CPU, all on the GPU, divided
@@ -376,7 +376,7 @@ def test_what_a_graph_has_the_addresses_of_stays(tmp_path):
 
 
 class WaitedFor:
-    """Of a stream what a step asks for, and whether it was waited for."""
+    """A step's stream requests, and whether they were waited for."""
 
     is_finished = False
 

@@ -1,4 +1,4 @@
-"""What `inspect` says of every kind of file, against what was put into it."""
+"""What `inspect` shows of every kind of file, against what was written to it."""
 
 import dataclasses
 import json
@@ -192,7 +192,7 @@ def test_a_split_over_two_gpus_shows_all_that_it_holds(tmp_path, capsys):
     assert [gpu["layers"] for gpu in found["gpus"]] == [[0], [1]]
     assert [gpu["num_hot"] for gpu in found["gpus"]] == [3, 1]
     assert [gpu["has_head"] for gpu in found["gpus"]] == [False, True]
-    # Every field of the plan is told: by its own name, or as the lengths of its lists of neurons.
+    # Every field of the plan is shown: by its own name, or as the lengths of its lists of neurons.
     wanted = {field.name for field in dataclasses.fields(split)} - {"hot", "gpu_budget_bytes"}
     assert wanted <= found.keys()
     assert (found["host_budget_bytes"], found["home"]) == (7 << 30, [0, 1, 1])

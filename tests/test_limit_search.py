@@ -1,4 +1,4 @@
-"""Limits without training: ranks, energies, the division of bytes, and what is advised."""
+"""Limits without training: ranks, energies, the allocation of bytes, and the advice."""
 
 import itertools
 import math

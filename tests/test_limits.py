@@ -1,9 +1,9 @@
-"""Rules without training: gates, hidden values and inputs that count as zero, in every form of storage,
-against a decoder in float64 with the same masks.
+"""Rules without training: gates, hidden values and inputs that count as zero, in every form of
+storage, against a decoder in float64 with the same masks.
 
-Each limit of the reference lies in the middle of the widest gap between the magnitudes that it is
-compared with, so that rounding silences nothing else. Letters: L layers, D model width, F neurons,
-T tokens, V vocabulary."""
+Each limit of the reference is in the middle of the widest gap between the magnitudes compared with
+it, so that rounding silences nothing else. Letters: L layers, D model width, F neurons, T tokens, V
+vocabulary."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ STORED = {"rows": (), "attention": ATTENTION, "all": (*ATTENTION, *INPUTS)}
 
 
 def model_of(kind="f32", *, activation="silu", predictor_rank=0, seed=0) -> ModelFile:
-    """With biases, and predictors that name about half of the neurons whatever x is."""
+    """With biases, and predictors that select about half of the neurons whatever x is."""
     model = make_model(
         shape=SHAPE, kind=kind, activation=activation, predictor_rank=predictor_rank, seed=seed
     )
@@ -62,7 +62,7 @@ def model_of(kind="f32", *, activation="silu", predictor_rank=0, seed=0) -> Mode
 
 
 def stored(model: ModelFile, fields: tuple[str, ...]) -> ModelFile:
-    """The model with the matrices that these limits are about transposed, values rounded again."""
+    """The model with the matrices that these limits concern transposed, values rounded again."""
     every = Limits(
         model_id=None,
         layers=(LayerLimits(**dict.fromkeys(fields, np.zeros(1, np.float32))),) * L,
@@ -94,7 +94,7 @@ class Reference:
     passes: dict = field(default_factory=dict)  # [T, N] by layer and field
 
     def silence(self, layer: int, name: str, value_TN: np.ndarray, of_TN=None) -> np.ndarray:
-        """`value_TN` where it passes; `of_TN` is False where nobody computes it."""
+        """`value_TN` where it passes; `of_TN` is False where it is not computed."""
         limit_N = None
         if self.limits is not None:
             limit_N = self.limits.layers[layer].present.get(name)
@@ -328,7 +328,7 @@ def test_bytes_are_those_of_the_rows_that_are_read(tmp_path, storage):
 
 @pytest.mark.parametrize("storage", STORED)
 def test_observed_passes_have_the_same_rules(tmp_path, storage):
-    """The ordinary path, one token at a time and all at once; in it heads can be seen."""
+    """The ordinary path, one token at a time and all at once; it shows attention's heads."""
     model = stored(model_of(), STORED[storage])
     reference = Reference(model)
     want = reference.logits(IDS)
@@ -377,7 +377,7 @@ def test_divided_layers_have_their_neurons_limits(tmp_path):
 
 @pytest.mark.parametrize("storage", STORED)
 def test_what_is_no_number_passes_every_limit(tmp_path, storage):
-    """An input, a gate, an up; all else is silent."""
+    """An input, a gate, an up; everything else is silent."""
     places = {"attn_norm": ("qkv_D", "output_H"), "ffn_norm": ("ffn_D",), "ffn_gate": NEURONS,
               "ffn_up": ("hidden_F",)}  # fmt: skip
     for (name, fields), count in product(places.items(), (1, 6)):

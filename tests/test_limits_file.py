@@ -1,4 +1,4 @@
-"""limits.safetensors, the tensors that it becomes in a model file, and what is refused of both."""
+"""limits.safetensors, its tensors in a model file, and refusals of both."""
 
 import dataclasses
 from pathlib import Path

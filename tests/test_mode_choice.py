@@ -1,4 +1,4 @@
-"""The mode that a model runs in where nobody says, and the record of quality that it goes by."""
+"""A model's default mode, and the record of quality that decides it."""
 
 import dataclasses
 import math
@@ -63,22 +63,22 @@ def a_model(
 @pytest.mark.parametrize(
     ("changes", "mode", "words"),
     [
-        # What costs more than 1 % is not taken, and the line has the numbers.
+        # Modes that cost more than 1 % are not chosen, and the line has the numbers.
         ({"exact": (0.18, 0.76), "predicted": (0.21, 0.8)}, "dense",
          "exact would read 24 % less and cost +18 % of perplexity (limit 1 %); --mode exact,"
          " or --max-loss 0.2, runs it"),
         ({"exact": (0.18, 0.76), "has_predictors": False}, "dense", "--mode exact"),
         ({"exact": (0.0101, 0.5), "has_predictors": False}, "dense", "--max-loss 0.02"),
-        # What does not is, and of two what reads less.
+        # Cheaper ones are, and of two the one that reads less.
         ({"exact": (0.01, 0.76), "predicted": (0.004, 0.6)}, "predicted", None),
         ({"exact": (0.004, 0.76), "predicted": (-0.003, 0.8)}, "exact", "the predictors save less"),
         ({"exact": (0.004, 0.76), "predicted": (0.03, 0.6)}, "exact",
          "predicted would read 40 % less and cost +3 %"),
         ({"exact": (0.004, 1.2), "has_predictors": False}, "dense", "the thresholds save less"),
-        # Smooth and nothing known: dense, and what to type.
+        # Smooth and no record: dense, and what to type.
         ({"has_predictors": False}, "dense", "--mode exact runs them, sparkinfer eval measures"),
         ({}, "dense", "--mode predicted runs them"),
-        # Sparse by itself: exact costs nothing, and predictors of older files are taken as before.
+        # Sparse by itself: exact costs nothing, and predictors of older files are used as before.
         ({"activation": "relu"}, "predicted", None),
         ({"activation": "relu", "has_predictors": False}, "exact", None),
         ({"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.002, 0.3)}, "predicted", None),
@@ -119,7 +119,7 @@ def test_a_mode_that_is_asked_for_is_obeyed_with_a_warning():
 
 
 def test_bytes_follow_the_types_of_the_file():
-    """In f32 a token reads twice the bytes of all but the predictors, which keep their type."""
+    """In f32 a token reads twice the bytes, except for predictors, which keep their type."""
     model = a_model(exact=(0.0, 0.75), predicted=(0.0, 0.5))
     wide = dataclasses.replace(make_model(predictor_rank=8, kind="f32"), quality=model.quality)
     scale = dense_bytes(wide) / dense_bytes(model)

@@ -161,7 +161,7 @@ def test_other_bits_of_the_layer_do_not_matter(tmp_path):
 
 
 def test_bits_behind_the_last_neuron_do_not_matter(tmp_path):
-    """19 bits of the last word are of no neuron."""
+    """19 bits of the last word belong to no neuron."""
     neurons = NativeNeurons.of((ffn := layer_of(tmp_path)).blocks[0], ffn.gate, "predicted", F)
     neurons.x_D.copy_(torch.linspace(-1, 1, D))
     found, read = [], [0]

@@ -1,5 +1,5 @@
 """The decode step in one native call: against the ordinary path and the float64 decoder, for every
-graph and mode, and independent of threads and levels. What it does not cover says so."""
+graph and mode, and independent of threads and levels. It refuses what it does not cover."""
 
 import dataclasses
 import os
@@ -24,7 +24,8 @@ BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3,
 
 
 def watched(engine, ids):
-    """As `decoded`, by the ordinary path: an observer that wants nothing is enough for it."""
+    """As `decoded`, by the ordinary path, which an observer that wants nothing is enough to
+    select."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):
         return decoded(engine, ids)
 

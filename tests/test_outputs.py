@@ -1,4 +1,4 @@
-"""Outputs: never a file that is read, never one of the user's, and nothing left behind."""
+"""Outputs: never an input, never a user's file, and nothing left behind."""
 
 import dataclasses
 import errno
@@ -36,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-# Files of a checkpoint: those that are there, and those that would be read if they were.
+# Files of a checkpoint: those that exist, and those that would be read if they did.
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json",
                                   "tokenizer_config.json", "model.safetensors.index.json",
                                   "pytorch_model.bin", "chat_template.jinja"])  # fmt: skip
@@ -91,7 +91,7 @@ def test_two_runs_with_one_output_do_not_meet(tmp_path):
 
 
 def test_what_a_killed_run_left_goes_with_the_next(tmp_path):
-    """Its lock went with it; a file that is still being written is locked."""
+    """Its lock is gone; a file that is still being written is locked."""
     code = (
         "import os, sys; from pathlib import Path; from sparkinfer.files import partial_file\n"
         "with partial_file(Path(sys.argv[1])) as p: p.write_text('half'); os._exit(9)"
@@ -251,7 +251,7 @@ def test_a_folder_that_was_set_aside_gets_its_name_back(tmp_path, monkeypatch):
 
 
 def test_the_same_arrays_are_the_same_bytes_whoever_writes_them(tmp_path):
-    """In the safetensors package the order of the metadata is another in every call."""
+    """In the safetensors package the order of the metadata differs from call to call."""
     code = (
         "import sys, numpy as np; from pathlib import Path\n"
         "from sparkinfer.safetensors_file import save_arrays\n"
@@ -420,7 +420,8 @@ def stage_files(tmp_path) -> Path:
 
 
 def test_a_heat_map_is_never_the_model(stage_files, capsys):
-    """Nor is what a command names itself: the picture of a curve, reports, pictures in a folder."""
+    """Nor are files that a command names itself: the plot of a curve, reports, plots in a
+    folder."""
     here, before = stage_files, contents(stage_files)
     m, p, t = here / "m.gguf", here / "p.safetensors", here / "t.txt"
     solve = ["solve", m, "--profile", p, "--machine", here / "machine.json", "--force"]

@@ -1,4 +1,4 @@
-"""Plots of a profile: what is drawn is what was counted; oracle is numpy on the counts."""
+"""Plots of a profile show its counts; the oracle is numpy on the counts."""
 
 import numpy as np
 import pytest

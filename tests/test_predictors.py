@@ -75,7 +75,7 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
     plain = torch.from_numpy(quants.dequantize(quants.quantize(gate_FD.numpy(), q4_0), q4_0))
     want = x_TD @ gate_FD.T
     assert rel_error(x_TD @ values.T, want) < 0.8 * rel_error(x_TD @ plain.T, want)
-    with pytest.raises(AssertionError):  # what the feedback did not round does not survive
+    with pytest.raises(AssertionError):  # values not rounded by the feedback do not survive
         assert (quants.dequantize(quants.quantize(1.01 * gate_FD.numpy(), q4_0), q4_0)
                 == gate_FD.numpy()).all()  # fmt: skip
 

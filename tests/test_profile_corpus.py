@@ -1,4 +1,4 @@
-"""What corpora are read, how places are drawn, and what is refused. Oracle: the files' own text."""
+"""Reading corpora, drawing places, and refusals. Oracle: the files' own text."""
 
 import hashlib
 import json

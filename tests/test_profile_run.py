@@ -52,7 +52,7 @@ def training(files, output):
 
 def same_profile(a, b, *, has_same_predictors=True):
     a, b = Profile.load(a), Profile.load(b)
-    if not has_same_predictors:  # what they cost is in the profile
+    if not has_same_predictors:  # the profile records what they cost
         a, b = (dataclasses.replace(p, quality={}) for p in (a, b))
     return (
         (a.active_count_LF == b.active_count_LF).all()
@@ -72,7 +72,7 @@ def same_predictors(a, b, rtol=0.0):
 
 
 def stopped_at(monkeypatch, window):
-    """The run is told to stop, as by a signal, after so many windows; then it is not."""
+    """Stops the run, as by a signal, after this many windows; later runs are not stopped."""
     original, seen = run_module.Run._pause, [0]
 
     def pause(self):
@@ -207,7 +207,7 @@ def test_a_damaged_resume_file_is_refused(files):
 
 @pytest.mark.parametrize("change", ["done", "phase", "counts", "missing"])
 def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
-    """Whole, and of this run, but not what was saved: it would count wrong without a word."""
+    """Whole, and of this run, but not what was saved: it would silently count wrong."""
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))
@@ -264,7 +264,7 @@ def test_a_signal_between_phases_ends_at_once_and_says_what_is_saved(files, monk
 
 
 def test_two_processes_take_the_same_steps(monkeypatch):
-    """Each with text of its own, one with less: bit for bit the same weights after every step."""
+    """Each with its own text, one with less: bit-identical weights after every step."""
     import threading
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights

@@ -1,5 +1,5 @@
-"""What a mode costs, with the error of the measure: against plain sums, on text as messages, and as
-`profile` records and tells it."""
+"""The cost of a mode, with its measurement error: against plain sums, on text as messages, and as
+`profile` records and reports it."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_student_t():
 
 
 def correlated(random, num_windows, length):
-    """Windows whose tokens hang together, with mean 0: AR(1) of 0.9."""
+    """Windows whose tokens are correlated, with mean 0: AR(1) of 0.9."""
     noise = random.standard_normal((num_windows, length))
     values = np.zeros_like(noise)
     for t in range(1, length):

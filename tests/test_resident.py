@@ -1,4 +1,4 @@
-"""Weights in memory of our own: the same values as in the file, arranged side by side."""
+"""Resident weights: the same values as in the file, interleaved."""
 
 import errno
 

@@ -1,4 +1,5 @@
-"""The runtime's folders: imports only go down, and none is hidden in a function to go round in a circle."""
+"""The runtime's folders: imports only go down, and none is hidden in a function to avoid a
+circle."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -8,7 +9,8 @@ import pytest
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "sparkinfer.runtime"
-# From the bottom to the top. What is not in a room (the engine and its options) is above all.
+# From the bottom to the top. Modules outside the folders (the engine and its options) are above
+# all.
 ROOMS = ("device", "kernels", "weights", "cache", "model", "step", "prefill", "text", "generate")
 
 

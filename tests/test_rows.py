@@ -1,5 +1,5 @@
-"""Several rows in one native step: each gets the bits that it gets alone, by any number of rows and
-threads, at every level; and nothing of it depends on a clock."""
+"""Several rows in one native step: each gets the bits that it gets alone, for any number of rows
+and threads, at every level; and nothing depends on a clock."""
 
 import dataclasses
 import os
@@ -29,7 +29,7 @@ MODES = ("dense", "exact", "predicted")
 # Against float64. f16: the cache of keys; blocks: x in 16 bits.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 CONTEXT = 300
-# No whole number of groups of neurons, tiles of rows, or fours of blocks.
+# Not whole groups of neurons, tiles of rows, or fours of blocks.
 SHAPE = make_shape(width=96, num_neurons=200, num_heads=6, vocab_size=90, context_length=CONTEXT)
 SUPER_SHAPE = make_shape(width=256, num_neurons=200, vocab_size=90, context_length=CONTEXT)
 IDS = np.random.default_rng(0).integers(0, 90, CONTEXT).tolist()

@@ -1,5 +1,5 @@
-"""The scripts for machines with a CUDA device, as far as they run without one: so that they work when
-there is one for once."""
+"""The scripts for machines with a CUDA device, as far as they run without one, so that they work
+once there is one."""
 
 import json
 import os
@@ -359,7 +359,7 @@ def test_no_part_of_a_file_is_without_tests():
 
 
 def empty_parts(names, parts):
-    """Those that no test's name belongs to, and "the rest" where there is none."""
+    """Parts that no test's name belongs to, and "the rest" if it is empty."""
     words = {part: part.split(" or ") for part in parts}
     empty = [p for p in parts if not any(word in name for word in words[p] for name in names)]
     every = [word for part in parts for word in words[part]]

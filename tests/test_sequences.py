@@ -1,5 +1,5 @@
-"""Several sequences in one engine: whatever is computed beside it, a sequence gets the bits that it gets
-alone; blocks of the cache are shared, copied and given back without one touching another."""
+"""Several sequences in one engine: whatever is computed beside it, a sequence gets the bits that it
+gets alone; blocks of the cache are shared, copied and freed without affecting each other."""
 
 import random
 
@@ -24,14 +24,14 @@ ROOM = 8
 
 
 class Alone:
-    """What each text gives by itself: logits behind its last token, computed once a text."""
+    """The result of each text by itself: logits after its last token, computed once per text."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """Behind every token."""
+        """After every token."""
         key = tuple(ids)
         if key not in self.known:
             self.known[key] = self.engine.logits(ids)
@@ -151,7 +151,7 @@ def test_a_tree_of_drafts(tmp_path):
 
 
 def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
-    """The path of observers, which takes one sequence after the other."""
+    """The path of observers, which runs one sequence after the other."""
     model = saved(tmp_path, shape=make_shape(context_length=128))
     with Engine.load(model.path, num_sequences=3) as engine:
         texts = [engine.sequence() for _ in range(3)]
@@ -184,7 +184,7 @@ def test_bytes_are_as_announced(tmp_path):
 
 @native
 def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
-    """At each layer's copy; the fork then goes on as if nothing had been."""
+    """At each layer's copy; the fork then continues as if nothing had happened."""
     model = model_of(tmp_path, "q8_0")
     with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
         root = engine.sequence()

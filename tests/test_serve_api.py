@@ -42,7 +42,7 @@ def client(served):
 
 
 def alone(engine, prompt, max_tokens=20, stops=(), **sampling):
-    """What the engine gives for a text by itself."""
+    """The engine's output for a text by itself."""
     ids = prompt if isinstance(prompt, list) else engine.codec.encode_rendered(prompt)
     options = GenerationOptions(max_tokens=max_tokens, stops=stops)
     tokens = engine.generate(ids, sampling=SamplingOptions(**sampling), options=options)

@@ -1,6 +1,6 @@
-"""What a request passes before it is read: the key, the host, CORS, sizes, and slow clients.
+"""Checks of a request before it is read: the key, the host, CORS, sizes, and slow clients.
 
-The application is called in this process, without a model: what these tests ask never gets there."""
+The application is called in this process, without a model: these tests never reach it."""
 
 import asyncio
 import base64
@@ -256,7 +256,7 @@ def served_by(app):
 
 
 def closed_after(port, pieces, wait=0.1):
-    """What comes of pieces sent slowly, until the server closes."""
+    """Output after sending pieces slowly, until the server closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         found = b""
         try:
@@ -302,7 +302,7 @@ def test_a_head_of_any_size_is_no_request(listening):
 
 @pytest.mark.parametrize("is_announced", [True, False])
 def test_a_client_that_sends_too_much_reads_why(is_announced):
-    """It sends all of it before it reads: more than what sockets hold."""
+    """It sends everything before it reads: more than sockets hold."""
     length = f"Content-Length: {12 << 20}" if is_announced else "Transfer-Encoding: chunked"
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += "Content-Type: application/json\r\n"

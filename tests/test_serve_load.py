@@ -361,7 +361,7 @@ def test_a_server_ends_and_another_takes_its_port(tiny, tmp_path):
 
 
 async def end_under_load(server: ServerProcess) -> float:
-    """Answers under way are finished, new ones refused, what takes too long is told so.
+    """Running answers are finished, new requests refused, answers that take too long reported.
 
     Returns when the signal was sent, by time.monotonic."""
     port = server.port

@@ -1,6 +1,6 @@
-"""What the server's process takes of main memory: what is announced, and nothing for each text.
+"""Main memory of the server's process: what is announced, and nothing per text.
 
-Python's collector is off where something has to be freed without it."""
+Python's cycle collector is off where memory must be freed without it."""
 
 import asyncio
 import gc
@@ -59,7 +59,7 @@ def test_a_text_that_is_over_is_freed_at_once(model, is_cancelled):
 
 
 async def asked(engine, *, is_cancelled):
-    """Weak references to what a request was answered with."""
+    """Weak references to the objects of a request's answer."""
     batches = []
     limits = Limits(parallel=2, queue=2)
     scheduler = Scheduler(engine, Shelf(engine, 2), limits, batches.append)

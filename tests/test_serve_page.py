@@ -292,5 +292,5 @@ def test_the_server_itself(browser, tmp_path):
             "fetch(address('')).then(r => r.headers.get('content-security-policy'))"
         )
         assert policy == page_policy(PAGE.read_text())
-        # Answers are under nobody's eyes but this page's: nothing was asked of another machine.
+        # The page sends nothing to another machine.
         assert not [line for line in browser.said if "status of 400" not in line]

@@ -1,4 +1,4 @@
-"""What the server refuses, and by which field: values that would change an answer in silence."""
+"""The server's refusals, and the field each names: values that would silently change an answer."""
 
 import pytest
 from serving import SAID, TOOL, Served, save_model

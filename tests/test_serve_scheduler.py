@@ -1,5 +1,5 @@
-"""Continuous batching: whatever joins, leaves or fails beside it, a text is the one that it is alone;
-places and queue are bounded, order is fair, and beginnings are shared."""
+"""Continuous batching: whatever joins, leaves or fails beside it, a text is the one that it is
+alone; places and queue are bounded, order is fair, and prefixes are shared."""
 
 import random
 import threading
@@ -33,7 +33,7 @@ SAMPLINGS = (
 
 class Bench:
     """An engine of several sequences under a scheduler that is stepped by hand, and one of a single
-    sequence, which says what each text is alone."""
+    sequence, which gives each text alone."""
 
     def __init__(self, model, *, parallel=PARALLEL, kept=KEPT, queue=64):
         self.engine = Engine.load(model, context_length=CONTEXT, num_sequences=parallel + kept)
@@ -103,7 +103,7 @@ def bench(model):
 
 
 def prompts_of(chance, count):
-    """Texts of 1 to 250 tokens, many of which begin alike."""
+    """Texts of 1 to 250 tokens, many with common prefixes."""
     stems = [[chance.randrange(256) for _ in range(length)] for length in (30, 90, 200)]
     found = []
     for _ in range(count):
@@ -281,7 +281,7 @@ def test_beginnings_are_shared(bench):
 
 
 def test_what_is_kept_is_kept_once(bench):
-    """A text that is the beginning of another adds nothing."""
+    """A text that is the prefix of another adds nothing."""
     stem = list(range(100))
     for key, tail in enumerate(([7] * 40, [], [7] * 20, [8])):
         bench.submit(key, [*stem, *tail], max_tokens=1)
@@ -291,7 +291,7 @@ def test_what_is_kept_is_kept_once(bench):
 
 
 def test_texts_that_come_together_share_their_beginning(bench):
-    """The second waits until the first has read what both begin with."""
+    """The second waits until the first has read their common prefix."""
     stem = list(range(200))
     for key in range(3):
         bench.submit(key, [*stem, key])

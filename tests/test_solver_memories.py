@@ -1,4 +1,4 @@
-"""Memories that are too small: what is named works, and one byte less does not."""
+"""Memories that are too small: the sizes named in the error work, and one byte less does not."""
 
 import re
 from dataclasses import replace
@@ -129,7 +129,7 @@ def refused_inputs(seed: int, tmp_path) -> Inputs:
 
 
 def check_named(inputs: Inputs, max_loss: float | None) -> int:
-    """How many memories the refusal names; each is tried, and one byte less."""
+    """The number of memories that the refusal names; each is tried, and one byte less."""
     error = refusal_of(inputs, max_loss)
     assert error is not None
     smallest, named = error.smallest, 0

@@ -1,4 +1,4 @@
-"""Where convert's weights come from: pickled state dicts, and the hub's cache.
+"""The sources of convert's weights: pickled state dicts, and the hub's cache.
 
 Oracle: torch.load, and the same weights as safetensors."""
 
@@ -54,7 +54,7 @@ def pickled(source: Path, folder: Path, num_shards: int = 1, **options) -> Path:
 
 
 def assert_same(path: Path, want: dict[str, Tensor] | None = None) -> None:
-    """What is read equals `want`, by default what torch.load reads."""
+    """Asserts that the weights read equal `want`, by default torch.load's."""
     want = want or torch.load(
         path, weights_only=False
     )  # made here; weights_only knows no protocol 4

@@ -1,6 +1,6 @@
-"""Training to be sparse: the loss, the limits, the schedule, and what a run leaves behind.
+"""Training to be sparse: the loss, the limits, the schedule, and the files of a run.
 
-Models are tiny and random; what a real one gains is measured by benchmarks/sparsify.py."""
+Models are tiny and random; benchmarks/sparsify.py measures a real one."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_training_brings_the_model_back_to_its_dense_self(config):
 
 
 def interrupted_after(num_steps: int):
-    """To be told of tokens: interrupts the process after so many steps."""
+    """A progress callback that interrupts the process after this many steps."""
     told = []
 
     def on_tokens(count: float) -> None:

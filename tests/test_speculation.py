@@ -83,7 +83,7 @@ class Eager:
 
 
 class Prophet:
-    """Knows the text; tells it, or something else."""
+    """Knows the text; guesses it, or something else."""
 
     def __init__(self, text: list[int], lie, seed: int = 0) -> None:
         self.text, self.lie, self.chance = text, lie, random.Random(seed)

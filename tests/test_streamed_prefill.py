@@ -1,6 +1,6 @@
-"""Cold weights brought to a GPU for a prompt: the same values as on the CPU, and no order of copies
-and products that the events allow changes any of them. The GPU is the CPU here, with streams that
-run what they are given late."""
+"""Cold weights streamed to a GPU for a prompt: the same values as on the CPU, and no order of
+copies and products that the events allow changes any of them. The GPU is the CPU here, with streams
+that run late."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ PATTERNS = {
 
 
 def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1):
-    """Lets an engine with both roles on the CPU bring its cold neurons from one to the other."""
+    """Makes an engine with both roles on the CPU stream its cold neurons from one to the other."""
     weights = engine._live.weights
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     blocks = cold_blocks(weights, placement, CPU)
@@ -70,7 +70,7 @@ def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1)
 
 
 def counted(stream):
-    """Counts the pieces that are brought, in a list."""
+    """Counts the streamed pieces, in a list."""
     pieces, was = [], stream._start
 
     def start(number):
@@ -212,7 +212,7 @@ def late_streams(device):
 
 
 def neurons(count, seed, *, is_together):
-    """A block in memory, gate, up and down of a neuron side by side or apart; and its f64 values."""
+    """A block in memory, gate, up and down of a neuron interleaved or apart; and its f64 values."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.randn(count, 3, D, generator=generator)
     parts = [whole[:, i] if is_together else whole[:, i].clone() for i in range(3)]

@@ -1,4 +1,5 @@
-"""What is installed is what is pinned and listed; what is built holds what it should, and no more."""
+"""Installed packages are those pinned and listed; built archives hold what they should, and no
+more."""
 
 import ast
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from dependencies import EXTRAS, ROOT, closure, constraint_lines, pins, table_lines, version_of
 
-# A licence that asks for more than naming it would be a decision, not an update.
+# A licence that asks for more than attribution would be a decision, not an update.
 ALLOWED = {
     "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause",
     "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib",
@@ -44,7 +45,8 @@ def test_every_package_is_listed_with_its_licence():
 
 
 def test_what_is_imported_is_required():
-    """Every foreign module that our packages import is of a package that pyproject.toml names."""
+    """Every foreign module that our packages import belongs to a package that pyproject.toml
+    names."""
     modules = {"yaml": "pyyaml", "google": "protobuf", "prometheus_client": "prometheus-client"}
     required = {name.split(">")[0].split("[")[0].replace("_", "-") for name in requirements()}
     ours = {"sparkinfer"}

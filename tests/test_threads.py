@@ -1,4 +1,4 @@
-"""How many threads are taken, and that a count that cannot be is refused."""
+"""The number of threads, and the refusal of impossible counts."""
 
 import os
 import subprocess

@@ -43,7 +43,7 @@ def random_matrix(kind: str) -> tuple[Matrix, torch.Tensor]:
 
 
 def is_right(got, left, right, eps) -> bool:
-    """Whether got is left @ right for factors and sums rounded by eps (f32: each of n terms)."""
+    """True if got is left @ right for factors and sums rounded by eps (f32: each of n terms)."""
     bound = eps * (left.abs().double() @ right.abs())
     return bool(((got.double() - left.double() @ right).abs() <= bound).all())
 
@@ -107,7 +107,7 @@ def model_path(request, tmp_path_factory):
 @pytest.mark.parametrize("num_tokens", [2, 3, 40, 513])
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_parts_and_chosen_rows_give_what_all_rows_give(model_path, mode, num_tokens, monkeypatch):
-    """Watched, all rows of all neurons are computed at once, in passes of 128 tokens."""
+    """Observed, all rows of all neurons are computed at once, in passes of 128 tokens."""
     monkeypatch.setattr(feed_forward, "part_neurons", lambda width, num_tokens: 1024)
     ids = np.arange(num_tokens) % 50
     with Engine.load(model_path, mode=mode, device="cpu") as engine:

@@ -1,4 +1,4 @@
-"""However a command ends, it is one line, the right exit code, and no traceback."""
+"""However a command ends, it prints one line, has the right exit code, and no traceback."""
 
 import os
 import signal
@@ -144,8 +144,8 @@ def test_a_full_stderr_is_no_reason_for_another_error(tmp_path):
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Whoever began the tests may have them ignore signals (nohup, `&` of a script), and processes
-    inherit that."""
+    """Whoever started the tests may have them ignore signals (nohup, `&` of a script), which
+    processes inherit."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, found in before.items():

@@ -1,5 +1,5 @@
-"""The comparison of a written file with its source: right files pass for every type by a wide
-margin, and files that are wrong by a little do not.
+"""The comparison of a written file with its source: right files of every type pass by a wide
+margin, and slightly wrong files do not.
 
 Oracle: transformers."""
 
@@ -19,7 +19,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.verify import BOUND, Verification, verify
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-# What right files of all families and types are apart from transformers, measured: 7e-7 at most.
+# The largest difference of right files of all families and types from transformers, measured: 7e-7.
 MARGIN = 20
 
 
@@ -60,7 +60,7 @@ def changed(**changes):
     return lambda plan: dataclasses.replace(plan, **changes)
 
 
-# By what is wrong: a checkpoint, and what a family has misread of it.
+# By the error: a checkpoint, and a family's misreading of it.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
     "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_linear_factor=1.0)),
@@ -86,7 +86,7 @@ def test_a_graph_that_is_wrong_by_a_little_is_refused(tmp_path, monkeypatch, wro
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-# Nothing of these is a part of what is computed, and transformers refuses them in its own ways.
+# None of these is part of the computation, and transformers refuses them in its own ways.
 ODD = [
     {"model_type": ["llama"]}, {"model_type": "unheard of"},
     {"use_cache": "maybe"}, {"pad_token_id": 99999}, {"max_position_embeddings": 64.0},

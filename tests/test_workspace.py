@@ -1,4 +1,4 @@
-"""What the runtime really allocates, against the bytes that a plan itemises."""
+"""The runtime's real allocations, against a plan's itemised bytes."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def planned(request, tmp_path_factory):
 
 
 def allocated(run) -> int:
-    """Bytes that torch took and still holds; what is mapped from a file is not among them."""
+    """Bytes that torch took and still holds; mapped files are not among them."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = run()
     events = profiled.profiler.kineto_results.events()
@@ -57,7 +57,7 @@ def allocated(run) -> int:
 
 
 def spanned_bytes(matrices) -> int:
-    """Of memory that matrices lie in, each byte once: between the rows of one lie the others'."""
+    """Bytes of memory that matrices lie in, each once: interleaved matrices share their span."""
     spans = sorted(
         (m.data.data_ptr(), m.data.data_ptr() + (m.num_rows - 1) * m.stride_bytes + m.row_bytes)
         for m in matrices

@@ -77,7 +77,7 @@ def test_pieces_make_the_same_file(tmp_path, monkeypatch, piece_values):
 
 
 def test_a_large_tensor_is_never_whole(tmp_path):
-    """64 MiB of rows in pieces; what is asked for and not yet written stays a few pieces."""
+    """64 MiB of rows in pieces; only a few pieces are requested and not yet written."""
     asked, written, most = [], [], []
 
     def read_rows(start, stop):

@@ -1,10 +1,11 @@
-"""Two processes that write one artifact at the same time, many times.
+"""Two processes write one artifact at the same time, many times.
 
     python tests/two_writers.py [--rounds N] [--kind KIND]
 
-A round begins two processes at once, each with content of its own. Afterwards the name has one whole
-artifact, the one or the other, nothing lies beside it, and neither process had an error. The last
-line on stdout has the counts by kind: how often which of the two came second, and so is there."""
+A round starts two processes at once, each with its own content. Afterwards the name has one whole
+artifact, the one or the other, nothing is left beside it, and neither process had an error. The
+last line on stdout has the counts by kind: how often which of the two came second, and so is
+there."""
 
 import argparse
 import json
@@ -91,7 +92,7 @@ def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
 
 
 def _together(write: Callable[[int], None]) -> None:
-    """In two processes, which a closed pipe lets go."""
+    """In two processes, which a closed pipe releases."""
     gate, opener = os.pipe()
     children = [_begin(write, value, gate, opener) for value in (1, 2)]
     os.close(gate)

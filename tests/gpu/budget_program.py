@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which says what it took: for test_memory.
+"""Runs an engine in a separate process and reports its memory: for test_memory.
 
 python budget_program.py MODEL SPLIT"""
 

@@ -1,7 +1,7 @@
 """Tests of the runtime on a CUDA device: `make test-gpu`. They fail, rather than skip, without one.
 
-`--device cpu` runs those that compare numbers with both roles on the CPU: to see that the tests
-themselves still work."""
+`--device cpu` runs those that compare numbers with both roles on the CPU, to check the tests
+themselves."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def device(request):
 
 @pytest.fixture
 def cuda(request):
-    """For what only CUDA has."""
+    """For tests that need CUDA."""
     if request.config.getoption("--device") == "cpu":
         pytest.skip("only a CUDA device has this")
     assert torch.cuda.is_available(), "no CUDA device here"
@@ -44,7 +44,7 @@ def long_model(tmp_path):
 
 @pytest.fixture
 def large_model(tmp_path):
-    """200 MB of weights: with less a budget means nothing to torch's allocator."""
+    """200 MB of weights: torch's allocator cannot enforce a budget for less."""
     shape = make_shape(
         num_layers=6, width=1024, num_neurons=4096, num_heads=8, num_kv_heads=8, vocab_size=512,
         context_length=256,

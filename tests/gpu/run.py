@@ -1,11 +1,10 @@
-"""Runs the tests that need a CUDA device, a process for each file and several at a time, and says at
-last in a short table what came of each. Exits with 1 unless all of them ran and none failed.
+"""Runs the tests that need a CUDA device, one process per file and several at a time, and prints a
+short table of results. Exits with 1 unless all of them ran and none failed.
 
     python tests/gpu/run.py [--output build/test-gpu] [--minutes 5] [--processes 4]
 
 Compiling kernels takes most of the time and one core, hence the processes. FOLDER/test-gpu.json and
-a log for each file are written as it goes, so that a run that is cut off leaves what it found.
-What this program does not know: what is tested."""
+a log for each file are written as it goes, so that an interrupted run leaves its results."""
 
 import argparse
 import json
@@ -28,15 +27,15 @@ from gpu_ready import PACKAGES, reason  # noqa: E402
 OUTCOME = re.compile(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 WHY = re.compile(r"^(?:FAILED|ERROR|SKIPPED) .*", re.MULTILINE)
 ALONE = ("test_memory",)  # fills the card: runs when the others are done
-SLOW = ("test_sanitizer",)  # runs first; may not work on a machine, or not come to an end
-# Files of many tests, in parts that compile different kernels: by words of the tests' names. Each
-# has one part more, of all other tests.
+SLOW = ("test_sanitizer",)  # runs first; may not work on a machine, or not finish
+# Files of many tests, in parts that compile different kernels: by words in the tests' names. Each
+# has one more part, of all other tests.
 PARTS = {
     "test_step": ("f32 or q8_0", "f16", "q4_0 or q4_k", "q5_k or q6_k"),
     "test_gpu_kernels": ("dot or embed or unpack",),
     "test_gpu_neurons": ("gate", "down"),
 }
-SLOW_SHARE = 0.6  # of the time, after which what is slow makes way for what runs alone
+SLOW_SHARE = 0.6  # of the time, after which slow jobs make way for those that run alone
 MOST_PROCESSES = 8
 MOST_LINES = 20
 
@@ -68,7 +67,7 @@ class Job:
 class Runner:
     def __init__(self, jobs: list[Job], folder: Path, seconds: float, processes: int) -> None:
         self.jobs, self.folder, self.processes = jobs, folder, processes
-        # Of torch's, which wait for each other in a busy loop, each process gets its share.
+        # torch's threads wait for each other in a busy loop, so each process gets its share.
         self.threads = str(max(1, (os.cpu_count() or 1) // processes))
         self.began, self.seconds = time.monotonic(), seconds
         self.running: dict[str, subprocess.Popen[bytes]] = {}
@@ -97,7 +96,7 @@ class Runner:
         return any(job.state in ("waiting", "running") for job in self.jobs)
 
     def _make_way(self) -> None:
-        """Ends what is slow where it alone keeps others waiting, while there is time for these."""
+        """Ends slow jobs if they alone keep others waiting, while there is time for these."""
         is_alone_next = not any(job.state == "waiting" and not job.is_alone for job in self.jobs)
         is_waited_for = any(job.state == "waiting" for job in self.jobs)
         if is_alone_next and is_waited_for and self.passed > SLOW_SHARE * self.seconds:
@@ -106,7 +105,7 @@ class Runner:
                     self._stop(job)
 
     def _next(self) -> Job | None:
-        """What may start now: one that runs alone only when nothing else is left to run."""
+        """The job that may start now: one that runs alone only when nothing else is left to run."""
         waiting = [job for job in self.jobs if job.state == "waiting"]
         together = [job for job in waiting if not job.is_alone]
         limit = self.processes if together else 1
@@ -144,7 +143,7 @@ class Runner:
         self.save()
 
     def _stop(self, job: Job) -> None:
-        """With the programs that it started; nothing, where it has come to its end."""
+        """Stops the job with the programs it started; a no-op if it has ended."""
         process = self.running.pop(job.name, None)
         if process is not None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""What a process reserves on a GPU is within its budget, and a full card is told in one line."""
+"""A process's reserved memory on a GPU is within its budget, and a full card gives a one-line
+error."""
 
 import dataclasses
 import json
@@ -13,7 +14,7 @@ from test_runtime import make_split
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).with_name("budget_program.py")
 MIB = 1 << 20
-# Takes all but so many bytes of the card, says so, and holds it until it is told to end.
+# Takes all of the card but this many bytes, reports it, and holds it until stdin closes.
 HOG = """
 import sys, torch
 held, left = [], int(sys.argv[1])
@@ -25,7 +26,7 @@ sys.stdin.read()
 
 
 def run(model, split):
-    """What the program says; of a failure, all that it printed."""
+    """The program's output; on failure, everything it printed."""
     done = subprocess.run(
         [sys.executable, PROGRAM, model.path, split], capture_output=True, text=True, timeout=180
     )
@@ -57,8 +58,8 @@ def test_a_full_card_is_told_in_one_line(tmp_path, cuda, large_model):
     hot = [np.arange(4096, dtype=np.int32)] * 6
     split, _ = plan(tmp_path, large_model, hot, more_bytes=64 * MIB)
     (report,) = run(large_model, split)["reports"]
-    # Room for all that the program that follows has outside of torch, part of which it takes after
-    # its weights; but for those (200 MB) there is too little with that part, too.
+    # Room for everything that the program has outside torch, part of which it takes after its
+    # weights; but with the weights (200 MB) there is too little even for that part.
     left = report["outside"] + 16 * MIB
     hog = subprocess.Popen(
         [sys.executable, "-c", HOG, str(left)],

@@ -1,4 +1,4 @@
-"""Prompts whose cold weights are brought to the GPU, against the CPU computing them."""
+"""Prompts whose cold weights are streamed to the GPU, against the CPU computing them."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ BOUND = 4 * torch.finfo(torch.float16).eps
 def test_it_makes_no_difference_who_computes_cold_neurons(
     tmp_path, cuda, large_model, some_neurons, mode
 ):
-    """250 tokens are two passes: what is brought for one is brought again for the next."""
+    """250 tokens are two passes: neurons streamed for one are streamed again for the next."""
     split = make_split(large_model, some_neurons, context_length=256)
     split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + (256 << 20))
     split.save(tmp_path / "s.gguf")

@@ -1,8 +1,8 @@
 """The kernels under NVIDIA's compute-sanitizer, where it works: reads out of bounds, and races.
 
-It slows kernels a hundredfold, so a few of the kernels' tests run under it, by SELECTION. Where the
-tool is not there, or does not work on this machine (it needs the driver's debugging interface),
-the test is skipped with the reason, which `run.py` repeats in its table."""
+It slows kernels a hundredfold, so a few of the kernels' tests run under it, by SELECTION. If the
+tool is missing, or does not work on this machine (it needs the driver's debugging interface), the
+test is skipped with the reason, which `run.py` repeats in its table."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def sanitized(*arguments, tool="memcheck"):
     try:
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
-            # Each tensor an allocation of its own, or what lies behind it would be torch's too.
+            # Each tensor has its own allocation, or memory past its end would be torch's too.
             env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -48,7 +48,7 @@ def sanitized(*arguments, tool="memcheck"):
 
 @pytest.fixture(scope="module")
 def working(tmp_path_factory):
-    """Skips unless the tool passes what is right and finds what is wrong here."""
+    """Skips unless the tool passes a right program and finds the errors of a wrong one here."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("no compute-sanitizer on the PATH")
     bad = tmp_path_factory.mktemp("bad") / "bad.py"  # Triton reads a kernel's source from its file

@@ -1,5 +1,6 @@
 """Logits of an engine on a device against those of the CPU alone: for every division of a model
-between both, type of weights, mode and graph of layers; and a graph's tokens against the plain path.
+between both, type of weights, mode and graph of layers; and a graph's tokens against the plain
+path.
 
 The CPU's logits are compared with a decoder in float64 elsewhere (test_runtime, test_families)."""
 
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.gpu
 L, F = 4, 96  # as in PLANS
 MODES = ("dense", "exact", "predicted")
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
-# A step computes in f32; its keys and values are f16, of which a sum in another order may be one
-# off. A prompt's products take both factors in 16 bits, in which rounding one is half of eps.
+# A step computes in f32; its keys and values are f16, which a sum in another order may change by
+# one unit. A prompt's products take both factors in 16 bits, in which rounding one is half of eps.
 STEP_BOUND = 2 * torch.finfo(torch.float16).eps
 PROMPT_BOUNDS = {kind: 4 * torch.finfo(torch.float16).eps for kind in KINDS}
 PROMPT_BOUNDS["bf16"] = 4 * torch.finfo(torch.bfloat16).eps
@@ -32,7 +33,8 @@ ONE_GPU = [name for name in PLANS if "two GPUs" not in name]
 
 
 def random_file(tmp_path, kind, *, is_tied=False, rank=8):
-    """A model whose predictors' scores are seldom near zero, so that rounding names no others."""
+    """A model whose predictors' scores are seldom near zero, so that rounding selects no other
+    neurons."""
     width = 256 if kind.endswith("_k") else 64
     shape = make_shape(num_layers=L, num_neurons=F, width=width)
     model = make_model(shape=shape, kind=kind, is_tied=is_tied, predictor_rank=rank)
@@ -54,12 +56,12 @@ def planned(tmp_path, model, name):
 
 
 def stepped(engine, ids=IDS):
-    """Logits behind each token, taken one at a time."""
+    """Logits after each token, one at a time."""
     return torch.stack([engine._step(token, i).clone() for i, token in enumerate(ids)])
 
 
 def both(path, mode, device, split=None, **options):
-    """(of a prompt, of steps) on the CPU alone, and the same by the split on the device."""
+    """(of a prompt, of steps) on the CPU alone, and the same with the split on the device."""
     length = {} if split else {"context_length": 32}
     with Engine.load(path, mode=mode, device="cpu", context_length=32) as engine:
         want = engine.logits(IDS), stepped(engine)
@@ -113,7 +115,7 @@ def test_every_graph_of_layers(tmp_path, device, case, outtype):
 
 
 def test_the_bounds_reject_a_few_neurons_left_out(tmp_path, device):
-    """Predicted logits differ from dense ones by what the predictors leave out."""
+    """Predicted logits differ from dense ones by the neurons that the predictors leave out."""
     model = random_file(tmp_path, "f16")
     split = planned(tmp_path, model, "random")
     (prompt, steps), _ = both(model.path, "dense", device, split)
@@ -123,8 +125,8 @@ def test_the_bounds_reject_a_few_neurons_left_out(tmp_path, device):
 
 
 def leave_prompts_to_the_cpu(engine):
-    """From how many tokens on cold weights are brought is measured, and a prompt's bits depend on
-    it: two engines would differ by chance."""
+    """Disables streaming: the number of tokens from which cold weights are streamed is measured,
+    and a prompt's bits depend on it, so two engines would differ by chance."""
     for layer in engine.layers:
         if layer.ffn.cold is not None:
             layer.ffn.cold.least_tokens = 1 << 30

@@ -1,4 +1,5 @@
-"""llama.cpp as an oracle: `make test-llamacpp` builds it into build/llamacpp-venv and comes here."""
+"""llama.cpp as an oracle: `make test-llamacpp` builds it into build/llamacpp-venv and runs these
+tests."""
 
 import json
 import subprocess
@@ -13,7 +14,7 @@ PYTHON = ROOT / "build/llamacpp-venv/bin/python"
 
 @pytest.fixture(scope="session")
 def llama_cpp() -> Callable[..., dict]:
-    """Asks oracle.py: llama_cpp("tokenize", model=..., ...) gives its answer."""
+    """Asks oracle.py: llama_cpp("tokenize", model=..., ...) returns its answer."""
     assert PYTHON.exists(), "llama.cpp is not built; run make test-llamacpp"
 
     def ask(action: str, **request: object) -> dict:

@@ -1,7 +1,6 @@
-"""llama.cpp answering one question; run by the Python of build/llamacpp-venv.
+"""Asks llama.cpp one question; run by the Python of build/llamacpp-venv.
 
-A JSON object on stdin ({"do": ..., ...}), one on stdout. Logits go to a .npy file. What this
-program does not know: sparkinfer."""
+A JSON object on stdin ({"do": ..., ...}), one on stdout. Logits go to a .npy file."""
 
 import ctypes
 import json
@@ -29,7 +28,7 @@ def about() -> dict:
 
 
 def why_not(model: str) -> dict:
-    """Whether it loads, and what llama.cpp says about it."""
+    """Whether it loads, and llama.cpp's message about it."""
     loaded = load(model) is not None
     return {"loaded": loaded, "log": "".join(LOG)}
 
@@ -49,14 +48,15 @@ def encode(vocab, line: str, add_special: bool, parse_special: bool) -> list[int
 
 
 def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str) -> dict:
-    """`count` tokens, each the likeliest, and the logits [count, V] that each was taken from."""
+    """`count` tokens, each the most probable, and the logits [count, V] that each was taken
+    from."""
     params = llama.llama_context_default_params()
     params.n_ctx = len(prompt) + count
     params.n_threads = params.n_threads_batch = 1
     params.type_k = params.type_v = {"f32": llama.GGML_TYPE_F32, "f16": llama.GGML_TYPE_F16}[
         kv_kind
     ]
-    params.flash_attn_type = 0  # none: it would compute f32 caches in f16
+    params.flash_attn_type = 0  # off: it would compute f32 caches in f16
     loaded = load(model)
     context = llama.llama_init_from_model(loaded, params)
     size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(loaded))
@@ -74,7 +74,7 @@ def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str)
 
 
 def quantize(source: str, target: str, kind: str) -> dict:
-    """All matrices of one type, as `llama-quantize --pure` does; of a mixture, which ends in _m, as
+    """All matrices of one type, as `llama-quantize --pure` does; a mixture, which ends in _m, as
     without."""
     params = llama.llama_model_quantize_default_params()
     params.ftype = {

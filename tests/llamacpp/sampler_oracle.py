@@ -1,11 +1,10 @@
-"""llama.cpp's samplers on given logits; run by the Python of build/llamacpp-venv.
+"""Runs llama.cpp's samplers on given logits, in the Python of build/llamacpp-venv.
 
 A JSON object on stdin: `model` (for DRY's vocabulary), `inputs` (an .npz with one array of logits a
-case, by its number), `cases`, and `output`. A case has `chain`, a list of [name, arguments ...] with
-the arguments of llama_sampler_init_NAME, and `history`, tokens accepted before. Logits of two
-dimensions are steps of one chain, one after the other. What comes out, an .npz: for case I and
-step J `I.J.ids` and `I.J.p` after all samplers, and `I.J.selected`, the id drawn. What this program
-does not know: sparkinfer."""
+case, by its number), `cases`, and `output`. A case has `chain`, a list of [name, arguments ...]
+with the arguments of llama_sampler_init_NAME, and `history`, tokens accepted before. Logits of two
+dimensions are successive steps of one chain. The output is an .npz: for case I and step J `I.J.ids`
+and `I.J.p` after all samplers, and `I.J.selected`, the id drawn."""
 
 import ctypes
 import json

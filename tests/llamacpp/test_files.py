@@ -1,8 +1,8 @@
 """Our files in llama.cpp, and files that its quantiser wrote in our runtime: the same numbers.
 
-Both engines continue the same prompts greedily; the logits before every token are compared. Where
-llama.cpp rounds activations (to 16 bits for f16 matrices, to 8 for quantised ones, ours never),
-the two best tokens may be closer than that noise: such a step is *open*, and counted."""
+Both engines continue the same prompts greedily; the logits before every token are compared. If
+llama.cpp rounds activations (to 16 bits for f16 matrices, to 8 for quantised ones, ours never), the
+two best tokens may be closer than that noise: such a step is *open*, and counted."""
 
 import shutil
 import time
@@ -26,7 +26,7 @@ PROMPTS = [
     "for i in range(10):\n    print(i)\n", "The quick brown fox",
 ]  # fmt: skip
 NUM_TOKENS = 64
-# |ours - theirs| / |theirs|; measured: 5e-7, 3.3e-4, 2e-3, 8.3e-3, 1.1e-2 at most.
+# |ours - theirs| / |theirs|; measured maxima: 5e-7, 3.3e-4, 2e-3, 8.3e-3, 1.1e-2.
 BOUNDS = {"f32": 5e-6, "f16": 1e-3, "bf16": 5e-3, "q8_0": 2e-2, "q4_0": 3e-2}
 # K-quants: 1.2e-2 to 1.7e-2. Files that people download are mixtures of them.
 K_BOUNDS = {"q4_k_m": 3e-2, "q5_k_m": 3e-2, "q4_k": 3e-2, "q5_k": 3e-2, "q6_k": 3e-2}
@@ -45,7 +45,7 @@ class Continuation:
 
 @pytest.fixture(scope="session")
 def silu(tmp_path_factory) -> Path:
-    """The bundled checkpoint with SiLU for ReLU: its text is no sense, its numbers are sound."""
+    """The bundled checkpoint with SiLU for ReLU: its text is nonsense, its numbers are sound."""
     folder = tmp_path_factory.mktemp("silu") / "c"
     shutil.copytree(BUNDLED, folder)
     edit_config(folder, lambda values: values.update(hidden_act="silu"))
@@ -69,7 +69,7 @@ def stock(silu, tmp_path_factory):
 @pytest.fixture(scope="session")
 def quantised(stock, llama_cpp, tmp_path_factory):
     """quantised("q8_0"): our f32 file, quantised by llama.cpp; without our tokenizer key, so that
-    the text is tokenised by llama.cpp's keys."""
+    text is tokenised by llama.cpp's keys."""
     folder = tmp_path_factory.mktemp("quantised")
 
     def make(kind: str) -> Path:
@@ -111,10 +111,10 @@ def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None)
 
 
 def check(found: Continuation, bound: float) -> tuple[float, int, int]:
-    """(relative error of the logits, open steps, steps where the best token differs).
+    """(relative error of the logits, open steps, steps with different best tokens).
 
-    A step is decided where llama.cpp's two best logits are further apart than four times the
-    bound's share of the logits' root mean square."""
+    A step is decided if llama.cpp's two best logits are further apart than four times the bound's
+    share of the logits' root mean square."""
     error = rel_error(found.logits_ours, found.logits_theirs)
     assert error < bound, error
     best_TV = np.sort(found.logits_theirs, axis=1)

@@ -1,9 +1,9 @@
 """Our samplers and llama.cpp's give the same candidates and probabilities for the same logits.
 
-llama.cpp computes in float32 and leaves the order of equal logits open, so which of equal tokens
-stays is not compared where logits tie, but how many stay and with which probabilities. What it
-does with -inf is not compared for typical-p and Mirostat 1 (NaN there), nor for dynamic temperature
-and min_keep (it counts tokens that cannot come; we do not). +inf is NaN to it everywhere."""
+llama.cpp computes in float32 and leaves the order of equal logits open, so for ties the number of
+survivors and their probabilities are compared, not which of them survive. Its treatment of -inf is
+not compared for typical-p and Mirostat 1 (NaN there), nor for dynamic temperature and min_keep (it
+counts impossible tokens; we do not). It turns +inf into NaN everywhere."""
 
 from dataclasses import replace
 
@@ -128,7 +128,7 @@ def test_a_sampler_is_llama_cpps(tmp_path, name):
 
 
 def test_other_candidates_are_told_apart(tmp_path):
-    """The comparison itself: one candidate more, another temperature, another token."""
+    """The comparison itself rejects: one candidate more, another temperature, another token."""
     logits_V = np.linspace(-2, 3, 50, dtype=np.float32)
     same = Case([["top_k", 7]], options(top_k=7), logits_V)
     more = Case([["top_k", 7]], options(top_k=8), logits_V)
@@ -332,8 +332,9 @@ def random_options(draw: np.random.Generator) -> SamplingOptions:
 
 
 def test_any_chain_is_llama_cpps(tmp_path):
-    """Rows without ties and -inf. What leaves -inf there, or logits so far apart that float32 has
-    probabilities of 0, does not meet what counts these tokens or takes a logarithm of them."""
+    """Rows without ties and -inf. A sampler that leaves -inf there, or logits so far apart that
+    float32 has probabilities of 0, is not combined with one that counts these tokens or takes a
+    logarithm of them."""
     draw = np.random.default_rng(6)
     cases = []
     for number in range(NUM_CASES):
