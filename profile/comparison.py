@@ -30,6 +30,7 @@ BATCH = 128
 FEWEST_BATCHES = 8  # a text with fewer whole batches gets shorter ones
 LEAST_BATCHES = 4  # with fewer an interval is meaningless
 CONFIDENCE = 0.95
+HIGH = 0.99  # the reported quantile of the divergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,12 @@ class Compared:
     """One model against the dense one, in nats."""
 
     num_tokens: int
-    loss: float
-    dense_loss: float
+    loss: Estimate
+    dense_loss: Estimate
     loss_difference: Estimate
     divergence: Estimate
     divergence_p99: float
+    divergence_p99_interval: tuple[float, float] | None
     agreement: Estimate
 
 
@@ -89,11 +91,12 @@ class Comparison:
         divergence_T = torch.cat(self.divergence[number])
         return Compared(
             num_tokens=len(loss_T),
-            loss=loss_T.mean().item(),
-            dense_loss=dense_T.mean().item(),
+            loss=batch_mean(loss_T, self.lengths),
+            dense_loss=batch_mean(dense_T, self.lengths),
             loss_difference=batch_mean(loss_T - dense_T, self.lengths),
             divergence=batch_mean(divergence_T, self.lengths),
-            divergence_p99=divergence_T.quantile(0.99).item(),
+            divergence_p99=divergence_T.quantile(HIGH).item(),
+            divergence_p99_interval=quantile_interval(divergence_T, HIGH, self.lengths),
             agreement=batch_mean(torch.cat(self.agreed[number]), self.lengths),
         )
 
@@ -114,6 +117,20 @@ def batch_mean(value_T: Tensor, lengths: Sequence[int]) -> Estimate:
     return Estimate(mean=mean, half_width=student_t(freedom) * math.sqrt(variance))
 
 
+def quantile_interval(
+    value_T: Tensor, share: float, lengths: Sequence[int]
+) -> tuple[float, float] | None:
+    """A quantile: the share of values up to it has an interval as every mean has, whose ends are
+    read off the values (Woodruff 1952). None if the text is too short for the upper end."""
+    quantile = value_T.quantile(share)
+    half = batch_mean((value_T <= quantile).double(), lengths).half_width
+    if half is None or share + half >= 1:
+        return None
+    ends = torch.tensor([max(0.0, share - half), share + half], dtype=value_T.dtype)
+    low, high = value_T.quantile(ends).tolist()
+    return low, high
+
+
 def student_t(freedom: int) -> float:
     """The two-sided quantile of CONFIDENCE: the expansion in 1 / freedom about the normal one
     (Abramowitz and Stegun 26.7.5), 0.7 % too low at 3 degrees and 0.1 % at 5."""
@@ -125,6 +142,12 @@ def student_t(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def perplexity_of(loss: Estimate) -> Estimate:
+    """The exponential of a mean loss; infinite if that overflows a float."""
+    increase = increase_of(loss)
+    return Estimate(mean=1 + increase.mean, half_width=increase.half_width)
 
 
 def increase_of(difference: Estimate) -> Estimate:

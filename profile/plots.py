@@ -2,18 +2,21 @@
 
 Letters: L layers, F neurons."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file, require_file
-from sparkinfer.profile.report import FORMAT, VERSION, report_paths
+from sparkinfer.files import partial_file
+from sparkinfer.profile.layer_trainer import LayerQuality
+from sparkinfer.profile.report import report_paths
+from sparkinfer.profile.report_file import load_predictor_report
+from sparkinfer.profile.selection import Quality
 from sparkinfer.profile_file import Profile
 
-PICTURES = ("density.png", "firings.png", "recall.png")
+PICTURES = ("density.png", "firings.png", "predictors.png")
+OTHERS, CHOSEN = "#777f8a", "#c8452d"
 MAX_NAMED = 12  # layers in a legend
 
 
@@ -22,10 +25,10 @@ def draw(profile: Path, folder: Path) -> list[Path]:
     were trained, recall.png; returns their paths."""
     pyplot = load_pyplot()
     loaded = Profile.load(profile)
-    report = _read_report(report_paths(profile)[0], loaded)
+    quality_L = load_predictor_report(report_paths(profile)[0], loaded.model_id).quality_L
     figures = [_density(pyplot, loaded), _firings(pyplot, loaded)]
-    if report["quality_L"]:
-        figures.append(_recall(pyplot, report))
+    if quality_L:
+        figures.append(_predictors(pyplot, quality_L))
     paths = []
     for name, figure in zip(PICTURES, figures, strict=False):
         with partial_file(folder / name) as partial:
@@ -54,19 +57,38 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
     return figure
 
 
-def _recall(pyplot: Any, report: dict[str, Any]) -> Any:
-    """Every candidate of every layer; the chosen ones stand out."""
+def _predictors(pyplot: Any, quality_L: Sequence[LayerQuality]) -> Any:
+    """Every candidate of every layer, what a token reads with it against what it loses, on the text
+    that the choice was made on: left and low is good. The chosen ones stand out."""
     figure, axes = pyplot.subplots(layout="constrained")
-    for layer, quality in enumerate(report["quality_L"]):
-        points = sorted((q["num_bytes"], 100 * q["recall"]) for q in quality["candidates"])
-        (line,) = axes.plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=0.5,
-                            label=f"layer {layer}")  # fmt: skip
-        chosen = quality["chosen"]
-        axes.plot(chosen["num_bytes"], 100 * chosen["recall"], "s", color=line.get_color())
-    axes.set(xlabel="bytes of the predictor", ylabel="firings that are named, %",
-             title="Recall against bytes, each at its threshold")  # fmt: skip
-    _name_layers(axes, len(report["quality_L"]))
+    marks = {"low-rank": ("o", "low-rank"), "whole": ("s", "whole gate")}
+    chosen = [_chosen(quality) for quality in quality_L]
+    for form, (mark, name) in marks.items():
+        others = [q for quality in quality_L for q in quality.candidates if q.form == form]
+        taken = [q for q in chosen if q.form == form]
+        for points, style, label in (
+            ([q for q in others if not q.is_trained], {"markerfacecolor": "none"}, name),
+            ([q for q in others if q.is_trained], {}, f"{name}, trained"),
+            (taken, {"color": CHOSEN, "markersize": 8}, f"{name}, chosen"),
+        ):
+            if points:
+                axes.plot([q.bytes_per_token / 1024 for q in points],
+                          [100 * q.lost_norm for q in points], mark,
+                          **{"color": OTHERS, "markersize": 4, "label": label, **style})  # fmt: skip
+    axes.set(xlabel="KiB of a feed-forward layer that a token reads", ylabel="lost norm, %",
+             title="Predictors, each at its threshold")  # fmt: skip
+    axes.legend()
     return figure
+
+
+def _chosen(quality: LayerQuality) -> Quality:
+    """As it was when it was chosen: a candidate of the same form, on the same text as the others."""
+    chosen = quality.chosen
+    return next(
+        (q for q in quality.candidates if (q.name, q.is_trained, q.threshold)
+         == (chosen.name, chosen.is_trained, chosen.threshold)),
+        chosen,
+    )  # fmt: skip
 
 
 def _name_layers(axes: Any, num_layers: int) -> None:
@@ -74,22 +96,6 @@ def _name_layers(axes: Any, num_layers: int) -> None:
         axes.legend()
     else:
         axes.text(0.98, 0.02, f"{num_layers} layers", ha="right", transform=axes.transAxes)
-
-
-def _read_report(path: Path, profile: Profile) -> dict[str, Any]:
-    require_file(path, "report of a profile")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        head = (content["format"], content["version"], content["model_id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise SparkinferError(
-            f"{path}: not the report of a profile ({error}); profile again"
-        ) from error
-    if head != (FORMAT, VERSION, profile.model_id) or "quality_L" not in content:
-        raise SparkinferError(
-            f"{path}: not the report of a profile of model {profile.model_id[:12]}; profile again"
-        )
-    return content
 
 
 def load_pyplot() -> Any:

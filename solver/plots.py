@@ -12,11 +12,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from sparkinfer.files import partial_file
 from sparkinfer.profile_file import Profile
+from sparkinfer.sizes import format_bytes, unit_of
 from sparkinfer.solver.solve import SolveConfig
 from sparkinfer.solver.sweep import Sweep
 from sparkinfer.split_file import Split
 
-GIB = 1 << 30
 DPI = 120
 NUM_COLUMNS = 512  # at most, of ranks
 CPU_COLOUR = "#d9dde3"
@@ -28,7 +28,8 @@ def plot_sweep(found: Sweep, path: Path) -> None:
     """Plots tokens per second of the plan, the layer split and the limit over the budget."""
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     axes = figure.add_subplot()
-    budget = [point.budget_bytes / GIB for point in found.points]
+    unit_name, unit = unit_of(found.points[-1].budget_bytes)
+    budget = [point.budget_bytes / unit for point in found.points]
     curves = [
         ("limit: the plan's bytes at full bandwidth, both sides at once", "limit_s", GREY, ":"),
         ("sparkinfer's plan", "objective_s", BLUE, "-"),
@@ -40,17 +41,17 @@ def plot_sweep(found: Sweep, path: Path) -> None:
     axes.axhline(
         1 / found.cpu_only_s, color=RED, linewidth=0.8, label="sparkinfer on the CPU alone"
     )
-    if budget[0] < found.fits_from_bytes / GIB < budget[-1]:
+    if budget[0] < found.fits_from_bytes / unit < budget[-1]:
         axes.axvline(
-            found.fits_from_bytes / GIB, color="black", linewidth=0.8, linestyle=(0, (1, 3)),
-            label=f"everything fits from {found.fits_from_bytes / GIB:.1f} GiB on",
+            found.fits_from_bytes / unit, color="black", linewidth=0.8, linestyle=(0, (1, 3)),
+            label=f"everything fits from {format_bytes(found.fits_from_bytes)} on",
         )  # fmt: skip
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=budget[-1] > 4))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda speed, _: f"{speed:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("GPU memory granted (GiB)")
+    axes.set_xlabel(f"GPU memory granted ({unit_name})")
     axes.set_ylabel("predicted tokens a second (log scale)")
     axes.set_title(
         f"{found.model}, {found.mode}, {found.context_length:,} tokens of context\n"
@@ -93,7 +94,7 @@ def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None
     firings.set_xlabel("of the layer's firings (%)")
     firings.set_xlim(0, 100)
     names = ["on the CPU"]
-    names += [f"on GPU {k} ({limit / GIB:.3g} GiB)" for k, limit in enumerate(split.budgets)]
+    names += [f"on GPU {k} ({format_bytes(limit)})" for k, limit in enumerate(split.budgets)]
     handles = [Patch(color=colours(number), label=label) for number, label in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=9)
     head = f"GPU {split.home[-1] if split.home else 0}" if split.head_on_gpu else "the CPU"
@@ -112,11 +113,11 @@ def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
     return hot_L / np.maximum(1, count_LF.sum(axis=1))
 
 
-def device_of_ranks(split: Split, profile: Profile) -> np.ndarray:
+def device_of_ranks(split: Split, profile: Profile, num_columns: int = NUM_COLUMNS) -> np.ndarray:
     """The device of most neurons in a column of ranks: 0 for the CPU, k + 1 for GPU k; int [L,
     R]."""
     num_layers, num_neurons = profile.active_count_LF.shape
-    num_columns = min(NUM_COLUMNS, num_neurons)
+    num_columns = min(num_columns, num_neurons)
     column_F = np.arange(num_neurons) * num_columns // num_neurons
     sizes_R = np.bincount(column_F)
     device_LR = np.zeros((num_layers, num_columns), np.int64)

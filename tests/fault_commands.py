@@ -81,6 +81,12 @@ COMMANDS = (
         inputs=("silu", "t.txt"), outputs=("s.gguf", "trained"), state=("s.gguf.sparsify",),
     ),
     Command(
+        name="report",
+        arguments="report {in}/model.gguf --profile {in}/a.safetensors --machine {in}/machine.json"
+        " --split {in}/plan.gguf -o {out}/r.html",
+        inputs=("model.gguf", "a.safetensors", "machine.json", "plan.gguf"), outputs=("r.html",),
+    ),
+    Command(
         name="calibrate", arguments="calibrate -o {out}/machine.json",
         inputs=(), outputs=("machine.json",),
     ),
@@ -136,6 +142,7 @@ def prepare() -> None:
     import sparkinfer.profile.plots
     import sparkinfer.profile.run
     import sparkinfer.profile.verify
+    import sparkinfer.report.report
     import sparkinfer.runtime.generate.prompt_cache
     import sparkinfer.solver.plots
     import sparkinfer.sparsify.run

@@ -439,7 +439,7 @@ def test_a_heat_map_is_never_the_model(stage_files, capsys):
         [*profile, t, "-o", here / "y"],
         [*profile, t, "-o", here / "z", "--train-predictors", here],
         [*profile, here, "-o", t],  # one of the texts in a folder
-        [*profile, t, "-o", here / "recall.png", "--plots", here],
+        [*profile, t, "-o", here / "predictors.png", "--plots", here],
     ):
         assert main([str(argument) for argument in arguments]) == 1
         error = capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
     done = CliRunner().invoke(cli, list(map(str, words)), catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     names = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert names == {"density.png", "firings.png", "recall.png"}
+    assert names == {"density.png", "firings.png", "predictors.png"}
     assert all((tmp_path / "plots" / name).read_bytes().startswith(PNG) for name in names)
     assert "# Predictors" in (tmp_path / "p.report.md").read_text()
     other = tmp_path / "other"

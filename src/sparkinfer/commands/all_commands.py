@@ -12,12 +12,13 @@ import click
 from sparkinfer.commands.advise import advise
 from sparkinfer.commands.bench import bench
 from sparkinfer.commands.cache import cache
-from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.chat import chat
+from sparkinfer.commands.evaluate import evaluate
 from sparkinfer.commands.generate import generate
 from sparkinfer.commands.help_command import completion, help_command
 from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.commands.profile_command import profile
+from sparkinfer.commands.report import report
 from sparkinfer.commands.run import run as run_command
 from sparkinfer.commands.serve import serve
 from sparkinfer.commands.shared import (
@@ -25,17 +26,11 @@ from sparkinfer.commands.shared import (
     OUTPUT,
     FileCommand,
     Size,
-    device_option,
     finish,
     force_option,
     json_option,
-    let_threads_sleep,
     max_loss_option,
-    mean,
-    mode_option,
     say,
-    threads_option,
-    thresholds_option,
 )
 from sparkinfer.commands.sparsify import sparsify
 from sparkinfer.sizes import format_bytes
@@ -205,39 +200,8 @@ cli.add_command(serve)
 cli.add_command(bench)
 
 
-@cli.command("eval")
-@click.argument("model", type=FILE)
-@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
-              help="Text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
-@click.option("--split", type=FILE, help="The plan.")
-@click.option("--tokens", "max_tokens", default=16_384, show_default=True)
-@click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
-              help="Paragraphs as messages by the model's own template, or that one; what the"
-                   " template writes is not counted.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True)
-@cache_type_options
-@thresholds_option
-@mode_option
-@threads_option
-@device_option
-@json_option
-def evaluate(
-    model: Path, corpora: tuple[Path, ...], threads: int | None, as_json: bool, **options: Any
-) -> None:
-    """Compare a mode with the dense model: perplexity, divergence, agreement."""
-    let_threads_sleep()
-    from sparkinfer.profile.quality import EvalConfig
-    from sparkinfer.profile.quality import evaluate as run
-    from sparkinfer.progress import progress
-    from sparkinfer.runtime.kernels.threads import use_threads
-
-    use_threads(threads)
-    config = EvalConfig(model=model, corpora=corpora, **options)
-    with progress("evaluating", config.max_tokens, "tokens") as advance:
-        report = run(config, advance)
-    named = f", named {mean(report.named_share_L):.1%}" if report.named_share_L else ""
-    line = f"{report.mode}: {report.line}{named}, computed {mean(report.hidden_share_L):.1%} of the"
-    finish(report, as_json, [f"{line} neurons", "± is half of the 95 % confidence interval"])
+cli.add_command(evaluate)
+cli.add_command(report)
 
 
 @cli.command("inspect")

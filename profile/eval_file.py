@@ -1,0 +1,85 @@
+"""What `sparkinfer eval --json` printed, read again: a comparison of one mode with the dense model.
+
+What this module does not know: how anything was measured (quality)."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import cast, get_args
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_object
+from sparkinfer.mode_quality import RunMode
+from sparkinfer.profile.quality import EvalReport
+from sparkinfer.typed import Fields, shown
+
+FORMAT, VERSION = "sparkinfer.eval", 1
+_WHAT = "comparison (sparkinfer eval --json)"
+_NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
+
+
+def eval_content(report: EvalReport) -> dict[str, object]:
+    """The object that is printed."""
+    return {"format": FORMAT, "version": VERSION, **asdict(report)}
+
+
+def load_eval(path: Path) -> EvalReport:
+    """Raises SparkinferError for anything but a whole, finite comparison of this version."""
+    values = read_object(path, _WHAT)
+    if (values.get("format"), values.get("version")) != (FORMAT, VERSION):
+        raise SparkinferError(
+            f"{path}: format {shown(values.get('format'))}, version {shown(values.get('version'))};"
+            f" wanted a {_WHAT} of version {VERSION}"
+        )
+    try:
+        return _report(Fields(values, keys=_NAMES))
+    except SparkinferError as error:
+        raise SparkinferError(f"{path}: {error}; run sparkinfer eval --json again") from error
+
+
+def _report(read: Fields) -> EvalReport:
+    return EvalReport(
+        model_id=read.line("model_id"),
+        mode=cast(RunMode, read.choice("mode", get_args(RunMode))),
+        num_tokens=read.count("num_tokens", least=1),
+        perplexity=read.number("perplexity", least=1),
+        perplexity_own_half_width=_width(read, "perplexity_own_half_width"),
+        dense_perplexity=read.number("dense_perplexity", least=1),
+        dense_perplexity_half_width=_width(read, "dense_perplexity_half_width"),
+        perplexity_increase=read.number("perplexity_increase", above=-1),
+        perplexity_half_width=_width(read, "perplexity_half_width"),
+        kl_mean=read.number("kl_mean"),
+        kl_half_width=_width(read, "kl_half_width"),
+        kl_p99=read.number("kl_p99"),
+        kl_p99_interval=_interval(read, "kl_p99_interval"),
+        top1_agreement=_share(read, "top1_agreement"),
+        top1_half_width=_width(read, "top1_half_width"),
+        bytes_per_token=read.count("bytes_per_token"),
+        bytes_half_width=_width(read, "bytes_half_width"),
+        dense_bytes_per_token=read.count("dense_bytes_per_token", least=1),
+        named_share_L=tuple(read.numbers("named_share_L")),
+        named_half_width=_width(read, "named_half_width"),
+        hidden_share_L=tuple(read.numbers("hidden_share_L")),
+        hidden_half_width=_width(read, "hidden_half_width"),
+    )
+
+
+def _width(read: Fields, key: str) -> float | None:
+    if key in read.values and read.values[key] is None:
+        return None
+    return read.number(key, least=0)
+
+
+def _interval(read: Fields, key: str) -> tuple[float, float] | None:
+    if key in read.values and read.values[key] is None:
+        return None
+    ends = read.numbers(key)
+    if len(ends) != 2 or ends != sorted(ends):
+        raise SparkinferError(f"{key} is {shown(ends)}, wanted two ascending numbers")
+    return ends[0], ends[1]
+
+
+def _share(read: Fields, key: str) -> float:
+    share = read.number(key, least=0)
+    if share > 1:
+        raise SparkinferError(f"{key} is {shown(share)}, wanted a share from 0 to 1")
+    return share

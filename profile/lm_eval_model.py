@@ -1,0 +1,200 @@
+"""An engine as lm-eval asks for models: log-likelihoods of continuations, and texts that go on.
+
+Tokens, windows and truncation are those of lm-eval's own model for transformers, so that its
+numbers are comparable. Imports lm_eval: only where tasks are run. What this module does not know:
+tasks (tasks).
+
+Letters: T tokens, V vocabulary."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from sparkinfer.typed import shown
+
+MAX_TOKENS = 256  # where a task does not say; lm-eval's own
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+KNOWN = {*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+
+Scored = tuple[float, bool]  # log-likelihood, and whether a greedy text says the same
+
+
+class EngineModel(TemplateLM):
+    """`num_texts` prompts are continued together; `is_asked` once anything was computed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_texts: int = 1,
+        seed: int = 0,
+        on_requests: Callable[[float], None] = lambda count: None,
+    ) -> None:
+        super().__init__()
+        self.engine, self.num_texts, self.seed = engine, num_texts, seed
+        self.on_requests, self.is_asked = on_requests, False
+
+    @property
+    def eot_token_id(self) -> int:
+        ends = self.engine.codec.end_ids
+        return min(ends) if ends else self.prefix_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Stands where a text has nothing before it."""
+        codec = self.engine.codec
+        known = [codec.begin_id] if codec.begin_id is not None else sorted(codec.end_ids)
+        if not known:
+            raise SparkinferError(
+                f"{self.engine.model.path}: its tokenizer has no token that begins or ends a text,"
+                " so tasks cannot be asked; convert the checkpoint again"
+            )
+        return known[0]
+
+    @property
+    def max_length(self) -> int:
+        return self.engine.context_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.engine.model.model_id
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
+    ) -> list[int]:
+        """With the begin token where the tokenizer puts one, unless the text has it."""
+        codec = self.engine.codec
+        begins = add_special_tokens
+        if begins is None:
+            begin = codec.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+            begins = not (begin and string.startswith(begin))
+        return codec.encode(string) if begins and string else codec.encode_rendered(string)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Scored]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Of whole texts, in windows in which each token is predicted once."""
+        found = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length, context_len=1,
+            )  # fmt: skip
+            parts = [(("", ""), *make_disjoint_window(window)) for window in windows]
+            found.append(sum(score for score, _ in self._scores(parts)))
+            self.on_requests(1)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
+    ) -> list[Scored]:
+        return self._scores(requests, self.on_requests)
+
+    def _scores(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        on_requests: Callable[[float], None] = lambda count: None,
+    ) -> list[Scored]:
+        """In the order of the requests. They are computed in the order of their tokens: neighbours
+        then share the most, examples before a question and the question before its answers, and
+        what they share is computed once."""
+        self.is_asked = True
+        texts = [self._cut(context, more) for _, context, more in requests]
+        found: list[Scored | None] = [None] * len(texts)
+        order = sorted(range(len(texts)), key=lambda number: texts[number])
+        with self.engine.sequence() as place:
+            for number in order:
+                found[number] = _score(place, *texts[number])
+                on_requests(1)
+        return [score for score in found if score is not None]
+
+    def _cut(self, context: list[int], more: list[int]) -> tuple[list[int], list[int]]:
+        """The last tokens that fit; the last of them need not be computed."""
+        if not context or not 0 < len(more) <= self.max_length:
+            raise SparkinferError(
+                f"a continuation of {len(more)} tokens behind {len(context)}; wanted 1 to"
+                f" {self.max_length}, which is the context"
+            )
+        room = self.max_length + 1 - len(more)
+        return context[-room:], more
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """As many at a time as there is room for, and only those that are asked alike."""
+        self.is_asked = True
+        found = [""] * len(requests)
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        for numbers in alike.values():
+            for start in range(0, len(numbers), self.num_texts):
+                some = numbers[start : start + self.num_texts]
+                for number, text in zip(some, self._continue(requests, some), strict=True):
+                    found[number] = text
+                    self.on_requests(1)
+        return found
+
+    def _continue(self, requests: list[Any], numbers: Sequence[int]) -> list[str]:
+        sampling, options = options_of(requests[numbers[0]].args[1], self.seed)
+        room = self.max_length - options.max_tokens
+        if room < 1:
+            raise SparkinferError(
+                f"the task lets a text go on for {options.max_tokens} tokens, and the context is of"
+                f" {self.max_length}; there is no room for the question"
+            )
+        prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+        texts = [""] * len(prompts)
+        for number, token in self.engine.generate_many(prompts, sampling, options):
+            texts[number] += token.text
+        return texts
+
+
+def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
+    """Of `more` behind `context`. The place keeps what it has in common with the next."""
+    wanted = context + more[:-1]
+    same = 0
+    for ours, theirs in zip(place.ids, wanted, strict=False):
+        if ours != theirs:
+            break
+        same += 1
+    # The logits behind the context's last token are needed, and only those behind new tokens come.
+    place.rollback(min(same, len(context) - 1))
+    new = wanted[place.length :]
+    num_before = (
+        len(context) - 1 - place.length
+    )  # of the new tokens, those whose logits nobody reads
+    if num_before:
+        place.extend(new[:num_before], "none")
+    logits_TV = place.extend(new[num_before:], "all")
+    logprob_TV = logits_TV.double().log_softmax(dim=1)
+    more_T = torch.tensor(more)
+    score = logprob_TV.gather(1, more_T[:, None]).sum().item()
+    return score, bool((logprob_TV.argmax(dim=1) == more_T).all())
+
+
+def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, GenerationOptions]:
+    """A task's generation_kwargs in our words. Raises SparkinferError for those that we have not."""
+    unknown = sorted(set(asked) - KNOWN)
+    if unknown:
+        raise SparkinferError(
+            f"the task asks for {shown(unknown[0])} when it generates, which is not known here;"
+            f" known are {', '.join(sorted(KNOWN))}"
+        )
+    until = asked.get("until") or []
+    stops = (until,) if isinstance(until, str) else tuple(until)
+    limit = next((asked[name] for name in LIMITS if asked.get(name) is not None), MAX_TOKENS)
+    temperature = float(asked.get("temperature", 0.0) or 0.0)
+    is_greedy = asked.get("do_sample") is False or temperature <= 0
+    own = {name: asked[name] for name in ("top_k", "top_p", "min_p") if name in asked}
+    # What a task does not name is off: lm-eval's sampling is transformers', not llama.cpp's.
+    chosen = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **own}
+    sampling = SamplingOptions(temperature=0.0 if is_greedy else temperature, seed=seed, **chosen)
+    return sampling, GenerationOptions(max_tokens=int(limit), stops=tuple(s for s in stops if s))

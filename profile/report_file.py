@@ -1,0 +1,83 @@
+"""The part on predictors of the report that `profile` writes beside its output, read again.
+
+What this module does not know: how anything was measured, or the rest of the report (report).
+
+Letters: L layers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.json_file import read_object
+from sparkinfer.profile.layer_trainer import LayerQuality
+from sparkinfer.profile.report import FORMAT, VERSION
+from sparkinfer.profile.selection import Form, Quality
+from sparkinfer.typed import Fields, shown
+
+_WHAT = "report of a profile"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorReport:
+    """`quality_L` is () where no predictors were trained."""
+
+    model_id: str
+    quality_L: tuple[LayerQuality, ...]
+
+
+def load_predictor_report(path: Path, model_id: str) -> PredictorReport:
+    """Raises SparkinferError for anything but the report of a profile of this model."""
+    values = read_object(path, _WHAT)
+    found = (values.get("format"), values.get("version"), values.get("model_id"))
+    if found != (FORMAT, VERSION, model_id):
+        raise SparkinferError(
+            f"{path}: not the report of a profile of model {model_id[:12]}; profile again"
+        )
+    try:
+        layers = Fields(values).items("quality_L")
+        quality_L = tuple(
+            _layer(Fields(layer, f"quality_L[{number}]")) for number, layer in enumerate(layers)
+        )
+    except SparkinferError as error:
+        raise SparkinferError(f"{path}: {error}; profile again") from error
+    return PredictorReport(model_id=model_id, quality_L=quality_L)
+
+
+def _layer(read: Fields) -> LayerQuality:
+    candidates = read.items("candidates")
+    return LayerQuality(
+        chosen=_quality(read.part("chosen")),
+        start=_quality(read.part("start")),
+        hottest_fifth=_share(read, "hottest_fifth"),
+        candidates=tuple(
+            _quality(Fields(one, f"{read.name}.candidates[{i}]"))
+            for i, one in enumerate(candidates)
+        ),
+        break_even_density=_share(read, "break_even_density"),
+    )
+
+
+def _quality(read: Fields) -> Quality:
+    return Quality(
+        form=cast(Form, read.choice("form", get_args(Form))),
+        rank=read.count("rank"),
+        matrix_kind=read.line("matrix_kind"),
+        is_trained=read.flag("is_trained"),
+        num_bytes=read.count("num_bytes"),
+        threshold=read.number("threshold"),
+        density=_share(read, "density"),
+        predicted_density=_share(read, "predicted_density"),
+        recall=_share(read, "recall"),
+        precision=_share(read, "precision"),
+        contribution=_share(read, "contribution"),
+        lost_norm=read.number("lost_norm", least=0),
+        bytes_per_token=read.number("bytes_per_token", least=0),
+    )
+
+
+def _share(read: Fields, key: str) -> float:
+    share = read.number(key, least=0)
+    if share > 1:
+        raise SparkinferError(f"{read.name}.{key} is {shown(share)}, wanted a share from 0 to 1")
+    return share

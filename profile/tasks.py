@@ -1,0 +1,182 @@
+"""lm-eval's tasks answered by an engine: `sparkinfer eval --tasks`.
+
+lm-eval comes with the optional dependencies `sparkinfer[tasks]`. What this module does not know: how
+a request is computed (lm_eval_model)."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_quality import RunMode
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.engine_options import device_of
+from sparkinfer.typed import one_line, shown
+
+NORMAL_95 = 1.96  # standard errors of half a 95 % interval
+NUM_TEXTS = 4  # that are continued together
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    model: Path
+    tasks: tuple[str, ...]
+    limit: int | None = None  # documents of each task; None is all
+    num_fewshot: int | None = None  # None is the task's own
+    folder: Path | None = None  # of tasks beside lm-eval's own
+    mode: RunMode | None = None
+    split: Path | None = None
+    thresholds: Path | None = None
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tasks or not all(self.tasks) or len(set(self.tasks)) < len(self.tasks):
+            raise SparkinferError(
+                f"tasks are {', '.join(map(shown, self.tasks)) or 'none'}; wanted different names"
+                " with commas between"
+            )
+        for name, least in (("limit", 1), ("num_fewshot", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SparkinferError(f"{name} is {value}, wanted {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One number of a task; half of its 95 % interval, None where lm-eval has no error for it."""
+
+    task: str
+    metric: str
+    value: float
+    half_width: float | None
+    num_documents: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksReport:
+    model_id: str
+    mode: RunMode
+    limit: int | None
+    scores: tuple[Score, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        told = []
+        for score in self.scores:
+            half = "" if score.half_width is None else f" ± {score.half_width:.4f}"
+            count = "" if score.num_documents is None else f", {score.num_documents:,} documents"
+            told.append(f"{self.mode}: {score.task} {score.metric} {score.value:.4f}{half}{count}")
+        return [*told, "± is half of the 95 % confidence interval"]
+
+
+def run_tasks(
+    config: TasksConfig, on_requests: Callable[[float], None] = lambda count: None
+) -> TasksReport:
+    """Raises SparkinferError where lm-eval, a task or its data is not to be had."""
+    lm_eval = _library()
+    manager = _manager(config)
+    is_plain = config.split is None and device_of(config.device).type == "cpu"
+    num_texts = NUM_TEXTS if is_plain else 1
+    with _load(config, num_texts) as engine:
+        model = _model(engine, num_texts, config.seed, on_requests)
+        try:
+            found = lm_eval.simple_evaluate(
+                model=model, tasks=list(config.tasks), num_fewshot=config.num_fewshot,
+                limit=config.limit, task_manager=manager, log_samples=False, bootstrap_iters=1000,
+                random_seed=config.seed, numpy_random_seed=config.seed,
+                torch_random_seed=config.seed, fewshot_random_seed=config.seed,
+            )  # fmt: skip
+        except OSError as error:
+            if model.is_asked:
+                raise
+            raise SparkinferError(
+                f"tasks {', '.join(config.tasks)}: their data cannot be had"
+                f" ({one_line(error)}); the first time they come from the hub, which needs a network"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+            if model.is_asked:
+                raise
+            raise SparkinferError(
+                f"tasks {', '.join(config.tasks)}: lm-eval cannot prepare them"
+                f" ({type(error).__name__}: {one_line(error)}); see the task's own requirements"
+            ) from error
+        return TasksReport(
+            model_id=engine.model.model_id,
+            mode=engine.mode,
+            limit=config.limit,
+            scores=_scores(found),
+        )
+
+
+def _library() -> Any:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # we show our own progress
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise SparkinferError(
+            f"tasks need lm-eval ({one_line(error)}): pip install 'sparkinfer[tasks]'"
+        ) from error
+    for name in ("lm_eval", "datasets", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return lm_eval
+
+
+def _manager(config: TasksConfig) -> Any:
+    """lm-eval's own tasks are thousands of files, and are read where a name is not in the folder.
+
+    Raises SparkinferError for names of no task."""
+    from lm_eval.tasks import TaskManager
+
+    if config.folder is not None:
+        if not config.folder.is_dir():
+            raise SparkinferError(f"{config.folder}: no such folder; wanted one with tasks (YAML)")
+        manager = TaskManager(include_path=str(config.folder), include_defaults=False)
+        if set(config.tasks) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=None if config.folder is None else str(config.folder))
+    unknown = [name for name in config.tasks if name not in set(manager.all_tasks)]
+    if unknown:
+        raise SparkinferError(
+            f"no task is called {shown(unknown[0])}; lm-eval ls tasks lists them, and --task-folder"
+            " adds a folder of your own"
+        )
+    return manager
+
+
+def _load(config: TasksConfig, num_texts: int) -> Engine:
+    return Engine.load(
+        config.model, split=config.split, mode=config.mode, device=config.device,
+        thresholds=config.thresholds, num_sequences=num_texts,
+    )  # fmt: skip
+
+
+def _model(engine: Engine, num_texts: int, seed: int, on_requests: Callable[[float], None]) -> Any:
+    from sparkinfer.profile.lm_eval_model import EngineModel
+
+    return EngineModel(engine, num_texts=num_texts, seed=seed, on_requests=on_requests)
+
+
+def _scores(found: Any) -> tuple[Score, ...]:
+    """Of every task and group, in lm-eval's order. A name is "acc,none": the metric, and what filtered
+    the answers."""
+    counts = found.get("n-samples", {})
+    scores = []
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            metric, comma, filtered = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = values.get(f"{metric}_stderr,{filtered}")
+            is_known = isinstance(error, int | float) and not isinstance(error, bool)
+            scores.append(Score(
+                task=task,
+                metric=metric if filtered == "none" else f"{metric} ({filtered})",
+                value=float(value),
+                half_width=NORMAL_95 * float(error) if is_known else None,
+                num_documents=counts.get(task, {}).get("effective"),
+            ))  # fmt: skip
+    return tuple(scores)

@@ -1,0 +1,122 @@
+"""The files of a report, loaded and checked to be of one model.
+
+What this module does not know: what is shown of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import sha256_of
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import ModelFile
+from sparkinfer.predictor_file import FILE_NAME, Predictors
+from sparkinfer.profile.eval_file import load_eval
+from sparkinfer.profile.layer_trainer import LayerQuality
+from sparkinfer.profile.quality import EvalReport
+from sparkinfer.profile.report import report_paths
+from sparkinfer.profile.report_file import load_predictor_report
+from sparkinfer.profile_file import Profile
+from sparkinfer.report.config import ReportConfig
+from sparkinfer.solver.verify import verify
+from sparkinfer.split_file import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    what: str
+    path: Path
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifacts:
+    """None, or (), where a file was not given; `quality_L` comes from beside the profile."""
+
+    model: ModelFile
+    profile: Profile | None
+    split: Split | None
+    machine: Machine | None
+    predictors: Predictors | None
+    quality_L: tuple[LayerQuality, ...]
+    evals: tuple[EvalReport, ...]
+    files: tuple[SourceFile, ...]
+
+
+def load_artifacts(config: ReportConfig) -> Artifacts:
+    """Raises SparkinferError for a file that is damaged, of another model, or, of a plan, made
+    from another profile or machine than these."""
+    model = ModelFile.load(config.model)
+    profile = None if config.profile is None else Profile.load(config.profile)
+    machine = None if config.machine is None else Machine.load(config.machine)
+    predictors_path = _predictors_path(config.predictors)
+    predictors = None if predictors_path is None else Predictors.load(predictors_path)
+    evals = tuple(map(load_eval, config.evals))
+    shape = (model.shape.num_layers, model.shape.num_neurons)
+    if config.profile is not None and profile is not None:
+        _check_model(model, config.profile, profile.model_id)
+        _check_shape(config.profile, profile.active_count_LF.shape, shape)
+    if predictors_path is not None and predictors is not None:
+        _check_model(model, predictors_path, predictors.model_id)
+        found = (len(predictors.layers), predictors.layers[0].up.shape[0])
+        _check_shape(predictors_path, found, shape)
+    for path, found_eval in zip(config.evals, evals, strict=True):
+        _check_model(model, path, found_eval.model_id)
+    split = None if config.split is None else _load_split(config, model, profile, machine)
+    report_path = None if config.profile is None else report_paths(config.profile)[0]
+    quality_L: tuple[LayerQuality, ...] = ()
+    if report_path is not None and report_path.exists():
+        quality_L = load_predictor_report(report_path, model.model_id).quality_L
+        _check_shape(report_path, (len(quality_L) or shape[0],), shape[:1])
+    named = [("model", config.model), ("profile", config.profile),
+             ("report of the profile", report_path if quality_L else None),
+             ("plan", config.split), ("machine", config.machine), ("predictors", predictors_path),
+             *(("comparison", path) for path in config.evals)]  # fmt: skip
+    return Artifacts(
+        model=model,
+        profile=profile,
+        split=split,
+        machine=machine,
+        predictors=predictors,
+        quality_L=quality_L,
+        evals=evals,
+        files=tuple(_source(what, path) for what, path in named if path is not None),
+    )
+
+
+def _load_split(
+    config: ReportConfig, model: ModelFile, profile: Profile | None, machine: Machine | None
+) -> Split:
+    assert config.split is not None
+    split = Split.load(config.split)
+    split.check_against(model.row_major, config.split)
+    if config.profile is not None:
+        split.check_files(config.split, profile=config.profile, machine=config.machine)
+    if profile is not None and machine is not None:
+        verify(split, model=model.row_major, profile=profile, machine=machine)
+    return split
+
+
+def _predictors_path(given: Path | None) -> Path | None:
+    return given / FILE_NAME if given is not None and given.is_dir() else given
+
+
+def _check_model(model: ModelFile, path: Path, model_id: str | None) -> None:
+    """Raises SparkinferError for a file of another model; None is a file that does not say."""
+    if model_id not in (None, model.model_id):
+        raise SparkinferError(
+            f"{path}: of model {str(model_id)[:12]}, but {model.path} is {model.model_id[:12]};"
+            " give files of one model"
+        )
+
+
+def _check_shape(path: Path, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise SparkinferError(
+            f"{path}: of {list(found)} layers and neurons, the model has {list(wanted)}; give files"
+            " of one model"
+        )
+
+
+def _source(what: str, path: Path) -> SourceFile:
+    return SourceFile(what=what, path=path, num_bytes=path.stat().st_size, sha256=sha256_of(path))

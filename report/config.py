@@ -1,0 +1,43 @@
+"""What `sparkinfer report` is asked, and what it says of the page that it wrote."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+
+MAX_BYTES = 2 << 20  # of a page
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Files of one model; None is left out of the page, which then says what would make it."""
+
+    model: Path
+    output: Path
+    profile: Path | None = None
+    split: Path | None = None
+    machine: Path | None = None
+    predictors: Path | None = None  # predictors.safetensors or its folder
+    evals: tuple[Path, ...] = ()  # what `sparkinfer eval --json` printed
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if len(set(self.evals)) < len(self.evals):
+            raise SparkinferError("a comparison is given twice; give each --eval-json once")
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        named = (self.model, self.profile, self.split, self.machine, self.predictors, *self.evals)
+        return tuple(path for path in named if path is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSummary:
+    """`missing` are the names of the sections that lack an input."""
+
+    output: str
+    model_id: str
+    num_bytes: int
+    num_plots: int
+    sections: tuple[str, ...]
+    missing: tuple[str, ...]

@@ -1,0 +1,90 @@
+"""Plots as inline SVG: text is text, and colours are the page's, which turn with light and dark.
+
+matplotlib draws with placeholder colours, which become CSS variables (page.html defines them). A
+plot is drawn as wide as a phone, and is scaled up on wider screens. What this module does not know:
+what is drawn."""
+
+import io
+import re
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Placeholder, and the variable that it becomes.
+INK, SOFT, LINE, CARD = "#010101", "#020202", "#030303", "#040404"
+BLUE, ORANGE, GREEN, PURPLE, CPU = "#050505", "#060606", "#070707", "#080808", "#090909"
+PALE = "#0a0a0a"
+VARIABLES = {
+    INK: "ink", SOFT: "soft", LINE: "line", CARD: "card", BLUE: "blue", ORANGE: "orange",
+    GREEN: "green", PURPLE: "purple", CPU: "cpu", PALE: "pale",
+}  # fmt: skip
+GPUS = (BLUE, ORANGE, GREEN, PURPLE)
+WIDTH, POINTS = 345, 72.0  # of a plot; of an inch
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "sparkinfer", "font.size": 10.0,
+    "text.color": INK, "axes.labelcolor": SOFT, "xtick.color": LINE, "ytick.color": LINE,
+    "xtick.labelcolor": SOFT, "ytick.labelcolor": SOFT, "axes.edgecolor": LINE,
+    "axes.facecolor": "none", "figure.facecolor": "none", "grid.color": LINE,
+    "grid.linewidth": 0.6, "axes.linewidth": 0.8, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10.0,
+    "legend.frameon": False, "legend.fontsize": 9.5, "lines.linewidth": 1.8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """`alt` says in a sentence what there is to see; `caption` how to read it."""
+
+    name: str
+    svg: Markup
+    alt: str
+    caption: str
+
+
+def new_figure(height: int) -> Figure:
+    """As wide as all of them, and so many points high. Within `style()`."""
+    return Figure(figsize=(WIDTH / POINTS, height / POINTS), layout="constrained")
+
+
+def style() -> AbstractContextManager[None]:
+    """While a figure is made and written."""
+    return matplotlib.rc_context(STYLE)
+
+
+def gridded(axes: Axes, which: Literal["both", "x", "y"] = "y") -> None:
+    """With lines behind it in place of ticks."""
+    axes.grid(True, axis=which)
+    axes.tick_params(length=0)
+
+
+def plot_of(name: str, figure: Figure, *, alt: str, caption: str) -> Plot:
+    """Draws it; the same figure always gives the same letters."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return Plot(name=name, svg=Markup(_inline(written.getvalue(), name)), alt=alt, caption=caption)
+
+
+def _inline(text: str, name: str) -> str:
+    """The element alone, in the page's font and colours, scaled to its place; ids carry the plot's
+    name, so that those of two plots in a page differ. Hidden from readers: the text says it."""
+    start = text.index("<svg")
+    view = re.search(r'viewBox="[^"]+"', text)
+    assert view is not None
+    text = text[text.index(">", start) + 1 :]
+    for pattern in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]+;? ?", "", text)
+    numbers: dict[str, int] = {}  # matplotlib makes some ids of addresses in memory
+
+    def renamed(found: re.Match[str]) -> str:
+        return f"{found[1]}{name}-{numbers.setdefault(found[2], len(numbers))}"
+
+    text = re.sub(r'(id="|href="#|url\(#)([^")]+)', renamed, text)
+    text = re.sub(r"#0([1-9a])(?:0[1-9a]){2}\b", lambda m: f"var(--{VARIABLES[m.group()]})", text)
+    text = re.sub(r"\s*\n\s*", " ", text)
+    return f'<svg {view.group()} aria-hidden="true" focusable="false">{text.strip()}'

@@ -1,0 +1,88 @@
+"""The machine's figures, as far as a prediction rests on them."""
+
+from sparkinfer.machine_file import Figure, Machine
+from sparkinfer.report.artifacts import Artifacts
+from sparkinfer.report.names import Names
+from sparkinfer.report.page import Missing, Section, Table
+from sparkinfer.sizes import format_bytes
+
+NONE = "–"
+
+
+def machine_section(found: Artifacts, names: Names) -> Section:
+    machine = found.machine
+    lead = "What the predictions rest on: the best of several rounds, and how far half of them lay."
+    if machine is None:
+        return Section(name="machine", title="Machine", lead=lead, missing=(names.no_machine,))
+    doubtful = sum(figure.is_doubtful for figure in machine.figures.values())
+    doubt = Missing(
+        line=f"{doubtful} of {len(machine.figures)} figures varied by more than a quarter while they"
+        " were measured: calibrate again when the machine is idle.",
+        command=f"sparkinfer calibrate -o {names.machine} --force",
+    )
+    tables = [_cpu_table(machine), *(_gpu_table(machine) if machine.gpus else ())]
+    tables += _cost_tables(machine)
+    return Section(name="machine", title="Machine", lead=lead, tables=tuple(tables),
+                   missing=(doubt,) if doubtful else ())  # fmt: skip
+
+
+def _cpu_table(machine: Machine) -> Table:
+    rows = [
+        ("processor", machine.cpu_name),
+        ("threads", str(machine.num_threads)),
+        ("memory", f"{format_bytes(machine.memory_bytes)}, {format_bytes(machine.free_bytes)} free"),
+        ("our row products", f"{machine.best_cpu_bandwidth_gb_per_s:.1f} GB/s at best"),
+    ]  # fmt: skip
+    if machine.cpu_sum_gb_per_s:
+        best = max(figure.best for figure in machine.cpu_sum_gb_per_s.values())
+        rows.append(("torch's sum", f"{best:.1f} GB/s at best"))
+    return Table(caption="CPU", head=(), rows=tuple(rows), num_texts=2)
+
+
+def _gpu_table(machine: Machine) -> list[Table]:
+    tables = []
+    for number, gpu in enumerate(machine.gpus):
+        rows = (
+            ("name", gpu.name),
+            ("figures", gpu.source),
+            ("memory", f"{format_bytes(gpu.memory_bytes)}, {format_bytes(gpu.free_bytes)} free"),
+            ("bandwidth", _rate(gpu.bandwidth_gb_per_s)),
+            ("host to device", _rate(gpu.host_to_device_gb_per_s)),
+            ("start of a kernel", _time(gpu.launch_s)),
+            ("copy", _time(gpu.copy_latency_s)),
+            ("round trip", _time(gpu.round_trip_s)),
+        )
+        tables.append(Table(caption=f"GPU {number}", head=(), rows=rows, num_texts=2))
+    return tables
+
+
+def _cost_tables(machine: Machine) -> list[Table]:
+    """By type of the matrix; none in the file of a card alone."""
+    costs = machine.cpu_costs
+    if costs is None:
+        return []
+    rows = tuple(
+        (kind, _rate(figure), _rate(costs.chosen_rows_gb_per_s[kind])
+         if kind in costs.chosen_rows_gb_per_s else NONE)
+        for kind, figure in costs.all_rows_gb_per_s.items()
+    )  # fmt: skip
+    fixed = [("a token", _time(costs.token_s)), ("the cache", _rate(costs.kv_gb_per_s))]
+    fixed += [(f"a layer, {mode}", _time(figure)) for mode, figure in costs.layer_s.items()]
+    return [
+        Table(caption="CPU rates by type", head=("type", "all rows", "a tenth of them"), rows=rows,
+              is_folded=True),
+        Table(caption="CPU costs beside the bytes", head=(), rows=tuple(fixed),
+              is_folded=True),
+    ]  # fmt: skip
+
+
+def _rate(figure: Figure) -> str:
+    return f"{figure.best:.1f} GB/s{_spread(figure)}"
+
+
+def _time(figure: Figure) -> str:
+    return f"{1e6 * figure.best:.3g} µs{_spread(figure)}"
+
+
+def _spread(figure: Figure) -> str:
+    return f", half within {figure.spread:.0%}" if figure.rounds else ""

@@ -1,0 +1,60 @@
+"""How the page names files, and the commands that make those which were not given."""
+
+import shlex
+
+from sparkinfer.report.config import ReportConfig
+from sparkinfer.report.page import Missing
+
+PROFILE, MACHINE, PLAN = "model.profile.safetensors", "machine.json", "model.split.gguf"
+
+
+class Names:
+    """Of the files given, else of those that the README's commands write; never their folders."""
+
+    def __init__(self, config: ReportConfig) -> None:
+        self.model = shlex.quote(config.model.name)
+        self.profile = shlex.quote(config.profile.name) if config.profile else PROFILE
+        self.machine = shlex.quote(config.machine.name) if config.machine else MACHINE
+        self.split = shlex.quote(config.split.name) if config.split else ""
+
+    @property
+    def no_profile(self) -> Missing:
+        command = f"sparkinfer profile {self.model} --corpus text.txt -o {PROFILE}"
+        return Missing(line="No profile was given (--profile); this makes one:", command=command)
+
+    @property
+    def no_machine(self) -> Missing:
+        command = f"sparkinfer calibrate -o {MACHINE}"
+        return Missing(line="No machine was given (--machine); this measures one:", command=command)
+
+    @property
+    def new_machine(self) -> str:
+        return f"sparkinfer calibrate --gpu-from card.json -o {MACHINE}"
+
+    @property
+    def no_split(self) -> Missing:
+        command = (
+            f"sparkinfer solve {self.model} --profile {self.profile} --machine {self.machine}"
+            f" --vram-budget 8GiB -o {PLAN}"
+        )
+        return Missing(line="No plan was given (--split); this makes one:", command=command)
+
+    @property
+    def no_predictors(self) -> Missing:
+        command = (
+            f"sparkinfer profile {self.model} --corpus text.txt -o {PROFILE}"
+            " --train-predictors predictors"
+        )
+        return Missing(
+            line="What predictors recall is in the .report.json beside a profile (--profile); this"
+            " writes both:",
+            command=command,
+        )
+
+    @property
+    def no_eval(self) -> Missing:
+        plan = f" --split {self.split}" if self.split else ""
+        command = f"sparkinfer eval {self.model}{plan} --corpus held-out.txt --json > eval.json"
+        return Missing(
+            line="No comparison was given (--eval-json); this makes one:", command=command
+        )

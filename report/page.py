@@ -1,0 +1,82 @@
+"""What a page holds, and its HTML: one file that fetches nothing.
+
+Every text is escaped by the template (page.html); only the plots' SVG, which is our own, goes in as
+it is. What this module does not know: models."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from sparkinfer.report.drawing import Plot
+
+TEMPLATE = "page.html"
+MAX_ROWS = 256  # of a table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A headline number: what it is, the number, and what to compare it with."""
+
+    label: str
+    value: str
+    unit: str
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The first `num_texts` columns are words, the others numbers; `head` is () where the words say
+    it all. A folded one is opened by a click, and on paper; a wide one has no plot beside it."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    num_texts: int = 1
+    is_folded: bool = False
+    is_wide: bool = False
+
+    @property
+    def shown(self) -> tuple[tuple[str, ...], ...]:
+        return self.rows[:MAX_ROWS]
+
+    @property
+    def num_left_out(self) -> int:
+        return max(0, len(self.rows) - MAX_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """What is not here, and the command that makes it; "" where none does."""
+
+    line: str
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    name: str  # of its place in the page
+    title: str
+    lead: str
+    plots: tuple[Plot, ...] = ()
+    tables: tuple[Table, ...] = ()
+    missing: tuple[Missing, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    title: str
+    facts: tuple[str, ...]
+    summary: str
+    tiles: tuple[Tile, ...]
+    sections: tuple[Section, ...]
+    files: Table
+    program: str
+
+
+def render(page: Page) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(TEMPLATE).render(page=page)

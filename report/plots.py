@@ -1,0 +1,279 @@
+"""The report's plots. No text of a file is drawn: names stand in the page, escaped.
+
+Letters: L layers, F neurons, R columns of ranks, N plotted shares of the neurons."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from sparkinfer.budget import ITEMS, Items
+from sparkinfer.profile.layer_trainer import LayerQuality
+from sparkinfer.profile_file import Profile
+from sparkinfer.report.drawing import (
+    BLUE,
+    CPU,
+    GPUS,
+    GREEN,
+    INK,
+    ORANGE,
+    PALE,
+    SOFT,
+    Plot,
+    gridded,
+    new_figure,
+    plot_of,
+    style,
+)
+from sparkinfer.sizes import format_bytes, unit_of
+from sparkinfer.solver.plots import device_of_ranks, firings_on_gpu
+from sparkinfer.solver.sweep import Sweep
+from sparkinfer.split_file import Split
+
+NUM_SHARES = 101
+MAX_THIN = 12  # layers that each have a line
+MEANINGS = {
+    "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values",
+    "head": "output head", "embedding": "embedding", "neurons": "neurons",
+    "workspace": "workspace",
+}  # fmt: skip
+
+
+def firing_curves(profile: Profile) -> np.ndarray:
+    """Share of a layer's firings that its hottest neurons take, f64 [L, N], at 0 to 100% of the
+    neurons; 0 where none fires."""
+    counts_LF = -np.sort(-profile.active_count_LF, axis=1)
+    taken_LF = np.cumsum(counts_LF, axis=1) / np.maximum(1, counts_LF.sum(axis=1, keepdims=True))
+    taken_LF = np.concatenate([np.zeros((len(counts_LF), 1)), taken_LF], axis=1)
+    at_N = np.linspace(0, counts_LF.shape[1], NUM_SHARES)
+    return np.stack([np.interp(at_N, np.arange(len(row_F)), row_F) for row_F in taken_LF])
+
+
+def plot_firings(profile: Profile) -> Plot:
+    """The mean over the layers, in the band of all of them."""
+    curve_LN = 100 * firing_curves(profile)
+    share_N = np.linspace(0, 100, NUM_SHARES)
+    mean_N = curve_LN.mean(axis=0)
+    with style():
+        figure = new_figure(240)
+        axes = figure.add_subplot()
+        axes.fill_between(share_N, curve_LN.min(axis=0), curve_LN.max(axis=0), color=PALE,
+                          linewidth=0, label="all layers")  # fmt: skip
+        if len(curve_LN) <= MAX_THIN:
+            for curve_N in curve_LN:
+                axes.plot(share_N, curve_N, color=BLUE, linewidth=0.5, alpha=0.6)
+        axes.plot(share_N, mean_N, color=BLUE, label="mean of the layers")
+        axes.plot([0, 100], [0, 100], color=SOFT, linewidth=0.8, linestyle=(0, (2, 3)),
+                  label="if all fired alike")  # fmt: skip
+        axes.set(xlabel="neurons of a layer, hottest first (%)", ylabel="of its firings (%)",
+                 xlim=(0, 100), ylim=(0, 101))  # fmt: skip
+        gridded(axes, "both")
+        axes.legend(loc="lower right")
+        fifth = curve_LN[:, NUM_SHARES // 5]
+        return plot_of(
+            "firings", figure,
+            alt=f"The hottest fifth of a layer's neurons takes {mean_N[NUM_SHARES // 5]:.0f}% of its"
+            f" firings in the mean, from {fifth.min():.0f}% to {fifth.max():.0f}% by layer.",
+            caption="The higher the curve, the fewer neurons a GPU has to hold.",
+        )  # fmt: skip
+
+
+def plot_density(profile: Profile) -> Plot:
+    """A bar for each layer."""
+    density_L = 100 * profile.density_L
+    mean = density_L.mean()
+    with style():
+        figure = new_figure(240)
+        axes = figure.add_subplot()
+        axes.bar(np.arange(len(density_L)), density_L, color=BLUE, width=0.75)
+        axes.axhline(mean, color=INK, linewidth=1, linestyle=(0, (4, 2)),
+                     label=f"mean of the layers, {mean:.1f}%")  # fmt: skip
+        figure.legend(loc="outside upper right")
+        _layers_below(axes)
+        axes.set(ylabel="neurons that fire for a token (%)", ylim=(0, None))
+        gridded(axes)
+        low, high = int(density_L.argmin()), int(density_L.argmax())
+        return plot_of(
+            "density", figure,
+            alt=f"Of a layer's neurons {mean:.1f}% fire for a token in the mean: least in layer"
+            f" {low} ({density_L[low]:.1f}%), most in layer {high} ({density_L[high]:.1f}%).",
+            caption="What does not fire need not be read.",
+        )  # fmt: skip
+
+
+def plot_curve(curve: Sweep, split: Split | None) -> Plot:
+    """Tokens a second over the GPU memory granted, the plan and what it is compared with."""
+    label, unit = unit_of(max(point.budget_bytes for point in curve.points))
+    budget = [point.budget_bytes / unit for point in curve.points]
+    first, last = (1 / curve.points[i].objective_s for i in (0, -1))
+    alt = (f"The best plan has {first:,.0f} tokens a second with"
+           f" {format_bytes(curve.points[0].budget_bytes)} of GPU memory and {last:,.0f} with"
+           f" {format_bytes(curve.points[-1].budget_bytes)}, by prediction.")  # fmt: skip
+    with style():
+        figure = new_figure(250)
+        axes = figure.add_subplot()
+        for text, field, colour, line in (("best plan", "objective_s", BLUE, "-"),
+                                          ("split by whole layers", "layer_split_s", ORANGE, "--")):  # fmt: skip
+            speed = [1 / getattr(point, field) for point in curve.points]
+            axes.plot(budget, speed, line, color=colour, label=text)
+        axes.axhline(1 / curve.cpu_only_s, color=SOFT, linewidth=1, linestyle=(0, (1, 2)),
+                     label="the CPU alone")  # fmt: skip
+        if split is not None and len(split.budgets) == 1:
+            at = split.budgets[0] / unit
+            axes.plot([at], [1 / split.objective_s], "o", color=BLUE, markersize=9,
+                      markeredgecolor=INK, label="this plan")  # fmt: skip
+            alt += (
+                f" The plan, at {format_bytes(split.budgets[0])}, has {1 / split.objective_s:,.0f}."
+            )
+        axes.set(xlabel=f"GPU memory granted ({label})", ylabel="tokens a second, predicted",
+                 xlim=(0, None), ylim=(0, None))  # fmt: skip
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        gridded(axes, "both")
+        figure.legend(loc="outside lower center", ncols=2)
+        return plot_of("curve", figure, alt=alt,
+                       caption="Where the curve is flat, more memory buys nothing.")  # fmt: skip
+
+
+def plot_map(split: Split, profile: Profile) -> Plot:
+    """A row for each layer: its dense block, its neurons by hotness, and its firings, by device."""
+    device_LR = device_of_ranks(split, profile, num_columns=200)
+    num_layers, num_gpus = len(split.hot), len(split.budgets)
+    home_L = np.array(split.home[:-1] or (0,) * num_layers)
+    dense_L = np.where(split.dense_on_gpu, home_L + 1, 0)
+    share_L = firings_on_gpu(split, profile)
+    with style():
+        figure = new_figure(int(min(560, 120 + max(6 * num_layers, 100))))
+        blocks, ranks, firings = figure.subplots(1, 3, width_ratios=(1.2, 10, 4), sharey=True)
+        _rows(blocks, dense_L[:, None], num_gpus)
+        _rows(ranks, device_LR, num_gpus)
+        at_L = np.arange(num_layers)
+        firings.barh(at_L, 100, height=0.86, color=CPU)
+        colours = [GPUS[home % len(GPUS)] for home in home_L]
+        firings.barh(at_L, 100 * share_L, height=0.86, color=colours)
+        blocks.set(xticks=[], ylabel="layer", ylim=(num_layers - 0.5, -0.5), xlabel="dense\nblock")
+        blocks.xaxis.label.set_fontsize(8)
+        blocks.yaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
+        ranks.set(xlabel="neurons, hottest first (%)", xlim=(0, 100))
+        firings.set(xlabel="firings (%)", xlim=(0, 100), xticks=[0, 50, 100])
+        for axes in (blocks, ranks, firings):
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+        handles = [Patch(color=CPU, label="CPU")]
+        handles += [Patch(color=GPUS[k % len(GPUS)], label=f"GPU {k}") for k in range(num_gpus)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        fired_LF = profile.active_count_LF
+        hot = sum(map(len, split.hot)) / fired_LF.size
+        hot_fired = (share_L * fired_LF.sum(axis=1)).sum() / max(1, fired_LF.sum())
+        return plot_of(
+            "map", figure,
+            alt=f"{hot:.0%} of the neurons, with {hot_fired:.0%} of the firings, are on a GPU;"
+            f" so are the dense blocks of {sum(split.dense_on_gpu)} of {num_layers} layers.",
+            caption="A dense block is attention, norms, predictor and cache of a layer.",
+        )  # fmt: skip
+
+
+def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
+    """A bar for each item, divided by device."""
+    items = [item for item in ITEMS if cpu[item] or any(gpu[item] for gpu in gpus)][::-1]
+    totals = {item: cpu[item] + sum(gpu[item] for gpu in gpus) for item in items}
+    label, unit = unit_of(max(totals.values()))
+    with style():
+        figure = new_figure(80 + 22 * len(items))
+        axes = figure.add_subplot()
+        left = np.zeros(len(items))
+        sides = [(f"GPU {k}", gpu, GPUS[k % len(GPUS)]) for k, gpu in enumerate(gpus)]
+        for text, side, colour in [*sides, ("CPU", cpu, CPU)]:
+            size = np.array([side[item] / unit for item in items])
+            axes.barh([MEANINGS[item] for item in items], size, left=left, color=colour,
+                      height=0.7, label=text)  # fmt: skip
+            left += size
+        axes.set(xlabel=label)
+        axes.tick_params(axis="y", labelcolor=INK)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        gridded(axes, "x")
+        axes.spines["bottom"].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=len(sides) + 1)
+        largest = max(totals, key=lambda item: totals[item])
+        on_gpus = sum(sum(gpu.values()) for gpu in gpus)
+        return plot_of(
+            "bytes", figure,
+            alt=f"{format_bytes(on_gpus)} are on GPUs and {format_bytes(sum(cpu.values()))} in main"
+            f" memory; the largest item is {MEANINGS[largest]}, {format_bytes(totals[largest])}.",
+            caption="Workspace is what a pass needs beside weights and cache.",
+        )  # fmt: skip
+
+
+def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
+    """Recall and precision of each layer above, the lost norm below."""
+    at_L = np.arange(len(quality_L))
+    recall_L = 100 * np.array([q.chosen.recall for q in quality_L])
+    precision_L = 100 * np.array([q.chosen.precision for q in quality_L])
+    lost_L = 100 * np.array([q.chosen.lost_norm for q in quality_L])
+    with style():
+        figure = new_figure(300)
+        shares, lost = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
+        size = 6 if len(at_L) <= 40 else 3.5
+        shares.plot(at_L, precision_L, "s", color=GREEN, markersize=size, label="precision")
+        shares.plot(at_L, recall_L, "o", color=BLUE, markersize=size, label="recall")
+        shares.set(ylabel="share (%)", ylim=(None, 101.5))
+        lost.bar(at_L, lost_L, color=ORANGE, width=0.75)
+        lost.set(ylabel="lost norm (%)", ylim=(0, None))
+        _layers_below(lost)
+        gridded(shares)
+        gridded(lost)
+        figure.legend(loc="outside upper center", ncols=2)
+        return plot_of(
+            "predictors", figure,
+            alt=f"In the mean over the layers recall is {recall_L.mean():.1f}%, precision"
+            f" {precision_L.mean():.1f}% and the lost norm {lost_L.mean():.2f}%; the most is lost"
+            f" in layer {int(lost_L.argmax())}, {lost_L.max():.2f}%.",
+            caption="Recall: of the neurons that fire, those named. Precision: of those named, the"
+            " ones that fire. Lost norm: what the missed ones take from the layer's output.",
+        )  # fmt: skip
+
+
+def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
+    """(name, increase of the perplexity, half of its interval) of each measurement."""
+    with style():
+        figure = new_figure(76 + 26 * len(rows))
+        axes = figure.add_subplot()
+        for number, (_, increase, half_width) in enumerate(rows):
+            axes.errorbar([100 * increase], [number], xerr=100 * (half_width or 0.0), fmt="o",
+                          color=BLUE, capsize=4, markersize=6, linewidth=1.4)  # fmt: skip
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set(xlabel="perplexity above dense (%), 95% interval", ylim=(len(rows) - 0.5, -0.5),
+                 yticks=range(len(rows)), yticklabels=[name for name, _, _ in rows])  # fmt: skip
+        axes.tick_params(axis="y", labelcolor=INK)
+        axes.margins(x=0.15)
+        gridded(axes, "x")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        told = "; ".join(f"{name}: {increase:+.2%}" for name, increase, _ in rows)
+        return plot_of("quality", figure, alt=f"Perplexity above that of the dense model: {told}.",
+                       caption="An interval that holds zero: no loss can be told.")  # fmt: skip
+
+
+def _layers_below(axes: Axes) -> None:
+    axes.set_xlabel("layer")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
+
+
+def _rows(axes: Axes, device_LR: np.ndarray, num_gpus: int) -> None:
+    """Runs of one device as bars; one outline for each device, however many runs."""
+    num_columns = device_LR.shape[1]
+    for device in range(num_gpus + 1):
+        boxes = []
+        for layer, device_R in enumerate(device_LR):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], device_R == device, [0]])))
+            for start, stop in edges.reshape(-1, 2) * 100 / num_columns:
+                low, high = layer - 0.43, layer + 0.43
+                boxes.append(Outline([(start, low), (stop, low), (stop, high), (start, high),
+                                      (start, low)], closed=True))  # fmt: skip
+        if boxes:
+            colour = CPU if device == 0 else GPUS[(device - 1) % len(GPUS)]
+            outline = Outline.make_compound_path(*boxes)
+            axes.add_patch(PathPatch(outline, facecolor=colour, linewidth=0))
+    axes.set_xlim(0, 100)

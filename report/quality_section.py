@@ -1,0 +1,134 @@
+"""What the modes cost against the dense model, by every record that there is."""
+
+from dataclasses import dataclass
+
+from sparkinfer.mode_choice import is_smooth
+from sparkinfer.mode_quality import ModeQuality, RunMode
+from sparkinfer.profile.quality import EvalReport
+from sparkinfer.report.artifacts import Artifacts
+from sparkinfer.report.names import Names
+from sparkinfer.report.page import Section, Table
+from sparkinfer.report.plots import plot_quality
+
+NONE = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One mode by one source. Half widths are None where they are not known."""
+
+    mode: RunMode
+    source: str  # in a few words of ours
+    increase: float
+    increase_half_width: float | None
+    kl_mean: float
+    kl_half_width: float | None
+    agreement: float
+    agreement_half_width: float | None
+    num_tokens: int
+    share_of_bytes: float
+
+    @classmethod
+    def of_record(cls, mode: RunMode, quality: ModeQuality, source: str) -> "Measured":
+        return cls(
+            mode=mode,
+            source=source,
+            increase=quality.perplexity_increase,
+            increase_half_width=quality.perplexity_half_width,
+            kl_mean=quality.kl_mean,
+            kl_half_width=None,
+            agreement=quality.top1_agreement,
+            agreement_half_width=None,
+            num_tokens=quality.num_tokens,
+            share_of_bytes=quality.bytes_per_token / quality.dense_bytes_per_token,
+        )
+
+    @classmethod
+    def of_eval(cls, report: EvalReport, source: str) -> "Measured":
+        return cls(
+            mode=report.mode,
+            source=source,
+            increase=report.perplexity_increase,
+            increase_half_width=report.perplexity_half_width,
+            kl_mean=report.kl_mean,
+            kl_half_width=report.kl_half_width,
+            agreement=report.top1_agreement,
+            agreement_half_width=report.top1_half_width,
+            num_tokens=report.num_tokens,
+            share_of_bytes=report.bytes_per_token / report.dense_bytes_per_token,
+        )
+
+    @property
+    def perplexity_text(self) -> str:
+        return within(self.increase, self.increase_half_width, "+.2%", ".2%")
+
+
+def measured_of(found: Artifacts) -> list[Measured]:
+    """Comparisons first, then the records of the model, the predictors and the profile, each once."""
+    measured = []
+    for number, report in enumerate(found.evals, 1):
+        name = "eval" if len(found.evals) == 1 else f"eval {number}"
+        measured.append(Measured.of_eval(report, name))
+    seen: list[ModeQuality] = []
+    holders = (("model", found.model), ("predictors", found.predictors), ("profile", found.profile))
+    for source, holder in holders:
+        for mode, quality in sorted(holder.quality.items()) if holder is not None else ():
+            if quality not in seen:
+                seen.append(quality)
+                measured.append(Measured.of_record(mode, quality, f"the {source}'s record"))
+    return measured
+
+
+def cost_of(found: Artifacts, mode: RunMode) -> Measured | None:
+    """The best known measurement of a mode."""
+    return next((one for one in measured_of(found) if one.mode == mode), None)
+
+
+def costs_nothing(found: Artifacts, mode: RunMode) -> bool:
+    """Whether a mode computes what the dense model does, whatever was measured."""
+    return mode == "dense" or (mode == "exact" and not is_smooth(found.model))
+
+
+def quality_section(found: Artifacts, names: Names) -> Section:
+    measured = measured_of(found)
+    missing = () if found.evals else (names.no_eval,)
+    lead = "What a mode costs against the same file computed densely, on the same held-out text."
+    if not measured:
+        return Section(name="quality", title="Quality against dense", lead=lead, missing=missing)
+    rows = tuple(
+        (one.mode, one.source, one.perplexity_text,
+         within(one.kl_mean, one.kl_half_width, ".5f", ".5f"),
+         within(one.agreement, one.agreement_half_width, ".2%", ".2%"),
+         f"{one.share_of_bytes:.1%}", f"{one.num_tokens:,}")
+        for one in measured
+    )  # fmt: skip
+    head = ("mode", "by", "perplexity", "KL, nats", "same top token", "bytes read", "tokens")
+    tables = [Table(caption="Against dense", head=head, rows=rows, num_texts=2, is_wide=True)]
+    tables += [_own_table(found)] if found.evals else []
+    drawn = plot_quality([(f"{m.mode}, {m.source.removeprefix('the ')}", m.increase, m.increase_half_width)
+                          for m in measured])  # fmt: skip
+    return Section(name="quality", title="Quality against dense", lead=lead, plots=(drawn,),
+                   tables=tuple(tables), missing=missing)  # fmt: skip
+
+
+def _own_table(found: Artifacts) -> Table:
+    """What only a comparison says."""
+    rows = []
+    for number, one in enumerate(found.evals, 1):
+        p99 = f"{one.kl_p99:.4f}"
+        p99 += (
+            "" if one.kl_p99_interval is None else " in {:.4f}..{:.4f}".format(*one.kl_p99_interval)
+        )
+        own = within(one.perplexity, one.perplexity_own_half_width, ".3f", ".2f")
+        dense = within(one.dense_perplexity, one.dense_perplexity_half_width, ".3f", ".2f")
+        computed = sum(one.hidden_share_L) / max(1, len(one.hidden_share_L))
+        rows.append((f"eval {number}", one.mode, own, dense, p99,
+                     within(computed, one.hidden_half_width, ".1%", ".1%")))  # fmt: skip
+    head = ("", "mode", "its perplexity", "dense perplexity", "KL, 99th percentile",
+            "neurons computed")  # fmt: skip
+    return Table(caption="Comparisons in full", head=head, rows=tuple(rows), num_texts=2,
+                 is_folded=True)  # fmt: skip
+
+
+def within(value: float, half_width: float | None, form: str, half_form: str) -> str:
+    return f"{value:{form}}" + ("" if half_width is None else f" ± {half_width:{half_form}}")

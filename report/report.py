@@ -1,0 +1,170 @@
+"""One page for all that is known of a model on a machine: the command, from files to a file.
+
+What this module does not know: any section (sections and its neighbours), or HTML (page)."""
+
+from importlib.metadata import version
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_file
+from sparkinfer.mode_choice import choose_mode
+from sparkinfer.mode_quality import RunMode
+from sparkinfer.outputs import check_outputs
+from sparkinfer.profile.report import report_paths
+from sparkinfer.report.artifacts import Artifacts, load_artifacts
+from sparkinfer.report.config import MAX_BYTES, ReportConfig, ReportSummary
+from sparkinfer.report.machine_section import machine_section
+from sparkinfer.report.names import Names
+from sparkinfer.report.page import Page, Table, Tile, render
+from sparkinfer.report.quality_section import cost_of, costs_nothing, quality_section, within
+from sparkinfer.report.sections import (
+    bytes_section,
+    firing_section,
+    placement_section,
+    predictor_section,
+    rate,
+    speed_section,
+)
+from sparkinfer.report.speeds import Speeds, speeds_of
+from sparkinfer.sizes import format_bytes
+
+NAME_KEY = "general.name"
+
+
+def report(config: ReportConfig) -> ReportSummary:
+    """Writes the page. Raises SparkinferError for files that do not belong together."""
+    beside = () if config.profile is None else (report_paths(config.profile)[0],)
+    check_outputs([config.output], force=config.force, inputs=(*config.inputs, *beside))
+    found = load_artifacts(config)
+    page = page_of(config, found)
+    content = render(page).encode()
+    if len(content) > MAX_BYTES:
+        raise SparkinferError(
+            f"{config.output}: the page has {format_bytes(len(content))}, more than the"
+            f" {format_bytes(MAX_BYTES)} that a page may have; give fewer files"
+        )
+    with partial_file(config.output) as partial:
+        partial.write_bytes(content)
+    return ReportSummary(
+        output=str(config.output),
+        model_id=found.model.model_id,
+        num_bytes=len(content),
+        num_plots=sum(len(section.plots) for section in page.sections),
+        sections=tuple(section.name for section in page.sections),
+        missing=tuple(s.name for s in page.sections if not s.plots and not s.tables),
+    )
+
+
+def page_of(config: ReportConfig, found: Artifacts) -> Page:
+    speeds, names = speeds_of(config, found), Names(config)
+    mode = choose_mode(found.model).mode if found.split is None else found.split.mode
+    return Page(
+        title=found.model.text(NAME_KEY) or config.model.name,
+        facts=_facts(config, found),
+        summary=_summary(found, speeds, mode),
+        tiles=(_runs(found, mode), _speed(found, speeds), _cost(found, mode), _reads(found, mode)),
+        sections=(
+            speed_section(found, speeds, names),
+            placement_section(found, names),
+            bytes_section(found, names),
+            firing_section(found, names),
+            predictor_section(found, names),
+            quality_section(found, names),
+            machine_section(found, names),
+        ),
+        files=Table(
+            caption="Files",
+            head=("what", "name", "bytes", "sha256"),
+            rows=tuple((file.what, file.path.name, f"{file.num_bytes:,}", file.sha256[:16])
+                       for file in found.files),
+            num_texts=2,
+        ),
+        program=f"sparkinfer {version('sparkinfer')}",
+    )  # fmt: skip
+
+
+def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
+    model, shape = found.model, found.model.shape
+    kinds = [entry.kind for entry in model.tensors.values() if len(entry.shape) > 1]
+    kind = max(sorted(set(kinds)), key=kinds.count)
+    size = sum(entry.num_bytes for entry in model.tensors.values())
+    return (
+        config.model.name, model.architecture,
+        f"{shape.num_layers} layers of {shape.num_neurons:,} neurons", f"width {shape.width:,}",
+        model.activation, f"{kind}, {format_bytes(size)}",
+        "with predictors" if model.predictor else "no predictors",
+    )  # fmt: skip
+
+
+def _summary(found: Artifacts, speeds: Speeds, mode: RunMode) -> str:
+    """Headline in a sentence or two."""
+    split, cost = found.split, cost_of(found, mode)
+    parts = [f"Runs in mode {mode}"]
+    if split is not None:
+        parts[0] += f" with {' and '.join(map(format_bytes, split.budgets))} of GPU memory"
+        speed = f"{rate(split.objective_s)} tokens a second predicted"
+        if speeds.advice is not None and any(split.gpu_bytes.values()):
+            speed += f", {speeds.advice.cpu_only_s / split.objective_s:.2f} times the CPU alone"
+        parts.append(speed)
+    if cost is not None and mode != "dense":
+        parts.append(f"perplexity {cost.perplexity_text} against dense")
+    elif costs_nothing(found, mode):
+        parts.append("the same text as the dense model")
+    return ", ".join(parts) + "."
+
+
+def _runs(found: Artifacts, mode: RunMode) -> Tile:
+    split = found.split
+    if split is None:
+        note = "where nobody asks for a mode; no plan given"
+        return Tile(label="Runs as", value=mode, unit="mode", note=note)
+    held = format_bytes(sum(split.cpu_bytes.values()))
+    used = sum(split.gpu_bytes.values())
+    if not used:
+        note = f"on the CPU alone, {held} of main memory"
+        return Tile(label="Runs as", value=mode, unit="mode", note=note)
+    gpus = "the GPU" if len(split.budgets) == 1 else f"{len(split.budgets)} GPUs"
+    note = (
+        f"{format_bytes(used)} of {format_bytes(sum(split.budgets))} on {gpus}, {held} on the CPU"
+    )
+    return Tile(label="Runs as", value=mode, unit="mode", note=note)
+
+
+def _speed(found: Artifacts, speeds: Speeds) -> Tile:
+    label, split, advice = "Predicted speed", found.split, speeds.advice
+    if split is None:
+        curve = speeds.curve
+        if curve is None:
+            return Tile(label=label, value="unknown", unit="", note="needs a plan (--split)")
+        value, note = rate(curve.cpu_only_s), "on the CPU alone; no plan given"
+        return Tile(label=label, value=value, unit="tokens/s", note=note)
+    note = "by the plan"
+    if advice is not None:
+        note = f"CPU alone {rate(advice.cpu_only_s)}, whole layers {rate(advice.layer_split_s)}"
+    return Tile(label=label, value=rate(split.objective_s), unit="tokens/s", note=note)
+
+
+def _cost(found: Artifacts, mode: RunMode) -> Tile:
+    label, cost = "Cost in perplexity", cost_of(found, mode)
+    if mode == "dense":
+        return Tile(label=label, value="none", unit="", note="everything is computed")
+    if cost is None:
+        if costs_nothing(found, mode):
+            return Tile(label=label, value="none", unit="", note="what is left out is zero")
+        note = "needs a comparison (--eval-json)"
+        return Tile(label=label, value="unknown", unit="", note=note)
+    agreement = within(cost.agreement, cost.agreement_half_width, ".1%", ".1%")
+    note = f"same top token {agreement}; by {cost.source}"
+    half = cost.increase_half_width
+    return Tile(label=label, value=f"{cost.increase:+.2%}",
+                unit="" if half is None else f"± {half:.2%}", note=note)  # fmt: skip
+
+
+def _reads(found: Artifacts, mode: RunMode) -> Tile:
+    label, cost = "A token reads", cost_of(found, mode)
+    if mode == "dense":
+        return Tile(label=label, value="100%", unit="", note="of the weights' bytes")
+    if cost is None:
+        note = "needs a comparison (--eval-json)"
+        return Tile(label=label, value="unknown", unit="", note=note)
+    note = f"of the dense model's bytes, by {cost.num_tokens:,} tokens"
+    return Tile(label=label, value=f"{cost.share_of_bytes:.1%}", unit="", note=note)

@@ -1,0 +1,257 @@
+"""The report's sections, from loaded files to words, tables and plots.
+
+A section whose input is absent says which command makes it. What this module does not know: HTML, or
+how plots are drawn. Letters: L layers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparkinfer.budget import ITEMS
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile_file import Profile
+from sparkinfer.report import plots
+from sparkinfer.report.artifacts import Artifacts
+from sparkinfer.report.names import Names
+from sparkinfer.report.page import Missing, Section, Table
+from sparkinfer.report.speeds import Speeds
+from sparkinfer.sizes import format_bytes
+from sparkinfer.split_file import Split
+
+NONE = "–"
+
+
+def rate(seconds: float) -> str:
+    """Tokens a second."""
+    speed = 1 / seconds
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:,.1f}"
+
+
+def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
+    missing: list[Missing] = []
+    if found.profile is None:
+        missing.append(names.no_profile)
+    if found.machine is None:
+        missing.append(names.no_machine)
+    if speeds.why_not is not None:
+        missing.append(Missing(line=speeds.why_not, command=names.new_machine))
+    if not missing and found.split is None:
+        missing.append(names.no_split)
+    tables: tuple[Table, ...] = ()
+    if found.split is not None:
+        tables += (_speed_table(found.split, speeds),)
+    drawn: tuple[plots.Plot, ...] = ()
+    curve = speeds.curve
+    if curve is not None:
+        drawn = (plots.plot_curve(curve, found.split),)
+        rows = tuple(
+            (format_bytes(p.budget_bytes), p.mode, rate(p.objective_s),
+             rate(p.layer_split_s), f"{p.num_hot:,}") for p in curve.points
+        )  # fmt: skip
+        head = ("GPU memory", "mode", "best plan, tokens/s", "whole layers", "neurons on the GPU")
+        tables += (Table(caption="Speed by budget", head=head, rows=rows, num_texts=2,
+                         is_folded=True),)  # fmt: skip
+    return Section(
+        name="speed", title="Budget and speed",
+        lead="Tokens a second that the solver predicts for one text, by the machine's figures.",
+        plots=drawn, tables=tables, missing=tuple(missing),
+    )  # fmt: skip
+
+
+def _speed_table(split: Split, speeds: Speeds) -> Table:
+    def row(name: str, seconds: float | None, meaning: str) -> tuple[str, ...]:
+        told = (NONE, NONE) if seconds is None else (
+            rate(seconds), f"{seconds / split.objective_s:.2f}x"
+        )  # fmt: skip
+        return (name, meaning, *told)
+
+    rows = [row("this plan", split.objective_s, f"at most {split.gap:.2%} slower than the best")]
+    if (advice := speeds.advice) is not None:
+        there = f"{advice.layer_split_layers} of {len(split.hot)} on GPUs, all weights read"
+        rows += [row("the CPU alone", advice.cpu_only_s, "the same with nothing on a GPU"),
+                 row("whole layers", advice.layer_split_s, there),
+                 row("the machine's limit", advice.limit_s, "its bytes at full bandwidth")]  # fmt: skip
+    head = ("", "", "tokens/s", "the plan over it")
+    return Table(caption="The plan beside others", head=head, rows=tuple(rows), num_texts=2)
+
+
+def placement_section(found: Artifacts, names: Names) -> Section:
+    split, profile = found.split, found.profile
+    missing = [] if split is not None else [names.no_split]
+    missing += [] if profile is not None else [names.no_profile]
+    drawn: tuple[plots.Plot, ...] = ()
+    tables: tuple[Table, ...] = ()
+    if split is not None and profile is not None:
+        drawn = (plots.plot_map(split, profile),)
+        tables = (_device_table(split, profile), _layer_table(split, profile))
+    return Section(
+        name="placement", title="Placement",
+        lead="Which neurons the GPU holds: the hottest of each layer, as far as they pay.",
+        plots=drawn, tables=tables, missing=tuple(missing),
+    )  # fmt: skip
+
+
+def _device_table(split: Split, profile: Profile) -> Table:
+    """Shares of neurons and firings, and what else is there, by device."""
+    home = np.array(split.home or (0,) * (len(split.hot) + 1))
+    total, fired_LF = profile.active_count_LF.size, profile.active_count_LF
+    rows, left, left_fired = [], total, int(fired_LF.sum())
+    all_fired, dense_L = max(1, left_fired), np.array(split.dense_on_gpu)
+    for gpu in range(len(split.budgets)):
+        layers = np.flatnonzero(home[:-1] == gpu)
+        hot = sum(len(split.hot[layer]) for layer in layers)
+        fired = int(sum(fired_LF[layer][split.hot[layer]].sum() for layer in layers))
+        left, left_fired = left - hot, left_fired - fired
+        has_head = split.head_on_gpu and home[-1] == gpu
+        rows.append((f"GPU {gpu}", f"{hot / total:.1%}", f"{fired / all_fired:.1%}",
+                     str(int(dense_L[layers].sum())), "yes" if has_head else "no"))  # fmt: skip
+    rows.append(("CPU", f"{left / total:.1%}", f"{left_fired / all_fired:.1%}",
+                 str(int((~dense_L).sum())), "no" if split.head_on_gpu else "yes"))  # fmt: skip
+    head = ("device", "neurons", "firings", "dense blocks", "output head")
+    return Table(caption="By device", head=head, rows=tuple(rows))
+
+
+def _layer_table(split: Split, profile: Profile) -> Table:
+    share_L = plots.firings_on_gpu(split, profile)
+    num_neurons = profile.active_count_LF.shape[1]
+    rows = tuple(
+        (str(layer), "GPU" if is_there else "CPU", f"{len(ids):,}", f"{len(ids) / num_neurons:.1%}",
+         f"{share:.1%}")
+        for layer, (ids, is_there, share) in enumerate(
+            zip(split.hot, split.dense_on_gpu, share_L, strict=True)
+        )
+    )  # fmt: skip
+    head = ("layer", "dense block", "neurons on the GPU", "of the layer", "of its firings")
+    return Table(caption="Placement by layer", head=head, rows=rows, num_texts=2, is_folded=True)
+
+
+def bytes_section(found: Artifacts, names: Names) -> Section:
+    split = found.split
+    lead = "Weights, cache and workspace of the plan: what each device holds."
+    if split is None:
+        return Section(name="bytes", title="Where each byte goes", lead=lead,
+                       missing=(names.no_split,))  # fmt: skip
+    gpus, cpu = split.items_of_gpus(found.model.row_major)
+    gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
+    rows = [
+        (plots.MEANINGS[item], *(format_bytes(side[item]) if side[item] else NONE
+                                 for side in (*gpus, cpu)))
+        for item in ITEMS if any(side[item] for side in (*gpus, cpu))
+    ]  # fmt: skip
+    rows.append(("in all", *(format_bytes(sum(side.values())) for side in (*gpus, cpu))))
+    rows.append(("granted", *map(format_bytes, split.budgets),
+                 format_bytes(split.host_budget_bytes) if split.host_budget_bytes else NONE))  # fmt: skip
+    head = ("", *(f"GPU {number}" for number in range(len(gpus))), "CPU")
+    return Section(
+        name="bytes", title="Where each byte goes",
+        lead=f"{lead} The cache is for {split.context_length:,} tokens.",
+        plots=(plots.plot_bytes(gpus, cpu),),
+        tables=(Table(caption="Bytes by device", head=head, rows=tuple(rows)),),
+    )  # fmt: skip
+
+
+def firing_section(found: Artifacts, names: Names) -> Section:
+    profile = found.profile
+    lead = "How sparse the model is on the profiled text, and how unequal its neurons are."
+    if profile is None:
+        return Section(name="firings", title="Firings", lead=lead, missing=(names.no_profile,))
+    corpora = ", ".join(corpus.name for corpus in profile.corpora[:4])
+    more = len(profile.corpora) - 4
+    corpora += f" and {more} more" if more > 0 else ""
+    return Section(
+        name="firings", title="Firings",
+        lead=f"{lead} {profile.num_tokens:,} tokens of {corpora}.",
+        plots=(plots.plot_firings(profile), plots.plot_density(profile)),
+        tables=(_firing_table(profile),),
+    )  # fmt: skip
+
+
+def _firing_table(profile: Profile) -> Table:
+    curve_LN = plots.firing_curves(profile)
+    silent_L = (profile.active_count_LF == 0).sum(axis=1)
+    columns = zip(profile.density_L, curve_LN[:, 5], curve_LN[:, 20], curve_LN[:, 50], silent_L,
+                  profile.threshold_L, strict=True)  # fmt: skip
+    rows = tuple(
+        (str(layer), f"{density:.2%}", f"{five:.1%}", f"{fifth:.1%}", f"{half:.1%}",
+         f"{silent:,}", f"{threshold:.4g}")
+        for layer, (density, five, fifth, half, silent, threshold) in enumerate(columns)
+    )  # fmt: skip
+    head = ("layer", "neurons that fire", "firings of the hottest 5 %", "20 %", "50 %",
+            "never fired", "threshold")  # fmt: skip
+    return Table(caption="Firings by layer", head=head, rows=rows, is_folded=True)
+
+
+def predictor_section(found: Artifacts, names: Names) -> Section:
+    lead = "Small networks that name the neurons of a layer worth computing."
+    title, missing = "Predictors", []
+    tables: list[Table] = []
+    drawn: tuple[plots.Plot, ...] = ()
+    if found.quality_L:
+        drawn = (plots.plot_predictors(found.quality_L),)
+        tables = [_predictor_summary(found), _predictor_table(found)]
+        lead += " Measured on text that nothing was fitted to."
+    else:
+        missing.append(names.no_predictors)
+        stored = _stored_predictors(found)
+        tables += [] if stored is None else [stored]
+    return Section(name="predictors", title=title, lead=lead, plots=drawn, tables=tuple(tables),
+                   missing=tuple(missing))  # fmt: skip
+
+
+def _predictor_summary(found: Artifacts) -> Table:
+    chosen = [quality.chosen for quality in found.quality_L]
+    fields = (("recall", "recall", 1), ("precision", "precision", 1),
+              ("contribution kept", "contribution", 2), ("lost norm", "lost_norm", 2),
+              ("neurons that fire", "density", 1), ("neurons named", "predicted_density", 1))  # fmt: skip
+    rows = []
+    for name, field, digits in fields:
+        values = [getattr(quality, field) for quality in chosen]
+        told = (sum(values) / len(values), min(values), max(values))
+        rows.append((name, *(f"{value:.{digits}%}" for value in told)))
+    sizes = [quality.num_bytes for quality in chosen]
+    rows.append(("size of a layer's", *map(format_bytes, (sum(sizes) // len(sizes), min(sizes),
+                                                          max(sizes)))))  # fmt: skip
+    return Table(caption="Over the layers", head=("", "mean", "least", "most"), rows=tuple(rows))
+
+
+def _predictor_table(found: Artifacts) -> Table:
+    rows = tuple(
+        (str(layer), q.chosen.name, "yes" if q.chosen.is_trained else "no",
+         format_bytes(q.chosen.num_bytes), f"{q.chosen.recall:.1%}", f"{q.chosen.precision:.1%}",
+         f"{q.chosen.contribution:.2%}", f"{q.chosen.lost_norm:.2%}", f"{q.chosen.density:.1%}",
+         f"{q.chosen.predicted_density:.1%}", f"{q.break_even_density:.1%}")
+        for layer, q in enumerate(found.quality_L)
+    )  # fmt: skip
+    head = ("layer", "form", "trained", "size", "recall", "precision", "contribution", "lost norm",
+            "fire", "named", "pays below")  # fmt: skip
+    return Table(caption="Predictors by layer", head=head, rows=rows, num_texts=3, is_folded=True)
+
+
+def _stored_predictors(found: Artifacts) -> Table | None:
+    """Of the predictors' file, or those in the model; what their quality was they do not say."""
+    if found.predictors is not None:
+        info = found.predictors.info
+        sizes = [sum(matrix.data.nbytes for matrix in layer.matrices(n).values())
+                 for n, layer in enumerate(found.predictors.layers)]  # fmt: skip
+    elif found.model.predictor is not None:
+        info, sizes = found.model.predictor, _sizes_in(found.model)
+    else:
+        return None
+    named_L: Sequence[float | None] = info.density_L or (None,) * len(info.rank_L)
+    rows = tuple(
+        (str(layer), f"rank {rank}" if rank else "whole", format_bytes(size),
+         NONE if named is None else f"{named:.1%}", f"{threshold:.4g}")
+        for layer, (rank, size, named, threshold) in enumerate(
+            zip(info.rank_L, sizes, named_L, info.threshold_L, strict=True)
+        )
+    )  # fmt: skip
+    head = ("layer", "form", "size", "named", "threshold")
+    return Table(caption=f"Predictors of kind {info.kind}", head=head, rows=rows, num_texts=2)
+
+
+def _sizes_in(model: ModelFile) -> list[int]:
+    return [
+        sum(entry.num_bytes for name, entry in model.tensors.items()
+            if name.startswith(f"blk.{layer}.ffn_pred_"))
+        for layer in range(model.shape.num_layers)
+    ]  # fmt: skip

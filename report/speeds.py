@@ -1,0 +1,104 @@
+"""What a plan's speed is to be compared with, and the curve of speed over the GPU's memory.
+
+Everything here is the solver's own model of seconds, and comes out the same every time. What this
+module does not know: how it is drawn."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_quality import MAX_LOSS
+from sparkinfer.model_file import ModelFile
+from sparkinfer.report.artifacts import Artifacts
+from sparkinfer.report.config import ReportConfig
+from sparkinfer.solver.advice import Advice, advise
+from sparkinfer.solver.inputs import Inputs, load_inputs
+from sparkinfer.solver.modes import allowed_modes
+from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
+from sparkinfer.solver.problem import Placement
+from sparkinfer.solver.solve import estimated_workspace
+from sparkinfer.solver.sweep import Sweep, sweep_of
+from sparkinfer.split_file import PlanMode, Split
+
+NUM_BUDGETS = 25
+BEYOND = 1.08  # of the memory that holds everything, where the curve ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """`why_not` is a line where there are none; `curve` is None on a machine without a GPU."""
+
+    advice: Advice | None = None  # on the plan
+    curve: Sweep | None = None
+    why_not: str | None = None
+
+
+def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
+    """Of the plan where there is one, else of the fastest of the modes that may be run."""
+    profile, machine = config.profile, config.machine
+    if profile is None or machine is None:
+        return Speeds()
+    try:
+        inputs = _inputs(config.model, profile, machine, found.split)
+        advice = None if found.split is None else _advice(inputs, found.split)
+        if not inputs.machine.gpus:
+            return Speeds(advice=advice, why_not="The machine file has no GPU to plan for.")
+        return Speeds(advice=advice, curve=_curve(inputs, found.split))
+    except SparkinferError as error:  # of files that are right: a model or machine without plans
+        return Speeds(why_not=f"There is no prediction: {error}.")
+
+
+def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> Inputs:
+    """As the plan was made; without one, for the first GPU."""
+    if split is None:
+        return load_inputs(
+            model=model, profile=profile, machine=machine, budgets=(0,), host_budget=None,
+            context_length=None, mode=None, workspace=estimated_workspace,
+        )  # fmt: skip
+    workspace = split.cpu_bytes["workspace"]
+    return load_inputs(
+        model=model, profile=profile, machine=machine, budgets=split.budgets,
+        host_budget=split.host_budget_bytes or None, context_length=split.context_length,
+        mode=split.mode, workspace=lambda *asked: workspace,
+    )  # fmt: skip
+
+
+def _advice(inputs: Inputs, split: Split) -> Advice:
+    pipeline = inputs.pipeline()
+    home = split.home or (0,) * (len(split.hot) + 1)
+    plan = PipelinePlacement(placement=placement_of(split, pipeline), home_I=np.array(home))
+    return advise(inputs, pipeline, plan)
+
+
+def placement_of(split: Split, pipeline: Pipeline) -> Placement:
+    """The plan's neurons by rank, as the solver has them."""
+    order_LF = pipeline.model.order_LF
+    hot_LF = np.stack(
+        [np.isin(order_F, ids) for order_F, ids in zip(order_LF, split.hot, strict=True)]
+    )
+    return Placement(
+        hot_LF=hot_LF, dense_L=np.array(split.dense_on_gpu), head=bool(split.head_on_gpu)
+    )
+
+
+def _curve(inputs: Inputs, split: Split | None) -> Sweep:
+    """From no memory to all that helps, or all that the GPU has."""
+    if split is None:
+        modes: tuple[PlanMode, ...] = tuple(allowed_modes(inputs, MAX_LOSS)[0])
+    else:
+        modes = (inputs.mode,)
+
+    def workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
+        is_known = split is not None
+        return inputs.workspace if is_known else estimated_workspace(model, context_length, mode)
+
+    problem = inputs.pipeline().model
+    all_of_it = problem.placeable_bytes + problem.workspace_bytes
+    last = max(int(BEYOND * all_of_it), *inputs.budgets)
+    last = max(min(last, inputs.machine.gpus[0].memory_bytes), inputs.budgets[0])
+    return sweep_of(
+        inputs, first=0, last=last, num_budgets=NUM_BUDGETS, modes=modes, workspace=workspace,
+        is_proven=False,
+    )  # fmt: skip

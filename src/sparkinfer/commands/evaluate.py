@@ -1,0 +1,108 @@
+"""The command `sparkinfer eval`: a mode against the dense model on text, or by lm-eval's tasks."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.shared import (
+    FILE,
+    FileCommand,
+    device_option,
+    finish,
+    json_option,
+    let_threads_sleep,
+    mode_option,
+    threads_option,
+    thresholds_option,
+)
+
+ONLY_TEXT = (
+    "corpora", "max_tokens", "chat_template", "cache_type_k", "cache_type_v", "kv_offload",
+)  # fmt: skip
+ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
+
+
+class Names(click.ParamType):
+    """Names with commas between."""
+
+    name = "names"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(name.strip() for name in value.split(","))
+
+
+@click.command("eval", cls=FileCommand)
+@click.argument("model", type=FILE)
+@click.option("--corpus", "corpora", type=FILE, multiple=True,
+              help="Text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
+@click.option("--split", type=FILE, help="The plan.")
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True)
+@click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
+              help="Paragraphs as messages by the model's own template, or that one; what the"
+                   " template writes is not counted.")  # fmt: skip
+@click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
+              help="Tasks of lm-eval instead of a corpus (pip install 'sparkinfer[tasks]').")  # fmt: skip
+@click.option("--limit", type=int, help="Documents of each task; all.")
+@click.option("--num-fewshot", type=int, help="Solved examples before each question; the task's.")
+@click.option("--task-folder", type=FILE, help="Folder of your own tasks (YAML).")
+@click.option("--seed", default=0, show_default=True)
+@cache_type_options
+@thresholds_option
+@mode_option
+@threads_option
+@device_option
+@json_option
+@click.pass_context
+def evaluate(
+    ctx: click.Context, tasks: tuple[str, ...] | None, threads: int | None, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Compare a mode with the dense model: perplexity, divergence, agreement; or answer tasks."""
+    if (tasks is None) == (not options["corpora"]):
+        raise click.UsageError("give either --corpus, to compare on text, or --tasks.")
+    _refuse_others(ctx, ONLY_TASKS if tasks is None else ONLY_TEXT,
+                   "--corpus" if tasks is None else "--tasks")  # fmt: skip
+    let_threads_sleep()
+    from sparkinfer.runtime.kernels.threads import use_threads
+
+    use_threads(threads)
+    if tasks is None:
+        _on_text({k: v for k, v in options.items() if k not in ONLY_TASKS}, as_json)
+    else:
+        _by_tasks({k: v for k, v in options.items() if k not in ONLY_TEXT}, tasks, as_json)
+
+
+def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
+    """Raises a usage error for an option that would have no effect."""
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(str(param.name))
+        if param.name in names and source is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{param.opts[-1]} has no meaning with {chosen}.")
+
+
+def _on_text(options: dict[str, Any], as_json: bool) -> None:
+    from sparkinfer.profile.eval_file import eval_content
+    from sparkinfer.profile.quality import EvalConfig
+    from sparkinfer.profile.quality import evaluate as run
+    from sparkinfer.progress import progress
+
+    config = EvalConfig(**options)
+    with progress("evaluating", config.max_tokens, "tokens") as advance:
+        report = run(config, advance)
+    lines = [f"{report.mode}: {report.line}", report.neurons_line]
+    lines.append("± is half of the 95 % confidence interval")
+    finish(eval_content(report), as_json, lines)
+
+
+def _by_tasks(options: dict[str, Any], tasks: tuple[str, ...], as_json: bool) -> None:
+    from sparkinfer.profile.tasks import TasksConfig, run_tasks
+
+    folder: Path | None = options.pop("task_folder")
+    report = run_tasks(TasksConfig(tasks=tasks, folder=folder, **options))
+    finish(report, as_json, report.lines)

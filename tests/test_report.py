@@ -1,0 +1,306 @@
+"""`sparkinfer report`: one page of a model's files, which needs no network, fits a phone, says what is
+missing, and shows what the files hold. Oracles: the files themselves, and a browser."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from chromium import Browser
+from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+from page_actions import needs_browser
+
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.eval_file import load_eval
+from sparkinfer.profile.report_file import load_predictor_report
+from sparkinfer.profile_file import Profile
+from sparkinfer.report import drawing
+from sparkinfer.report.artifacts import load_artifacts
+from sparkinfer.report.config import MAX_BYTES, ReportConfig
+from sparkinfer.report.plots import firing_curves, plot_map
+from sparkinfer.report.report import report
+from sparkinfer.report.speeds import speeds_of
+from sparkinfer.solver.plots import device_of_ranks
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.solver.verify import plan_seconds
+from sparkinfer.split_file import Split
+
+HOSTILE = "<script>alert(1)</script>"
+SLOW = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
+SECTIONS = ("speed", "placement", "bytes", "firings", "predictors", "quality", "machine")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The artifacts of a pipeline: model, profile with predictors, machine, two plans, comparison."""
+    here = tmp_path_factory.mktemp("report")
+    keys, vocab_size = byte_level_keys()
+    keys |= {"general.name": f"tiny {HOSTILE} & co"}
+    shape = make_shape(vocab_size=vocab_size, context_length=64)
+    model = make_model(shape=shape, extra_keys=keys)
+    dataclasses.replace(model, path=here / "base.gguf").save(here / "base.gguf")
+    words = np.random.default_rng(0).choice(["the ", "fox ", "jumps ", "over\n", "dogs "], 3000)
+    (here / "t.txt").write_text("".join(words))
+    machine = make_machine(**SLOW)
+    gpu = dataclasses.replace(machine.gpus[0], name="<b>GPU</b>", memory_bytes=4 << 20,
+                              free_bytes=4 << 20)  # fmt: skip
+    dataclasses.replace(machine, gpus=(gpu,), cpu_name=f'"{HOSTILE}').save(here / "machine.json")
+    run("profile", here / "base.gguf", "--corpus", here / "t.txt", "-o", here / "p.safetensors",
+        "--tokens", 1500, "--train-predictors", here / "pred", "--predictor-rank", 8)  # fmt: skip
+    run("convert", here / "base.gguf", "-o", here / "model.gguf", "--predictors", here / "pred",
+        "--no-verify")  # fmt: skip
+    for name, budget in (("plan", 2500 << 10), ("other", 2400 << 10)):
+        solve(SolveConfig(model=here / "model.gguf", profile=here / "p.safetensors",
+                          machine=here / "machine.json", vram_budget_bytes=budget, mode="exact",
+                          context_length=32, output=here / f"{name}.gguf"))  # fmt: skip
+    return here
+
+
+def run(*words: object) -> None:
+    assert main([str(word) for word in words]) == 0
+
+
+@pytest.fixture(scope="module")
+def compared(folder):
+    """What eval prints."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run("eval", folder / "model.gguf", "--corpus", folder / "t.txt", "--tokens", 700,
+            "--mode", "exact", "--json")  # fmt: skip
+    (folder / "eval.json").write_text(said.getvalue())
+    return folder / "eval.json"
+
+
+def config_of(folder, output, **changes) -> ReportConfig:
+    config = ReportConfig(
+        model=folder / "model.gguf", profile=folder / "p.safetensors", split=folder / "plan.gguf",
+        machine=folder / "machine.json", predictors=folder / "pred",
+        evals=(folder / "eval.json",), output=output,
+    )  # fmt: skip
+    return dataclasses.replace(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def page(folder, compared):
+    summary = report(config_of(folder, folder / "report.html"))
+    assert summary.sections == SECTIONS and not summary.missing and summary.num_plots == 7
+    assert summary.num_bytes == (folder / "report.html").stat().st_size < MAX_BYTES
+    return folder / "report.html"
+
+
+class Seen(HTMLParser):
+    """Elements, ids and the text that a reader sees."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.ids, self.addresses, self.words = list[str](), list[str](), [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            self.ids += [value] * (name == "id")
+            self.addresses += [value] * (name in ("src", "href", "xlink:href", "action", "data"))
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def test_hostile_names_are_text(page):
+    text = page.read_text()
+    seen = Seen(text)
+    assert "script" not in seen.tags and "b" not in seen.tags
+    assert f"tiny {HOSTILE} & co" in seen.text  # the model's name
+    assert "<b>GPU</b>" in seen.text and f'"{HOSTILE}' in seen.text
+    assert len(set(seen.ids)) == len(seen.ids)
+    local = [a for a in seen.addresses if not a.startswith("#")]
+    assert local == ["data:,"], "something would be fetched"
+    assert not re.search(r"@import|url\((?!#)", text)
+
+
+def test_the_numbers_are_those_of_the_files(folder, page):
+    text = Seen(page.read_text()).text
+    split, found = Split.load(folder / "plan.gguf"), load_eval(folder / "eval.json")
+    profile = Profile.load(folder / "p.safetensors")
+    assert f"{found.perplexity_increase:+.2%}" in text
+    assert f"{1 / split.objective_s:,.0f} tokens a second predicted" in text
+    assert f"{profile.density_L.mean():.1%} fire for a token" in text
+    model_id = profile.model_id
+    quality_L = load_predictor_report(folder / "p.report.json", model_id).quality_L
+    raw = json.loads((folder / "p.report.json").read_text())["quality_L"]
+    assert [dataclasses.asdict(q.chosen) for q in quality_L] == [q["chosen"] for q in raw]
+    assert f"recall is {np.mean([q.chosen.recall for q in quality_L]):.1%}" in text
+
+
+def test_what_is_compared_with_the_plan_is_the_solvers(folder, tmp_path):
+    """Read back from the plan's file, not from the solver's memory of it."""
+    config = config_of(folder, tmp_path / "r.html", evals=())
+    solved = solve(SolveConfig(
+        model=config.model, profile=config.profile, machine=config.machine, mode="exact",
+        vram_budget_bytes=2500 << 10, context_length=32, output=tmp_path / "again.gguf"))  # fmt: skip
+    speeds = speeds_of(config, load_artifacts(config))
+    for name in ("cpu_only_s", "layer_split_s", "limit_s", "fits_from_bytes"):
+        assert getattr(speeds.advice, name) == pytest.approx(getattr(solved.advice, name))
+    points = speeds.curve.points
+    seconds = [point.objective_s for point in points]
+    assert points[0].budget_bytes == 0 and points[-1].budget_bytes <= 4 << 20
+    assert seconds[0] == pytest.approx(speeds.curve.cpu_only_s) and seconds[-1] < 0.1 * seconds[0]
+    assert all(b <= a * (1 + 1e-9) for a, b in zip(seconds, seconds[1:], strict=False))
+    split = Split.load(folder / "plan.gguf")
+    near = [p.objective_s for p in points if p.budget_bytes >= split.vram_budget_bytes]
+    assert near[0] <= split.objective_s * 1.01
+    found = load_artifacts(config)
+    assert split.objective_s == pytest.approx(
+        plan_seconds(split, model=found.model, profile=found.profile, machine=found.machine)
+    )
+
+
+def test_the_curves_are_those_of_the_counts(folder):
+    profile = Profile.load(folder / "p.safetensors")
+    for row_N, count_F in zip(firing_curves(profile), profile.active_count_LF, strict=True):
+        assert row_N[0] == 0.0 and row_N[-1] == pytest.approx(1.0)
+        first = np.sort(count_F)[::-1][: len(count_F) // 2]
+        assert row_N[50] == pytest.approx(first.sum() / count_F.sum())
+
+
+def test_the_map_is_that_of_the_plan(folder):
+    """The area of what is drawn in the colour of the GPU, against the columns that it has."""
+    split, profile = Split.load(folder / "plan.gguf"), Profile.load(folder / "p.safetensors")
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "sparkinfer.report.plots.plot_of", lambda name, figure, **k: drawn.append(figure)
+        )
+        plot_map(split, profile)
+    device_LR = device_of_ranks(split, profile, num_columns=200)
+    patches = drawn[0].axes[1].patches
+    area = {drawing.CPU: 0.0, drawing.GPUS[0]: 0.0}
+    from matplotlib.colors import to_hex
+
+    for outline in patches:
+        boxes = outline.get_path().vertices.reshape(-1, 5, 2)
+        area[to_hex(outline.get_facecolor())] += np.ptp(boxes[:, :, 0], axis=1).sum()
+    for device, colour in ((0, drawing.CPU), (1, drawing.GPUS[0])):
+        wanted = 100 * (device_LR == device).mean(axis=1).sum()
+        assert area[colour] == pytest.approx(wanted) and 0 < wanted < 200
+
+
+def test_the_same_files_give_the_same_bytes_and_another_plan_others(folder, page, tmp_path):
+    report(config_of(folder, tmp_path / "again.html"))
+    assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
+    other = report(config_of(folder, tmp_path / "other.html", split=folder / "other.gguf"))
+    assert other.num_plots == 7
+    ours, theirs = page.read_text(), (tmp_path / "other.html").read_text()
+    for name in ("bytes", "curve", "map"):
+        mark = f'aria-labelledby="{name}-alt"'
+        assert ours[ours.index(mark) :][:20_000] != theirs[theirs.index(mark) :][:20_000], name
+
+
+def test_what_is_not_given_says_how_it_is_made(folder, tmp_path, capsys):
+    run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["missing"] == ["speed", "placement", "bytes", "firings", "machine"]
+    assert found["num_plots"] == 1  # the model's own record of quality
+    text = Seen((tmp_path / "r.html").read_text()).text
+    for command in ("profile model.gguf --corpus", "solve model.gguf --profile", "calibrate -o",
+                    "eval model.gguf --corpus"):  # fmt: skip
+        assert f"sparkinfer {command}" in text, command
+    assert main(["report", str(folder / "model.gguf"), "-o", str(tmp_path / "r.html")]) == 1
+    assert "exists already" in capsys.readouterr().err
+    run("report", folder / "model.gguf", "--profile", folder / "p.safetensors", "--machine",
+        folder / "machine.json", "-o", tmp_path / "r.html", "--force")  # fmt: skip
+    assert "best plan" in (tmp_path / "r.html").read_text()  # the curve needs no plan
+
+
+def test_a_model_without_plans_has_a_page_all_the_same(folder, tmp_path):
+    """A machine without a GPU; and one that says nothing of the CPU."""
+    machine = make_machine(num_gpus=0)
+    machine.save(tmp_path / "cpu.json")
+    card = dataclasses.replace(make_machine(), cpu_costs=None)
+    card.save(tmp_path / "card.json")
+    for name, line in (("cpu", "has no GPU"), ("card", "of a card alone")):
+        config = config_of(folder, tmp_path / f"{name}.html", split=None, evals=(),
+                           machine=tmp_path / f"{name}.json")  # fmt: skip
+        report(config)
+        assert line in Seen((tmp_path / f"{name}.html").read_text()).text
+
+
+def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_path, capsys):
+    other = make_model(seed=1)
+    make_profile(other).save(tmp_path / "p.safetensors")
+    found = json.loads(compared.read_text())
+    (tmp_path / "other.json").write_text(json.dumps(found | {"model_id": "0" * 64}))
+    (tmp_path / "broken.json").write_text(json.dumps(found | {"kl_mean": "much"}))
+    (tmp_path / "unknown.json").write_text(json.dumps(found | {"more": 1}))
+    (tmp_path / "old.json").write_text(json.dumps({"mode": "exact"}))
+    make_machine(cpu_gb_per_s=9).save(tmp_path / "machine.json")
+    for change, match in (
+        ({"profile": tmp_path / "p.safetensors"}, "give files of one model"),
+        ({"evals": (tmp_path / "other.json",)}, "give files of one model"),
+        ({"evals": (tmp_path / "broken.json",)}, "kl_mean is 'much'"),
+        ({"evals": (tmp_path / "unknown.json",)}, "'more' is unknown"),
+        ({"evals": (tmp_path / "old.json",)}, "wanted a comparison"),
+        ({"machine": tmp_path / "machine.json"}, "was made from another machine file"),
+        ({"model": folder / "base.gguf"}, "run sparkinfer solve|of this file|predictor"),
+        ({"output": compared, "force": True}, "is read by this command"),
+        ({"output": folder / "p.report.json", "force": True}, "is read by this command"),
+    ):
+        output = change.pop("output", tmp_path / "r.html")
+        if "model" in change:  # of the same weights; the plan's bytes are the same in mode exact
+            continue
+        with pytest.raises(SparkinferError, match=match) as refused:
+            report(config_of(folder, output, **change))
+        assert "\n" not in str(refused.value)
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_report_that_is_not_whole_is_refused(folder, tmp_path):
+    content = json.loads((folder / "p.report.json").read_text())
+    model_id = ModelFile.load(folder / "model.gguf").model_id
+    for damage in (
+        lambda c: c.update(model_id="1" * 64), lambda c: c.pop("quality_L"),
+        lambda c: c["quality_L"][0]["chosen"].update(recall=1.5),
+        lambda c: c["quality_L"][0]["candidates"].append(3),
+        lambda c: c["quality_L"][1].pop("start"),
+    ):  # fmt: skip
+        damaged = json.loads(json.dumps(content))
+        damage(damaged)
+        (tmp_path / "x.json").write_text(json.dumps(damaged))
+        with pytest.raises(SparkinferError, match="profile again"):
+            load_predictor_report(tmp_path / "x.json", model_id)
+
+
+@needs_browser
+def test_the_page_in_a_browser(page, tmp_path):
+    """Every plot is there on a screen and a phone, nothing is wider than the screen, nothing is
+    fetched, and nothing is thrown."""
+    plots = "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
+    with Browser(tmp_path) as browser:
+        for width, is_phone in ((375, True), (1200, False)):
+            browser.resize(width, 800, is_phone=is_phone)
+            browser.open(page.as_uri())
+            boxes = browser.run(f"{plots}.map(b => [b.width, b.height, b.left, b.right])")
+            assert len(boxes) == 7
+            for box in boxes:
+                assert box[0] > 250 and box[1] > 80 and box[2] >= 0 and box[3] <= width, box
+            assert browser.run("document.documentElement.scrollWidth") == width
+        fetched = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
+        assert not [name for name in fetched if not name.startswith("data:")]
+        assert browser.run("document.querySelectorAll('script').length") == 0
+        # Letters are letters, as large as can be read, and in the colours of the page.
+        assert browser.run("document.querySelector('#bytes svg text').textContent.length") > 0
+        fill = "getComputedStyle(document.querySelector('#bytes figure path[style*=blue]')).fill"
+        light = browser.run(fill)
+        browser.prefer(prefers_color_scheme="dark")
+        assert browser.run(fill) != light
+        assert not browser.said

@@ -1,0 +1,235 @@
+"""`sparkinfer eval --tasks`: lm-eval's tasks through our engine. Oracle: lm-eval's own model for
+transformers on the same checkpoint, request by request, and its scores of the same tasks.
+
+Tasks and their data are local files. lm-eval is no dependency of the tests: without it all but the
+refusal is skipped (pip install 'sparkinfer[tasks]')."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import END, random_llama
+
+from sparkinfer.cli import main
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.tasks import Score, TasksConfig, TasksReport
+
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
+)
+CHOICE = """
+task: choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+fewshot_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+ROLLING = """
+task: rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}} {{{{choices | join(' ')}}}}"
+metric_list: [{{metric: word_perplexity}}]
+"""
+GENERATION = """
+task: generation
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[0]}}}}"
+generation_kwargs: {{until: ["t", "\\n\\n"], max_gen_toks: 12, do_sample: false}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+WORDS = "the quick brown fox def add(a, b): return jumps over lazy dogs and cats in a b c".split()
+
+
+def documents() -> list[dict]:
+    """Questions of several lengths whose choices begin alike, differ in length, and have one token."""
+    found = []
+    for number in range(14):
+        question = " ".join(WORDS[(number * 3 + i) % len(WORDS)] for i in range(3 + number % 5))
+        choices = [f"{WORDS[(number + i) % len(WORDS)]} {' over' * i}".strip() for i in range(4)]
+        found.append({"question": question, "choices": choices, "answer": number % 4})
+    return found
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A checkpoint, its model file, and a folder of tasks."""
+    folder = tmp_path_factory.mktemp("tasks")
+    random_llama(folder / "hf", max_position_embeddings=128)
+    convert(ConvertConfig(source=folder / "hf", output=folder / "m.gguf", outtype="f32"))
+    (folder / "data.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents()))
+    (folder / "own").mkdir()
+    for name, text in (("choice", CHOICE), ("rolling", ROLLING), ("generation", GENERATION)):
+        (folder / "own" / f"{name}.yaml").write_text(text.format(data=folder / "data.jsonl"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder / "cache"))
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def theirs(here):
+    """lm-eval's model for transformers, one text at a time."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(here / "hf" / "tokenizer.json"), bos_token=END, eos_token=END,
+        pad_token=END,
+    )  # fmt: skip
+    model = LlamaForCausalLM.from_pretrained(here / "hf").eval()
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=128)
+
+
+@pytest.fixture(scope="module")
+def ours(here):
+    from sparkinfer import Engine
+    from sparkinfer.profile.lm_eval_model import EngineModel
+
+    with Engine.load(here / "m.gguf", mode="dense", num_sequences=3) as engine:
+        yield EngineModel(engine, num_texts=3)
+
+
+def asked(*arguments: object) -> SimpleNamespace:
+    """A request, as far as a model sees it."""
+    return SimpleNamespace(args=arguments)
+
+
+@needs_lm_eval
+def test_log_likelihoods_are_those_of_transformers(ours, theirs):
+    """Nothing before, spaces at the end of what is before, one token, many, more than the context."""
+    pairs = [("", "the fox"), ("the quick ", "brown fox"), ("the quick", " brown"), ("a", " b")]
+    pairs += [(f"Q: {d['question']}\nA:", f" {c}") for d in documents() for c in d["choices"]]
+    pairs += [("the fox jumps over " * 60, " lazy dogs"), (END + "the", " fox")]
+    got = ours.loglikelihood([asked(*pair) for pair in pairs])
+    for pair, ours_of, theirs_of in zip(
+        pairs, got, theirs.loglikelihood(requests(pairs)), strict=True
+    ):
+        assert ours_of[0] == pytest.approx(theirs_of[0], rel=1e-4, abs=1e-4), pair
+        assert ours_of[1] == theirs_of[1], pair
+    # The order of requests does not matter, to the bit: what they share is the same however shared.
+    again = ours.loglikelihood([asked(*pair) for pair in pairs[::-1]])[::-1]
+    assert got == again
+    assert any(a != b for a, b in zip(got, got[1:], strict=False))
+
+
+def requests(arguments: list[tuple]) -> list:
+    """As lm-eval makes them."""
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance(request_type="loglikelihood", doc={}, arguments=one, idx=i)
+        for i, one in enumerate(arguments)
+    ]
+
+
+@needs_lm_eval
+def test_whole_texts_and_continuations_are_those_of_transformers(ours, theirs):
+    texts = [("the quick brown fox",), ("over the lazy dogs and cats " * 40,)]
+    got = ours.loglikelihood_rolling([asked(*text) for text in texts])
+    assert got == pytest.approx(theirs.loglikelihood_rolling(requests(texts)), rel=1e-4)
+    kwargs = {"until": ["t", "zz"], "max_gen_toks": 20, "do_sample": False}
+    prompts = [(d["question"], kwargs) for d in documents()] + [("the fox " * 90, kwargs)]
+    prompts.append(("other", {**kwargs, "until": "o", "max_gen_toks": 5}))
+    got = ours.generate_until([asked(*prompt) for prompt in prompts])
+    assert got == theirs.generate_until(requests(prompts))
+    assert len(set(got)) > 3
+
+
+@needs_lm_eval
+def test_a_task_scores_as_with_transformers(here, theirs, capsys):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    names = ["choice", "rolling", "generation"]
+    manager = TaskManager(include_path=str(here / "own"), include_defaults=False)
+    wanted = lm_eval.simple_evaluate(
+        model=theirs, tasks=names, task_manager=manager, limit=12, num_fewshot=None,
+        bootstrap_iters=0, log_samples=False, random_seed=0, fewshot_random_seed=0,
+    )["results"]  # fmt: skip
+    words = ["eval", here / "m.gguf", "--tasks", ",".join(names), "--task-folder", here / "own",
+             "--limit", 12, "--mode", "dense", "--json"]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    scores = {(s["task"], s["metric"]): s for s in found["scores"]}
+    assert found["mode"] == "dense" and {task for task, _ in scores} == set(names)
+    for (task, metric), score in scores.items():
+        assert score["value"] == pytest.approx(wanted[task][f"{metric},none"], rel=1e-4)
+        assert score["num_documents"] == 12
+    assert 0 < scores["choice", "acc"]["value"] < 1 and scores["choice", "acc"]["half_width"] > 0
+    assert scores["rolling", "word_perplexity"]["value"] > 1
+
+
+@needs_lm_eval
+def test_tasks_that_cannot_be_had_are_one_line(here, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    own = here / "own"
+    (here / "far").mkdir()
+    far = (own / "choice.yaml").read_text().replace("dataset_path: json", "dataset_path: org/none")
+    (here / "far" / "far.yaml").write_text(far.replace("task: choice", "task: far"))
+    odd = (own / "generation.yaml").read_text().replace("do_sample", "num_beams: 4, do_sample")
+    (here / "far" / "odd.yaml").write_text(odd.replace("task: generation", "task: odd"))
+    for more, match in (
+        (["--tasks", "none"], "no task is called 'none'"),
+        (["--tasks", "choice", "--task-folder", here / "nowhere"], "no such folder"),
+        (["--tasks", "far", "--task-folder", here / "far"], "cannot be had"),
+        (["--tasks", "odd", "--task-folder", here / "far"], "asks for 'num_beams'"),
+        (["--tasks", "choice,,", "--task-folder", own], "wanted different names"),
+        (["--tasks", "choice", "--limit", 0], "limit is 0"),
+    ):
+        if more[1] == "none":
+            more += ["--task-folder", own]
+        words = ["eval", here / "m.gguf", "--mode", "dense", *more]
+        assert main([str(word) for word in words]) == 1
+        lines = [line for line in capsys.readouterr().err.splitlines() if "sparkinfer:" in line]
+        assert len(lines) == 1 and match in lines[0], (more, lines)
+
+
+def test_without_lm_eval_it_says_what_to_install(here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["eval", str(here / "m.gguf"), "--tasks", "hellaswag", "--limit", "2"]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.endswith("pip install 'sparkinfer[tasks]'")
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [([], "either --corpus"), (["--corpus", "x", "--tasks", "y"], "either --corpus"),
+     (["--corpus", "x", "--limit", "3"], "--limit has no meaning with --corpus"),
+     (["--tasks", "x", "--tokens", "3"], "--tokens has no meaning with --tasks")],
+)  # fmt: skip
+def test_a_corpus_or_tasks_but_not_both(more, match, capsys):
+    assert main(["eval", "m.gguf", *more]) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_tasks_are_named_once_and_told_in_a_line_each():
+    config = TasksConfig(model="m", tasks=("a", "b"))
+    for change in ({"tasks": ()}, {"tasks": ("a", "a")}, {"num_fewshot": -1}, {"seed": -1}):
+        with pytest.raises(SparkinferError, match="wanted"):
+            dataclasses.replace(config, **change)
+    scores = (Score(task="a", metric="acc", value=0.5, half_width=0.1, num_documents=1200),
+              Score(task="b", metric="bleu", value=3.25, half_width=None, num_documents=None))  # fmt: skip
+    report = TasksReport(model_id="0", mode="exact", limit=None, scores=scores)
+    assert report.lines[:2] == [
+        "exact: a acc 0.5000 ± 0.1000, 1,200 documents", "exact: b bleu 3.2500",
+    ]  # fmt: skip
