@@ -1,7 +1,9 @@
 """Third-party distributions: everything that the requirements, and theirs, install.
 
     python tests/dependencies.py constraints     the pins that make the next set-up equal to this one
-    python tests/dependencies.py table           docs/dependencies.md"""
+    python tests/dependencies.py table           docs/dependencies.md
+
+Versions are those installed here."""
 
 import re
 import sys

@@ -51,7 +51,7 @@ def model():
 
 
 def outcome(path: Path) -> str:
-    """"shown", or the message of a refusal, which is one printable line."""
+    """The word "shown", or the message of a refusal, which is one printable line."""
     try:
         summary = inspect_file(path)
         json.loads(to_json(summary))
