@@ -295,6 +295,7 @@ docs: $(DOCS_VENV)/ready  ## a broken link is an error
 	@cp -r src/sparkinfer $(DOCS_API) && cp -r runtime $(DOCS_API)/sparkinfer
 	@find $(DOCS_API)/sparkinfer -type d -exec touch {}/__init__.py ';'
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@! grep -rlE '(src|srcset)="(https?:)?//' build/site --include='*.html'  # nothing from elsewhere
 	@echo "wrote build/site/index.html"
 
 clean:
