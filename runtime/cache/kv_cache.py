@@ -24,7 +24,7 @@ from sparkinfer.runtime.cache.stored_rows import (
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-SUMMARISED = 1024  # positions whose keys are unpacked at a time
+SUMMARISED = 8192  # positions whose keys are unpacked at a time
 
 
 @dataclass(frozen=True, kw_only=True)

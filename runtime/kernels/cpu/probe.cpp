@@ -117,6 +117,25 @@ bool choose_alike(const Kernels& tried, const Kernels& reference) {
            std::memcmp(chosen[0], chosen[1], num_tried * sizeof(int32_t)) == 0;
 }
 
+// Whole numbers, so alike to the bit.
+bool dots_alike(const Kernels& tried, const Kernels& reference) {
+    constexpr int64_t N = 7, G = 2, WIDTH = 2 * SELECT_WIDTH;
+    uint8_t row[N * WIDTH];
+    int8_t query[G * WIDTH];
+    for (int64_t i = 0; i < N * WIDTH; ++i) row[i] = static_cast<uint8_t>(i * 37 % 128);
+    for (int64_t i = 0; i < G * WIDTH; ++i) query[i] = static_cast<int8_t>(i * 53 % 255 - 127);
+    const uint8_t* rows[N];
+    for (int64_t i = 0; i < N; ++i) rows[i] = row + i * WIDTH;
+    int32_t out[4][G * N];
+    const Kernels* both[2] = {&tried, &reference};
+    for (int which = 0; which < 2; ++which) {
+        both[which]->dot_bytes({rows, N, WIDTH, G, N, query, out[which]});
+        both[which]->dot_codes({rows, N, WIDTH, G, N, query, out[2 + which]});
+    }
+    return std::memcmp(out[0], out[1], sizeof out[0]) == 0 &&
+           std::memcmp(out[2], out[3], sizeof out[0]) == 0;
+}
+
 bool agree(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t row_bytes[NUM_KINDS] = {
         4 * D,         2 * D,         2 * D,         D / 32 * 34, D / 32 * 18,
@@ -130,7 +149,8 @@ bool agree(const Kernels& tried, const Kernels& reference) {
             !sums_alike(tried, reference, kind, row_bytes[kind]) ||
             !unpack_alike(tried, reference, kind, row_bytes[kind]))
             return false;
-    return attend_alike(tried, reference) && choose_alike(tried, reference);
+    return attend_alike(tried, reference) && choose_alike(tried, reference) &&
+           dots_alike(tried, reference);
 }
 
 }  // namespace

@@ -1,0 +1,360 @@
+"""Which keys a token of a long text reads: tables, choice, bits, bytes, and what cannot be."""
+
+import json
+from itertools import pairwise, product
+
+import pytest
+import torch
+from models import make_model, make_shape
+from test_sequences import Alone, schedule
+
+from sparkinfer import Engine
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.key_selection import KeySelection
+from sparkinfer.runtime.cache.block_table import BlockTable
+from sparkinfer.runtime.cache.key_tables import KeyTables, decode_keys, encode_keys
+from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.threads import use_threads
+
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CONTEXT, LENGTH = 320, 300
+IDS = torch.randint(50, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+SMALL = "block=16,sinks=16,window=32,top=32,candidates=2"
+RULES = (
+    SMALL,
+    f"{SMALL},summary=mean",
+    SMALL.replace("candidates=2", "candidates=0"),
+    "block=32,sinks=0,window=32,top=64,candidates=4",
+    "block=64,sinks=64,window=64,top=64,candidates=1",
+)
+ALL = ("block=16,sinks=16,window=16,top=320", "block=64,sinks=0,window=320,top=64")
+
+
+def save(tmp_path, width=256, heads=4, kv=2, layers=2, kind="f32"):
+    shape = make_shape(
+        width=width, num_heads=heads, num_kv_heads=kv, num_layers=layers, context_length=CONTEXT
+    )
+    path = tmp_path / f"m{width}-{heads}-{kv}.gguf"
+    make_model(shape=shape, kind=kind).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Heads of 64 values, two of which share keys."""
+    return save(tmp_path_factory.mktemp("selection"))
+
+
+def load(path, offload=SMALL, **options) -> Engine:
+    return Engine.load(path, mode="dense", kv_offload=offload, **options)
+
+
+def logits(path, offload, **options) -> torch.Tensor:
+    with load(path, offload, **options) as engine:
+        return engine.logits(IDS)
+
+
+# ---- everything is chosen ------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.parametrize(
+    ("rule", "kind"), [*((rule, "f16") for rule in ALL), (ALL[0], "q8_0"), (ALL[0], "q4_0")]
+)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_where_all_keys_are_chosen_the_bits_are_those_of_full_attention(
+    path, rule, kind, num_sequences
+):
+    options = {"cache_type_k": kind, "num_sequences": num_sequences}
+    assert torch.equal(logits(path, rule, **options), logits(path, None, **options))
+
+
+@native
+@pytest.mark.parametrize("rule", RULES)
+def test_a_short_text_is_read_entirely_and_a_long_one_is_not(path, rule):
+    sizes = KeySelection.parse(rule)
+    entire = sizes.sinks + sizes.top + sizes.window
+    full, found = logits(path, None), logits(path, rule)
+    assert torch.equal(full[:entire], found[:entire])
+    differs = (full != found).any(dim=1)
+    assert differs[entire + sizes.block :].float().mean() > 0.9
+
+
+# ---- tables ----------------------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0-plain"])
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences):
+    """Of the same keys: those of the kernels' run, as its state has them."""
+    with load(path, rule, cache_type_k=kind, num_sequences=num_sequences) as engine:
+        with engine.sequence() as text:
+            text.extend(IDS, "none")
+            state = text.read_state()
+            made = [tables_of(layer, text) for layer in engine.layers]
+        for layer in engine.layers:
+            for table in layer.attention.cache.tables.tensors:
+                table.fill_(7)
+        with engine.sequence() as text:
+            text.write_state(IDS, state)
+            for layer, expected in zip(engine.layers, made, strict=True):
+                for found, wanted in zip(tables_of(layer, text), expected, strict=True):
+                    assert wanted.numel() == 0 or wanted.any()
+                    assert torch.equal(found, wanted)
+
+
+def tables_of(layer, text) -> list[torch.Tensor]:
+    """Of all whole key blocks of a text."""
+    tables = layer.attention.cache.tables
+    block_N, at_N = tables.places(text.number, 0, LENGTH // tables.rule.block)
+    return [tensor[block_N, :, at_N].clone() for tensor in tables.tensors]
+
+
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 128])
+def test_codes_give_back_most_of_a_key(width):
+    rest = torch.randn(500, width, generator=torch.Generator().manual_seed(0)) * 3
+    rest[0], rest[1] = 0.0, torch.nan
+    code, factor = encode_keys(rest)
+    level = decode_keys(code)[:, :width].float() - 1.5
+    back = level * factor[:, None]
+    assert back[0].eq(0).all() and factor[1] == 0
+    assert torch.allclose((back * rest)[2:].sum(1), rest[2:].square().sum(1), rtol=1e-5)
+    cosine = torch.nn.functional.cosine_similarity(back[2:], rest[2:])
+    assert cosine.min() > 0.85 and cosine.mean() > 0.93  # of Gaussian values, four levels: 0.94
+
+
+# ---- the choice --------------------------------------------------------------------------------------
+
+
+def planted(rule: KeySelection, width: int, is_rotated: bool):
+    """Tables over keys of which those at PLANTED are the query's own."""
+    random = torch.Generator().manual_seed(1)
+    key_TKW = torch.randn(1024, 2, width, generator=random)
+    query_KGW = torch.randn(2, 3, width, generator=random) * 0.1
+    direction_KW = torch.randn(2, width, generator=random)
+    query_KGW += direction_KW[:, None]
+    for head, positions in enumerate(PLANTED):
+        key_TKW[positions, head] += 2 * direction_KW[head]
+    table = BlockTable(1, 1024)
+    tables = KeyTables.of(
+        rule, table, 2, width, is_rotated, lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+    )
+    tables.summarise(0, 0, key_TKW)
+    return tables, key_TKW, query_KGW
+
+
+PLANTED = ([70, 200, 201, 333, 500, 640, 777, 800], [65, 66, 67, 300, 471, 472, 620, 801])
+
+
+@pytest.mark.parametrize("summary", ["bounds", "mean"])
+@pytest.mark.parametrize("width", [64, 80])
+@pytest.mark.parametrize("block", [16, 32])
+def test_planted_keys_are_found(summary, width, block):
+    rule = KeySelection(
+        block=block, sinks=64, window=128, top=64, candidates=4, summary=summary
+    )  # fmt: skip
+    tables, _, query_KGW = planted(rule, width, is_rotated=False)
+    chosen_KC = tables.choose(0, 1000, query_KGW)
+    for head, positions in enumerate(PLANTED):
+        chosen = chosen_KC[head].tolist()
+        assert chosen == sorted(set(chosen))
+        assert set(range(64)) <= set(chosen) and set(range(864, 1001)) <= set(chosen)
+        assert len(chosen) == 64 + 64 + 1001 - 864
+        assert set(positions) <= set(chosen)
+
+
+def test_the_measure_rejects_a_search_that_finds_nothing():
+    rule = KeySelection(block=16, sinks=64, window=128, top=64)
+    tables, _, query_KGW = planted(rule, 64, is_rotated=False)
+    chosen_KC = tables.choose(0, 1000, query_KGW.flip(0) * torch.tensor([1.0, -1.0]).repeat(32))
+    assert not all(set(p) <= set(c.tolist()) for p, c in zip(PLANTED, chosen_KC, strict=True))
+
+
+def test_the_choice_keeps_most_of_what_the_best_one_would():
+    """Mass of exact attention on what is read; codes beat whole blocks of the same bytes."""
+    kept = {}
+    for candidates in (0, 8):
+        rule = KeySelection(block=16, sinks=64, window=128, top=64, candidates=candidates)
+        tables, key_TKW, query_KGW = planted(rule, 64, is_rotated=False)
+        share_KGC = (torch.einsum("kgw,tkw->kgt", query_KGW, key_TKW[:1001]) / 8).softmax(dim=-1)
+        chosen_KC = tables.choose(0, 1000, query_KGW)
+        mass_KG = share_KGC.gather(2, chosen_KC[:, None].expand(-1, 3, -1)).sum(dim=2)
+        best = share_KGC[..., 64:864].sum(dim=1).topk(64, dim=1).values.sum(dim=1) / 3
+        always = share_KGC[..., :64].sum(dim=2) + share_KGC[..., 864:].sum(dim=2)
+        kept[candidates] = float(((mass_KG - always).mean(dim=1) / best).min())
+    assert kept[8] > 0.95 and kept[8] > kept[0]
+
+
+@native
+@pytest.mark.parametrize(
+    ("rule", "width", "heads", "kv"),
+    [*((rule, 256, 4, 2) for rule in RULES), (RULES[0], 160, 2, 1), (RULES[1], 96, 3, 3)],
+)
+def test_torch_computes_the_same(tmp_path, rule, width, heads, kv):
+    """Where no two keys promise nearly alike; the others are few."""
+    path = save(tmp_path, width=width, heads=heads, kv=kv)
+    with load(path, rule) as engine:
+        found = engine.logits(IDS)
+        with engine.observe(lambda name, layer, tensor: None):
+            expected = engine.logits(IDS)
+    full = logits(path, None)
+    size = expected.abs().amax()
+    differs = (found - expected).abs().amax(dim=1) > 1e-4 * size
+    unlike = (full - expected).abs().amax(dim=1) > 1e-4 * size
+    assert differs.float().mean() < 0.1 * unlike.float().mean()
+
+
+@native
+def test_every_level_chooses_alike(path):
+    """Sums of whole numbers are the same at every level; logits differ by rounding alone."""
+    best = library.level()
+    levels = [name for name in library.usable_levels() if name != "amx"]  # AMX has VNNI's
+    found = {}
+    try:
+        for level in levels:
+            library.set_level(level)
+            found[level] = logits(path, RULES[3])
+    finally:
+        library.set_level(best)
+    size = found["generic"].abs().amax()
+    for level in levels:
+        differs = (found[level] - found["generic"]).abs().amax(dim=1) > 1e-3 * size
+        assert differs.float().mean() < 0.05, level
+
+
+# ---- rows, sequences, states ----------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.parametrize(("rule", "kind"), [(RULES[0], "f16"), (RULES[3], "q4_0")])
+def test_a_row_does_not_depend_on_the_others(path, rule, kind):
+    with load(path, rule, cache_type_k=kind) as engine:
+        with engine.sequence() as text:
+            single = torch.cat([text.extend([token]) for token in IDS])
+        for threads, counts in product((1, 2, 3), ((7, 100, 33), (128,), (1, 2, 31, 17))):
+            use_threads(threads)
+            bounds = [0]
+            while bounds[-1] < LENGTH:
+                bounds.append(min(LENGTH, bounds[-1] + counts[len(bounds) % len(counts)]))
+            with engine.sequence() as text:
+                rows = [text.extend(IDS[a:b], "all") for a, b in pairwise(bounds)]
+            assert torch.equal(torch.cat(rows), single)
+
+
+@native
+@pytest.mark.parametrize("rule", [RULES[0], RULES[1]])
+def test_random_schedules_of_several_texts(path, rule):
+    import random
+
+    with load(path, rule) as single, load(path, rule, num_sequences=8) as engine:
+        alone = Alone(single)
+        compared = sum(schedule(engine, alone, random.Random(seed), steps=20) for seed in range(6))
+    assert compared > 500
+
+
+@native
+def test_a_fork_that_goes_on_otherwise_has_tables_of_its_own(path):
+    """Blocks of the cache are copied with their tables when one of two writes into them."""
+    with load(path, num_sequences=3) as engine, engine.sequence() as text:
+        text.extend(IDS[:250], "none")
+        with text.fork() as other:
+            other.rollback(201)
+            changed = [(token + 1) % 50 for token in IDS[201:]]
+            other.extend(changed, "none")
+            expected = text.extend(IDS[250:], "all")
+            got = other.extend([5, 6, 7], "all")
+    with load(path) as engine:
+        assert torch.equal(engine.logits(IDS)[250:], expected)
+        assert torch.equal(engine.logits([*IDS[:201], *changed, 5, 6, 7])[LENGTH:], got)
+
+
+@native
+@pytest.mark.parametrize("at", [100, 200, 207])
+def test_a_saved_state_goes_on_with_the_same_bits(path, tmp_path, at):
+    with load(path) as engine:
+        expected = engine.logits(IDS)
+        with engine.sequence() as text:
+            text.extend(IDS[:at], "none")
+            save_prompt(text, tmp_path / "s", engine.prompt_key())
+    with load(path) as engine, engine.sequence() as text:
+        restore_prompt(text, tmp_path / "s", engine.prompt_key())
+        assert torch.equal(text.extend(IDS[at:], "all"), expected[at:])
+    with load(path, RULES[1]) as engine, engine.sequence() as text:
+        with pytest.raises(SparkinferError, match="cache"):
+            restore_prompt(text, tmp_path / "s", engine.prompt_key())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_bytes_are_those_announced(path, rule, num_sequences):
+    with load(path, rule, num_sequences=num_sequences) as engine:
+        caches = [layer.attention.cache for layer in engine.layers]
+        kept = [(c.key_BKPX, c.value_BKPX, *c.tables.tensors) for c in caches]
+        taken = sum(t.numel() * t.element_size() for tensors in kept for t in tensors)
+        assert engine.bytes_by_role["cpu"]["kv_cache"] == taken
+
+
+# ---- what cannot be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "wanted on or NAME=VALUE"),
+        ("off", "wanted on or NAME=VALUE"),
+        ("top=", "wanted on or NAME=VALUE"),
+        ("tops=4", "'tops=4'"),
+        ("top=64,top=64", "'top=64'"),
+        ("top=many", "a whole number"),
+        ("block=48", "16, 32 or 64"),
+        ("block=64,window=32", "window=32"),
+        ("window=100", "multiple of the block"),
+        ("window=0", "multiple of the block"),
+        ("top=-32", "multiple of the block"),
+        ("sinks=-64", "multiple of the block"),
+        ("top=99999999999999", "multiple of the block"),
+        ("candidates=65", "0 to 64"),
+        ("summary=median", "known: mean, bounds"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(path, text, words):
+    with pytest.raises(SparkinferError, match=words) as refusal:
+        load(path, text)
+    assert "\n" not in str(refusal.value)
+
+
+def test_sizes_are_shown_as_they_are_given():
+    sizes = KeySelection.parse("window=2048,summary=mean")
+    assert KeySelection.parse(str(sizes)) == sizes
+    assert KeySelection.parse("on") == KeySelection()
+
+
+def test_a_window_longer_than_the_context_reads_everything(path):
+    assert torch.equal(logits(path, "window=4096"), logits(path, None))
+
+
+def test_commands_take_it(tmp_path, capsys):
+    from checkpoints import random_llama
+
+    folder = random_llama(tmp_path / "c", hidden_size=128, num_attention_heads=2,
+                          num_key_value_heads=1)  # fmt: skip
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    model = str(tmp_path / "m.gguf")
+    assert main(["convert", str(folder), "-o", model]) == 0
+    capsys.readouterr()
+    prompt = ["-p", "the quick brown fox jumps over the lazy dog " * 9, "-n", "3", "--temp", "0"]
+    assert main(["generate", model, *prompt, "--json", "--kv-offload", SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert main(["generate", model, *prompt, "--kv-offload", "top=5"]) == 1
+    assert "multiple of the block" in capsys.readouterr().err
+    lost = {}
+    for sizes in ("top=65536", "block=16,sinks=0,window=16,top=16"):
+        words = ["eval", model, "--corpus", str(tmp_path / "text.txt"), "--mode", "dense",
+                 "--tokens", "512", "--kv-offload", sizes, "--json"]  # fmt: skip
+        assert main(words) == 0
+        lost[sizes] = json.loads(capsys.readouterr().out)["kl_mean"]
+    assert lost["top=65536"] == 0 < lost["block=16,sinks=0,window=16,top=16"]
