@@ -49,7 +49,7 @@ def _sentencepiece_differences(tokenizer: Json) -> list[str]:
     if pairs:
         left, right = pairs[0]
         lines.append(
-            f"llama.cpp joins {len(pairs)} pairs of tokens of which no merge tells, or at another"
+            f"llama.cpp joins {len(pairs)} pairs of tokens that no merge has, or at another"
             f" place than the merges, e.g. {left!r} and {right!r}"
         )
     return lines

@@ -118,7 +118,7 @@ class _Machine:
         target = self.stack[-1]
         keys, values = items[::2], items[1::2]
         if not isinstance(target, dict) or len(keys) != len(values):
-            raise Broken("its pickle sets items of what is no dict")
+            raise Broken("its pickle sets items of something other than a dict")
         for key, value in zip(keys, values, strict=True):
             if not isinstance(key, str) or key in target:
                 raise Broken("a name in it is no text, or is there twice")
@@ -126,7 +126,7 @@ class _Machine:
 
     def append(self, values: list) -> None:
         if not isinstance(self.stack[-1], list):
-            raise Broken("its pickle appends to what is no list")
+            raise Broken("its pickle appends to something other than a list")
         self.stack[-1].extend(values)
 
     def stack_global(self) -> None:
@@ -139,7 +139,7 @@ class _Machine:
         self.pop_tuple(2)
         target, _ = self.stack.pop()
         if not isinstance(target, dict):
-            raise Broken("its pickle sets attributes of what is no dict")
+            raise Broken("its pickle sets attributes of something other than a dict")
         self.push(target)
 
     def persistent(self) -> None:
@@ -168,7 +168,7 @@ class _Machine:
             case Global(name=name), _:
                 raise Broken(f"its pickle calls {name!r}, which no state dict needs")
             case _:
-                raise Broken("its pickle calls what is no function")
+                raise Broken("its pickle calls something other than a function")
 
 
 def _view(storage: Storage, offset: Any, shape: Any, stride: Any) -> View:

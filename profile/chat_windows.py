@@ -74,8 +74,8 @@ def _window(paragraph: str, codec: TextCodec, template: ChatTemplate) -> tuple[T
     start = text.find(paragraph)
     if start < 0:
         raise SparkinferError(
-            f"{template.name}: the chat template does not write a message as it is, so which tokens"
-            " are of the corpus is not to be told; leave --chat-template out"
+            f"{template.name}: the chat template changes messages, so the tokens of the corpus"
+            " cannot be identified; leave --chat-template out"
         )
     encoded = codec.tokenizer.encode(text, add_special_tokens=False)
     stop = start + len(paragraph)

@@ -341,7 +341,7 @@ def _check_limits(file: ModelFile, plan: Split | None, gpu: torch.device) -> Non
     """Raises SparkinferError for sparsity rules that the devices cannot run."""
     if gpu.type == "cuda" and file.has_limits:
         raise SparkinferError(
-            f"{file.path}: limits of neurons and inputs run on the CPU alone so far; say device cpu,"
+            f"{file.path}: limits of neurons and inputs run on the CPU alone so far; use device cpu,"
             " or convert the model without them"
         )
     gate = file.gate_name

@@ -203,7 +203,7 @@ def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
         )
     if asked > 1 and device.type != "cpu":
         raise SparkinferError(
-            f"{asked} sequences asked for, which run on the CPU alone so far; say device cpu"
+            f"{asked} sequences asked for, which run on the CPU alone so far; use device cpu"
         )
     return asked
 
@@ -230,7 +230,7 @@ def cache_types_of(
         )
     if device.type != "cpu":
         raise SparkinferError(
-            f"a cache in {types} asked for, which runs on the CPU alone so far; say device cpu"
+            f"a cache in {types} asked for, which runs on the CPU alone so far; use device cpu"
         )
     for kind in (types.key, types.value):
         kind.check(model.shape.head_width)

@@ -163,9 +163,9 @@ def with_cold_streams(
             continue
         if piece < max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values())):
             notice(
-                f"{format_bytes(room)} beside weights and cache on {device}, of which a pass takes"
-                f" {format_bytes(wanted)}: too little to bring cold weights there; the CPU computes"
-                " them for prompts, too"
+                f"{format_bytes(room)} left beside weights and cache on {device}, a pass takes"
+                f" {format_bytes(wanted)}: too little to stream cold weights; the CPU computes them"
+                " for prompts, too"
             )
             continue
         weights = brought(weights, cold_stream(device, blocks, piece), chunk)
@@ -182,7 +182,7 @@ def _most_tokens(
         if tokens == 1:
             wanted = pass_bytes(model, 1, context_length, mode)
             raise SparkinferError(
-                f"{memory.device}: {format_bytes(room)} are left beside weights and cache, one token"
+                f"{memory.device}: {format_bytes(room)} left beside weights and cache, one token"
                 f" takes {format_bytes(wanted)}; run sparkinfer solve with a larger --vram-budget or"
                 " a smaller --context"
             )

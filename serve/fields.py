@@ -145,7 +145,7 @@ def _check_depth(found: object) -> None:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _shown(value: object) -> str:

@@ -96,8 +96,8 @@ class Guard:
             raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes",
                            code="headers_too_large", headers={"Connection": "close"})  # fmt: skip
         if self._is_local and not self._is_ours(headers.get("host", "")):
-            raise ApiError(403, "this server is for its own machine; give it an --api-key, or name"
-                           " the host that it is asked by (--allow-host)", code="wrong_host")  # fmt: skip
+            raise ApiError(403, "this server is for its own machine; give it an --api-key, or"
+                           " allow this host name (--allow-host)", code="wrong_host")  # fmt: skip
         path = scope["path"]
         if path not in OPEN_PATHS:
             self._check_key(headers, is_page=path == "/")

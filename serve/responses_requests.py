@@ -33,10 +33,10 @@ def _chat_fields(fields: Fields) -> dict[str, object]:
     fields.only("prompt", why="there are no stored prompts here")
     fields.only("background", False, why="an answer comes with its request")
     fields.only("truncation", "disabled", why="a conversation that is too long is refused")
-    fields.only("include", [], why="answers have no parts beside their texts and calls")
+    fields.only("include", [], why="answers have texts and calls only")
     fields.only("max_tool_calls", why="tools are called by the client")
     fields.only("n", 1, why="a response has one answer")
-    fields.only("top_logprobs", 0, why="logprobs are told by /v1/chat/completions")
+    fields.only("top_logprobs", 0, why="logprobs are available from /v1/chat/completions")
     instructions = fields.text("instructions", MAX_INSTRUCTIONS)
     chat: dict[str, object] = {"messages": _messages(fields.take("input"), instructions)}
     if (most := fields.whole("max_output_tokens", 1, (1 << 31) - 1)) is not None:

@@ -35,12 +35,12 @@ NEUTRAL = (
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("n_keep", (0, -1), "the context is not shifted"),
     ("n_discard", (0,), "the context is not shifted"),
-    ("n_indent", (0,), "a grammar can say it"),
+    ("n_indent", (0,), "a grammar can require it"),
     ("t_max_predict_ms", (0, -1), "max_tokens and timeout bound an answer"),
     ("post_sampling_probs", (False,), "logprobs are the model's own"),
     ("response_fields", ([],), "an answer has all its fields"),
     ("lora", ([],), "adapters are merged when a model is converted"),
-    ("verbosity", ("medium",), "a model can be told so in a message"),
+    ("verbosity", ("medium",), "ask for it in a message"),
 )
 
 

@@ -100,7 +100,7 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
         assert smallest.host is not None
         return (
             f"{inputs.host_budget:,} bytes of main memory hold no plan: the embedding and the"
-            f" workspace, which are always there, take {inputs.always_on_host:,}; beside these"
+            f" workspace, which are always there, take {inputs.always_on_host:,}; with these"
             f" budgets of GPU memory the smallest --host-budget that works is"
             f" {_size(smallest.host)}"
         )

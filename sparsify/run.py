@@ -69,7 +69,7 @@ class Run:
         if position.arrays:
             self.best, self.record = state.restore(self.trainer, position)
             self._set_first_share()
-            self.say(f"goes on at step {self.trainer.step:,} of {self.schedule.num_steps:,}")
+            self.say(f"continues at step {self.trainer.step:,} of {self.schedule.num_steps:,}")
             return
         if self.config.start_from is not None:
             self._start_from(self.config.start_from)

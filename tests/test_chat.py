@@ -254,7 +254,7 @@ def test_messages_that_the_template_does_not_take(engine):
     template = "{{ raise_exception('no') if messages|length > 2 else 'x' }}"
     with talk(engine, template) as chat:
         text_of(chat.say("Hello"))
-        with pytest.raises(SparkinferError, match="does not take these messages: no"):
+        with pytest.raises(SparkinferError, match="rejects these messages: no"):
             text_of(chat.say("And?"))
         assert roles(chat) == "ua"
     with talk(engine, "") as chat, pytest.raises(SparkinferError, match="makes no text"):

@@ -794,7 +794,7 @@ def test_what_llama_cpp_does_otherwise_is_said_of_a_stock_file(tmp_path):
     assert "'<mask>' (1 such)" in noted(tmp_path / "e", stripping)
     assert "space before text that begins with one" in noted(tmp_path / "f", sentencepiece(True))
     partial = noted(tmp_path / "g", sentencepiece_tokenizer(400, is_complete=False))
-    assert "pairs of tokens of which no merge tells" in partial
+    assert "pairs of tokens that no merge has" in partial
 
 
 def test_special_tokens_and_template(relu, tmp_path):

@@ -335,7 +335,7 @@ def test_cold_weights_are_brought_where_there_is_room_for_them(room, monkeypatch
     assert chunk == 128
     streams = {layer.ffn.cold for layer in weights.layers}
     if room == "for a pass":
-        assert streams == {None} and "too little to bring cold weights there" in said[0]
+        assert streams == {None} and "too little to stream cold weights" in said[0]
         return
     (stream,) = streams
     assert not said and stream.least_tokens == 16 and stream.staging is not None

@@ -372,7 +372,7 @@ def test_what_is_no_file_is_never_replaced(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "device").symlink_to("/dev/full")
     for name in ("pipe", "nowhere", "device"):
-        with pytest.raises(SparkinferError, match="is no file that could be replaced"):
+        with pytest.raises(SparkinferError, match="is not a file to replace"):
             check_outputs([tmp_path / name], force=True)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "file")

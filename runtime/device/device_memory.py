@@ -272,7 +272,7 @@ def _fullest() -> torch.device:
 
 def _state(device: torch.device) -> str:
     if device.type != "cuda":
-        return "and there is not so much; free some or choose a smaller model"
+        return "which is not free; end other programs or choose a smaller model"
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     allowed = allowed_bytes(device)

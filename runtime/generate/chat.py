@@ -299,9 +299,7 @@ def _read(path: Path) -> tuple[str | None, list[dict[str, object]]]:
         for message in messages
     )
     if unknown or not is_known or not (system is None or isinstance(system, str)):
-        what = (
-            f"has the unknown key {shown(unknown[0])}" if unknown else "has messages that are none"
-        )
+        what = f"has the unknown key {shown(unknown[0])}" if unknown else "has malformed messages"
         raise SparkinferError(f"{path}: {what}; wanted a conversation as /save writes it")
     assert isinstance(messages, list)
     return system, messages

@@ -182,4 +182,4 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _not_a_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

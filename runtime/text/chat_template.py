@@ -66,7 +66,7 @@ class ChatTemplate:
         Raises SparkinferError for malformed messages, and as TemplateProcess.render."""
         if continue_final_message and add_generation_prompt:
             raise SparkinferError(
-                "continue_final_message goes on with the last message, add_generation_prompt begins"
+                "continue_final_message continues the last message, add_generation_prompt begins"
                 " another; ask for one of them"
             )
         known = [_normal(message) for message in messages]

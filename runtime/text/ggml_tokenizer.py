@@ -72,13 +72,13 @@ class _Vocabulary:
         other = next((i for i, token in enumerate(tokens) if not _is_text(token)), None)
         if other is not None:
             raise SparkinferError(
-                f"{path}: token {other} has bytes that are no UTF-8, which the tokenizers library does"
-                " not take; convert a checkpoint that has a tokenizer.json"
+                f"{path}: token {other} has bytes that are not UTF-8, which the tokenizers library"
+                " rejects; convert a checkpoint that has a tokenizer.json"
             )
         if len(set(tokens)) != len(tokens):
             raise SparkinferError(
-                f"{path}: {len(tokens) - len(set(tokens))} tokens have the text of another one;"
-                " which is meant cannot be told; get the file again"
+                f"{path}: {len(tokens) - len(set(tokens))} tokens have the text of another one"
+                " and are ambiguous; get the file again"
             )
         read = cls(path=path, keys=keys, tokens=tokens, types=[TokenType.NORMAL] * len(tokens))
         if Keys.Tokenizer.TOKEN_TYPE not in keys:

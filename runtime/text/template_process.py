@@ -26,7 +26,7 @@ _PACKAGES = ("jinja2", "markupsafe")
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 _REASONS = {
     "syntax": "is not a Jinja template that can be read",
-    "template": "does not take these messages",
+    "template": "rejects these messages",
     "other": "fails with these messages",
     "size": "writes more than a text can be",
 }

@@ -122,7 +122,7 @@ def _check_writable(path: Path, *, force: bool) -> None:
         if path.exists() and not force:
             raise SparkinferError(f"{path}: exists already; give another name or --force")
         if os.path.lexists(path) and not path.is_file():
-            raise SparkinferError(f"{path}: is no file that could be replaced; give another name")
+            raise SparkinferError(f"{path}: is not a file to replace; give another name")
         there = next(folder for folder in path.parents if folder.exists())
         (there / path.name).is_dir()  # raises where the name is too long
         try_to_create(there / path.name)

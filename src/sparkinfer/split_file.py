@@ -208,7 +208,7 @@ class Split:
         num_neurons = model.shape.num_neurons
         ids = np.concatenate(self.hot)
         if len(self.hot) != model.shape.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
-            raise SparkinferError(f"{path}: names layers or neurons that {model.path} has not")
+            raise SparkinferError(f"{path}: names layers or neurons missing in {model.path}")
         gpus, cpu = self.items_of_gpus(model)
         for number, (items, limit) in enumerate(zip(gpus, self.budgets, strict=False)):
             if sum(items.values()) > limit:

@@ -136,7 +136,7 @@ def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path
     is_known = [((ids >= 0) & (ids < num_neurons)).all() for ids in split.hot]
     if len(split.hot) != num_layers or not all(is_known):
         raise SparkinferError(
-            f"{split_path}: names layers or neurons that {profile_path} has not; run sparkinfer"
+            f"{split_path}: names layers or neurons missing in {profile_path}; run sparkinfer"
             " solve again"
         )
 
