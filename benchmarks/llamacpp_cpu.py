@@ -10,17 +10,22 @@ each line on stdin is a JSON object, each line on stdout a list of seconds:
         one a token: each of `ids` in so many sequences at once, behind prompts of PROMPT tokens
     {"do": "deep", "threads": n, "flash": bool, "ids": [...], "depth": d}
         one a token, behind d tokens, which are computed only if they are not there
+    {"do": "grown", "threads": n, "flash": true, "ids": [...], "depth": d}
+        likewise, but the keys and values are those of GROWN tokens, over and over
 The logits of the last token are included; `flash` says whether flash attention is on."""
 
 import ctypes
 import json
+import struct
 import sys
 import time
+from functools import lru_cache
 
 import llama_cpp as llama
 
 PROMPT = 16
 PIECE = 512  # tokens per batch, for longer texts
+GROWN = 256
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml.h
 
 
@@ -32,16 +37,16 @@ def silent(level: int, text: bytes, user_data: int) -> None:
 def main(path: str, context_length: int, num_sequences: int, cache: str) -> None:
     llama.llama_log_set(silent, ctypes.c_void_p(0))
     model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
-    # Values in blocks need flash attention.
-    kinds = (False, True) if cache in ("f32", "f16", "bf16") else (True,)
-    contexts = {
-        flash: context_of(model, context_length, num_sequences, flash, cache) for flash in kinds
-    }
-    depths = dict.fromkeys(kinds, 0)
+
+    @lru_cache
+    def with_flash(flash: bool):  # type: ignore[no-untyped-def]
+        return context_of(model, context_length, num_sequences, flash, cache)
+
+    depths = {False: 0, True: 0}
     print(json.dumps(llama.llama_print_system_info().decode()), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        context, ids = contexts[asked["flash"]], asked["ids"]
+        context, ids = with_flash(asked["flash"]), asked["ids"]
         llama.llama_set_n_threads(context, asked["threads"], asked["threads"])
         if asked["do"] == "decode":
             from_empty(context, [7] * PROMPT)
@@ -51,6 +56,8 @@ def main(path: str, context_length: int, num_sequences: int, cache: str) -> None
         elif asked["do"] == "deep":
             seconds = deep(context, ids, depths[asked["flash"]], asked["depth"])
             depths[asked["flash"]] = asked["depth"]
+        elif asked["do"] == "grown":
+            seconds = grown(context, ids, asked["depth"])
         else:
             seconds = [from_empty(context, ids) for _ in range(asked["repeats"])]
         print(json.dumps(seconds), flush=True)
@@ -92,6 +99,52 @@ def deep(context, ids: list[int], known: int, depth: int) -> list[float]:  # typ
     seconds = [forward(context, [token]) for token in ids]
     llama.llama_memory_seq_rm(memory, 0, depth, -1)
     return seconds
+
+
+def grown(context, ids: list[int], depth: int) -> list[float]:  # type: ignore[no-untyped-def]
+    from_empty(context, [3 + 7 * position for position in range(GROWN)])
+    size = llama.llama_state_seq_get_size(context, 0)
+    state = (ctypes.c_uint8 * size)()
+    assert llama.llama_state_seq_get_data(context, state, size, 0) == size
+    longer = bytearray(repeated(bytes(state), depth))
+    del state
+    memory = llama.llama_get_memory(context)
+    llama.llama_memory_clear(memory, False)
+    data = (ctypes.c_uint8 * len(longer)).from_buffer(longer)
+    assert llama.llama_state_seq_set_data(context, data, len(longer), 0) == len(longer)
+    del data, longer
+    assert llama.llama_memory_seq_pos_max(memory, 0) == depth - 1
+    return [forward(context, [token]) for token in ids]
+
+
+def repeated(state: bytes, depth: int) -> bytes:
+    """The state of a sequence of GROWN tokens (llama_kv_cache::state_write of llama.cpp's
+    llama-kv-cache.cpp, flash attention, one stream) as one of `depth` tokens."""
+    at, out = 0, bytearray()
+
+    def take(form: str) -> tuple[int, ...]:
+        nonlocal at
+        found = struct.unpack_from(f"<{form}", state, at)
+        at += struct.calcsize(f"<{form}")
+        return found
+
+    magic, sequence, streams, cells = take("IIII")
+    assert (sequence, streams, cells) == (0, 1, GROWN), (sequence, streams, cells)
+    out += struct.pack("<IIII", magic, sequence, streams, depth)
+    for position in range(GROWN):
+        assert take("iII") == (position, 1, 0), "a position of one sequence"
+    for position in range(depth):
+        out += struct.pack("<iII", position, 1, 0)
+    transposed, layers = take("II")
+    assert not transposed
+    out += struct.pack("<II", transposed, layers)
+    for _ in range(2 * layers):
+        kind, row = take("iQ")
+        rows = state[at : at + GROWN * row]
+        at += GROWN * row
+        out += struct.pack("<iQ", kind, row) + rows * (depth // GROWN)
+    assert at == len(state) and depth % GROWN == 0
+    return bytes(out)
 
 
 def batch(context, ids: list[int], num_sequences: int) -> list[float]:  # type: ignore[no-untyped-def]
