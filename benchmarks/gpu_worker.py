@@ -85,7 +85,7 @@ class Worker:
         return {"seconds": seconds, "ffn_bytes": self.engine.traffic.total - before}
 
     def memory(self) -> dict[str, Any]:
-        """Of each device, as the engine reports it."""
+        """The engine's memory report of each device."""
         return {"devices": [dict(vars(found)) for found in self.engine.memory_report()]}
 
     def timeline(self, path: str, start: int) -> dict[str, Any]:

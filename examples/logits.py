@@ -1,4 +1,4 @@
-"""Score texts: the perplexity of each, from the logits behind every token.
+"""Score texts: the perplexity of each, from the logits after every token.
 
 python examples/logits.py MODEL TEXT..."""
 
@@ -12,7 +12,7 @@ from sparkinfer import Engine
 
 
 def perplexity(engine: Engine, text: str) -> float:
-    """exp of the mean negative log-likelihood of a text's tokens behind its first."""
+    """exp of the mean negative log-likelihood of a text's tokens after its first."""
     ids = engine.codec.encode(text)
     logits_TV = engine.logits(ids)
     log_p_TV = torch.log_softmax(logits_TV[:-1], dim=-1)

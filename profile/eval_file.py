@@ -1,6 +1,4 @@
-"""What `sparkinfer eval --json` printed, read again: a comparison of one mode with the dense model.
-
-What this module does not know: how anything was measured (quality)."""
+"""Reads the output of `sparkinfer eval --json`: a comparison of one mode with the dense model."""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -18,7 +16,7 @@ _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 
 
 def eval_content(report: EvalReport) -> dict[str, object]:
-    """The object that is printed."""
+    """The object to print."""
     return {"format": FORMAT, "version": VERSION, **asdict(report)}
 
 

@@ -1,8 +1,7 @@
-"""An engine as lm-eval asks for models: log-likelihoods of continuations, and texts that go on.
+"""An engine as lm-eval's model interface: log-likelihoods of continuations, and generated texts.
 
 Tokens, windows and truncation are those of lm-eval's own model for transformers, so that its
-numbers are comparable. Imports lm_eval: only where tasks are run. What this module does not know:
-tasks (tasks).
+numbers are comparable. It imports lm_eval, so import it only where tasks are run (see tasks).
 
 Letters: T tokens, V vocabulary."""
 
@@ -20,7 +19,7 @@ from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.typed import shown
 
-MAX_TOKENS = 256  # where a task does not say; lm-eval's own
+MAX_TOKENS = 256  # default of a task without a limit; lm-eval's own
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 KNOWN = {*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 
@@ -28,7 +27,7 @@ Scored = tuple[float, bool]  # log-likelihood, and whether a greedy text says th
 
 
 class EngineModel(TemplateLM):
-    """`num_texts` prompts are continued together; `is_asked` once anything was computed."""
+    """`num_texts` prompts are continued together; `is_asked` is true once anything was computed."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class EngineModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands where a text has nothing before it."""
+        """The token before a text with no context."""
         codec = self.engine.codec
         known = [codec.begin_id] if codec.begin_id is not None else sorted(codec.end_ids)
         if not known:
@@ -70,7 +69,7 @@ class EngineModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        """With the begin token where the tokenizer puts one, unless the text has it."""
+        """Adds the begin token if the tokenizer does, unless the text has it."""
         codec = self.engine.codec
         begins = add_special_tokens
         if begins is None:
@@ -82,7 +81,7 @@ class EngineModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Of whole texts, in windows in which each token is predicted once."""
+        """Log-likelihoods of whole texts, in windows in which each token is predicted once."""
         found = []
         for request in requests:
             windows = get_rolling_token_windows(
@@ -105,8 +104,8 @@ class EngineModel(TemplateLM):
         on_requests: Callable[[float], None] = lambda count: None,
     ) -> list[Scored]:
         """In the order of the requests. They are computed in the order of their tokens: neighbours
-        then share the most, examples before a question and the question before its answers, and
-        what they share is computed once."""
+        then share the longest prefixes, examples before a question and the question before its
+        answers, and shared prefixes are computed once."""
         self.is_asked = True
         texts = [self._cut(context, more) for _, context, more in requests]
         found: list[Scored | None] = [None] * len(texts)
@@ -128,7 +127,7 @@ class EngineModel(TemplateLM):
         return context[-room:], more
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """As many at a time as there is room for, and only those that are asked alike."""
+        """As many at a time as there is room for, and only those with equal options together."""
         self.is_asked = True
         found = [""] * len(requests)
         alike: dict[str, list[int]] = {}
@@ -158,19 +157,20 @@ class EngineModel(TemplateLM):
 
 
 def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
-    """Of `more` behind `context`. The place keeps what it has in common with the next."""
+    """The score of `more` after `context`. The sequence keeps the prefix it shares with the
+    next."""
     wanted = context + more[:-1]
     same = 0
     for ours, theirs in zip(place.ids, wanted, strict=False):
         if ours != theirs:
             break
         same += 1
-    # The logits behind the context's last token are needed, and only those behind new tokens come.
+    # The logits after the context's last token are needed, and only new tokens have logits.
     place.rollback(min(same, len(context) - 1))
     new = wanted[place.length :]
     num_before = (
         len(context) - 1 - place.length
-    )  # of the new tokens, those whose logits nobody reads
+    )  # new tokens whose logits are not read
     if num_before:
         place.extend(new[:num_before], "none")
     logits_TV = place.extend(new[num_before:], "all")
@@ -181,7 +181,7 @@ def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
 
 
 def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, GenerationOptions]:
-    """A task's generation_kwargs in our words. Raises SparkinferError for those that we have not."""
+    """A task's generation_kwargs as our options. Raises SparkinferError for unsupported ones."""
     unknown = sorted(set(asked) - KNOWN)
     if unknown:
         raise SparkinferError(
@@ -194,7 +194,8 @@ def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, Gener
     temperature = float(asked.get("temperature", 0.0) or 0.0)
     is_greedy = asked.get("do_sample") is False or temperature <= 0
     own = {name: asked[name] for name in ("top_k", "top_p", "min_p") if name in asked}
-    # What a task does not name is off: lm-eval's sampling is transformers', not llama.cpp's.
+    # Options that a task does not name are off: lm-eval's sampling is transformers', not
+    # llama.cpp's.
     chosen = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **own}
     sampling = SamplingOptions(temperature=0.0 if is_greedy else temperature, seed=seed, **chosen)
     return sampling, GenerationOptions(max_tokens=int(limit), stops=tuple(s for s in stops if s))

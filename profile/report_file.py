@@ -1,6 +1,4 @@
-"""The part on predictors of the report that `profile` writes beside its output, read again.
-
-What this module does not know: how anything was measured, or the rest of the report (report).
+"""Reads the section on predictors of the report that `profile` writes beside its output.
 
 Letters: L layers."""
 
@@ -20,7 +18,7 @@ _WHAT = "report of a profile"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorReport:
-    """`quality_L` is () where no predictors were trained."""
+    """`quality_L` is () if no predictors were trained."""
 
     model_id: str
     quality_L: tuple[LayerQuality, ...]

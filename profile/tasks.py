@@ -1,7 +1,7 @@
-"""lm-eval's tasks answered by an engine: `sparkinfer eval --tasks`.
+"""Runs lm-eval's tasks on an engine: `sparkinfer eval --tasks`.
 
-lm-eval comes with the optional dependencies `sparkinfer[tasks]`. What this module does not know: how
-a request is computed (lm_eval_model)."""
+lm-eval comes with the optional dependencies `sparkinfer[tasks]`. Requests are computed in
+lm_eval_model."""
 
 import logging
 import os
@@ -17,16 +17,16 @@ from sparkinfer.runtime.engine_options import device_of
 from sparkinfer.typed import one_line, shown
 
 NORMAL_95 = 1.96  # standard errors of half a 95 % interval
-NUM_TEXTS = 4  # that are continued together
+NUM_TEXTS = 4  # continued together
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksConfig:
     model: Path
     tasks: tuple[str, ...]
-    limit: int | None = None  # documents of each task; None is all
+    limit: int | None = None  # documents per task; None is all
     num_fewshot: int | None = None  # None is the task's own
-    folder: Path | None = None  # of tasks beside lm-eval's own
+    folder: Path | None = None  # of tasks in addition to lm-eval's own
     mode: RunMode | None = None
     split: Path | None = None
     thresholds: Path | None = None
@@ -76,7 +76,7 @@ class TasksReport:
 def run_tasks(
     config: TasksConfig, on_requests: Callable[[float], None] = lambda count: None
 ) -> TasksReport:
-    """Raises SparkinferError where lm-eval, a task or its data is not to be had."""
+    """Raises SparkinferError if lm-eval, a task or its data is unavailable."""
     lm_eval = _library()
     manager = _manager(config)
     is_plain = config.split is None and device_of(config.device).type == "cpu"
@@ -126,9 +126,10 @@ def _library() -> Any:
 
 
 def _manager(config: TasksConfig) -> Any:
-    """lm-eval's own tasks are thousands of files, and are read where a name is not in the folder.
+    """lm-eval's own tasks are thousands of files, and are read only for names that are not in the
+    folder.
 
-    Raises SparkinferError for names of no task."""
+    Raises SparkinferError for unknown tasks."""
     from lm_eval.tasks import TaskManager
 
     if config.folder is not None:
@@ -161,8 +162,8 @@ def _model(engine: Engine, num_texts: int, seed: int, on_requests: Callable[[flo
 
 
 def _scores(found: Any) -> tuple[Score, ...]:
-    """Of every task and group, in lm-eval's order. A name is "acc,none": the metric, and what filtered
-    the answers."""
+    """The scores of every task and group, in lm-eval's order. A name is "acc,none": the metric, and
+    the filter of the answers."""
     counts = found.get("n-samples", {})
     scores = []
     for task, values in found["results"].items():

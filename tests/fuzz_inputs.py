@@ -82,7 +82,7 @@ def _checkpoints(folder: Path) -> None:
 
 
 def predictors_of(model: ModelFile, **changes: object) -> Predictors:
-    """Of rank 4, all ones."""
+    """Predictors of rank 4, all ones."""
     shape, num_layers = model.shape, model.shape.num_layers
     down, up = np.ones((4, shape.width), np.float32), np.ones((shape.num_neurons, 4), np.float32)
     info = {"kind": "linear", "rank_L": (4,) * num_layers, "threshold_L": (0.0,) * num_layers,

@@ -55,7 +55,7 @@ def _another_key(keys: dict, rng: random.Random) -> None:
 
 
 def _another_list(old: list, rng: random.Random) -> list:
-    """Of the same type: another item, one less, one twice, or in another order."""
+    """A list of the same type: another item, one less, one twice, or in another order."""
     new = list(old)
     place = rng.randrange(len(new))
     choice = rng.randrange(4)

@@ -1,4 +1,4 @@
-"""What a person does on the page of `sparkinfer serve`, and what then stands there."""
+"""User actions on the page of `sparkinfer serve`, and what it shows then."""
 
 import json
 

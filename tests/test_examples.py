@@ -22,7 +22,7 @@ TEXT = "def area(width, height):\n    return width * height\n"
 
 
 def run(name: str, *arguments: str):
-    """What a script's `main` returns."""
+    """The return value of a script's `main`."""
     path = ROOT / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     assert spec and spec.loader

@@ -31,7 +31,7 @@ FEW = (
      "conversation": 30, "gbnf": 30, "schema": 30, "regex": 30, "lark": 30, "text": 30, "jsonl": 30,
      "parquet": 30},
 )  # fmt: skip
-# What transformers does not take of it is a note.
+# What transformers rejects of it is a note.
 TOLERANT = ("sentencepiece",)
 
 

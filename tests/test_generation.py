@@ -1,5 +1,5 @@
-"""How a text goes on and ends: stop strings, the end of the context, several texts together, the state
-of a prompt in a file; and the command that does it."""
+"""Continuing and ending texts: stop strings, the end of the context, several texts together, the
+state of a prompt in a file; and the command for it."""
 
 import json
 import random
@@ -106,7 +106,7 @@ def test_without_a_limit_the_context_ends_it_or_is_shifted(codec_model):
         shifted = GenerationOptions(max_tokens=40, ignores_end=True, shift_keep=3)
         ids = [t.id for t in engine.generate(prompt, temperature=0.0, options=shifted)]
         assert len(ids) == 40 and engine.last_run.shifts == 3
-        # The first token behind the first shift, by a text that was never longer.
+        # The first token after the first shift, by a text that was never longer.
         text = prompt + ids[:14]
         kept = text[:3] + text[3:][-(21 // 2) :]
         assert ids[15] == int(engine.logits([*kept, ids[14]])[-1].argmax())

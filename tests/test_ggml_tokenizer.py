@@ -118,7 +118,7 @@ class CountingTokenizer:
 
 
 def test_tokens_without_text_cost_no_more_the_more_there_are(tmp_path):
-    """Special tokens, and bytes that make no character; what comes behind them is whole."""
+    """Special tokens, and bytes that make no character; what follows them is whole."""
     tokenizer = ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c")))
     byte, fox = 3, tokenizer.encode("fox", add_special_tokens=False).ids
     for silent in (1, byte + 0xFF):

@@ -1,5 +1,5 @@
-"""GGUF files that others made, or that are damaged: what would run otherwise than llama.cpp runs it
-is refused. Oracle: llama.cpp's reading of the keys (llama-model.cpp), told beside each."""
+"""Third-party or damaged GGUF files: those that would run differently than in llama.cpp are
+refused. Oracle: llama.cpp's reading of the keys (llama-model.cpp), noted beside each."""
 
 import dataclasses
 from pathlib import Path

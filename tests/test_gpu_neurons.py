@@ -34,8 +34,8 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Programs of four rows, as large matrices get them, for these small ones too: where there are
-    as many rows. The interpreter takes some 10 ms a program."""
+    """Programs of four rows, as large matrices get them, for these small ones too, if there are as
+    many rows. The interpreter takes some 10 ms per program."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
@@ -127,8 +127,8 @@ def test_neurons_are_looked_up_by_their_numbers(kernels, num_neurons):
 
 
 def test_rows_that_are_not_needed_are_not_read(kernels):
-    """They hold what is no number, which any use of them would spread: of those that are not named
-    both, of those that do not fire those of `up`."""
+    """They hold NaN, which any use of them would spread: both rows of neurons that are not
+    predicted, and the `up` row of those that do not fire."""
     gate, up = make_matrix("f32", 16, 32), make_matrix("f32", 16, 32, seed=5)
     x = vector(32)
     fires = (gate.data @ x) > 0

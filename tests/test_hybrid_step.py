@@ -154,7 +154,7 @@ def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset
                                   "opt-norm-after", "opt-untied-plain", "falcon-11b",
                                   "falcon-one-after-the-other", "falcon-many-keys"])  # fmt: skip
 def test_every_graph_of_layers(tmp_path, case):
-    """Of random checkpoints, whose logits other tests compare with transformers'."""
+    """Random checkpoints, whose logits other tests compare with transformers'."""
     folder = random_model(tmp_path / "hf", CASES[case])
     save_tokenizer(folder, 320)
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")

@@ -302,7 +302,7 @@ def test_a_constant_limit_is_the_threshold(tmp_path):
 
 @pytest.mark.parametrize("storage", STORED)
 def test_bytes_are_those_of_the_rows_that_are_read(tmp_path, storage):
-    """Of one token, its own rows; of several in a pass, those that any of them needs."""
+    """One token reads its own rows; several in a pass, those that any of them needs."""
     fields = STORED[storage]
     model = stored(model_of("q8_0"), fields)
     reference = Reference(model)

@@ -165,7 +165,7 @@ def test_a_part_of_minus_infinity_adds_nothing(tmp_path):
             engine.hidden([i % 50 for i in range(260)])
             engine.layers[0].attention.cache.key_CKW[:256, 0, 3] = sign * torch.inf
             found.append(bool(engine._step(7, 260).isfinite().all()))
-    assert sorted(found) == [False, True]  # plus infinity is no number in the end
+    assert sorted(found) == [False, True]  # plus infinity becomes NaN in the end
 
 
 def test_heads_that_are_too_wide_are_noticed(tmp_path):

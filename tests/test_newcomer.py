@@ -1,4 +1,4 @@
-"""What somebody types on the first day: other programs' options, near misses, files of others."""
+"""First-day input: other programs' options, near misses, third-party files."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Outputs: never an input, never a user's file, and nothing left behind."""
+"""Outputs: never an input, never a user's file, and no leftovers."""
 
 import dataclasses
 import errno

@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_the_arithmetic_that_it_began_with(files, monkeypatch
 
 
 def test_counts_do_not_depend_on_the_number_of_threads(files):
-    """Else it would be a part of what a run that goes on must have in common."""
+    """Otherwise a resumed run would need the same number."""
     from sparkinfer.runtime.kernels.cpu import library
 
     before = torch.get_num_threads(), library.num_threads()

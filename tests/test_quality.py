@@ -95,7 +95,7 @@ def test_a_comparison_is_that_of_plain_sums():
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
-    """Of the feed-forward layers, by the runtime's own count while it decodes the same tokens."""
+    """Feed-forward bytes, by the runtime's own count while it decodes the same tokens."""
     model = make_model(predictor_rank=8, kind="f16")
     model.save(tmp_path / "m.gguf")
     ids = torch.arange(20)

@@ -192,7 +192,7 @@ def test_llama_cpps_spellings(line, values):
 
 
 def test_every_setting_has_a_spelling():
-    """But min_keep, which llama.cpp's command line has not either."""
+    """Except min_keep, which llama.cpp's command line lacks too."""
     spelled = {name for _, values in SPELLED for name in values}
     assert spelled == {field.name for field in fields(SamplingOptions)} - {"min_keep"}
 

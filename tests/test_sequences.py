@@ -235,7 +235,7 @@ def test_parts_that_cannot_be_are_refused(tmp_path):
         rows = rows_of([1], 100, sequence=text.number)
         engine._live.weights.cache.reserve(text.number, 100, 101)
         with pytest.raises(IndexError, match="outside the model"):
-            engine._live.run(rows)  # what is before it is nowhere
+            engine._live.run(rows)  # its earlier tokens are missing
 
 
 def test_a_full_sequence_refuses_and_changes_nothing(tmp_path):

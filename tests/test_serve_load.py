@@ -1,8 +1,8 @@
 """`sparkinfer serve` as a process: OpenAI's client, load, hostile requests, keys, signals.
 
-Quick tests ask the bundled model and a random one of ASCII characters; those marked slow, SmolLM2, in the
-numbers that are promised. What the answers hold is the business of other tests; here it is that they
-are the same whoever else asks."""
+Quick tests ask the bundled model and a random one of ASCII characters; those marked slow ask
+SmolLM2, in the promised numbers. These tests check that answers are the same whatever else is
+running; other tests check their content."""
 
 import asyncio
 import json
@@ -97,7 +97,7 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def open_server(tiny, tmp_path_factory):
-    """Without a key, with little room, and with a template that tries to escape when it is told to."""
+    """Without a key, with little room, and with a template that tries to escape on demand."""
     folder = tmp_path_factory.mktemp("serve")
     path = folder / "template.jinja"
     cases = [f"{{% if messages[0].content == {n!r} %}}{t}{{% endif %}}" for n, t in ESCAPES.items()]
@@ -238,7 +238,7 @@ def test_openai_leaves_in_the_middle(server, client):
 
 
 async def until_idle(server: ServerProcess, headers: dict[str, str] | None = None) -> None:
-    """Nothing is worked on, nothing waits."""
+    """No text is in progress, none waits."""
     deadline = time.monotonic() + 20
     while any(await gauges(server.port, "running", "waiting", headers=headers)):
         assert time.monotonic() < deadline, "texts go on though nobody waits for them"
@@ -347,7 +347,7 @@ def test_a_template_that_wants_out_is_not_obeyed(open_server):
 
 @pytest.mark.slow
 def test_a_server_ends_and_another_takes_its_port(tiny, tmp_path):
-    """One is killed in the middle of an answer; the next is told to end under load."""
+    """One is killed in mid-answer; the next is stopped under load."""
     options = ("--parallel", "2", "--queue", "64", "--threads", "1", "--drain", "3")
     with ServerProcess(tiny, tmp_path / "log", *options) as server:
         asyncio.run(stream(server.port, CHAT, ENDLESS, most_pieces=2))

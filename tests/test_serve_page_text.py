@@ -1,4 +1,4 @@
-"""What the page of `sparkinfer serve` makes of a model's text: markdown, and never HTML."""
+"""Rendering of a model's text on the page of `sparkinfer serve`: markdown, never HTML."""
 
 import json
 import re

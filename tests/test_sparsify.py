@@ -194,7 +194,7 @@ def test_the_checkpoint_is_transformers_and_the_engines_own(config, tmp_path):
 
 
 def error_of(file: Path, mode: str, ids_T: torch.Tensor, want_TV: torch.Tensor) -> float:
-    """Of the engine's logits, relative."""
+    """The relative error of the engine's logits."""
     with Engine.load(file, mode=mode) as engine:
         found_TV = engine.logits(ids_T).double()
     return float((found_TV - want_TV).norm() / want_TV.norm())

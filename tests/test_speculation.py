@@ -145,7 +145,7 @@ def test_adversarial_drafts_change_nothing(tmp_path, lie):
             drafts = Prophet(PROMPT + want, LIES[lie])
             assert text_of(engine, 200, drafts, sampling=sampling) == want
             assert engine.last_run.drafted > 100
-            # To the end of the context, and on behind it with half of the text.
+            # To the end of the context, and past it with half of the text.
             full = text_of(engine, 1000, sampling=sampling)
             assert len(full) + len(PROMPT) == CONTEXT + 1
             drafts = Prophet(PROMPT + full, LIES[lie])
@@ -239,7 +239,7 @@ def test_a_sequence_is_clean_after_an_interruption(tmp_path, num_sequences):
             assert found == want[:count]
             given = PROMPT + want[:count]
             assert text.ids == given[: len(text.ids)] and len(given) - len(text.ids) <= 1
-            # What stands in the cache is right as well.
+            # The cache is right as well.
             text.rollback(min(text.length, len(given) - 1))
             assert torch.equal(text.extend(given[text.length :])[0], logits[len(given) - 1])
             text.close()

@@ -190,7 +190,7 @@ def test_a_pass_that_was_left_does_not_disturb_the_next(tmp_path):
 
 
 class Event(dict):
-    """That of a fake stream, for which the host can wait."""
+    """A fake stream's event, for which the host can wait."""
 
     device: FakeDevice
 

@@ -144,7 +144,7 @@ def test_a_streamed_profile_is_the_ordinary_one(folder, tmp_path, case, monkeypa
 
 
 def assert_same_quality(a, b):
-    """Of a model in memory and of one that streams; something is lost in both."""
+    """Compares a model in memory with a streamed one; something is lost in both."""
     assert a.kl_mean > 1e-7
     assert a.mode == b.mode and a.num_tokens == b.num_tokens
     for field in ("perplexity", "dense_perplexity", "kl_mean", "kl_p99", "top1_agreement"):
@@ -258,7 +258,7 @@ def test_a_disk_without_space_is_refused_in_one_line(tmp_path):
 
 
 def test_released_pages_are_read_again(folder):
-    """Of a mapped file; values that are in memory alone stay where they are."""
+    """Pages of a mapped file; values that are only in memory stay where they are."""
     model = ModelFile.load(folder / "llama")
     entry = model.tensors["blk.1.ffn_up.weight"]
     before = entry.read().copy()

@@ -200,7 +200,7 @@ class Builder:
     uploaders: Mapping[torch.device, Uploader] = field(default_factory=dict)
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
-    # Of layers whose down projection was packed again: old type, new type, relative error.
+    # Layers whose down projection was repacked: old type, new type, relative error.
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
     @cached_property

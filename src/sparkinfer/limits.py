@@ -120,7 +120,7 @@ class Limits:
         save_arrays(path, FORMAT, VERSION, metadata, self.arrays())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Of all layers, by their names in a model file."""
+        """The arrays of all layers, by their names in a model file."""
         found: dict[str, np.ndarray] = {}
         for number, layer in enumerate(self.layers):
             found |= layer.arrays(number)

@@ -13,7 +13,7 @@ from sparkinfer.typed import Fields, shown
 
 RunMode = Literal["dense", "exact", "predicted"]
 SparseMode = Literal["exact", "predicted"]
-# Of the perplexity: the most that a default mode may cost.
+# The largest share of the perplexity that a default mode may cost.
 MAX_LOSS = 0.01
 
 

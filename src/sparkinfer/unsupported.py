@@ -5,7 +5,7 @@ The name comes from a checkpoint's `architectures` or a GGUF's `general.architec
 from collections.abc import Mapping
 from numbers import Integral
 
-# Part of a name, without case -> why; the first that is found counts.
+# Part of a name, case-insensitive -> why; the first match counts.
 _BY_NAME = (
     (("moe", "mixtral", "dbrx", "deepseek", "gptoss", "gpt-oss", "grok", "arctic", "llama4",
       "minimax", "kimi"), "mixtures of experts are not supported"),
@@ -25,7 +25,7 @@ _BY_NAME = (
 )  # fmt: skip
 _EXPERTS = "mixtures of experts are not supported"
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "expert_count")
-# The end of a GGUF's key -> why a file that has it is not run.
+# The end of a GGUF's key -> why a file with it is not run.
 _BY_KEY = {
     "expert_count": _EXPERTS,
     "expert_used_count": _EXPERTS,
@@ -43,7 +43,7 @@ CHECKPOINTS = (
 
 
 def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
-    """Of an architecture that is not known here; None where its name says nothing.
+    """The reason for an unknown architecture; None if its name says nothing.
 
     `values` are the other keys of the config or of the header."""
     for key, value in values.items():
@@ -57,5 +57,5 @@ def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
 
 
 def why_key(name: str) -> str | None:
-    """Of a key of a GGUF's architecture, without its prefix."""
+    """The reason for a key of a GGUF's architecture, without its prefix."""
     return _BY_KEY.get(name)

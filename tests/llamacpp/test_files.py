@@ -90,7 +90,7 @@ def without_tokenizer_json(source: Path, target: Path) -> None:
 
 
 def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None):
-    """Of all prompts, with `path` in llama.cpp and `ours` (the same file) in our runtime."""
+    """Continuations, with `path` in llama.cpp and `ours` (the same file) in our runtime."""
     kv_kind = "f32" if ModelFile.load(path).tensors["token_embd.weight"].kind == "f32" else "f16"
     with Engine.load(ours or path, mode="dense", device="cpu") as engine:
         for prompt in PROMPTS:

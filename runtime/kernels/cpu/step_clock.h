@@ -3,8 +3,8 @@
 
 #include "step.h"
 
-// Divides the time of a step, and the bytes that it counts, among its parts: each reading gives what has
-// passed since the one before to a part. Without `times` nothing is read.
+// Divides the time of a step, and the bytes that it counts, among its parts: each reading assigns the
+// time since the previous one to a part. Without `times` the clock is not read.
 class StepClock {
   public:
     explicit StepClock(const SparkStep& step) : step_(step) {

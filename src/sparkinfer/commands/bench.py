@@ -1,6 +1,4 @@
-"""`sparkinfer bench`: how fast a model runs here, as llama-bench tells it, and why.
-
-What this module does not know: how anything is measured."""
+"""`sparkinfer bench`: measures how fast a model runs here, as llama-bench reports it, and why."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
-"""`sparkinfer cache`: what `run` keeps, and how it is removed.
-
-What this module does not know: what is ours and what is in use (run.housekeeping)."""
+"""`sparkinfer cache`: shows and removes what `run` keeps. Ownership and use are checked by
+run.housekeeping."""
 
 import time
 from dataclasses import asdict

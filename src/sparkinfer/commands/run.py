@@ -1,7 +1,7 @@
 """`sparkinfer run`: from a checkpoint, a name on the hub or a GGUF to tokens.
 
-What this module does not know: how stages are chosen, made and kept (sparkinfer.run), and how texts
-and conversations are written (generate, chat)."""
+Stages are chosen, made and kept in sparkinfer.run; texts and conversations are written by generate
+and chat."""
 
 import sys
 from collections.abc import Callable
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sparkinfer.run.prepare import Ready
     from sparkinfer.run.stages import Job
 
-ASKED_FROM_S = 600.0  # of work, for which a person at a terminal is asked first
-ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # -n where nobody says
+ASKED_FROM_S = 600.0  # of work: from here on a user at a terminal is asked first
+ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # default of -n
 _WRITE = ("prompt", "prompt_file", "prompts_file", "stops", "ignores_end", "keep", "num_logprobs",
           "is_shown", "json_lines")  # fmt: skip
 _OPTIONS = (
@@ -137,7 +137,7 @@ def run(
 
 
 def _read_prompt(options: dict[str, Any], *, dry_run: bool) -> None:
-    """Refuses what is wrong with the options of texts before anything is made, and reads stdin."""
+    """Checks the options of texts before anything is made, and reads stdin."""
     take_sampling_options(dict(options))
     take_speculation_options(dict(options))
     ConstraintOptions(**{name: options[name] for name in NAMES})
@@ -153,8 +153,8 @@ def _read_prompt(options: dict[str, Any], *, dry_run: bool) -> None:
 
 
 def _talks(job: "Job", options: dict[str, Any], *, dry_run: bool) -> bool:
-    """Whether there will be a conversation. Raises SparkinferError where nobody has said what to
-    write, and the model cannot ask."""
+    """True if there will be a conversation. Raises SparkinferError if there is nothing to write,
+    and the model cannot ask."""
     from sparkinfer.run.source import has_template
 
     if any(options[name] is not None for name in ("prompt", "prompt_file", "prompts_file")):
@@ -171,7 +171,7 @@ def _talks(job: "Job", options: dict[str, Any], *, dry_run: bool) -> bool:
 
 
 def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
-    """What is about to happen; a person is asked where it takes long."""
+    """Announces the work; asks the user if it takes long."""
     if not planned.works:
         return
     say(planned.line)
