@@ -168,9 +168,7 @@ def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
     # The logits after the context's last token are needed, and only new tokens have logits.
     place.rollback(min(same, len(context) - 1))
     new = wanted[place.length :]
-    num_before = (
-        len(context) - 1 - place.length
-    )  # new tokens whose logits are not read
+    num_before = len(context) - 1 - place.length  # new tokens whose logits are not read
     if num_before:
         place.extend(new[:num_before], "none")
     logits_TV = place.extend(new[num_before:], "all")

@@ -263,8 +263,8 @@ def test_groups_agree_with_brute_force_over_groups(seed):
 def by_hand(touched, **changes) -> Problem:
     """One layer. A byte takes 1 s on the CPU and 1/4 s on the GPU; a neuron holds 10 bytes.
 
-    Launch 1/2 s, round trip 1/4 s, a visit 0 by default. Dense block: 100 bytes, 20 s or 5 s. Head: 100 bytes, 10 s or
-    2 s. No workspace."""
+    Launch 1/2 s, round trip 1/4 s, a visit 0 by default. Dense block: 100 bytes, 20 s or 5 s.
+    Head: 100 bytes, 10 s or 2 s. No workspace."""
     touched_LF = np.array([touched], np.float64)
     fields = {
         "order_LF": np.arange(len(touched), dtype=np.int32)[None],
