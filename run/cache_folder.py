@@ -134,6 +134,8 @@ class Cache:
 
         Where another run is making it, waits for that. Raises what `make` raises."""
         folder = self.place(kind, key)
+        if folder in self._held and (found := self.find(kind, key)) is not None:
+            return found
         while True:
             self._lock(folder, fcntl.LOCK_SH)
             if (found := self.find(kind, key)) is not None:

@@ -9,13 +9,14 @@ from typing import get_args
 
 import torch
 
-from sparkinfer.budget import DEFAULT_CONTEXT, head_bytes, layer_bytes, plan_bytes
+from sparkinfer.budget import DEFAULT_CONTEXT, head_bytes, layer_bytes, plan_bytes, workspace_bytes
 from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_choice import can_silence, is_smooth
 from sparkinfer.mode_quality import MAX_LOSS, RunMode
 from sparkinfer.model_file import ModelFile
 from sparkinfer.run.source import Source
+from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.sizes import format_bytes
 from sparkinfer.system_memory import memory_limit_bytes
 
@@ -29,6 +30,7 @@ STEP_BYTES = 256 << 20  # of a budget that nobody gave, so that it is the same t
 # are a tenth more neurons than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
+SURELY = 4  # times the estimated temporaries: more than was ever measured
 LEAST_GAIN = 0.1  # of a token's bytes, for which minutes are spent
 
 
@@ -101,6 +103,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     model = source.draft(outtype) if is_converted or source.own is None else source.own
     _check_mode(source, model, wishes)
     context = context_of(model, wishes)
+    room = _usable(model, wishes, room)
     fits = run_bytes(model, context) <= sum(room.gpus[:1])
     limited = model.has_limits
     budgets = () if fits or limited or not room.gpus else room.gpus
@@ -112,6 +115,14 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
         model=model, outtype=outtype, is_converted=is_converted, device=device,
         predictors=predictors, budgets=budgets, context_length=context, lines=lines,
     )  # fmt: skip
+
+
+def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
+    """Without GPUs whose budget would hold nothing, as the temporaries of a pass take it all."""
+    if not room.gpus or min(room.gpus) > SURELY * workspace_bytes(model, context_of(model, wishes)):
+        return room
+    least = measure_workspace(model, context_of(model, wishes), "dense")
+    return room if min(room.gpus) > least else Room(main=room.main)
 
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
@@ -264,6 +275,11 @@ def _where_line(
         )
     if room.gpus:
         return f"on the GPU, all of it, a context of {context:,} tokens"
-    asked = any(wishes.vram or ())
-    no_gpu = "torch sees no GPU here, so --vram is of no use" if asked else "no GPU to be used"
-    return f"on the CPU, without a plan: {no_gpu}"
+    if not any(wishes.vram or ()):
+        return "on the CPU, without a plan: no GPU to be used"
+    if not torch.cuda.is_available():
+        return "on the CPU, without a plan: torch sees no GPU here, so --vram is of no use"
+    return (
+        "on the CPU, without a plan: --vram is too little for the temporaries of this model alone"
+        f" at a context of {context:,} tokens"
+    )

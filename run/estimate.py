@@ -100,9 +100,12 @@ def words(seconds: float, at_most: bool = False) -> str:
 def estimate(job: Job, tokens: int | None) -> Estimate:
     """Of what is not in the cache. `tokens` is what a profile with predictors will take; None where
     none will be made."""
-    works = [*_of_model(job), *_of_look(job)]
+    works = _of_look(job)
     if tokens is not None:
         works += _of_profile(job, tokens)
+    is_base_run = tokens is None  # and not only read to make something of it
+    if is_base_run or works:
+        works = [*_of_model(job), *works]
     works += _of_plan(job, tokens)
     return Estimate(works=tuple(works), free_bytes=shutil.disk_usage(job.cache.folder).free)
 

@@ -20,7 +20,8 @@ from sparkinfer.run.rates import Rates
 from sparkinfer.run.source import Source
 from sparkinfer.run.stages import Job
 
-Say = Callable[[str], None]
+# Makes an artifact of the model without predictors in a folder.
+Make = Callable[[Path, Path], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,41 +116,26 @@ def prepare(job: Job, planned: Estimate) -> Ready:
 def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
     choice = job.choice
     base = Base(job, steps)
-    tokens, look = None, None
+    tokens = None
     if choice.needs_look(job.wishes):
-        look = base.obtain_from("look", stages.look_key(job), partial(stages.make_look, job))
-    if choice.predictors is not False:
-        tokens = _tokens(job, look)
-    profiled = None
-    if tokens is None:
-        model = base.path()
-    else:
-        make = partial(stages.make_profile, job, tokens)
-        profiled = base.obtain_from("profile", stages.profile_key(job, tokens), make)
-        add = partial(stages.make_full, job, profiled)
-        full = base.obtain_from("full", stages.full_key(job, tokens), add)
-        model = full.path(stages.MODEL)
-    if not choice.budgets:
-        return model, None
-    counted = profiled.path(stages.PROFILE) if profiled else _entry(look).path(stages.LOOK)
-    return model, _plan(job, steps, model, counted, tokens)
-
-
-def _entry(look: Entry | None) -> Entry:
-    assert look is not None, "a plan without predictors needs a look"
-    return look
+        tokens = _tokens(job, base.look())
+    elif choice.predictors:
+        tokens = job.wishes.tokens
+    model = base.path() if tokens is None else base.with_predictors(tokens)
+    return model, _plan(job, steps, base, model, tokens) if choice.budgets else None
 
 
 @dataclass
 class Base:
-    """The model without predictors, which is made when it is needed: the source itself where it can
-    be run as it is."""
+    """The model without predictors, and what is made of it: each when it is needed, so that what is
+    gone from the cache and of no use any more is not made again."""
 
     job: Job
     steps: Steps
     _path: Path | None = None
 
     def path(self) -> Path:
+        """Of the source itself where it can be run as it is."""
         job = self.job
         if self._path is None and not job.choice.is_converted:
             self._path = job.source.path
@@ -158,19 +144,40 @@ class Base:
             self._path = self.steps.obtain("model", key, make).path(stages.MODEL)
         return self._path  # type: ignore[return-value]
 
-    def obtain_from(
-        self, kind: str, key: Mapping[str, Any], make: Callable[[Path, Path], Mapping[str, Any]]
-    ) -> Entry:
-        """An artifact that is made of the model."""
+    def look(self) -> Entry:
+        key, make = stages.look_key(self.job), partial(stages.make_look, self.job)
+        return self._obtain("look", key, lambda: make)
+
+    def profile(self, tokens: int) -> Entry:
+        key = stages.profile_key(self.job, tokens)
+        make = partial(stages.make_profile, self.job, tokens)
+        return self._obtain("profile", key, lambda: make)
+
+    def with_predictors(self, tokens: int) -> Path:
+        def make() -> Make:
+            return partial(stages.make_full, self.job, self.profile(tokens))
+
+        key = stages.full_key(self.job, tokens)
+        return self._obtain("full", key, make).path(stages.MODEL)
+
+    def counts(self, tokens: int | None) -> Path:
+        """The profile that a plan goes by."""
+        if tokens is None:
+            return self.look().path(stages.LOOK)
+        return self.profile(tokens).path(stages.PROFILE)
+
+    def _obtain(self, kind: str, key: Mapping[str, Any], make: Callable[[], Make]) -> Entry:
+        """An artifact that is made of the model; what it needs is made before its own line."""
         if self.job.cache.find(kind, key) is None:
-            self.path()  # before the line of this stage
-        return self.steps.obtain(kind, key, lambda folder: make(self.path(), folder))
+            self.path()
+            make()
+        return self.steps.obtain(kind, key, lambda folder: make()(self.path(), folder))
 
 
-def _tokens(job: Job, look: Entry | None) -> int | None:
+def _tokens(job: Job, look: Entry) -> int | None:
     """How many to profile by what a look has found; None for no predictors. Says why."""
-    if look is None:
-        return job.wishes.tokens
+    if job.choice.predictors is False:
+        return None
     per_s, density = float(look.facts["tokens_per_s"]), float(look.facts["density"])
     tokens = tokens_for(job, per_s)
     if job.choice.predictors is None:
@@ -186,14 +193,16 @@ def _tokens(job: Job, look: Entry | None) -> int | None:
     return tokens
 
 
-def _plan(job: Job, steps: Steps, model: Path, counted: Path, tokens: int | None) -> Path:
-    machine = steps.obtain(
-        "machine", stages.machine_key(), lambda folder: stages.make_machine(job, folder)
-    ).path(stages.MACHINE)
-    return steps.obtain(
-        "plan", stages.plan_key(job, tokens),
-        lambda folder: stages.make_plan(job, model, counted, machine, folder),
-    ).path(stages.PLAN)  # fmt: skip
+def _plan(job: Job, steps: Steps, base: Base, model: Path, tokens: int | None) -> Path:
+    def needed() -> tuple[Path, Path]:
+        machine = steps.obtain("machine", stages.machine_key(), partial(stages.make_machine, job))
+        return base.counts(tokens), machine.path(stages.MACHINE)
+
+    key = stages.plan_key(job, tokens)
+    if job.cache.find("plan", key) is None:
+        needed()
+    make = lambda folder: stages.make_plan(job, model, *needed(), folder)  # noqa: E731
+    return steps.obtain("plan", key, make).path(stages.PLAN)
 
 
 def summary(job: Job, planned: Estimate) -> dict[str, Any]:
