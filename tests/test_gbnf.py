@@ -46,7 +46,7 @@ def test_texts_of_the_usual_gbnf_grammars(grammar):
 
 def is_equation(line):
     left, right = line.split("=")
-    for side in (left, right):  # to Python 007 is no number, and a name may not be "if"
+    for side in (left, right):  # to Python 007 is not a number, and a name may not be "if"
         side = regexes.sub(r"[a-z][a-z0-9_]*|[0-9]+", "x", side)
         compile(side.strip(), "side", "eval")
     return True

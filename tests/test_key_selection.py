@@ -90,7 +90,7 @@ def test_a_short_text_is_read_entirely_and_a_long_one_is_not(path, rule):
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0-plain"])
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences):
-    """Of the same keys: those of the kernels' run, as its state has them."""
+    """For the same keys: those of the kernels' run, as in its saved state."""
     with load(path, rule, cache_type_k=kind, num_sequences=num_sequences) as engine:
         with engine.sequence() as text:
             text.extend(IDS, "none")
@@ -108,7 +108,7 @@ def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences)
 
 
 def tables_of(layer, text) -> list[torch.Tensor]:
-    """Of all whole key blocks of a text."""
+    """The tables of all whole key blocks of a text."""
     tables = layer.attention.cache.tables
     block_N, at_N = tables.places(text.number, 0, LENGTH // tables.rule.block)
     return [tensor[block_N, :, at_N].clone() for tensor in tables.tensors]

@@ -146,7 +146,7 @@ class Selector {
         return unit;
     }
 
-    // What is no number, or beyond what is kept, as something that is: its unit says so.
+    // NaN and values out of range become values in range; their unit says so.
     static int to_whole(float value) {
         return value == value ? static_cast<int>(std::clamp(value, -127.0f, 127.0f)) : 0;
     }
@@ -186,8 +186,8 @@ class Selector {
         return sum;
     }
 
-    // The `k` largest of score [n], of equals the first: their numbers, ascending. What is no number
-    // counts as largest.
+    // The `k` largest of score [n], of equals the first: their indices, ascending. NaN counts as
+    // largest.
     static void largest(const float* score, int64_t n, int64_t k, std::vector<float>& order,
                         int32_t* chosen) {
         order.resize(n);
