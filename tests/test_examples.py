@@ -1,6 +1,4 @@
-"""The scripts in examples/ run on the bundled model and do what they say.
-
-What this module does not know: how fast they are."""
+"""The scripts in examples/ run on the bundled model and do what they say."""
 
 import ast
 import importlib.util
