@@ -18,6 +18,8 @@ Row = Sequence[str]
 def lines_of(report: BenchReport) -> list[str]:
     """For a terminal: speeds, then where the time of each test went."""
     lines = [*_heading(report), "", *_aligned(_speeds(report))]
+    if sides := [line for result in report.results for line in _sides(result)]:
+        lines += ["", *sides]
     for result in report.results:
         if any(part.ns is not None for part in result.parts):
             lines += ["", *_aligned(_parts(result))]
@@ -78,6 +80,17 @@ def _speeds(report: BenchReport) -> list[Row]:
             row.append(f"{low:.2f}x to {high:.2f}x")
         rows.append(row)
     return rows
+
+
+def _sides(result: Result) -> list[str]:
+    """What each side of a plan reads for a token."""
+    if len(result.bytes_by_role) < 2:
+        return []
+    sides = (
+        f"the {role}'s side {'?' if num_bytes is None else f'{num_bytes / MB:.2f}'} MB"
+        for role, num_bytes in result.bytes_by_role.items()
+    )
+    return [f"  {result.test.name} reads for a token: {', '.join(sides)}"]
 
 
 def _parts(result: Result) -> list[Row]:

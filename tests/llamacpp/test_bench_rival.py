@@ -1,0 +1,53 @@
+"""bench beside llama.cpp itself: both sides are measured, and what it cannot load is said."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkinfer.bench.bench import bench
+from sparkinfer.bench.config import BenchConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.kernels.cpu import library
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHON = ROOT / "build/llamacpp-venv/bin/python"
+MODEL = ROOT / "build/smollm2/q8_0.gguf"
+STOCK = ROOT / "build/smollm2/q8_0-stock.gguf"
+
+
+@pytest.fixture(autouse=True)
+def threads_are_put_back():
+    before = library.num_threads(), torch.get_num_threads()
+    yield
+    library.set_threads(before[0])
+    torch.set_num_threads(before[1])
+
+
+def config_of(**options) -> BenchConfig:
+    given = {
+        "model": MODEL, "mode": "dense", "device": "cpu", "prompt_lengths": (8,),
+        "gen_lengths": (3,), "depths": (0, 4), "repetitions": 2, "compare": PYTHON,
+    }  # fmt: skip
+    return BenchConfig(**given | options)
+
+
+@pytest.mark.parametrize("kind", [None, "q8_0"])
+def test_both_sides_are_measured(kind: str | None) -> None:
+    report = bench(config_of(compare_model=STOCK, cache_type_k=kind))
+    assert report.rival is not None and report.rival.tool.startswith("llama-cpp-python")
+    assert report.rival.model_n_params == report.setting.model_n_params
+    assert report.rival.vocab_size == 49_152
+    for result in report.results:
+        assert result.theirs is not None and len(result.theirs.samples_ns) == 2
+        assert all(0.01 < ratio < 100 for ratio in result.ratios)
+    assert not any("two models" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("content, words", [(b"", "cannot load the model"), (None, "ffn_down")])
+def test_what_it_cannot_load(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = MODEL if content is None else tmp_path / "empty.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SparkinferError, match=words):
+        bench(config_of(compare_model=path))
