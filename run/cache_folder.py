@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from sparkinfer.errors import SparkinferError
@@ -101,9 +102,7 @@ class Cache:
         folder = cache_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".probe-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            TemporaryFile(dir=folder).close()
         except OSError as error:
             raise SparkinferError(
                 f"{folder}: the cache folder cannot be written: {error.strerror};"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import torch
@@ -61,14 +62,12 @@ class Rates:
     def write_bytes_per_s(self) -> float:
         """Of the disk that the cache is on, until the bytes are there."""
         if "write" not in self.stored:
-            with partial_file(self.path.with_name("probe")) as partial:
+            with TemporaryFile(dir=self.path.parent) as file:
                 began = time.perf_counter()
-                with partial.open("r+b") as file:
-                    file.write(os.urandom(1 << 20) * (WRITTEN_BYTES >> 20))
-                    file.flush()
-                    os.fsync(file.fileno())
+                file.write(os.urandom(1 << 20) * (WRITTEN_BYTES >> 20))
+                file.flush()
+                os.fsync(file.fileno())
                 seconds = time.perf_counter() - began
-            self.path.with_name("probe").unlink(missing_ok=True)
             self.note("write", WRITTEN_BYTES / seconds)
         return self.stored["write"]
 

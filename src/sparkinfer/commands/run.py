@@ -14,6 +14,7 @@ from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.chat import talk
 from sparkinfer.commands.constraint_options import NAMES, ConstraintOptions, constraint_options
 from sparkinfer.commands.generate import text_options, write
+from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.commands.prompts import prompts_of
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
@@ -43,11 +44,11 @@ _WRITE = ("prompt", "prompt_file", "prompts_file", "stops", "ignores_end", "keep
           "is_shown", "json_lines")  # fmt: skip
 _OPTIONS = (
     click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
-                 help="e.g. 8GiB; a bare number is GiB; 0 for none. Once for each GPU. What is free"
-                 " on the first unless told."),
+                 help="e.g. 8GiB; a bare number is GiB; 0: the CPU alone. Once for each GPU. Most of"
+                 " what is free on the first unless told."),
     click.option("--chat", "is_chat", is_flag=True,
-                 help="A conversation, or with -p the answer to one message. What happens without -p"
-                 " where the model knows how to talk."),
+                 help="With -p: it is a message, print the answer. Without -p there is a conversation"
+                 " in any case."),
     click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
                  help="What the model is told before the conversation."),
     click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
@@ -65,10 +66,8 @@ _OPTIONS = (
     click.option("--corpus", "corpora", type=FILE, multiple=True,
                  help="Text like yours to profile with, where a profile pays; may be repeated. The"
                  " package's own unless told."),
-    click.option("--tokens", type=int, help="Of the profile; as many as a quarter of an hour takes."),
-    click.option("--outtype",
-                 type=click.Choice("f32 f16 bf16 q8_0 q6_k q5_k q4_k q4_0".split()),
-                 help="Type of the matrices; one that fits the memory."),
+    click.option("--tokens", type=int, help="Of the profile; what takes up to a quarter of an hour."),
+    click.option("--outtype", type=OUTTYPE, help="Type of the matrices; one that fits the memory."),
     click.option("--activation", metavar="NAME",
                  help="What a GGUF of others does not say: relu, fatrelu=0.01, ..."),
     click.option("--verify/--no-verify", "is_verified", default=None,
@@ -87,8 +86,8 @@ def _own_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(cls=FileCommand)
 @click.argument("source", type=FILE)
-@_own_options
 @text_options
+@_own_options
 @sampling_options
 @constraint_options
 @speculation_options
