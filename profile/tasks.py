@@ -4,7 +4,6 @@ lm-eval comes with the optional dependencies `sparkinfer[tasks]`. Requests are c
 lm_eval_model."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,8 @@ class TasksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One number of a task; half of its 95 % interval, None where lm-eval has no error for it."""
+    """One number of a task; half of its 95 % interval is None if lm-eval has no error for it, or
+    zero, which says only that all documents scored alike."""
 
     task: str
     metric: str
@@ -113,7 +113,6 @@ def run_tasks(
 
 
 def _library() -> Any:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # we show our own progress
     try:
         import lm_eval
     except ImportError as error:
@@ -172,7 +171,7 @@ def _scores(found: Any) -> tuple[Score, ...]:
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = values.get(f"{metric}_stderr,{filtered}")
-            is_known = isinstance(error, int | float) and not isinstance(error, bool)
+            is_known = isinstance(error, int | float) and error > 0
             scores.append(Score(
                 task=task,
                 metric=metric if filtered == "none" else f"{metric} ({filtered})",

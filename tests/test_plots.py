@@ -9,6 +9,7 @@ from test_profile_corpus import text_of
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.errors import SparkinferError
 from sparkinfer.profile import plots
+from sparkinfer.profile.report_file import load_predictor_report
 from sparkinfer.profile_file import Profile
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -42,9 +43,33 @@ def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
     assert names == {"density.png", "firings.png", "predictors.png"}
     assert all((tmp_path / "plots" / name).read_bytes().startswith(PNG) for name in names)
     assert "# Predictors" in (tmp_path / "p.report.md").read_text()
+    _check_predictors(tmp_path)
     other = tmp_path / "other"
     make_profile(make_model()).save(other)
     (tmp_path / "p.report.json").rename(tmp_path / "other.report.json")
     with pytest.raises(SparkinferError, match="not the report of a profile of model"):
         plots.draw(other, tmp_path / "plots")
     assert Profile.load(tmp_path / "p").num_tokens == 4000
+
+
+def _check_predictors(folder) -> None:
+    """Every candidate is a mark of its own, unlike forms are unlike marks, no line joins any, and the
+    chosen ones stand where they stood among the candidates."""
+    loaded = Profile.load(folder / "p")
+    quality_L = load_predictor_report(folder / "p.report.json", loaded.model_id).quality_L
+    pyplot = plots.load_pyplot()
+    axes = plots._predictors(pyplot, quality_L).axes[0]
+    assert {line.get_linestyle() for line in axes.lines} == {"None"}
+    points = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+    marks = {line.get_label().split(",")[0]: line.get_marker() for line in axes.lines}
+    assert len(set(marks.values())) == len(marks)
+    chosen = [p for label, found in points.items() if "chosen" in label for p in found]
+    others = [p for label, found in points.items() if "chosen" not in label for p in found]
+    wanted = [
+        (q.bytes_per_token / 1024, 100 * q.lost_norm)
+        for layer in quality_L
+        for q in layer.candidates
+    ]
+    assert sorted(others) == sorted(wanted)
+    assert len(chosen) == len(quality_L) and set(chosen) <= set(others)
+    pyplot.close("all")

@@ -22,8 +22,15 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import FILE_NAME, Predictors
 from sparkinfer.profile.chat_windows import read_chat_windows
 from sparkinfer.profile.collect import profile
-from sparkinfer.profile.comparison import Comparison, batch_mean, increase_of, student_t
+from sparkinfer.profile.comparison import (
+    Comparison,
+    batch_mean,
+    increase_of,
+    quantile_interval,
+    student_t,
+)
 from sparkinfer.profile.config import ProfileConfig
+from sparkinfer.profile.eval_file import load_eval
 from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile.quality import EvalConfig, ShareCounter, bytes_read, compare_all, evaluate
 from sparkinfer.profile.report import warnings
@@ -57,6 +64,20 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
         naive += abs(found.mean) <= 1.96 * values.std().item() / math.sqrt(len(values))
     assert 0.85 < inside / 200 < 0.99  # 95 %, less what batches of 128 still have in common
     assert naive / 200 < 0.6, "a checker that takes tokens for independent would pass, too"
+
+
+def test_the_interval_of_a_high_quantile_holds_it_as_often_as_it_says():
+    """Correlated tokens; the truth is that of the stationary AR(1)."""
+    random, inside = np.random.default_rng(1), 0
+    truth = 2.3263 / math.sqrt(1 - 0.9**2)
+    for _ in range(200):
+        values = correlated(random, 24, 1024).flatten()
+        low, high = quantile_interval(values, 0.99, [1024] * 24)
+        assert low <= values.quantile(0.99).item() <= high
+        inside += low <= truth <= high
+    assert 0.88 < inside / 200 < 0.995
+    assert quantile_interval(torch.rand(100), 0.99, [100]) is None  # its end is beyond the values
+    assert quantile_interval(torch.ones(3), 0.99, [3]) is None
 
 
 def test_too_short_a_text_has_no_interval():
@@ -112,6 +133,39 @@ def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
     neurons = 2 * 96 * 3 * 2 * 64
     others = dense_bytes(model) - neurons
     assert bytes_read(model, mode, shares) - others == pytest.approx(read, rel=0.04)
+
+
+def test_every_figure_has_an_interval_and_is_read_again_as_it_was_printed(tmp_path, capsys):
+    """The shares of neurons against plain sums over tokens."""
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(vocab_size=vocab_size, context_length=64)
+    make_model(shape=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
+    (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    words = ["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "t.txt")]
+    assert main([*words, "--mode", "predicted", "--json"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "e.json").write_text(printed)
+    found = load_eval(tmp_path / "e.json")
+    values = json.loads(printed)
+    assert dataclasses.asdict(found) == {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in values.items() if key not in ("format", "version")
+    }  # fmt: skip
+    widths = [key for key in values if key.endswith("half_width")]
+    assert len(widths) == 8 and all(values[key] is not None for key in widths)
+    assert values["model_id"] == ModelFile.load(tmp_path / "m.gguf").model_id
+    line = found.line + found.neurons_line
+    assert line.count("±") == 8 and f"p99 {found.kl_p99:.4f}" in line
+    shares = ShareCounter(ModelFile.load(tmp_path / "m.gguf"))
+    hidden_TF = torch.rand(300, 96) - 0.5
+    for layer in (0, 1):
+        for part in hidden_TF.split(70):
+            shares.observe("ffn_hidden", layer, part.relu() * (layer + 1))
+    share = (hidden_TF > 0).double().mean().item()
+    assert shares.hidden_share_L == pytest.approx([share, share])
+    mean = shares.mean_share("ffn_hidden")
+    assert mean.mean == pytest.approx(share) and 0 < mean.half_width < 0.03
+    assert shares.mean_share("ffn_predicted").half_width is None
 
 
 # ---- messages --------------------------------------------------------------------------------

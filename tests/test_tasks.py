@@ -88,7 +88,8 @@ def here(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(here):
-    """lm-eval's model for transformers, one text at a time."""
+    """lm-eval's model for transformers, one text at a time. Its cache is off: it takes a continuation
+    of two tokens for one of a single token where context and continuation together are the same."""
     from lm_eval.models.huggingface import HFLM
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -97,7 +98,8 @@ def theirs(here):
         pad_token=END,
     )  # fmt: skip
     model = LlamaForCausalLM.from_pretrained(here / "hf").eval()
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=128)
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=128,
+                logits_cache=False)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,9 @@ def test_whole_texts_and_continuations_are_those_of_transformers(ours, theirs):
     prompts = [(d["question"], kwargs) for d in documents()] + [("the fox " * 90, kwargs)]
     prompts.append(("other", {**kwargs, "until": "o", "max_gen_toks": 5}))
     got = ours.generate_until([asked(*prompt) for prompt in prompts])
-    assert got == theirs.generate_until(requests(prompts))
+    wanted = theirs.generate_until(requests(prompts))
+    # Bytes at the end of a text that are no whole character are not given out here.
+    assert [text.rstrip("\ufffd") for text in wanted] == [text.rstrip("\ufffd") for text in got]
     assert len(set(got)) > 3
 
 

@@ -1,5 +1,6 @@
 """The command `sparkinfer eval`: a mode against the dense model on text, or by lm-eval's tasks."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,30 @@ def _on_text(options: dict[str, Any], as_json: bool) -> None:
     from sparkinfer.progress import progress
 
     config = EvalConfig(**options)
+    found: list[int] = []  # tokens of the text
     with progress("evaluating", config.max_tokens, "tokens") as advance:
-        report = run(config, advance)
+
+        def on_total(count: int) -> None:
+            found.append(count)
+            advance.set_total(count)
+
+        report = run(config, advance, on_total)
     lines = [f"{report.mode}: {report.line}", report.neurons_line]
+    if sum(found) < config.max_tokens:
+        lines.insert(0, f"note: {sum(found):,} tokens of text, fewer than the"
+                        f" {config.max_tokens:,} of --tokens")  # fmt: skip
     lines.append("± is half of the 95 % confidence interval")
     finish(eval_content(report), as_json, lines)
 
 
 def _by_tasks(options: dict[str, Any], tasks: tuple[str, ...], as_json: bool) -> None:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; we show our own progress
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from sparkinfer.profile.tasks import TasksConfig, run_tasks
+    from sparkinfer.progress import progress
 
     folder: Path | None = options.pop("task_folder")
-    report = run_tasks(TasksConfig(tasks=tasks, folder=folder, **options))
+    config = TasksConfig(tasks=tasks, folder=folder, **options)
+    with progress("answering", None, "requests") as advance:
+        report = run_tasks(config, advance)
     finish(report, as_json, report.lines)

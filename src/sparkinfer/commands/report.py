@@ -7,19 +7,21 @@ import click
 
 from sparkinfer.commands.shared import (
     FILE,
-    OUTPUT,
     FileCommand,
     finish,
     force_option,
     json_option,
     let_threads_sleep,
+    output,
 )
 from sparkinfer.sizes import format_bytes
 
 
 @click.command(cls=FileCommand)
 @click.argument("model", type=FILE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="The page (HTML) to write.")
+@click.option(
+    "-o", "--output", type=output(".html"), required=True, help="The page (HTML) to write."
+)
 @click.option("--profile", type=FILE, help="Firings; predictors by the .report.json beside it.")
 @click.option("--split", type=FILE, help="The plan.")
 @click.option("--machine", type=FILE, help="The machine that it was solved for.")
