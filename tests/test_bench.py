@@ -5,6 +5,7 @@ import stat
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from sparkinfer.cli import main
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.step.step_times import PARTS, timed_parts
 from sparkinfer.split_file import Split
 
@@ -138,6 +140,39 @@ def test_a_sparse_step_reads_less_and_its_predictors(paths):
     traffic = sample.steps.traffic
     assert read.of_part(NEURONS) == pytest.approx((traffic.total - traffic.predictor) / 6)
     assert 0 < read.of_part(NEURONS) < neurons
+
+
+@needs_kernels
+def test_shapes_say_what_a_gpu_reads(paths):
+    """What follows from shapes where nothing is counted is what the CPU counts for the same plan."""
+    plan = Split.load(paths / "plan.gguf")
+    with Engine.load(
+        paths / "predicted.gguf", paths / "plan.gguf", device="cpu", mode="dense"
+    ) as engine:
+        sample = sample_of(engine, BenchTest(kind="tg", length=6))
+        counted = step_bytes(engine, plan, sample.steps)
+        engine.device = torch.device("cuda", 0)
+        cold = Traffic(gate=round(6 * counted.of_part(COLD)))
+        found = step_bytes(engine, plan, replace(sample.steps, counts_LP2=None, traffic=cold))
+        assert found.by_part == {key: size for key, size in counted.by_part.items() if size}
+        engine.mode = "predicted"
+        found = step_bytes(engine, plan, replace(sample.steps, counts_LP2=None, traffic=cold))
+        engine.device = torch.device("cpu")
+    assert found.unknown and found.total is None and set(found.by_role.values()) == {None}
+    assert found.of_part(PREDICTOR) > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("depth, is_known", [(26, True), (27, False)])
+def test_a_selection_of_keys_leaves_no_limit(paths, small_buffer, depth, is_known):
+    """A text of up to sinks, window and top positions is read whole."""
+    config = config_of(
+        paths / "dense.gguf", device="cpu", depths=(depth,), prompt_lengths=(0,), gen_lengths=(6,),
+        kv_offload="block=16,sinks=0,window=16,top=16",
+    )  # fmt: skip
+    report = bench(config)
+    assert (report.results[0].limit is not None) == is_known == (report.limit_missing is None)
+    assert is_known or any("there is no limit" in line for line in lines_of(report))
 
 
 def test_without_the_kernels_bytes_are_known_and_parts_are_not(paths, monkeypatch, small_buffer):

@@ -71,6 +71,8 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("-no-cnv --no-conversation", _same(commands=("generate",))),
     ("-no-cnv --no-conversation",
      _refuse("to continue a text: sparkinfer generate MODEL -p TEXT", _TALKS)),
+    ("-o --output", _refuse("the report's form is --json or --md", ("bench",))),
+    ("-pg", _refuse("a prompt and the tokens behind it are two tests: -p N -n M -d N", ("bench",))),
     ("-st --single-turn", _refuse("for one answer: sparkinfer generate MODEL --chat -p TEXT")),
     ("--jinja --no-context-shift --no-escape --no-warmup", _same()),
     ("-cb --cont-batching --metrics", _same(commands=("serve",))),
