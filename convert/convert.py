@@ -125,7 +125,7 @@ def _check_output(config: ConvertConfig, source: Path) -> None:
 
     This is the one place that lists them: a model file, or all of a checkpoint's folder; the folder
     of the predictors; the profile of the thresholds; the limits."""
-    extras = (source, config.thresholds, config.limits)
+    extras = (source, config.thresholds, config.limits, config.predictors)
     files = [path for path in extras if path is not None]
     folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
     check_output(config.output, force=config.force, inputs=files, folders=folders)

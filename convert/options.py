@@ -23,13 +23,13 @@ class ConvertConfig:
 
     `source` is a folder, a .gguf file, or the name of a checkpoint on the Hugging Face hub;
     `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
-    so on, `predictor_input_layer_offset` the layer whose input they read (0 their own, 1 the layer
-    before), if the folder does not say; `thresholds` is a profile whose thresholds the model is to
-    run with, and `limits` a limits file (sparkinfer.limits): matrices with input limits are stored
-    transposed. A checkpoint's own limits are taken from its folder. An `outtype` of None is f16 for
-    a checkpoint and "as it is" for a model file. `tensor_types` are overrides of it, see
-    tensor_types.py. `activation` is for a GGUF that does not say it: "relu", "drelu",
-    "fatrelu=0.01" and so on."""
+    so on, or the first file itself, `predictor_input_layer_offset` the layer whose input they read
+    (0 their own, 1 the layer before), if the folder does not say; `thresholds` is a profile whose
+    thresholds the model is to run with, and `limits` a limits file (sparkinfer.limits): matrices
+    with input limits are stored transposed. A checkpoint's own limits are taken from its folder. An
+    `outtype` of None is f16 for a checkpoint and "as it is" for a model file. `tensor_types` are
+    overrides of it, see tensor_types.py. `activation` is for a GGUF that does not say it: "relu",
+    "drelu", "fatrelu=0.01" and so on."""
 
     source: Path
     output: Path

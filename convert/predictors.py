@@ -96,14 +96,19 @@ def _read_rows(
 
 
 def _open(folder: Path, model: ModelFile, stated: int | None) -> PredictorSource:
-    """Raises SparkinferError unless the folder holds predictors that fit the model."""
+    """`folder` may be the file of predictors itself.
+
+    Raises SparkinferError unless it holds predictors that fit the model."""
+    if folder.is_file():
+        return _open_ours(folder, model, stated)
     if not folder.is_dir():
         raise SparkinferError(f"{folder}: no such folder; wanted a folder with predictors")
     is_ours, has_layers = (folder / FILE_NAME).exists(), any(folder.glob("*.pt"))
     if is_ours == has_layers:
         found = "both" if is_ours else "neither"
+        and_or = "and" if is_ours else "nor"
         raise SparkinferError(
-            f"{folder}: holds {found} of {FILE_NAME} and model_0.pt, ...; wanted one of the two"
+            f"{folder}: has {found} {FILE_NAME} {and_or} model_0.pt, ...; wanted one of the two"
         )
     if is_ours:
         return _open_ours(folder / FILE_NAME, model, stated)

@@ -42,6 +42,7 @@ class CalibrateConfig:
     output: Path
     gpu_from: Path | None = None  # a machine file whose GPU is to be planned for
     force: bool = False
+    is_verbose: bool = False  # a note for each figure whose rounds differ, not one for all
 
 
 def calibrate(
@@ -79,7 +80,7 @@ def calibrate(
         gpus=gpus,
         versions={"python": platform.python_version(), "torch": torch.__version__},
     )
-    for line in report(machine):
+    for line in report(machine, is_verbose=config.is_verbose):
         say(line)
     machine.save(config.output)
     return machine
@@ -93,7 +94,7 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
     )
 
 
-def report(machine: Machine) -> list[str]:
+def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
     """The measured figures in lines for the user, and which of them to doubt."""
     lines = [
         f"CPU, {n} threads: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
@@ -111,15 +112,30 @@ def report(machine: Machine) -> list[str]:
                 f" {1e6 * gpu.launch_s.best:.1f} us, CPU and back"
                 f" {1e6 * gpu.round_trip_s.best:.1f} us"
             )
-    for name, figure in machine.figures.items():
-        if figure.is_doubtful and figure.quartiles:
-            low, _, high = figure.quartiles
-            lines.append(
-                f"note: {name}: {figure.best:.3g} at best, but half of {figure.rounds} rounds lie"
-                f" between {low:.3g} and {high:.3g}, so another process is using the memory or the"
-                " processors; calibrate again when the machine is idle"
-            )
-    return lines
+    return lines + _doubts(machine, is_verbose=is_verbose)
+
+
+def _doubts(machine: Machine, *, is_verbose: bool) -> list[str]:
+    """One line for all figures whose rounds differ, and with `is_verbose` one for each."""
+    doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
+    if not doubtful:
+        return []
+    ranges = {name: _range(figure) for name, figure in doubtful.items()}
+    worst = max(doubtful, key=lambda name: doubtful[name].spread)
+    lines = [f"note: {name}: {told}" for name, told in ranges.items()] if is_verbose else []
+    more = "" if is_verbose or len(doubtful) == 1 else "; -v lists all"
+    return [
+        *lines,
+        f"note: {len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
+        f" {worst} ({ranges[worst]}): another process is using the memory or the processors;"
+        f" calibrate again when the machine is idle{more}",
+    ]
+
+
+def _range(figure: Figure) -> str:
+    assert figure.quartiles is not None
+    low, _, high = figure.quartiles
+    return f"{figure.best:.3g} at best, half of {figure.rounds} rounds between {low:.3g} and {high:.3g}"
 
 
 def _costs_line(costs: CpuCosts) -> str:

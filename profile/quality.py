@@ -135,9 +135,13 @@ class EvalReport:
 
 
 def evaluate(
-    config: EvalConfig, on_tokens: Callable[[float], None] = lambda count: None
+    config: EvalConfig,
+    on_tokens: Callable[[float], None] = lambda count: None,
+    on_total: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
-    """Runs every window through the dense model and through the mode asked for."""
+    """Runs every window through the dense model and through the mode asked for.
+
+    `on_total` hears once how many tokens there are, which may be fewer than asked for."""
     with (
         Engine.load(config.model, mode="dense", device=config.device, is_resident=False) as dense,
         Engine.load(
@@ -154,6 +158,7 @@ def evaluate(
         ) as engine,
     ):
         windows, counted = _windows(config, dense, engine)
+        on_total(sum(len(ids_T) for ids_T in windows))
         return compare_all(dense, [engine], windows, on_tokens, counted)[0]
 
 

@@ -248,6 +248,11 @@ def _source(name: str, path: Path, text_key: str) -> Source:
 
 
 def _refuse_blank(source: Source) -> None:
+    """Refuses files without text, and what begins with NUL bytes: a disk image, UTF-16, a hole."""
+    if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
+        raise SparkinferError(
+            f"{source.path}: has NUL bytes, so it is not text in UTF-8; convert it, or leave it out"
+        )
     if source.num_blocks < 2 and not any(text.strip() for text in _first(source)):
         raise SparkinferError(f"{source.path}: an empty corpus; give a file with text in it")
 

@@ -1,12 +1,15 @@
 """Options of a server, and its limits."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer.typed import shown
 
 MAX_PARALLEL = 256
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[A-Za-z0-9.-]+)(:\d{1,5})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,12 @@ class ServeConfig:
         for name in ("timeout_s", "drain_s", "read_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise SparkinferError(f"{name} is {getattr(self, name)}, wanted a number over 0")
+        for origin in self.origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise SparkinferError(
+                    f"--cors {shown(origin)}: wanted a page's origin, say http://localhost:3000 or"
+                    " https://example.org (no path), or *"
+                )
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise SparkinferError("the API key has characters that no header can have; use ASCII")
         if self.api_key == "":

@@ -223,7 +223,7 @@ def _listener(config: ServeConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise SparkinferError(
-            f"{config.host}:{config.port} cannot be listened to: {error.strerror}; give another"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; give another"
             " --port, or 0 for any"
         ) from error
     return listener

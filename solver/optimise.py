@@ -104,15 +104,15 @@ def find_plan(
             return None
         bound_s = plan_seconds(pipeline, nothing)
         return _answer(pipeline, "cpu_only", nothing, bound_s)
+    fullest = fullest_plan(pipeline) if pipeline.need_bytes > 0 else nothing
+    if not plan_is_feasible(pipeline, fullest):
+        return None  # exact sums, in 0.1 s for a 7B shape; the search took 90 s to find nothing
     plans, bound_s = _start(pipeline)
     plans = [*plans, *known]
     start = _fastest(pipeline, plans)
-    if start is None:  # the memories are almost full, or too small
-        start = fullest_plan(pipeline)
-        if not plan_is_feasible(pipeline, start):
-            return None
-        plans = _refined_plan(pipeline, start)
-        start = _fastest(pipeline, plans) or start
+    if start is None:  # the memories are almost full
+        plans = _refined_plan(pipeline, fullest)
+        start = _fastest(pipeline, plans) or fullest
     if bound_s >= beat_s:
         return _answer(pipeline, "time_limit", start, bound_s)
     start_s = plan_seconds(pipeline, start)

@@ -147,8 +147,13 @@ def test_a_figure_is_doubted_where_rounds_differ_much():
     machine = replace(make_machine(), cpu_bandwidth_gb_per_s={1: steady, 2: torn})
     notes = [line for line in report(machine) if line.startswith("note")]
     assert len(notes) == 1
-    assert "cpu with 2 threads: 10 at best" in notes[0]
-    assert "another process is using the memory" in notes[0]
+    assert "cpu with 2 threads (10 at best" in notes[0]
+    assert "another process is using the memory" in notes[0] and "-v" not in notes[0]
+    machine = replace(machine, cpu_bandwidth_gb_per_s={n: torn for n in range(1, 20)})
+    (note,) = [line for line in report(machine) if line.startswith("note")]
+    assert note.startswith(f"note: 19 of {len(machine.figures)} figures") and "-v lists all" in note
+    notes = [line for line in report(machine, is_verbose=True) if line.startswith("note")]
+    assert len(notes) == 20 and all("10 at best" in line for line in notes)
 
 
 # ---- the file ------------------------------------------------------------------------------------

@@ -1,16 +1,21 @@
 """First-day input: other programs' options, near misses, third-party files."""
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import click
 import numpy as np
 import pytest
-from models import make_model, make_shape
+from checkpoints import edit_config, random_llama
+from models import make_model, make_profile, make_shape
+from safetensors.numpy import load_file
 
 import sparkinfer
 from sparkinfer.cli import main
@@ -22,7 +27,12 @@ from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import ModelFile, PredictorInfo
+from sparkinfer.predictor_file import LayerPredictor, Predictors
+from sparkinfer.profile.sources import find_sources
+from sparkinfer.profile.verify import verify
+from sparkinfer.serve.config import ServeConfig
 from sparkinfer.sizes import parse_bytes
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -276,3 +286,128 @@ def test_a_text_longer_than_the_model_reads_says_by_how_much(tmp_path):
             engine.logits([1] * 20)
         with pytest.raises(SparkinferError, match=r"a longer context \(-c\), up to 16"):
             engine.logits([1] * 12)
+
+
+# ---- files in the wrong place -------------------------------------------------------------------
+
+
+def test_a_file_of_another_kind_is_told_by_its_kind(tmp_path, capsys):
+    profile = tmp_path / "p.safetensors"
+    make_profile(make_model()).save(profile)
+    make_model(path=tmp_path / "m.gguf").save(tmp_path / "m.gguf")
+    with pytest.raises(SparkinferError, match="is a safetensors file, as profiles .* machine file"):
+        Machine.load(profile)
+    with pytest.raises(SparkinferError, match="is a GGUF file, as models and splits are; wanted"):
+        Machine.load(tmp_path / "m.gguf")
+    (tmp_path / "zeros.txt").write_bytes(bytes(1 << 14))
+    with pytest.raises(SparkinferError, match="has NUL bytes, so it is not text"):
+        find_sources([tmp_path / "zeros.txt"], "text")
+
+
+@pytest.mark.parametrize(
+    "command, wrong, wanted",
+    [
+        ("convert x -o", "a.safetensors", ".gguf"),
+        ("profile x --corpus y -o", "a.gguf", ".safetensors"),
+        ("calibrate -o", "a.gguf", ".json"),
+        ("solve x --profile y --machine z -vb 1G -o", "a.safetensors", ".gguf or .json"),
+    ],
+)
+def test_an_output_is_not_named_as_another_kind_of_file(capsys, command, wrong, wanted):
+    line = line_of(capsys, [*command.split(), wrong], 2)
+    assert f"{wrong} is named as another kind of file; wanted a name that ends in {wanted}" in line
+
+
+def test_merging_refuses_options_that_it_has_no_use_for(capsys):
+    arguments = ["profile", "--merge", "a", "b", "-o", "c.safetensors", "--plots", "d"]
+    assert "has no use for --plots" in line_of(capsys, arguments, 2)
+
+
+@pytest.mark.parametrize("origin", ["nonsense", "http://a/b", "localhost:3000", "*.a.org", ""])
+def test_origins_that_no_page_has_are_refused(origin):
+    with pytest.raises(SparkinferError, match="wanted a page's origin"):
+        ServeConfig(model=Path("m"), origins=(origin,))
+    for fine in ("*", "null", "http://localhost:3000", "https://a.example", "http://[::1]:80"):
+        ServeConfig(model=Path("m"), origins=(fine,))
+
+
+def test_predictors_are_taken_as_their_file(tmp_path):
+    model = make_model(predictor_rank=4)
+    model.save(tmp_path / "with.gguf")
+    make_model().save(tmp_path / "base.gguf")
+    layers = tuple(
+        LayerPredictor.of(
+            down_RD=np.zeros((4, model.shape.width), np.float32),
+            up_FR=np.zeros((model.shape.num_neurons, 4), np.float32),
+        )
+        for _ in range(model.shape.num_layers)
+    )
+    info = dataclasses.replace(model.predictor, rank_L=(4,) * len(layers))
+    file = tmp_path / "predictors.safetensors"
+    Predictors(model_id=None, info=info, layers=layers).save(file)
+    config = ConvertConfig(
+        source=tmp_path / "base.gguf", output=tmp_path / "m.gguf", predictors=file
+    )
+    assert convert(config).has_predictors
+    with pytest.raises(SparkinferError, match="is read by this command"):
+        convert(dataclasses.replace(config, output=file, force=True))
+
+
+def test_predictors_are_as_large_as_their_file(tmp_path, capsys):
+    layers = tuple(
+        LayerPredictor.of(down_RD=None, up_FR=np.ones((64, 64), np.float32), kind="q4_0")
+        for _ in range(2)
+    )
+    info = PredictorInfo(kind="linear", rank_L=(0, 0), threshold_L=(0.0, 0.0))
+    Predictors(model_id=None, info=info, layers=layers).save(tmp_path / "predictors.safetensors")
+    assert main(["inspect", str(tmp_path / "predictors.safetensors"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["weight_bytes"] == 2 * 64 * 64 // 32 * 18 < found["file_bytes"]
+    assert found["type_L"] == ["q4_0", "q4_0"]
+
+
+def test_a_checkpoint_folder_is_inspected(tmp_path, capsys):
+    folder = random_llama(tmp_path / "hf")
+    assert main(["inspect", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    weights = load_file(folder / "model.safetensors")
+    assert found["num_tensors"] == len(weights)
+    assert found["num_parameters"] == sum(weight.size for weight in weights.values())
+    assert (found["architecture"], found["graph"]) == ("LlamaForCausalLM", "llama")
+    assert found["refusal"] is None and found["shape"]["num_layers"] > 0
+    edit_config(folder, lambda config: config.update(architectures=["MixtralForCausalLM"]))
+    assert main(["inspect", str(folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "refused by convert" in shown and "mixtures of experts are not supported" in shown
+    assert "is a folder; wanted a model" in line_of(capsys, ["inspect", tmp_path], 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+# ---- what is said -------------------------------------------------------------------------------
+
+
+def test_an_interrupted_text_ends_in_its_line(codec_model, capsys, monkeypatch):
+    whole = sparkinfer.Engine.generate
+
+    def interrupted(self, *arguments, **options):
+        tokens = whole(self, *arguments, **options)
+        yield from islice(tokens, 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sparkinfer.Engine, "generate", interrupted)
+    line = lines_of(capsys, ["generate", codec_model, "-p", "ab", "-n", 30], 130)[-1]
+    assert "decode 2 tokens" in line and line.endswith("stopped by Ctrl-C or a signal]")
+
+
+def test_a_conversion_that_rounds_says_what_was_compared(tmp_path):
+    make_model(shape=make_shape(width=32, num_neurons=64)).save(tmp_path / "a.gguf")
+    config = ConvertConfig(source=tmp_path / "a.gguf", output=tmp_path / "b.gguf", outtype="q4_0")
+    report = convert(config, verify=lambda written: [verify(written).line])
+    assert report.verified.endswith(" tokens, both with the weights as rounded to q4_0")
+
+
+def test_a_text_that_is_too_short_for_the_tokens_asked_for_is_noted(codec_model, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("ab cd " * 40)
+    arguments = ["eval", codec_model, "--corpus", tmp_path / "t.txt", "--tokens", 4000]
+    first = lines_of(capsys, arguments, 0)[0]
+    assert re.fullmatch(r"note: \d+ tokens of text, fewer than the 4,000 of --tokens", first)

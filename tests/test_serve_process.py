@@ -122,7 +122,7 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys):
         port = taken.getsockname()[1]
         assert main(["serve", "none.gguf", "--port", str(port)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"127.0.0.1:{port} cannot be listened to" in line
+    assert f"cannot listen on 127.0.0.1:{port}: " in line
 
 
 def test_a_model_that_is_not_there_ends_the_process(capsys, tmp_path):

@@ -9,11 +9,12 @@ import pytest
 from test_solver_gpus import brute_force, tiny_inputs
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.solver import optimise
 from sparkinfer.solver.fullest import bytes_of, emptiest, fullest, fullest_plan, least_room
 from sparkinfer.solver.inputs import Inputs
 from sparkinfer.solver.memories import TooSmallError, least_of
 from sparkinfer.solver.modes import find, find_fastest
-from sparkinfer.solver.pipeline import plan_is_feasible
+from sparkinfer.solver.pipeline import held_bytes, plan_is_feasible
 from sparkinfer.solver.problem import Problem, is_feasible
 
 
@@ -191,6 +192,18 @@ def test_the_fullest_plan_keeps_to_all_memories(tmp_path):
         inputs = replace(tiny_inputs(seed, 2, tmp_path), host_budget=1 << 40)
         pipeline = inputs.pipeline()
         assert plan_is_feasible(pipeline, fullest_plan(pipeline))
+
+
+def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
+    """One byte above what all GPUs together can take; the search took minutes to find nothing."""
+    monkeypatch.setattr(optimise, "_start", lambda pipeline: pytest.fail("searched"))
+    inputs = tiny_inputs(4, 2, tmp_path)
+    pipeline = replace(inputs.pipeline(), need_bytes=1)
+    most = sum(held_bytes(pipeline, fullest_plan(pipeline)))
+    assert most > 0
+    assert optimise.find_plan(replace(pipeline, need_bytes=most + 1), time_limit_s=30) is None
+    with pytest.raises(pytest.fail.Exception, match="searched"):
+        optimise.find_plan(replace(pipeline, need_bytes=most), time_limit_s=30)
 
 
 def test_no_memory_of_the_gpu_replaces_what_is_always_in_main_memory(tmp_path):

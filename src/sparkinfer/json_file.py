@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import require_file
+from sparkinfer.files import known_as, require_file
 
 # The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. An empty object is
 # three bytes of text and 72 of memory.
@@ -23,9 +23,17 @@ def read_text(path: Path, what: str) -> str:
         if len(raw) > MAX_BYTES:
             raise SparkinferError(f"{path}: has over {MAX_BYTES} bytes; wanted a {what}")
         return raw.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        found = known_as(path)
+        if found and raw[:1] != b"{":
+            raise SparkinferError(f"{path}: is {found}; wanted a {what}") from error
         raise SparkinferError(
-            f"{path}: cannot be read as text ({error}); wanted a {what}; get it again"
+            f"{path}: cannot be read as text (byte {error.start} is not UTF-8); wanted a {what};"
+            " get it again"
+        ) from error
+    except OSError as error:
+        raise SparkinferError(
+            f"{path}: cannot be read ({error.strerror}); wanted a {what}"
         ) from error
 
 

@@ -30,6 +30,7 @@ from sparkinfer.commands.shared import (
     force_option,
     json_option,
     max_loss_option,
+    output,
     say,
 )
 from sparkinfer.commands.sparsify import sparsify
@@ -70,7 +71,8 @@ cli.add_command(sparsify)
 
 @cli.command()
 @click.argument("source", type=FILE)
-@click.option("-o", "--output", type=OUTPUT, required=True, help="The model file to write.")
+@click.option("-o", "--output", type=output(".gguf"), required=True,
+              help="The model file to write.")  # fmt: skip
 @click.option("--outtype", type=OUTTYPE,
               help="Type of the matrices; f16 for a checkpoint, the file's own for a GGUF.")  # fmt: skip
 @click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
@@ -79,7 +81,8 @@ cli.add_command(sparsify)
               help="Another type where NAME is found in a tensor's name; may be repeated.")  # fmt: skip
 @click.option("--activation", metavar="NAME",
               help="What a GGUF of others does not say: relu, drelu, fatrelu=0.01, ...")  # fmt: skip
-@click.option("--predictors", type=FILE, help="Folder with predictors.safetensors or model_N.pt.")
+@click.option("--predictors", type=FILE,
+              help="Folder with predictors.safetensors or model_N.pt; or the first itself.")  # fmt: skip
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
               help="0: they read their own layer's input; 1: that of the layer before.")  # fmt: skip
 @click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
@@ -127,8 +130,11 @@ def convert(
 
 
 @cli.command()
-@click.option("-o", "--output", type=OUTPUT, required=True, help="The machine file to write.")
+@click.option("-o", "--output", type=output(".json"), required=True,
+              help="The machine file to write.")  # fmt: skip
 @click.option("--gpu-from", type=FILE, help="Machine file to take a GPU from where there is none.")
+@click.option("-v", "--verbose", "is_verbose", is_flag=True,
+              help="A note for each figure whose rounds differ.")  # fmt: skip
 @force_option
 @json_option
 def calibrate(as_json: bool, **options: Any) -> None:
@@ -151,7 +157,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="e.g. 8GiB; a bare number is GiB. Once for each GPU.")  # fmt: skip
 @click.option("--host-budget", "host_budget_bytes", type=Size(),
               help="Main memory that may be used; all that the machine has.")  # fmt: skip
-@click.option("-o", "--output", type=OUTPUT, required=True,
+@click.option("-o", "--output", type=output(".gguf", ".json"), required=True,
               help="The split file to write; with --sweep the curve (JSON), a picture beside it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Tokens to reserve KV cache for; the model's own, up to 4,096.")  # fmt: skip
@@ -209,7 +215,13 @@ cli.add_command(report)
 @click.option("--tensors", "all_tensors", is_flag=True, help="All tensors, not one layer's.")
 @json_option
 def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
-    """Show what a model, profile, predictor, split or machine file holds."""
+    """Show what a file or a checkpoint folder holds.
+
+    FILE is a model, a GGUF of others, a profile, predictors, a split or a machine file; of a
+    checkpoint its folder, with whether convert would take it."""
+    if (file / "config.json").is_file():
+        _inspect_checkpoint(file, as_json)
+        return
     from sparkinfer.inspection.inspect_file import inspect_file
     from sparkinfer.inspection.tables import print_summary
     from sparkinfer.inspection.to_json import to_json
@@ -219,6 +231,18 @@ def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
         click.echo(to_json(summary))
     else:
         print_summary(summary, all_tensors=all_tensors)
+
+
+def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
+    from sparkinfer.convert.checkpoint_summary import summarise_checkpoint
+    from sparkinfer.inspection.tables import print_facts
+    from sparkinfer.inspection.to_json import to_json
+
+    summary = summarise_checkpoint(folder)
+    if as_json:
+        click.echo(to_json(summary))
+    else:
+        print_facts(summary.kind, summary.facts)
 
 
 @cli.command("export")

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from sparkinfer.commands.shared import (
     FILE,
     FOLDER,
-    OUTPUT,
     FileCommand,
     Size,
     device_option,
@@ -18,6 +18,7 @@ from sparkinfer.commands.shared import (
     json_option,
     let_threads_sleep,
     mean,
+    output,
     say,
     texts_and_model,
 )
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
               help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
-@click.option("-o", "--output", type=OUTPUT, required=True, help="The profile to write.")
+@click.option("-o", "--output", type=output(".safetensors"), required=True,
+              help="The profile to write.")  # fmt: skip
 @click.option("--tokens", "max_tokens", type=int,
               help="So many, or an error; 131,072 by default, or what there is.")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
@@ -66,7 +68,9 @@ if TYPE_CHECKING:
 @device_option
 @force_option
 @json_option
+@click.pass_context
 def profile(
+    ctx: click.Context,
     files: tuple[Path, ...],
     output: Path,
     force: bool,
@@ -88,6 +92,7 @@ def profile(
     sparkinfer profile ... several processes share the text. With --merge it adds up profiles."""
     let_threads_sleep()
     if is_merge:
+        _refuse_beside_merge(ctx)
         _merge(files, output, force, as_json)
         return
     if len(files) != 1:
@@ -120,6 +125,14 @@ def profile(
     if plots:
         lines += [f"wrote {path}" for path in draw(output, plots)]
     finish(report, as_json, lines)
+
+
+def _refuse_beside_merge(ctx: click.Context) -> None:
+    """Raises a usage error for an option that merging has no use for."""
+    for param in ctx.command.params:
+        is_given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+        if is_given and param.name not in ("files", "output", "is_merge", "force", "as_json"):
+            raise click.UsageError(f"--merge adds up profiles and has no use for {param.opts[0]}")
 
 
 def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:

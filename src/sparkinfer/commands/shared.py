@@ -19,7 +19,20 @@ from sparkinfer.steady import reading
 
 
 class OutputPath(click.Path):
-    """A file that the command writes; every other path is one that it reads."""
+    """A file that the command writes; every other path is one that it reads. One that has
+    `endings` is never named as a file of another kind."""
+
+    endings: tuple[str, ...] = ()
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        ending = Path(os.fsdecode(path)).suffix
+        if self.endings and ending in ENDINGS and ending not in self.endings:
+            self.fail(
+                f"{os.fsdecode(path)} is named as another kind of file; wanted a name that ends in"
+                f" {' or '.join(self.endings)}", param, ctx,
+            )  # fmt: skip
+        return path
 
 
 class FolderPath(click.Path):
@@ -28,6 +41,7 @@ class FolderPath(click.Path):
 
 FILE = click.Path(path_type=Path)
 OUTPUT = OutputPath(path_type=Path)
+ENDINGS = (".gguf", ".safetensors", ".json")  # of the kinds of files that commands write
 FOLDER = FolderPath(path_type=Path)
 
 
@@ -65,6 +79,13 @@ def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Pat
         to = outputs if isinstance(param.type, OutputPath) else inputs
         to += [path for path in values if path is not None and str(path) != "-"]
     return inputs, outputs
+
+
+def output(*endings: str) -> OutputPath:
+    """A file to write whose name may not end as those of other kinds."""
+    kind = OutputPath(path_type=Path)
+    kind.endings = endings
+    return kind
 
 
 split_option = click.option(

@@ -9,12 +9,12 @@ from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.commands.shared import (
     FILE,
     FOLDER,
-    OUTPUT,
     FileCommand,
     device_option,
     finish,
     force_option,
     json_option,
+    output,
     say,
 )
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
               help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
-@click.option("-o", "--output", type=OUTPUT, required=True,
+@click.option("-o", "--output", type=output(".gguf"), required=True,
               help="The model file to write; of several shares, one each: model-60.gguf.")  # fmt: skip
 @click.option("--share", "shares", type=float, multiple=True,
               help="Silent share of the neurons, 0.6 by default; repeated, one is reached after the"

@@ -55,9 +55,16 @@ def report_of(
     line = (
         f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s; {_speed(runs)},"
         f" {num_threads} threads{slow}; {where}; stopped by"
-        f" {', '.join(dict.fromkeys(run.stopped_by for run in runs))}]"
+        f" {', '.join(dict.fromkeys(_end_of(run) for run in runs))}]"
     )
     return report, [line]
+
+
+def _end_of(run: "Run") -> str:
+    """What ended a text. One that nothing in it ended was interrupted."""
+    from sparkinfer.runtime.generate.generation import NOT_STOPPED
+
+    return "Ctrl-C or a signal" if run.stopped_by == NOT_STOPPED else run.stopped_by
 
 
 def _speed(runs: "list[Run]") -> str:
@@ -66,6 +73,8 @@ def _speed(runs: "list[Run]") -> str:
         rate = tokens / seconds if seconds else 0.0
         return f"{len(runs)} texts together; decode {tokens} tokens, {rate:.1f}/s"
     run = runs[0]
+    if not run.prefill_s:
+        return f"interrupted in the prompt of {run.prefill_tokens} tokens"
     kept = f" ({run.cached_tokens} kept)" if run.cached_tokens else ""
     drafts = f", {run.accepted} of {run.drafted} drafted right" if run.drafted else ""
     return (

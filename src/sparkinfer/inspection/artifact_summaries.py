@@ -63,13 +63,15 @@ class PredictorsSummary:
     num_layers: int
     width: int
     num_neurons: int
+    type_L: tuple[str, ...]  # of the matrices
     has_biases: bool
-    weight_bytes: int
+    weight_bytes: int  # in these types
 
     @classmethod
     def load(cls, path: Path) -> "PredictorsSummary":
         predictors = Predictors.load(path)
-        arrays = [a for n, layer in enumerate(predictors.layers) for a in layer.arrays(n).values()]
+        layers = list(enumerate(predictors.layers))
+        entries = [entry for n, layer in layers for entry in layer.entries(n).values()]
         first = predictors.layers[0] if predictors.layers else None
         return cls(
             path=path,
@@ -79,8 +81,9 @@ class PredictorsSummary:
             num_layers=len(predictors.layers),
             width=0 if first is None else first.width,
             num_neurons=0 if first is None else first.up.shape[0],
-            has_biases=any(array.ndim == 1 for array in arrays),
-            weight_bytes=sum(array.nbytes for array in arrays),
+            type_L=tuple(layer.matrix_kind or "f32" for layer in predictors.layers),
+            has_biases=any(len(entry.shape) == 1 for entry in entries),
+            weight_bytes=sum(entry.num_bytes for entry in entries),
         )
 
 

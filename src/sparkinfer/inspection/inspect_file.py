@@ -22,7 +22,10 @@ from sparkinfer.typed import shown
 Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
 
 POWERINFER_MAGIC = b"PWRI"  # in the place of b"GGUF"
-KNOWN = "model or split file (GGUF), profile or predictors (safetensors) or machine file (JSON)"
+KNOWN = (
+    "model or split file (GGUF), profile or predictors (safetensors), machine file (JSON) or a"
+    " checkpoint's folder"
+)
 
 
 def inspect_file(path: Path) -> Summary:

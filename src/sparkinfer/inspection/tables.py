@@ -23,15 +23,25 @@ WIDTH_OF_A_PIPE = 120  # columns if stdout is no terminal
 Row = Sequence[object]
 
 
+def print_facts(title: str, rows: Iterable[Row]) -> None:
+    """One table of names and values, on stdout."""
+    _console().print(_facts(title, rows))
+
+
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
     """Prints on stdout; `all_tensors` is for a GGUF: otherwise the tensors of one layer represent
     all."""
-    console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False,
-                          width=WIDTH_OF_A_PIPE)  # fmt: skip
+    console = _console()
     for table in _tables(summary, all_tensors):
         console.print(table)
+
+
+def _console() -> Console:
+    console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+    if console.is_terminal:
+        return console
+    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False,
+                   width=WIDTH_OF_A_PIPE)  # fmt: skip
 
 
 def _tables(summary: Summary, all_tensors: bool) -> list[Table]:
@@ -174,7 +184,10 @@ def _predictors_facts(summary: PredictorsSummary) -> list[Row]:
         ("neurons a layer", f"{summary.num_neurons:,}"),
         *_predictor_facts(summary.predictor),
         ("biases", "yes" if summary.has_biases else "no"),
-        ("weights", format_bytes(summary.weight_bytes)),
+        (
+            "weights",
+            f"{format_bytes(summary.weight_bytes)}, {', '.join(sorted({*summary.type_L}))}",
+        ),
     ]
 
 
@@ -249,10 +262,18 @@ def _split_gpus(summary: SplitSummary) -> Table:
     columns = ["GPU", "budget", "layers", "dense blocks", "hot neurons", "head"]
     return _table("GPUs", columns, [
         (number, format_bytes(gpu.budget_bytes),
-         f"{gpu.layers[0]} to {gpu.layers[-1]}" if gpu.layers else "none",
+         _range([layer for layer in gpu.layers if _has_any(summary, layer)]),
          gpu.num_dense, f"{gpu.num_hot:,}", "here" if gpu.has_head else "")
         for number, gpu in enumerate(summary.gpus)
     ])  # fmt: skip
+
+
+def _has_any(summary: SplitSummary, layer: int) -> bool:
+    return summary.dense_on_gpu[layer] or summary.num_hot_L[layer] > 0
+
+
+def _range(layers: list[int]) -> str:
+    return f"{layers[0]} to {layers[-1]}" if layers else "none"
 
 
 def _split_bytes(summary: SplitSummary) -> Table:
@@ -269,7 +290,8 @@ def _split_bytes(summary: SplitSummary) -> Table:
 def _split_layers(summary: SplitSummary) -> Table:
     home = summary.home or (0,) * (len(summary.num_hot_L) + 1)
     return _table("layers", ["layer", "home", "hot neurons", "dense block"], [
-        (layer, f"GPU {home[layer]}", f"{num_hot:,}", f"GPU {home[layer]}" if is_on_gpu else "CPU")
+        (layer, f"GPU {home[layer]}" if _has_any(summary, layer) else "CPU", f"{num_hot:,}",
+         f"GPU {home[layer]}" if is_on_gpu else "CPU")
         for layer, (num_hot, is_on_gpu) in enumerate(
             zip(summary.num_hot_L, summary.dense_on_gpu, strict=True))
     ])  # fmt: skip

@@ -4,11 +4,15 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparkinfer.inspection.inspect_file import Summary
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def to_json(summary: Summary) -> str:
+
+def to_json(summary: "Summary | DataclassInstance") -> str:
     """Strict JSON: non-finite numbers (a threshold that selects all) are strings, "-inf" or
     "inf"."""
     return json.dumps(_plain(asdict(summary)), allow_nan=False)

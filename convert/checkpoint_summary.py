@@ -1,0 +1,92 @@
+"""What a checkpoint folder holds, and whether `convert` would take it: headers are read, no weights."""
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from sparkinfer.architecture import Activation, ModelShape
+from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.convert import Draft, draft_of
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """`refusal` says why `convert` would not take it; then there is no shape and no activation."""
+
+    kind: str = "checkpoint"
+    path: Path
+    file_bytes: int  # of the weights
+    architecture: str
+    refusal: str | None
+    num_tensors: int
+    num_parameters: int
+    tensors_by_type: dict[str, int]
+    shape: ModelShape | None
+    activation: Activation | None
+    graph: str | None  # the architecture that the model file would have
+    f16_bytes: int | None  # that the model file would take
+    notes: tuple[str, ...]  # what `convert` would say
+
+    @property
+    def facts(self) -> list[tuple[str, object]]:
+        """Rows for people."""
+        rows: list[tuple[str, object]] = [
+            ("folder", self.path),
+            ("weights", f"{format_bytes(self.file_bytes)} in {self.num_tensors:,} tensors"),
+            ("types", ", ".join(f"{n:,} {kind}" for kind, n in self.tensors_by_type.items())),
+            ("parameters", f"{self.num_parameters:,}"),
+            ("architecture", self.architecture),
+        ]
+        if self.shape is None:
+            return [*rows, ("refused by convert", self.refusal)]
+        s = self.shape
+        return [
+            *rows,
+            ("as a model file", f"{self.graph}, {format_bytes(self.f16_bytes or 0)} in f16"),
+            ("activation", self.activation),
+            ("layers", s.num_layers),
+            ("width", f"{s.width:,}"),
+            ("neurons a layer", f"{s.num_neurons:,}"),
+            ("heads", f"{s.num_heads} of {s.head_width}, {s.num_kv_heads} for keys and values"),
+            ("vocabulary", f"{s.vocab_size:,}"),
+            ("context", f"{s.context_length:,}"),
+            *(("note", note) for note in self.notes),
+            ("next", f"sparkinfer convert {self.path} -o model.gguf"),
+        ]
+
+
+def summarise_checkpoint(folder: Path) -> CheckpointSummary:
+    """Raises SparkinferError for a folder that is no whole checkpoint."""
+    checkpoint = Checkpoint.open(folder)
+    own = [tensor for tensor in checkpoint.tensors.values() if tensor.same_as is None]
+    draft, refusal = _draft(folder)
+    model = None if draft is None else draft.model
+    names = checkpoint.config.get("architectures")
+    return CheckpointSummary(
+        path=folder,
+        file_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in own}),
+        architecture=str(names[0])[:80] if isinstance(names, list) and names else "none",
+        refusal=refusal,
+        num_tensors=len(own),
+        num_parameters=sum(prod(tensor.shape) for tensor in own),
+        tensors_by_type=dict(Counter(tensor.dtype.lower() for tensor in own).most_common()),
+        shape=None if model is None else model.shape,
+        activation=None if model is None else model.activation,
+        graph=None if model is None else model.architecture,
+        f16_bytes=None if model is None else sum(e.num_bytes for e in model.tensors.values()),
+        notes=() if draft is None else draft.notes,
+    )
+
+
+def _draft(folder: Path) -> tuple[Draft | None, str | None]:
+    """The model file that `convert` would make, or why it would not."""
+    with tempfile.TemporaryDirectory(prefix="sparkinfer-") as empty:
+        try:
+            return draft_of(ConvertConfig(source=folder, output=Path(empty, "model.gguf"))), None
+        except SparkinferError as error:
+            return None, str(error).removeprefix(f"{folder}: ")
