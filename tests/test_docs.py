@@ -1,0 +1,293 @@
+"""The documents: numbers that come from files, links that lead somewhere, two READMEs that agree."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from sparkinfer.commands.all_commands import cli
+from sparkinfer.convert.options import ConvertReport
+from sparkinfer.export.export import ExportReport
+from sparkinfer.profile.advise import Advice
+from sparkinfer.profile.collect import ProfileReport
+from sparkinfer.profile.merge import MergeReport
+from sparkinfer.profile.quality import EvalReport
+from sparkinfer.runtime.generate.generation import Run
+from sparkinfer.solver.solve import SolveReport
+from sparkinfer.sparsify.run import SparsifyReport
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import tables  # noqa: E402
+
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
+# What was tried, decided and listed: records, which name what is gone.
+RECORDS = ("docs/log/", "docs/decisions/", "CHANGELOG.md", "docs/dependencies.md")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|cpp|h|json|sh|md|txt|toml)|test_\w+\.py)`")
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+MOST_README_LINES, MOST_TABLE_LETTERS = 120, 200
+
+
+def prose(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(text: str) -> set[str]:
+    """As the site and the usual hosts make them of headings."""
+    titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles)
+    return {title.replace(" ", "-") for title in kept}
+
+
+def broken_links(text: str, at: Path) -> list[str]:
+    """Links to files that are not there, or to headings that they do not have."""
+    broken = []
+    for link in LINK.findall(prose(text)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (at.parent / name).resolve() if name else at
+        if not target.exists():
+            broken.append(link)
+        elif anchor and target.suffix == ".md":
+            page = text if target == at else target.read_text()
+            broken += [link] if anchor not in anchors(page) else []
+    return broken
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files of the repository that the text names and that are not there."""
+    names = set(PATH.findall(text))
+    known = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    return sorted(n for n in names if not (is_there(n) if "/" in n else n in known))
+
+
+def is_there(name: str) -> bool:
+    """From the root, or from a stage's folder as its own pages name files. What commands make
+    (build/...), names to be filled in and other projects' files are none of ours."""
+    if "NAME" in name:
+        return True
+    first = name.partition("/")[0]
+    ours = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"build"}
+    roots = (ROOT, ROOT / "runtime", ROOT / "convert")
+    return first not in ours or any((root / name).exists() for root in roots)
+
+
+def unknown_options(text: str) -> list[str]:
+    """Commands and options of sparkinfer that the text uses and that are not there."""
+    code = re.findall(r"^```.*?^```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(code).replace("\\\n", " ").replace("`", "\n")
+    unknown = []
+    for line in re.findall(r"^(?:\$ )?(?:torchrun.* )?(sparkinfer(?: .*)?)$", lines, re.MULTILINE):
+        words = line.partition(" #")[0].replace("[", " ").replace("]", " ").split()[1:]
+        if not words or not words[0].islower() or words[0] not in cli.commands:
+            unknown += [line] if words and re.fullmatch("[a-z]+", words[0]) else []
+            continue
+        own = {name for param in cli.commands[words[0]].params for name in names_of(param)}
+        given = [word.partition("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)]
+        unknown += [f"{words[0]} {name}" for name in given if name not in own]
+    return unknown
+
+
+def names_of(param: click.Parameter) -> list[str]:
+    return [*param.opts, *param.secondary_opts, "--help"]
+
+
+def sections(text: str) -> list[tuple[int, str]]:
+    """(level of the heading, what stands below it), in order; fences left out."""
+    parts = re.split(r"^(#+) .*$", prose(text), flags=re.MULTILINE)
+    return [(len(level), body) for level, body in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def differences(one: str, other: str) -> list[str]:
+    """In what two translations of a document differ: code, headings, numbers of a section."""
+    found = []
+    if FENCE.findall(one) != FENCE.findall(other):
+        found.append("code blocks")
+    mine, theirs = sections(one), sections(other)
+    if [level for level, _ in mine] != [level for level, _ in theirs]:
+        return [*found, "headings"]
+    for place, ((_, a), (_, b)) in enumerate(zip(mine, theirs, strict=True)):
+        if Counter(NUMBER.findall(a)) != Counter(NUMBER.findall(b)):
+            wrong = Counter(NUMBER.findall(a)), Counter(NUMBER.findall(b))
+            found.append(f"section {place}: {wrong[0] - wrong[1]}, {wrong[1] - wrong[0]}")
+        if place and sorted(LINK.findall(a)) != sorted(LINK.findall(b)):  # the first has languages
+            found.append(f"section {place}: links")
+    return found
+
+
+def test_tables_are_what_the_results_say():
+    assert tables.drifted(tables.documents()) == [], "make tables"
+
+
+def test_every_table_stands_somewhere():
+    used = {name for path in tables.documents() for name in tables.names_in(path.read_text())}
+    assert used == set(tables.TABLES)
+
+
+def test_a_changed_number_and_an_unknown_name_are_found():
+    right = tables.filled("<!-- table: rules -->\n<!-- end -->\n\ntext\n", Path("x"))
+    assert tables.filled(right, Path("x")) == right and right.endswith("<!-- end -->\n\ntext\n")
+    assert tables.filled(right.replace("0.0041", "0.0040"), Path("x")) == right
+    two = (
+        "<!-- table: rules -->\n<!-- end -->\n\nbetween\n\n<!-- table: convert -->\n<!-- end -->\n"
+    )
+    assert "between" in tables.filled(two, Path("x"))
+    with pytest.raises(SystemExit, match="no table is called"):
+        tables.filled("<!-- table: nothing -->\n<!-- end -->\n", Path("x"))
+
+
+def test_the_check_of_tables_is_a_command():
+    script = [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"]
+    assert subprocess.run(script, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_links_lead_somewhere(path):
+    assert broken_links(path.read_text(), path) == []
+
+
+def test_broken_links_are_found():
+    assert broken_links("[a](nowhere.md)", ENGLISH) == ["nowhere.md"]
+    assert broken_links("[a](README.md#nothing)\n# A b", ENGLISH) == ["README.md#nothing"]
+    assert broken_links("[a](#a-b) [b](LICENSE) `[c](d)`\n# A b", ENGLISH) == ["d"]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if not named(p).startswith(RECORDS)], ids=named
+)
+def test_named_files_are_there(path):
+    assert missing_paths(path.read_text()) == []
+
+
+def test_missing_files_are_found():
+    text = "`solver/problem.py` `solver/nothing.py` `test_nothing.py` `test_docs.py` `build/x.json`"
+    assert missing_paths(text) == ["solver/nothing.py", "test_nothing.py"]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if not named(p).startswith(RECORDS)], ids=named
+)
+def test_commands_and_options_are_there(path):
+    assert unknown_options(path.read_text()) == []
+
+
+def test_unknown_options_are_found():
+    text = "`sparkinfer solve M --profil P`\n```\n$ sparkinfer nothing\nsparkinfer generate M \\\n  -p -1 -x\n```\n"
+    wanted = ["solve --profil", "sparkinfer nothing", "generate -x"]
+    assert unknown_options(text) == wanted
+    assert unknown_options("`sparkinfer generate M -p 'a' [--json] # --nothing`") == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_tables_have_short_lines(path):
+    long = [
+        line
+        for line in path.read_text().splitlines()
+        if line.startswith("|") and len(line) > MOST_TABLE_LETTERS
+    ]
+    assert not long
+
+
+def test_the_readme_is_short_and_says_early_what_is_missing():
+    lines = ENGLISH.read_text().splitlines()
+    assert len(lines) <= MOST_README_LINES
+    assert any("No GPU has run this" in line for line in lines[:15])
+
+
+def test_both_readmes_say_the_same():
+    assert differences(ENGLISH.read_text(), CHINESE.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "change", [("8GiB", "9GiB"), ("7.5 GB", "7 GB"), ("\n## ", "\n### "), ("docs/faq.md", "x.md")]
+)
+def test_a_translation_that_differs_is_found(change):
+    text = CHINESE.read_text()
+    assert change[0] in text and differences(ENGLISH.read_text(), text.replace(*change, 1))
+
+
+def test_all_commands_are_described():
+    text = (ROOT / "docs" / "commands.md").read_text()
+    missing = [name for name in cli.commands if f"| `{name}` |" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("command", "report", "is_whole"),
+    [
+        ("convert", ConvertReport, True),
+        ("profile", ProfileReport, True),
+        ("profile --merge", MergeReport, True),
+        ("advise", Advice, True),
+        ("sparsify", SparsifyReport, True),
+        ("export", ExportReport, True),
+        ("eval", EvalReport, False),
+    ],
+)
+def test_json_keys_are_described(command, report, is_whole):
+    """All keys, or of a long list some; none that is not there."""
+    text = (ROOT / "docs" / "commands.md").read_text()
+    (row,) = re.findall(rf"^\| `{command}` \| (`.*) \|$", text, re.MULTILINE)
+    described, there = set(re.findall(r"`(\w+)`", row)), {field.name for field in fields(report)}
+    assert described == there if is_whole else described <= there
+
+
+@pytest.mark.parametrize("report", [SolveReport, Run], ids=lambda report: report.__name__)
+def test_long_lists_of_keys_are_complete(report):
+    text = (ROOT / "docs" / "commands.md").read_text()
+    assert not [field.name for field in fields(report) if f"`{field.name}`" not in text]
+
+
+def pages_of(nav: object) -> list[str]:
+    """Files that a navigation of mkdocs.yml names, at any depth."""
+    if isinstance(nav, str):
+        return [nav]
+    inner = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in inner for page in pages_of(part)]
+
+
+def test_the_site_shows_every_page():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = pages_of(nav)
+    assert len(pages) == len(set(pages))
+    assert set(pages) == {named(path) for path in DOCUMENTS}
+
+
+def written_formats() -> list[tuple[str, int]]:
+    """(name, version) of every format that a module of ours writes, from its constants."""
+    found = []
+    for folder in ("src", "convert", "profile", "solver", "sparsify", "runtime", "run", "report"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text()
+            name = re.search(r'^FORMAT(?:, VERSION)? = "([^"]+)"', text, re.MULTILINE)
+            version = re.search(r'^(?:FORMAT, )?VERSION = (?:"[^"]+", )?(\d+)$', text, re.MULTILINE)
+            found += [(name[1], int(version[1]))] if name and version else []
+    return found
+
+
+def test_every_format_is_described_with_its_version():
+    text = (ROOT / "docs" / "formats.md").read_text()
+    formats = written_formats()
+    assert len(formats) >= 10
+    for name, version in formats:
+        near = re.search(rf"{re.escape(name)}\b[^\n]{{0,60}}?\b{version}\b", text)
+        assert near, f"{name}, version {version}"
