@@ -177,8 +177,7 @@ def _special_keys(
 
 
 def _check_names(path: Path) -> None:
-    """Raises SparkinferError for a special token that is not a text, and for a flag that is not a
-    boolean."""
+    """Raises SparkinferError for special tokens that are not texts, and non-boolean flags."""
     values = read_object(path, path.name)
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = values.get(key)

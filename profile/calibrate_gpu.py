@@ -50,8 +50,7 @@ def measure_gpu(
 
 
 def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
-    """Probes. Every kernel runs once before it is captured: loading code inside a capture may
-    fail."""
+    """Probes. Every kernel runs once before capture: loading code inside a capture may fail."""
     many = torch.ones(min(READ_BYTES, free_bytes // 4) // 4, device=device)
     into = many[: min(COPY_BYTES // 4, len(many))]
     pageable = torch.ones(len(into))

@@ -85,8 +85,7 @@ class LayerTrainer:
         self.phase: Phase = "moments"
 
     def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
-        """Enters the phases in order; `num_steps` is that of the training, `agree` as for
-        LowRank."""
+        """Enters the phases in order; `num_steps` is the training's, `agree` as for LowRank."""
         self.phase = phase
         if phase == "train":
             self._begin_training(num_steps, agree)
@@ -212,8 +211,7 @@ class LayerTrainer:
         return choose(qualities, self.choices.target, exact)
 
     def _break_even(self, chosen: Quality) -> float:
-        """Exact reads every gate; predicted reads the predictor, and over-fetch times the
-        density."""
+        """Exact reads every gate; predicted the predictor, and over-fetch times the density."""
         gates = len(self.down_norm_F) * self.sizes.gate_row
         overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
@@ -287,8 +285,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def phases(count: int) -> dict[Phase, slice]:
-    """The windows that each phase takes, out of `count`, in the order of the phases; at least one
-    each."""
+    """The windows of each phase, out of `count`, in order of the phases; at least one each."""
     sizes = {name: max(1, round(share * count)) for name, share in SHARES.items()}
     pieces: dict[Phase, slice] = {}
     start = 0

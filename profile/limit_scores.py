@@ -109,8 +109,7 @@ class LayerScores:
         )
 
     def uniform_gate(self, share: float) -> LayerLimits:
-        """One threshold for all neurons, regardless of their contribution (CATS, arXiv
-        2404.08763)."""
+        """One threshold for all neurons, whatever their contribution (CATS, arXiv 2404.08763)."""
         magnitude_TF = self.gate.rank_TN / self.gate.factor_N
         ones_F = torch.ones_like(self.gate.factor_N)
         return LayerLimits(gate_F=Ranks(rank_TN=magnitude_TF, factor_N=ones_F).limit_N(share))
@@ -140,8 +139,8 @@ class _Sample:
 
 
 def sample_scores(engine: Engine, windows: Sequence[Tensor]) -> tuple[LayerScores, ...]:
-    """Scores of a dense engine's layers on a text. Raises SparkinferError if values are not
-    finite."""
+    """Scores of a dense engine's layers on a text. Raises SparkinferError for NaN and
+    infinities."""
     assert engine.mode == "dense", engine.mode
     count = sum(len(ids_T) for ids_T in windows)
     sample = _Sample(every=max(1, count // SAMPLE_TOKENS))

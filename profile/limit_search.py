@@ -174,8 +174,7 @@ class Allocation:
     def _parts(
         self, layer: int, kinds: Sequence[str], inputs: Sequence[str], price: float
     ) -> "_OfLayer":
-        """The best neurons and the best share of each of `inputs`, which are independent of each
-        other."""
+        """The best neurons and the best share of each of `inputs`, chosen independently."""
         lost_AA = self.neurons_LAA[layer] * self.neurons_price_L[layer]
         saved_AA = self.neurons_saved_LAA[layer]
         is_allowed = np.isfinite(lost_AA)

@@ -157,8 +157,7 @@ class EngineModel(TemplateLM):
 
 
 def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
-    """The score of `more` after `context`. The sequence keeps the prefix it shares with the
-    next."""
+    """The score of `more` after `context`. The sequence keeps the prefix shared with the next."""
     wanted = context + more[:-1]
     same = 0
     for ours, theirs in zip(place.ids, wanted, strict=False):

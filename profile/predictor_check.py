@@ -92,8 +92,7 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
 def _quality(
     predictors: tuple[Predictor, ...], inputs: list[Tensor], fires: list[Tensor], offset: int
 ) -> tuple[float, float, float]:
-    """(recall, predicted share, gain over chance) of all layers; layer 0 always takes its own
-    input."""
+    """(recall, predicted share, gain over chance) of all layers; layer 0 takes its own input."""
     first = 1 if len(predictors) > 1 else 0
     caught = fired = named = pairs = 0
     with torch.inference_mode():

@@ -304,8 +304,7 @@ class ShareCounter:
         self.counts[name].setdefault(layer, []).append(counts_T)
 
     def per_token(self, name: str, layer: int) -> Tensor:
-        """f64 [T]: neurons of a layer that each token predicts (ffn_predicted) or opens
-        (ffn_hidden)."""
+        """f64 [T]: neurons of a layer that each token predicts (ffn_predicted) or opens."""
         return torch.cat(self.counts[name][layer]).double()
 
     def mean_share(self, name: str) -> Estimate:

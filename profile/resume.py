@@ -32,7 +32,7 @@ class Position:
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
 
     def digest(self) -> str:
-        """Digest of the position and of every array; resuming from a damaged file would count
+        """Digest of the position and every array; resuming from a damaged file would count
         wrong."""
         found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
         for name in sorted(self.arrays):

@@ -43,8 +43,7 @@ class Part(Protocol):
 
 
 class Lockstep(Protocol):
-    """Training on several processes: called for every round of windows, so that all step
-    together."""
+    """Training on several processes: called for every round of windows, so that all step as one."""
 
     def begin(self, length_of_rank: Sequence[int]) -> None: ...
 
@@ -99,8 +98,7 @@ class Run:
         return {k: self.ranks.sum(a) for k, a in arrays.items()} if part.is_sum else arrays
 
     def phase(self, windows: Sequence[Tensor], lockstep: Lockstep | None = None) -> None:
-        """Runs the windows that an earlier run has not. Raises Interrupted, with everything
-        saved."""
+        """Runs the windows still to do. Raises Interrupted, with everything saved."""
         self._phase, self._done = self._phase + 1, 0
         if self.position.phase > self._phase:
             self._done = len(windows)

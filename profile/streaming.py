@@ -45,8 +45,7 @@ OnTokens = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
-    """How a model is streamed: the device, the memory limit, and the folder for states that do not
-    fit."""
+    """How a model is streamed: the device, the memory limit, and the folder for spilled states."""
 
     device: torch.device
     needs: Needs
@@ -333,8 +332,7 @@ class StreamedLayer:
 
 
 def _touch(entry: TensorEntry) -> None:
-    """Reads a byte of every page of a mapped tensor, in order, so that the disk reads
-    sequentially."""
+    """Reads a byte of every page of a mapped tensor in order, so that disk reads are sequential."""
     flat = entry.read().reshape(-1).view(np.uint8)
     if len(flat):
         flat[::4096].max()

@@ -247,8 +247,7 @@ def search(
 def _follow(
     meter: Meter, num_layers: int, goal: Goal, on_line: Callable[[str], None]
 ) -> Allocation:
-    """The last allocation of the greedy search within the goal; prints a line for each 5 % on the
-    way."""
+    """The greedy search's last allocation within the goal; reports each 5 % on the way."""
 
     def accepts(cost: Cost) -> bool:
         return meter.increase(cost) <= goal.perplexity_budget

@@ -36,8 +36,7 @@ Agree = Callable[[Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Tokens of one layer: the predictor's input, what fires, and the contributions |h_j|
-    |down_j|."""
+    """Tokens of one layer: the predictor's input, firings, and contributions |h_j| |down_j|."""
 
     x_TD: Tensor
     fires_TF: Tensor
@@ -128,8 +127,7 @@ class LowRank:
         self.best = tuple(p.detach() for p in self._parameters())
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that steps change: `load_state` of an equally begun network continues from
-        it."""
+        """Everything that steps change: `load_state` of an equal network continues from it."""
         found = {f"now/{n}": p.detach() for n, p in enumerate(self._parameters())}
         found |= {f"best/{n}": tensor for n, tensor in enumerate(self.best)}
         numbers = [self.best_loss, self.num_worse, self.is_trained, self.is_done, self.steps]

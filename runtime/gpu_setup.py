@@ -102,8 +102,7 @@ def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
 
 
 def set_aside(memories: Memories) -> None:
-    """Reserves room for temporaries; call it after anything that empties torch's cache of
-    memory."""
+    """Reserves room for temporaries; call it after anything that empties torch's cache."""
     for memory in memories.values():
         memory.set_aside()
 
@@ -224,8 +223,7 @@ def cold_stream(
 def brought(
     weights: Weights, stream: ColdStream, chunk: int, least_tokens: int | None = None
 ) -> Weights:
-    """Weights with streaming attached to the stream's layers, from `least_tokens` (None: measured)
-    on."""
+    """Weights with streaming attached to the stream's layers, from `least_tokens` (or measured)."""
     layers = tuple(
         replace(layer, ffn=replace(layer.ffn, cold=stream)) if index in stream.blocks else layer
         for index, layer in enumerate(weights.layers)

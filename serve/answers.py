@@ -185,7 +185,7 @@ def delta_of(delta: Delta) -> Body:
 
 
 def chat_logprobs(served: ServedModel, tokens: Sequence[Token]) -> Body | None:
-    """Log probabilities of a chat: for each token its bytes, its logprob, and the most probable
+    """Log probabilities of a chat: each token's bytes and logprob, and the most probable
     tokens'."""
     if not tokens:
         return None
@@ -211,8 +211,7 @@ def _finite(logprob: float) -> float:
 
 
 def completion_logprobs(served: ServedModel, tokens: Sequence[Token], start: int) -> Body | None:
-    """Log probabilities of a completion, in OpenAI's older form; `start`: characters of the text
-    before."""
+    """Log probabilities of a completion, in OpenAI's older form; `start`: characters before it."""
     if not tokens:
         return None
     names, offsets = [], []

@@ -96,8 +96,7 @@ def error_of(error: Exception) -> ApiError:
 
 
 async def while_there(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
-    """The result of some work, unless the client disconnects: then Gone, and the work is
-    cancelled."""
+    """The result of some work, unless the client disconnects: then Gone, and it is cancelled."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))
     try:

@@ -33,8 +33,8 @@ _ALLOWED = {
 
 
 class Guard:
-    """The outermost layer of the application. `count` is called when requests begin (+1) and end
-    (-1)."""
+    """The outermost layer of the application. `count` gets +1 when a request begins, -1 at its
+    end."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _INT32 = (1 << 31) - 1
 def take_sampling(
     fields: Fields, defaults: SamplingOptions, encode: Callable[[str], list[int]], vocab_size: int
 ) -> SamplingOptions:
-    """The options. `encode` returns the tokens of a text with a bias. Raises ApiError for invalid
+    """The options. `encode` returns the tokens of a biased text. Raises ApiError for invalid
     ones."""
     given: dict[str, object] = {}
     names: dict[str, str] = {}  # in the request, by those of SamplingOptions

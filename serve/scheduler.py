@@ -201,8 +201,7 @@ class Scheduler:
         return [(text, share) for text, share in shares.items() if share]
 
     def _has_begun(self, text: Text) -> bool:
-        """True if the text has a place; gives it one, unless a prefix of its prompt is about to be
-        read."""
+        """True if the text has a place; gives it one unless a shared prefix is about to be read."""
         if text.sequence is not None:
             return True
         job = text.job

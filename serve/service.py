@@ -78,8 +78,8 @@ class Service:
         self.num_active += change
 
     async def fields(self, request: Request) -> Fields:
-        """The fields of a POST. Raises ApiError for a body that is not a JSON object, too long, or
-        too slow."""
+        """The fields of a POST. Raises ApiError for a body that is no object, too long, or too
+        slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             await drop_body(request.receive)

@@ -107,8 +107,7 @@ def load_inputs(
 
 
 def _check_profile(inputs: Inputs) -> None:
-    """Raises SparkinferError if the profile is of another model, or the model cannot be planned
-    for."""
+    """Raises SparkinferError if profile and model do not match, or nothing can be planned."""
     model, profile = inputs.model, inputs.profile
     model_path, profile_path, _ = inputs.paths
     if profile.model_id != model.model_id:

@@ -42,8 +42,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """The options of one layer, or of the head (which has no neurons), with its block on the CPU,
-    or on the GPU."""
+    """The options of one layer or the head (without neurons), its block on the CPU or the GPU."""
 
     bytes_O: np.ndarray
     seconds_O: np.ndarray

@@ -81,8 +81,7 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
 
 
 def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
-    """The GPU of each layer from `first` on, and of the head, by number; None if they do not
-    fit."""
+    """The GPU of each layer from `first` on, and of the head; None if they do not fit."""
     model, homes = inputs.model, list[int]()
     kv = kv_bytes_per_layer(model, inputs.context_length)
     layers = range(first, model.shape.num_layers)

@@ -278,8 +278,7 @@ def _answer(
 
 
 def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
-    """Everything on one GPU: the runtime then needs no round trips, and no second set of
-    kernels."""
+    """Everything on one GPU: the runtime then needs no round trips and no second set of kernels."""
     problem = pipeline.problems[gpu]
     everything = on_one_device(problem, gpu=True)
     plan = PipelinePlacement(

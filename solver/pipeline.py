@@ -84,8 +84,7 @@ class Pipeline:
 
     @cached_property
     def rewards_N(self) -> np.ndarray:
-        """The rewards r to try, in seconds per byte: 0, and those of `first_prices` and near
-        them."""
+        """The rewards r to try, in seconds per byte: 0, and those of or near `first_prices`."""
         if self.need_bytes == 0:
             return np.zeros(1)
         rising = first_prices(self.model)
@@ -160,8 +159,7 @@ def held_bytes(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
 
 
 def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
-    """True if the plan keeps to all memories, to the order of homes, and to every layer's
-    minimum."""
+    """True if the plan keeps to all memories, the order of homes, and every layer's minimum."""
     held = held_bytes(pipeline, plan)
     if (np.diff(plan.home_I) < 0).any() or sum(held) < pipeline.need_bytes:
         return False

@@ -114,8 +114,7 @@ def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
 
 
 def device_of_ranks(split: Split, profile: Profile, num_columns: int = NUM_COLUMNS) -> np.ndarray:
-    """The device of most neurons in a column of ranks: 0 for the CPU, k + 1 for GPU k; int [L,
-    R]."""
+    """The device of most neurons in a column of ranks: 0 the CPU, k + 1 GPU k; int [L, R]."""
     num_layers, num_neurons = profile.active_count_LF.shape
     num_columns = min(num_columns, num_neurons)
     column_F = np.arange(num_neurons) * num_columns // num_neurons

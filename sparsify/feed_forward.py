@@ -131,8 +131,7 @@ def decoder_of(model: Any) -> Any:
 def make_trainable(
     layers: Sequence[FeedForward], rank: int | None, seed: int
 ) -> dict[str, nn.Parameter]:
-    """The trained parameters, in f32, by name: the three matrices of every layer, or low-rank
-    updates."""
+    """The trained f32 parameters by name: the three matrices of every layer, or their updates."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, nn.Parameter] = {}
     for layer in layers:

@@ -18,8 +18,7 @@ SURE = 1.96  # standard errors of a 95 % interval
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """`kl_95` is half the 95 % interval of `kl`: windows, not tokens, are treated as
-    independent."""
+    """`kl_95` is half the 95 % interval of `kl`: windows, not tokens, count as independent."""
 
     num_tokens: int
     kl: float

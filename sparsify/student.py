@@ -42,8 +42,7 @@ def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> S
 
 
 def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype) -> None:
-    """Converts matrices outside the feed-forward layers to `dtype`; the residual stream stays
-    f32."""
+    """Converts matrices outside the feed-forward layers to `dtype`; the residual stays f32."""
     if dtype == torch.float32:
         return
     ours = {id(part) for layer in layers for part in layer.modules()}

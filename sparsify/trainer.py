@@ -61,7 +61,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, windows: Sequence[Tensor]) -> None:
-        """Finds the neurons' weights and the first limits on `windows`; called before the first
+        """Finds the neurons' weights and first limits on `windows`; called before the first
         step."""
         if self.config.rule == "threshold":
             measure = Measure(self.student.layers)

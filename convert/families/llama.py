@@ -22,8 +22,7 @@ def llama(read: ConfigReader) -> Blueprint:
 
 
 def prosparse(read: ConfigReader) -> Blueprint:
-    """SparseLlamaForCausalLM of ProSparse. Others use the name for their own graphs, with another
-    activation."""
+    """ProSparse's SparseLlamaForCausalLM. Others use the name for other graphs and activations."""
     return _llama(read, {"fatrelu": "fatrelu"})
 
 

@@ -64,8 +64,7 @@ class MemoryReport:
 
 @dataclass(eq=False)
 class DeviceMemory:
-    """The memory of one GPU, made by `of`. `taken` counts bytes by purpose, without alignment
-    gaps."""
+    """One GPU's memory, made by `of`. `taken` counts bytes by purpose, without alignment gaps."""
 
     device: torch.device
     slab: Tensor  # uint8
@@ -144,8 +143,7 @@ class DeviceMemory:
             self._reserve(self.aside_bytes - free)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Reserves `num_bytes`, or what the budget leaves of it, if that makes a segment of its
-        own."""
+        """Reserves `num_bytes`, or the budget's remainder, if that makes a segment of its own."""
         allowed = allowed_bytes(self.device)
         if allowed is not None:
             reserved = torch.cuda.memory_reserved(self.device)
@@ -188,8 +186,7 @@ class DeviceMemory:
 
 
 def allowed_bytes(device: torch.device) -> int | None:
-    """Bytes this process may reserve: the budgets of all engines on the device; None is no
-    limit."""
+    """Bytes this process may reserve: the budgets of all engines on the device; None: no limit."""
     budgets = [memory.budget_bytes for memory in _living if memory.device == device]
     if not budgets or None in budgets:
         return None

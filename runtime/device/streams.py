@@ -32,8 +32,7 @@ class HostNode:
 
 
 class Stream(Protocol):
-    """The interface of a stream. `Event` is what `record` returns; only streams of the same kind
-    understand it."""
+    """A stream. `Event` is what `record` returns; only streams of the same kind understand it."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -41,8 +40,7 @@ class Stream(Protocol):
         """Launches kernels through `run`, which must not wait for them."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies between contiguous tensors of the same type and size, on any devices; host memory
-        is pinned."""
+        """Copies between contiguous tensors of one type and size; host memory is pinned."""
 
     def host(self, node: HostNode) -> None: ...
 

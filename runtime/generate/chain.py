@@ -169,8 +169,7 @@ class SamplerChain:
         return as_array(logits_V)
 
     def _candidates(self, logits_V: Tensor, mask: Mask | None) -> Candidates:
-        """Applies mask and logit bias. A token that the mask excludes stays excluded whatever its
-        bias."""
+        """Applies mask and logit bias. A token excluded by the mask stays out whatever its bias."""
         array_V, ids_A = self._array(logits_V), self._ids_V
         if mask is None and not self.options.logit_bias:
             return possible(ids_A, array_V)

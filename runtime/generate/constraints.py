@@ -67,8 +67,7 @@ class Constraint:
         return logits_V.masked_fill(~allowed_V, -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """Advances by a token. Raises SparkinferError for a token that is not allowed, and stays
-        put."""
+        """Advances by a token. Raises SparkinferError, and stays put, if it is not allowed."""
         is_token = 0 <= token_id < self._num_tokens
         if not is_token or not self._allowed_now()[token_id]:
             text = self._codec.tokenizer.id_to_token(token_id) if is_token else None

@@ -19,8 +19,7 @@ _START, _MOST_SAVED = 1.25, 20.0  # of the account, in single steps
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows: medians, linearly interpolated between those
-    measured."""
+    """Seconds of a step by its number of rows: medians, linearly interpolated in between."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}

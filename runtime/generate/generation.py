@@ -111,8 +111,8 @@ class Drafts(Protocol):
         """At most `room` tokens that may follow `ids`; none if a guess does not pay."""
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Records the seconds of a step of `rows` rows and the number of drafted tokens that were
-        right."""
+        """Records the seconds of a step of `rows` rows and the number of accepted drafted
+        tokens."""
 
 
 class Generation:

@@ -79,8 +79,7 @@ class NgramDrafter:
 
 
 def _match(ids: Sequence[int], end: int, length: int) -> int:
-    """Tokens before `end` that equal those at the end of the text; `length` of them are known
-    to."""
+    """Number of tokens before `end` that equal the text's last ones; `length` are known to."""
     longest = min(end, _LONGEST_MATCH)
     while length < longest and ids[end - 1 - length] == ids[-1 - length]:
         length += 1

@@ -60,8 +60,7 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
 
 
 def is_prompt(path: Path) -> bool:
-    """True if `save_prompt` wrote the file, even if damaged since: nothing else may be
-    overwritten."""
+    """True if `save_prompt` wrote the file, even if damaged: nothing else may be overwritten."""
     try:
         with path.open("rb") as file:
             return f'"format":"{FORMAT}"'.encode() in file.read(MAX_HEADER_BYTES)[8:]

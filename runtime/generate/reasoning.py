@@ -7,8 +7,7 @@ BEGIN, END = "<think>", "</think>"
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """True if the chat template has opened the reasoning itself, so that the answer starts inside
-    it."""
+    """True if the chat template has opened the reasoning, so that the answer starts inside it."""
     return prompt.rstrip().endswith(BEGIN)
 
 

@@ -140,8 +140,8 @@ class Speculation:
         return tokens
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Records the seconds of a step of `rows` rows and the number of drafted tokens that were
-        right."""
+        """Records the seconds of a step of `rows` rows and the number of accepted drafted
+        tokens."""
         self.costs.learn(rows, seconds)
         totals, tokens = self.totals, 1 + accepted
         totals.steps += 1

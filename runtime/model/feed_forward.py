@@ -96,8 +96,7 @@ class ColdNeurons(Protocol):
         """True if these neurons are streamed."""
 
     def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
-        """Calls `add` with the neurons on the device, one piece at a time: it reads `x` and adds to
-        `y`."""
+        """Calls `add` with the neurons on the device, piece by piece: reads `x`, adds to `y`."""
 
 
 # What observers see of a layer's neurons, and the value where it was not computed.
@@ -189,7 +188,7 @@ class FeedForward:
         return BlockResult(y_TD=y_TD)
 
     def _is_brought(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
-        """True if the block is streamed to a GPU; never while observed, as every value is wanted
+        """True if the block is streamed to a GPU; never while observed: every value is wanted
         then."""
         is_many = num_tokens >= cold.least_tokens and not self.observers.active
         return is_many and cold.has(self.layer, block)

@@ -360,8 +360,7 @@ class Builder:
     def block(
         self, index: int, down: TensorEntry, device: torch.device, ids: np.ndarray, rows: str
     ) -> NeuronBlock:
-        """A block. `rows`: "own" copies these neurons' rows, "shared" points at them, "all" takes
-        all."""
+        """A block. `rows`: "own" copies these rows, "shared" points at them, "all" takes all."""
         chosen = ids if rows == "own" else None
         has_up = self.model.graph.is_gated
         names = [self.model.gate_name, *(["ffn_up"] if has_up else [])]

@@ -72,8 +72,7 @@ class _Slot:
 
 @dataclass(kw_only=True, eq=False)
 class ColdStream:
-    """The stream of one device: `blocks` are those of the layers with that home, by layer, in
-    order."""
+    """The stream of one device: `blocks` are those of the layers with that home, in order."""
 
     device: torch.device
     blocks: dict[int, ColdBlock]

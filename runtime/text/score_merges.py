@@ -44,8 +44,7 @@ def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[st
 
 
 def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
-    """Refuses two tokens of equal score that compete for a piece, one on its right, one on its
-    left."""
+    """Refuses two tokens of equal score that compete for a piece, one on each side of it."""
     by_left: dict[str, set[str]] = {}
     for token, cuts in pairs.items():
         for left, _ in cuts:

@@ -33,7 +33,7 @@ _REASONS = {
 
 
 class TemplateProcess:
-    """A process started at the first rendering and kept: 0.1 s, then 1 ms each. May be shared by
+    """A process started at the first rendering (0.1 s, then 1 ms each). Safe to share by
     threads."""
 
     def __init__(self) -> None:
@@ -85,8 +85,7 @@ class TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Starts the worker with only the packages it needs, and detached from the terminal's
-    Ctrl-C."""
+    """Starts the worker with only the packages it needs, detached from the terminal's Ctrl-C."""
     places = [_folder_of(package) for package in _PACKAGES]
     here = str(Path(_file_of("sparkinfer.runtime.text.template_worker")).parent)
     return subprocess.Popen(

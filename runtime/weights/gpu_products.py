@@ -63,8 +63,7 @@ def dot(matrix: StoredMatrix, x_D: Tensor, out_N: Tensor) -> None:
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device current: Triton launches on the current device, not its
-    arguments'."""
+    """Makes the tensor's device current: Triton launches there, not on its arguments' device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 

@@ -52,8 +52,7 @@ class Gate:
 
     @property
     def opens_above(self) -> float:
-        """The gate above which a neuron with a ReLU fires; SiLU and GELU compare their output
-        instead."""
+        """The gate above which a ReLU neuron fires; SiLU and GELU compare their output instead."""
         assert self.activation not in SMOOTH, self.activation
         return self.threshold if self.activation == "fatrelu" else 0.0
 

@@ -60,8 +60,7 @@ class Residence:
         return found
 
     def joined(self, entries: list[TensorEntry]) -> Matrix:
-        """A copy of matrices of equal type and number of rows as one matrix of their concatenated
-        rows."""
+        """The concatenated rows of matrices of equal type and number of rows, as one matrix."""
         data = np.concatenate([entry.read() for entry in entries], axis=1)
         width = sum(entry.shape[-1] for entry in entries)
         whole = TensorEntry(

@@ -118,7 +118,7 @@ class Uploader:
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:
-    """An event after everything plain code has launched so far; None on the CPU, where it has
+    """An event after everything launched so far by plain code; None on the CPU, where it has
     run."""
     if device.type != "cuda":
         return None

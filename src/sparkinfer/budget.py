@@ -110,8 +110,7 @@ def kv_kind(model: ModelFile) -> str:
 def kv_bytes_per_layer(
     model: ModelFile, context_length: int, types: CacheTypes | None = None
 ) -> int:
-    """Keys and values of `context_length` tokens in one layer; in the model's own type by
-    default."""
+    """Keys and values of `context_length` tokens in one layer; by default in the model's type."""
     types = types or CacheTypes.of(kv_kind(model))
     return model.shape.num_kv_heads * types.head_bytes(context_length, model.shape.head_width)
 

@@ -14,8 +14,7 @@ _AT_CWD, _EXCHANGE = -100, 2  # of renameat2(2)
 
 
 def put_folder(partial: Path, path: Path) -> None:
-    """Gives a folder its name. The folder that had the name before is at `partial` then, or
-    gone."""
+    """Renames a folder. The one that had the name before is at `partial` then, or gone."""
     old = partial.with_suffix(OLD)
     for _ in range(ATTEMPTS):
         try:

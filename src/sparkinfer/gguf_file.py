@@ -100,8 +100,7 @@ def release(entry: TensorEntry) -> None:
 
 
 def prefetch(entry: TensorEntry) -> None:
-    """Prefetches a mapped tensor into the page cache, asynchronously; takes no memory of this
-    process."""
+    """Prefetches a mapped tensor into the page cache, asynchronously; takes none of our memory."""
     _advise(entry, "MADV_WILLNEED")
 
 

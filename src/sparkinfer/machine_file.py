@@ -40,8 +40,7 @@ class Figure:
 
     @classmethod
     def of_rounds(cls, values: Sequence[float], *, is_rate: bool) -> "Figure":
-        """A figure of two rounds or more; the best rate is the largest, the best time the
-        smallest."""
+        """A figure of two rounds or more; the best is the largest rate, or the smallest time."""
         low, median, high = quantiles(values, n=4, method="inclusive")
         best = max(values) if is_rate else min(values)
         return cls(best=best, quartiles=(low, median, high), rounds=len(values))

@@ -66,8 +66,7 @@ def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
 
 
 def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
-    """Between two modes without a record of their bytes, predicted goes before exact before
-    dense."""
+    """The default mode. Without records of bytes, predicted goes before exact before dense."""
     model = model.row_major
     modes = sparse_modes(model)
     allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]

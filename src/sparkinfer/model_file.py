@@ -175,8 +175,7 @@ class ModelFile:
         return required, optional
 
     def _stored_shapes(self, layer: int, shapes: Shapes) -> Shapes:
-        """The same with transposed matrices under their stored names; of a group all or none
-        are."""
+        """The same with transposed matrices under their stored names; all of a group or none."""
         for names in transposable(self.graph).values():
             if not any(self.is_transposed(layer, name) for name in names):
                 continue
@@ -308,8 +307,8 @@ class ModelFile:
 
     @property
     def row_major(self) -> "ModelFile":
-        """The model with every matrix under its usual name and shape: for counting bytes, not for
-        reading them."""
+        """The model with every matrix under its usual name and shape: to count bytes, not to
+        read."""
         usual = dict(self.tensors)
         for layer in range(self.shape.num_layers):
             for names in transposable(self.graph).values():

@@ -149,8 +149,7 @@ class Split:
             raise SparkinferError(f"bound {self.bound_s} above objective {self.objective_s}")
 
     def _validate_gpus(self) -> None:
-        """Raises SparkinferError unless homes are non-decreasing and every one of them has a
-        budget."""
+        """Raises SparkinferError unless homes are non-decreasing and each has a budget."""
         if not self.home:
             return
         is_rising = list(self.home) == sorted(self.home) and self.home[0] >= 0

@@ -33,8 +33,7 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
 
 
 def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
-    """The profile's record of its thresholds, and of predictors if the model's are of the same
-    run."""
+    """The profile's record of its thresholds, and of predictors if those are of the same run."""
     own = model.quality.get("predicted")
     is_same = own is not None and own == profile.quality.get("predicted")
     return {mode: q for mode, q in profile.quality.items() if mode == "exact" or is_same}

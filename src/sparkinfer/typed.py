@@ -22,8 +22,7 @@ class Fields:
     """The values of an object by their keys; `name` stands for it in an error."""
 
     def __init__(self, values: object, name: str = "", keys: set[str] | None = None) -> None:
-        """Raises SparkinferError for a value that is not an object, and if its keys are not
-        `keys`."""
+        """Raises SparkinferError for a value that is no object, and if its keys are not `keys`."""
         if not isinstance(values, Mapping):
             name = one_line(name or "the content", MAX_SHOWN)
             raise SparkinferError(f"{name} is {shown(values)}, wanted an object")

@@ -129,8 +129,7 @@ def usable_levels() -> list[str]:
 
 
 def set_level(name: str) -> None:
-    """Switches to another instruction set, for tests. ValueError if it is unknown or not usable
-    here."""
+    """Switches the instruction set, for tests. ValueError if it is unknown or not usable here."""
     if _built().spark_set_level(name.encode()) != _OK:
         what = "this machine cannot run" if name in LEVELS else "there is no"
         raise ValueError(f"{what} CPU level {name!r}; usable here: {', '.join(usable_levels())}")

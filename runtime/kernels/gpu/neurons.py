@@ -220,6 +220,5 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
 
 
 def _dense_rows(layout: Layout) -> int:
-    """Neurons of a tile of `down`: at 64 the compiler takes 128 registers or fewer, except for f32
-    and q6_k."""
+    """Neurons of a tile of `down`: 64 take 128 registers or fewer, except for f32 and q6_k."""
     return 32 if layout.kind in ("f32", "q6_k_planar") else 64

@@ -36,6 +36,5 @@ def attend_parts(context_length: int) -> int:
 
 
 def attend_scratch(context_length: int, num_heads: int, width: int) -> int:
-    """f32 values of scratch: per part and head the sum of values, the maximum score and the sum of
-    weights."""
+    """f32 scratch values: per part and head a sum of values, a maximum score, a sum of weights."""
     return attend_parts(context_length) * num_heads * (width + 2)

@@ -166,7 +166,7 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool) -> Tensor:
-    """Rotates each pair as a complex number times e^(i angle): neighbours, or values half a head
+    """Rotates each pair, as a complex number times e^(i angle): neighbours, or half a head
     apart."""
     pairs = x_HW.unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
     first, second = pairs.unbind(-1 if is_adjacent else -2)

@@ -29,8 +29,7 @@ def print_facts(title: str, rows: Iterable[Row]) -> None:
 
 
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
-    """Prints on stdout; `all_tensors` is for a GGUF: otherwise the tensors of one layer represent
-    all."""
+    """Prints on stdout; `all_tensors` is for a GGUF: otherwise one layer's represent all."""
     console = _console()
     for table in _tables(summary, all_tensors):
         console.print(table)
@@ -366,8 +365,7 @@ def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
 
 
 def _printable(value: object) -> str:
-    """Without characters that move the cursor or that stdout cannot encode: a file may hold
-    anything."""
+    """Without control characters or what stdout cannot encode: a file may hold anything."""
     encoding = sys.stdout.encoding or "utf-8"
     text = str(value).encode(encoding, "backslashreplace").decode(encoding)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_json(summary: "Summary | DataclassInstance") -> str:
-    """Strict JSON: non-finite numbers (a threshold that selects all) are strings, "-inf" or
-    "inf"."""
+    """Strict JSON: non-finite numbers (a threshold that selects all) are "-inf" or "inf"."""
     return json.dumps(_plain(asdict(summary)), allow_nan=False)
 
 
