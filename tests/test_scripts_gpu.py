@@ -24,10 +24,11 @@ import gpu_ready  # noqa: E402
 import gpu_rival  # noqa: E402
 import gpu_timeline  # noqa: E402
 import processes  # noqa: E402
-import run as gpu_run  # noqa: E402
 import test_step  # noqa: E402
 from gpu_model import Planted, write_planted, write_stock  # noqa: E402
 from processes import Process, ProcessError  # noqa: E402
+
+import run as gpu_run  # noqa: E402
 
 del sys.path[:2]
 
