@@ -22,7 +22,7 @@ struct Planar {
     static constexpr int64_t QUANT_BYTES = BYTES, BLOCK_BYTES = BYTES + 2, VALUE_BYTES = 0;
     static constexpr bool SCALED = true, IS_PLANAR = true;
 
-    // Of block b in a row of n.
+    // The scale of block b in a row of n.
     static inline const uint8_t* scale(const uint8_t* row, int64_t, int64_t b) {
         return row + b * 2;
     }
