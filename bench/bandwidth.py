@@ -1,8 +1,7 @@
-"""How fast memory is read: the runtime's own row products over a buffer that no cache holds, with the
-threads that it uses, and torch's sum on a GPU.
+"""How fast memory is read: the runtime's own row products over a buffer that no cache holds, with
+the threads that it uses, and torch's sum on a GPU.
 
-Taken in every round, so that what slows the model in a round slows this too. What this module does not
-know: what is read for a token."""
+It is measured in every round, so that whatever slows the model in a round slows this too."""
 
 from collections.abc import Callable
 

@@ -1,9 +1,8 @@
 """Measures how fast a model runs here: prompts and texts, against the machine's limit, by part, and
 beside llama.cpp.
 
-All tests of a depth take turns, round by round, ours and theirs in an order that alternates; in every
-round the memory's bandwidth is measured too. A round before the first is not counted.
-What this module does not know: how the report is shown."""
+All tests of a depth take turns, round by round, and who goes first, ours or llama.cpp, alternates.
+Every round measures the memory's bandwidth too. A warm-up before the first round is not counted."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from contextlib import ExitStack
 from sparkinfer.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
 from sparkinfer.bench.config import BenchConfig
 from sparkinfer.bench.result import BenchReport
-from sparkinfer.bench.rival import Rival, RivalOptions, program_of, rival_of
+from sparkinfer.bench.rival import Rival, RivalOptions, located, program_of, rival_of
 from sparkinfer.bench.rounds import Rounds
 from sparkinfer.bench.runner import RandomTokens, Runner, TextTokens, Tokens
 from sparkinfer.bench.summary import report_of
@@ -57,7 +56,7 @@ def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
 
 
 def _check_rival(config: BenchConfig, file: ModelFile) -> None:
-    """What is known of a comparison before anything is loaded."""
+    """Refuses a comparison that cannot work before anything is loaded."""
     if config.compare is None:
         return
     program_of(config.compare)
@@ -103,7 +102,7 @@ def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
     layers = config.compare_gpu_layers
     rival = rival_of(
         RivalOptions(
-            path=config.compare.absolute(),
+            path=located(config.compare),
             model=(config.compare_model or config.model).absolute(),
             context_length=config.num_tokens,
             type_k=types.key.kind,
@@ -123,7 +122,7 @@ def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
 
 
 def _bandwidths(engine: Engine, plan: Split | None) -> dict[str, Bandwidth]:
-    """Of the devices that read anything."""
+    """Probes for the devices that read weights."""
     found = {}
     if engine.device.type == "cuda":
         found["gpu"] = gpu_bandwidth(engine.device)

@@ -1,6 +1,4 @@
-"""What `bench` is asked for, and the tests that this makes: prompts and texts behind so many tokens.
-
-What this module does not know: models."""
+"""What `bench` is asked for, and the tests that follow: prompts, and texts made token by token."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ Kind = Literal["pp", "tg"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTest:
-    """A prompt (pp) in one go, or a text (tg) token by token, behind `depth` tokens in the cache."""
+    """A prompt (pp) in one go, or a text (tg) token by token, behind `depth` cached tokens."""
 
     kind: Kind
     length: int
@@ -32,7 +30,7 @@ class BenchTest:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Lengths of 0 stand for no such test, as in llama-bench."""
+    """A length of 0 means no such test, as in llama-bench."""
 
     model: Path
     split: Path | None = None

@@ -1,6 +1,4 @@
-"""A report as JSON: llama-bench's names for what it has too, and our own beside them.
-
-What this module does not know: how anything was measured."""
+"""A report as JSON, with llama-bench's field names and our own beside them."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -10,7 +8,7 @@ from sparkinfer.bench.result import BenchReport, Result, Setting, Times
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
-    """One object; each of its `tests` has all of llama-bench's names that mean anything here."""
+    """One object. Each of its `tests` has llama-bench's fields, as far as they apply."""
     config, setting = report.config, report.setting
     return {
         "benchmark": "bench",

@@ -1,8 +1,8 @@
-"""llama.cpp's half of a comparison: a program of its own, run by a Python that has llama-cpp-python.
+"""llama.cpp's half of a comparison, run by a Python that has llama-cpp-python.
 
-It imports nothing of sparkinfer; that Python is given its text (-c). Its argument is a JSON object: model, context, type_k, type_v,
-threads, gpu_layers (null: all). The first line on stdout is what it is, or {"error": ...}; then each
-line on stdin is answered by one on stdout:
+It imports nothing of sparkinfer; that Python gets its source by -c. Its argument is a JSON object:
+model, context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout says what
+it is, or {"error": ...}; then each line on stdin is answered by one on stdout:
     {"do": "depth", "ids": [...]}     has these tokens in the cache and no others
     {"do": "pp", "ids": [...]}        a prompt behind them, in one go: {"ns": ...}
     {"do": "tg", "ids": [...]}        one by one: {"ns": ...}

@@ -1,6 +1,4 @@
-"""The parts of a step as people know them, and how the native step's parts make them.
-
-What this module does not know: bytes."""
+"""The parts of a step as they are reported, and the native step's parts that each has."""
 
 from torch import Tensor
 
@@ -32,7 +30,7 @@ _OF_NATIVE = {
 
 
 def neuron_parts(plan: Split | None, layer: int) -> dict[str, str]:
-    """What a layer's blocks of neurons are: the hot ones are first, where there are any."""
+    """The parts that a layer's blocks of neurons belong to; hot neurons, if any, come first."""
     if plan is None:
         return {"neurons": NEURONS}
     if not len(plan.hot[layer]):
@@ -41,8 +39,8 @@ def neuron_parts(plan: Split | None, layer: int) -> dict[str, str]:
 
 
 def part_ns(counts_LP2: Tensor, plan: Split | None, wall_ns: int) -> dict[str, int]:
-    """Nanoseconds by part, in ORDER, which sum to `wall_ns`: what the native step does not account for
-    has passed outside it."""
+    """Nanoseconds by part, in ORDER. They sum to `wall_ns`: whatever the native step does not
+    account for was spent outside it."""
     found = dict.fromkeys(ORDER, 0)
     num_layers = len(counts_LP2) - 1
     of_native = dict(_OF_NATIVE)

@@ -1,6 +1,4 @@
-"""What was measured: a test's times, what they come to, and where they went.
-
-What this module does not know: how it is shown."""
+"""What was measured: the times of each test, their statistics, and where the time went."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from sparkinfer.bench.rival import About
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Of the rounds, in their order."""
+    """One sample for each round, in order."""
 
     num_tokens: int  # of a run
     samples_ns: tuple[int, ...]
@@ -54,7 +52,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Of a test's median run, for one token."""
+    """One token's share of a test's median run."""
 
     name: str  # of parts.ORDER
     ns: float | None  # None where it is not measured
@@ -64,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What the bytes of a token allow on this machine."""
+    """The speed that the bytes of a token allow on this machine."""
 
     bytes_a_token: float
     tokens_per_s: float  # at the median bandwidth

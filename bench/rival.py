@@ -1,10 +1,11 @@
 """llama.cpp beside ours in one run: a Python that has llama_cpp, or a llama-bench.
 
-The Python is a process that is asked test by test and idles between; a llama-bench is started for each
-test, loads its model and measures one repetition. What this module does not know: our side."""
+The Python is a process that is asked test by test and idles in between; a llama-bench is started
+for each test, loads its model and measures one repetition."""
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -18,8 +19,8 @@ from sparkinfer.errors import SparkinferError
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
 PROBE_S = 60.0  # for a program to say what it is
-# Threads of an OpenMP library go on spinning after a job before they sleep, GNU's 300,000 times: up to
-# 20 ms. Either side waits for the other's.
+# Threads of an OpenMP library go on spinning after a job before they sleep, GNU's 300,000 times: up
+# to 20 ms. Either side waits for the other's.
 PAUSE_S = 0.03
 MOST_LETTERS = 200  # of its own words in an error
 
@@ -37,7 +38,7 @@ class RivalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What it says of itself and its model; "" and 0 where it does not say."""
+    """What it says about itself and its model; "" and 0 if it does not say."""
 
     tool: str
     system: str = ""
@@ -67,7 +68,7 @@ def rival_of(options: RivalOptions) -> Rival:
 
 def program_of(path: Path) -> Literal["python", "llama-bench"]:
     """Which of the two it is. Raises SparkinferError for neither."""
-    path = path.absolute()
+    path = located(path)
     if not path.is_file() or not os.access(path, os.X_OK):
         what = "is no program" if path.exists() else "no such file"
         raise SparkinferError(
@@ -79,6 +80,12 @@ def program_of(path: Path) -> Literal["python", "llama-bench"]:
     if "n-prompt" in _says(path, "--help"):
         return "llama-bench"
     raise SparkinferError(f"{path}: is neither a Python nor a llama-bench; wanted one of the two")
+
+
+def located(path: Path) -> Path:
+    """A program by its path or, like a shell, by its name."""
+    found = shutil.which(path)
+    return (path if found is None else Path(found)).absolute()
 
 
 def _says(path: Path, option: str) -> str:

@@ -1,6 +1,4 @@
-"""Every test in turns, round by round: what slows a round slows both sides, and the memory, alike.
-
-What this module does not know: what the times come to."""
+"""Runs all tests in turns, round by round, so that whatever slows a round slows both sides alike."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

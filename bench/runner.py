@@ -1,6 +1,4 @@
-"""Runs the tests on an engine: each in the same way as a text is generated, sampling left out.
-
-What this module does not know: what is done with the times."""
+"""Runs the tests on an engine, each the way a text is generated, without sampling."""
 
 import random
 import time
@@ -34,7 +32,7 @@ class Sample:
 
 
 class Tokens(Protocol):
-    """What is fed: the same to both sides of a comparison."""
+    """The tokens that are fed, the same to both sides of a comparison."""
 
     def take(self, count: int) -> list[int]: ...
 
@@ -49,7 +47,7 @@ class RandomTokens:
 
 
 class TextTokens:
-    """Pieces of a text, one behind the other, from its beginning again where it ends."""
+    """Consecutive pieces of a text, starting over at its end."""
 
     def __init__(self, path: Path, engine: Engine, longest: int) -> None:
         self._ids = engine.codec.encode(read_text(path, "text"))

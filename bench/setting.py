@@ -1,6 +1,4 @@
-"""What is measured and on what: the model, the devices, how the engine was loaded.
-
-What this module does not know: times."""
+"""The setting of a measurement: the model, the devices, how the engine was loaded."""
 
 from collections import Counter
 

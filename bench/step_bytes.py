@@ -1,9 +1,8 @@
-"""The bytes that a decode step reads, part by part and by the side of the plan that has them.
+"""The bytes that a decode step reads, by part and by side of the plan.
 
-Weights of attention, predictors and neurons are as the step counted them while it ran; keys and
-values, the head, norms and biases follow from shapes. Where a GPU computes, its part follows from
-shapes too, and what its hot neurons read of their rows in a sparse mode is known to nobody.
-What this module does not know: time.
+The step itself counts the weights of attention, predictors and neurons while it runs; keys and
+values, the head, norms and biases follow from shapes. On a GPU everything follows from shapes,
+except how many rows its hot neurons read in a sparse mode, which is unknown.
 
 Letters: L layers, P parts of runtime.step.step_times."""
 
@@ -41,7 +40,7 @@ ROLES = ("gpu", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Decode steps that were run: how many, from which position on, and what they counted."""
+    """Decode steps that have run: how many, from which position, and what they counted."""
 
     num_steps: int
     start: int
@@ -51,7 +50,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Of a token, in the mean."""
+    """Of an average token."""
 
     by_part: Bytes
     unknown: str | None  # why a part is missing
@@ -77,7 +76,7 @@ class StepBytes:
 
 
 def step_bytes(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
-    """What a token of these steps has read, in the mean."""
+    """The bytes that a token of these steps read, on average."""
     sides = Sides.of(engine, plan)
     found: Bytes = defaultdict(float)
     _add_outside_layers(found, engine, sides)
@@ -95,7 +94,7 @@ def step_bytes(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """Which side of the plan has a layer's attention, the head, and what is on the CPU in any case."""
+    """The side of the plan that has each layer's attention, the head and the embedding."""
 
     layers: tuple[str, ...]
     head: str

@@ -1,6 +1,4 @@
-"""From samples to a report: medians, the limit, parts, what to doubt.
-
-What this module does not know: how a test is run, and how a report is shown."""
+"""From samples to a report: medians, the limit, parts, and notes on what to doubt."""
 
 import statistics
 
@@ -88,7 +86,7 @@ def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[
 def _limit(
     ours: Times, reads: list[StepBytes], measured: Measured, setting: Setting
 ) -> Limit | None:
-    """What the machine's memory allows, each round by its own bandwidth and bytes."""
+    """The limit that memory sets, each round taken by its own bandwidth and bytes."""
     if not reads or any(read.total is None for read in reads):
         return None
     least_s = [
@@ -109,7 +107,7 @@ def _limit(
 
 
 def _least_s(read: StepBytes, bandwidth: dict[str, float], setting: Setting) -> float:
-    """Seconds of a token: on a GPU its bytes while the CPU reads its own (solver.advice)."""
+    """Least seconds a token can take; a GPU and the CPU read at the same time (solver.advice)."""
     if setting.device == "cpu":
         assert read.total is not None
         return read.total / bandwidth["cpu"]
@@ -127,7 +125,7 @@ def _parts_missing(engine: Engine, rounds: Rounds) -> str | None:
 def _notes(
     config: BenchConfig, setting: Setting, results: list[Result], rival_params: int | None
 ) -> list[str]:
-    """What a reader of the numbers should know."""
+    """Notes for whoever reads the numbers."""
     found = []
     if config.split is not None and setting.device == "cpu":
         found.append("no CUDA device is used: both sides of the plan run on the CPU")

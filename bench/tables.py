@@ -1,6 +1,4 @@
-"""A report for people: lines at a terminal, and llama-bench's table in Markdown.
-
-What this module does not know: how anything was measured."""
+"""A report for people: lines at a terminal, and llama-bench's table in Markdown."""
 
 import statistics
 from collections.abc import Sequence
@@ -83,7 +81,7 @@ def _speeds(report: BenchReport) -> list[Row]:
 
 
 def _sides(result: Result) -> list[str]:
-    """What each side of a plan reads for a token."""
+    """The bytes that each side of a plan reads for a token."""
     if len(result.bytes_by_role) < 2:
         return []
     sides = (
@@ -94,7 +92,7 @@ def _sides(result: Result) -> list[str]:
 
 
 def _parts(result: Result) -> list[Row]:
-    """Of one test, a token; a part that reads nothing has no bandwidth."""
+    """One test's parts, per token; a part that reads nothing has no bandwidth."""
     rows: list[Row] = [[result.test.name, "ms/token", "share", "MB/token", "GB/s"]]
     for part in result.parts:
         row = [MEANINGS[part.name]]
@@ -146,7 +144,7 @@ def markdown_of(report: BenchReport) -> str:
 
 
 def _rival_cells(report: BenchReport) -> list[str]:
-    """What is in the columns before the test's name."""
+    """The columns before the test's name."""
     rival, setting = report.rival, report.setting
     assert rival is not None
     name = f"{rival.model_type} ({rival.tool})".strip()

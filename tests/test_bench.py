@@ -1,4 +1,4 @@
-"""bench: its bytes against the file's own tensor table, its parts against the clock, and what it refuses."""
+"""bench: its bytes against the file's tensor table, its parts against the clock, its refusals."""
 
 import json
 import stat
@@ -20,6 +20,7 @@ from sparkinfer.bench.config import BenchConfig, BenchTest
 from sparkinfer.bench.fields import to_json
 from sparkinfer.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
 from sparkinfer.bench.result import Times
+from sparkinfer.bench.rival import located, program_of
 from sparkinfer.bench.runner import Runner
 from sparkinfer.bench.step_bytes import step_bytes
 from sparkinfer.bench.tables import lines_of, markdown_of
@@ -375,6 +376,14 @@ def test_a_rival_that_cannot_be_used_is_refused(paths, tmp_path, small_buffer, t
     )  # fmt: skip
     with pytest.raises(SparkinferError, match=words):
         bench(config)
+
+
+def test_a_program_is_found_by_its_name(tmp_path, monkeypatch):
+    path = program(tmp_path, FAKE_BENCH)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert located(Path("program")) == located(path) == path
+    assert program_of(Path("program")) == "llama-bench"
+    assert located(Path("nothing")) == Path("nothing").absolute()
 
 
 def test_this_python_has_no_llama_cpp(paths, tmp_path):

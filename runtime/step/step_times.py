@@ -1,8 +1,8 @@
-"""Where time and bytes of native steps go, part by part: an array that a step fills while it is attached.
+"""Where the time and bytes of native steps go: an array that a step fills while it is attached.
 
-The clock is read between the parts, so that they sum to the time of the native call. A step without an
-array reads no clock, and logits are the same bits with and without one. What this module does not
-know: which block of neurons is on which side of a plan.
+The clock is read between the parts, so that they sum to the time of the native call. A step without
+an array reads no clock, and logits are the same bits with and without one. Which block of neurons
+is on which side of a plan is not known here.
 
 Letters: L layers, P parts."""
 
