@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file
 
 import sparkinfer
 from sparkinfer.cli import main
+from sparkinfer.commands import examples
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.commands.llamacpp_flags import TABLE, translate
 from sparkinfer.commands.outtype import OUTTYPE
@@ -193,6 +195,20 @@ def test_help_of_a_command_is_its_help(capsys):
         assert main([*names, "--help"]) == 0
         assert shown == capsys.readouterr().out and "Usage: sparkinfer" in shown
     assert "no such command 'nothing'" in line_of(capsys, ["help", "nothing"], 2)
+
+
+def test_every_example_is_a_command_line():
+    """Parsed, not run."""
+    found = [line.strip() for text in vars(examples).values() if isinstance(text, str)
+             for line in text.splitlines() if line.strip().startswith("sparkinfer ")]  # fmt: skip
+    for line in found:
+        _, name, *arguments = shlex.split(line)
+        cli.commands[name].make_context(name, arguments)
+    shown = {name for name, c in cli.commands.items() if "Examples:" in (c.epilog or "")}
+    stages = {"convert", "profile", "calibrate", "solve", "generate", "chat", "serve", "eval"}
+    assert len(found) > 25 and shown >= stages
+    with pytest.raises(click.UsageError):
+        cli.commands["solve"].make_context("solve", ["m.gguf"])
 
 
 def test_the_version_is_that_of_the_package(capsys):

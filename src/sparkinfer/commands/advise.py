@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.shared import (
     FILE,
     FOLDER,
@@ -32,19 +33,25 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
            "q8_0": ("q4_0",)}  # fmt: skip
 
 
-@click.command(cls=FileCommand)
+@click.command(
+    cls=FileCommand, epilog=examples.ADVISE, short_help="Measure which type and rule suit a model."
+)
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
-              help="Text like yours, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
+              help="Text like what you will use the model on: a text, .jsonl or .parquet file, or a"
+                   " folder of them.")  # fmt: skip
 @click.option("--type", "types", multiple=True, type=click.Choice(["q8_0", "q4_0"]),
-              help="Smaller types to compare with; those below the model's own.")  # fmt: skip
-@click.option("--tokens", "max_tokens", default=16_384, show_default=True)
+              help="Smaller types to compare with; all below the model's own unless given.")  # fmt: skip
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True,
+              help="Tokens to measure on.")  # fmt: skip
 @click.option("--max-loss", default=0.01, show_default=True,
-              help="Rise of the perplexity that is no loss to you.")  # fmt: skip
+              help="Rise of the perplexity that you accept; 0.01 is 1 %.")  # fmt: skip
 @click.option("--limits", "limits_path", type=OUTPUT,
-              help="Where the limits of the advised rule are written, for convert --limits.")  # fmt: skip
-@click.option("--plot", type=OUTPUT, help="A picture (PNG) of all points.")
-@click.option("--work", type=FOLDER, help="Folder for the files that are tried; the system's own.")
+              help="Write the limits of the advised rule to this file, for convert --limits.")  # fmt: skip
+@click.option("--plot", type=OUTPUT, help="Write a picture (PNG) of everything that was measured.")
+@click.option(
+    "--work", type=FOLDER, help="Folder for temporary model files; the system's own unless given."
+)
 @click.option("--seed", default=0, show_default=True)
 @threads_option
 @force_option
@@ -54,7 +61,7 @@ def advise(
     limits_path: Path | None, plot: Path | None, work: Path | None, seed: int,
     threads: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure which type and which rule to run a model with, "none" included.
+    """Measure which type, and which sparsity rule if any, to run a model with.
 
     Rules silence neurons and inputs that add little, without training. Each is compared with the
     model as it is, dense, on your text, and with the same model in smaller types."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.advise import advise
 from sparkinfer.commands.bench import bench
 from sparkinfer.commands.cache import cache
@@ -59,7 +60,10 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(None, "-V", "--version", package_name="sparkinfer")
 def cli() -> None:
-    """Run language models on machines whose GPU memory is too small for them."""
+    """Run language models on machines whose GPU memory is too small for them.
+
+    `sparkinfer run MODEL` does all that is needed. Its stages are commands, too: convert, profile,
+    calibrate, solve, generate. `sparkinfer help COMMAND` shows the options of one."""
 
 
 cli.add_command(help_command)
@@ -69,28 +73,29 @@ cli.add_command(advise)
 cli.add_command(sparsify)
 
 
-@cli.command()
+@cli.command(epilog=examples.CONVERT)
 @click.argument("source", type=FILE)
 @click.option("-o", "--output", type=output(".gguf"), required=True,
               help="The model file to write.")  # fmt: skip
 @click.option("--outtype", type=OUTTYPE,
               help="Type of the matrices; f16 for a checkpoint, the file's own for a GGUF.")  # fmt: skip
 @click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
-              show_default=True, help="stock is what llama.cpp loads.")  # fmt: skip
+              show_default=True, help="stock is the layout that llama.cpp loads.")  # fmt: skip
 @click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",
-              help="Another type where NAME is found in a tensor's name; may be repeated.")  # fmt: skip
+              help="Another type for tensors whose name contains NAME; may be repeated.")  # fmt: skip
 @click.option("--activation", metavar="NAME",
-              help="What a GGUF of others does not say: relu, drelu, fatrelu=0.01, ...")  # fmt: skip
+              help="The activation, which other programs' GGUF files do not record: relu, drelu,"
+                   " fatrelu=0.01, ...")  # fmt: skip
 @click.option("--predictors", type=FILE,
-              help="Folder with predictors.safetensors or model_N.pt; or the first itself.")  # fmt: skip
+              help="Predictors to add: predictors.safetensors, or a folder with it or with"
+                   " model_0.pt, model_1.pt, ...")  # fmt: skip
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
-              help="0: they read their own layer's input; 1: that of the layer before.")  # fmt: skip
-@click.option("--thresholds", type=FILE, help="Profile whose SiLU thresholds go into the file.")
-@click.option(
-    "--limits", type=FILE, help="Limits that go into the file, as sparkinfer advise made."
-)
+              help="The input that they read: 0 for that of their own layer, 1 for the layer"
+                   " before.")  # fmt: skip
+@click.option("--thresholds", type=FILE, help="A profile whose SiLU thresholds to add.")
+@click.option("--limits", type=FILE, help="Limits to add, made by sparkinfer advise.")
 @click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
-              help="Compare logits with the source's before the file is kept.")  # fmt: skip
+              help="Compare the file's logits with the source's before keeping it.")  # fmt: skip
 @force_option
 @json_option
 def convert(
@@ -129,16 +134,18 @@ def convert(
     finish(report, as_json, lines)
 
 
-@cli.command()
+@cli.command(epilog=examples.CALIBRATE)
 @click.option("-o", "--output", type=output(".json"), required=True,
               help="The machine file to write.")  # fmt: skip
-@click.option("--gpu-from", type=FILE, help="Machine file to take a GPU from where there is none.")
+@click.option(
+    "--gpu-from", type=FILE, help="Machine file whose GPU to plan for, if this machine has none."
+)
 @click.option("-v", "--verbose", "is_verbose", is_flag=True,
-              help="A note for each figure whose rounds differ.")  # fmt: skip
+              help="Print a note for each figure that varied between rounds.")  # fmt: skip
 @force_option
 @json_option
 def calibrate(as_json: bool, **options: Any) -> None:
-    """Measure this machine: bandwidths, latencies, memories."""
+    """Measure this machine's bandwidths, latencies and memories."""
     from sparkinfer.profile.calibrate import CalibrateConfig
     from sparkinfer.profile.calibrate import calibrate as run
     from sparkinfer.progress import progress
@@ -149,36 +156,49 @@ def calibrate(as_json: bool, **options: Any) -> None:
     finish(machine, as_json, [f"wrote {config.output}"])
 
 
-@cli.command()
+@cli.command(epilog=examples.SOLVE, short_help="Plan what goes on the GPU under a VRAM budget.")
 @click.argument("model", type=FILE)
-@click.option("--profile", type=FILE, required=True)
-@click.option("--machine", type=FILE, required=True)
+@click.option("--profile", type=FILE, required=True, help="Made by sparkinfer profile.")
+@click.option("--machine", type=FILE, required=True, help="Made by sparkinfer calibrate.")
 @click.option("-vb", "--vram-budget", "budgets", type=Size(), multiple=True,
-              help="e.g. 8GiB; a bare number is GiB. Once for each GPU.")  # fmt: skip
+              help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
+                   " the CPU alone.")  # fmt: skip
 @click.option("--host-budget", "host_budget_bytes", type=Size(),
-              help="Main memory that may be used; all that the machine has.")  # fmt: skip
+              help="Main memory to use, e.g. 16GiB; all of it unless given.")  # fmt: skip
 @click.option("-o", "--output", type=output(".gguf", ".json"), required=True,
-              help="The split file to write; with --sweep the curve (JSON), a picture beside it.")  # fmt: skip
+              help="The plan (split file) to write; with --sweep the curve (JSON), with a picture"
+                   " beside it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Tokens to reserve KV cache for; the model's own, up to 4,096.")  # fmt: skip
+              help="Context length to reserve KV cache for; the model's, up to 4,096, unless given.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
-              help="How it will be run; the fastest that costs no quality.")  # fmt: skip
+              help="Mode to plan for; the fastest without loss of quality unless given.")  # fmt: skip
 @max_loss_option
-@click.option("--time-limit", "time_limit_s", default=30.0, show_default=True, help="Seconds.")
-@click.option("--explain", "explained", is_flag=True, help="Where each byte of VRAM goes.")
-@click.option("--heat-map", type=OUTPUT, help="A picture (PNG) of the plan: layers by hotness.")
+@click.option("--time-limit", "time_limit_s", default=30.0, show_default=True,
+              help="Seconds that the search may take.")  # fmt: skip
+@click.option(
+    "--explain", "explained", is_flag=True, help="Show what each byte of VRAM is used for."
+)
+@click.option(
+    "--heat-map", type=OUTPUT, help="Write a picture (PNG) of the plan: layers by hotness."
+)
 @click.option("--sweep", "sweep_range", metavar="FROM:TO",
-              help="The curve of speed over budgets, e.g. 2GiB:24GiB, instead of a plan.")  # fmt: skip
-@click.option("--sweep-points", default=23, show_default=True, help="Budgets in the curve.")
+              help="Instead of a plan, compute the speed over a range of budgets, e.g."
+                   " 2GiB:24GiB.")  # fmt: skip
+@click.option(
+    "--sweep-points", default=23, show_default=True, help="Number of budgets in that range."
+)
 @click.option("--check", "is_check", is_flag=True,
-              help="Whether the plan at --output is still right for these files; writes nothing.")  # fmt: skip
+              help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip
 @force_option
 @json_option
 def solve(
     budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None,
     sweep_points: int, is_check: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Place neurons on the GPU under a VRAM budget and write the split file."""
+    """Plan what goes on the GPU under a VRAM budget, and write the plan.
+
+    The plan says which neurons, attention blocks and so on lie on the GPU and which on the CPU, so
+    that a token takes the least time on this machine."""
     from sparkinfer.commands.solve import run_check, run_solve, run_sweep
     from sparkinfer.solver.solve import SolveConfig
 
@@ -210,9 +230,13 @@ cli.add_command(evaluate)
 cli.add_command(report)
 
 
-@cli.command("inspect")
+@cli.command(
+    "inspect", epilog=examples.INSPECT, short_help="Show what a file or a checkpoint folder holds."
+)
 @click.argument("file", type=FILE)
-@click.option("--tensors", "all_tensors", is_flag=True, help="All tensors, not one layer's.")
+@click.option(
+    "--tensors", "all_tensors", is_flag=True, help="List all tensors, not only those of one layer."
+)
 @json_option
 def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
     """Show what a file or a checkpoint folder holds.
@@ -245,14 +269,16 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
         print_facts(summary.kind, summary.facts)
 
 
-@cli.command("export")
+@cli.command(
+    "export", epilog=examples.EXPORT, short_help="Write files of PowerInfer or SparkInfer."
+)
 @click.argument("source", type=FILE)
 @click.option("--format", required=True,
               type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
-              help="The first takes a profile, the others a plan.")  # fmt: skip
+              help="The first is made from a profile, the others from a plan.")  # fmt: skip
 @click.option("-o", "--output", type=OUTPUT, required=True, help="The file or folder to write.")
-@click.option("--profile", type=FILE, help="The profile that the plan was solved with.")
-@click.option("--group-size", type=int, help="SparkInfer's neurons a group; 16.")
+@click.option("--profile", type=FILE, help="The profile that the plan was made from.")
+@click.option("--group-size", type=int, help="Neurons per group, for SparkInfer; 16 unless given.")
 @force_option
 @json_option
 def export_command(as_json: bool, **options: Any) -> None:

@@ -15,11 +15,11 @@ def cache_type_options(command: Command) -> Command:
     """Adds the options, under the names of `Engine.load`."""
     of_values = click.option(
         "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
-        help="The same of values; what keys are kept in.",
+        help="The same for values; as for keys unless given.",
     )  # fmt: skip
     of_keys = click.option(
         "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
-        help="What keys are kept in, on the CPU without a plan: f16, bf16, f32, q8_0, q4_0.",
+        help="Type of cached keys, on the CPU without a plan: f16, bf16, f32, q8_0, q4_0.",
     )  # fmt: skip
     offload = click.option(
         "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.constraint_options import (
     NAMES,
@@ -67,25 +68,26 @@ Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stop
 A message that begins with / is written with //."""
 
 
-@click.command(cls=FileCommand)
+@click.command(cls=FileCommand, epilog=examples.CHAT)
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
-              help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+              help="Without a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
-              help="What the model is told before the conversation.")  # fmt: skip
+              help="The system message.")  # fmt: skip
 @click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
               help="The same, from a file.")  # fmt: skip
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="Instead of the model's: chatml, llama2, llama3, mistral, gemma, zephyr, one of"
               " the model's named ones, or a file of Jinja.")  # fmt: skip
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
-              help='What the template may ask for, e.g. {"enable_thinking": false}.')  # fmt: skip
+              help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
-              help="Tokens of an answer; -1: as many as the context has room for.")  # fmt: skip
-@click.option("-c", "--context", "--ctx-size", "context_length", type=int)
+              help="Tokens of an answer at most; -1: as many as the context has room for.")  # fmt: skip
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
+              help="Context length in tokens; unless given the plan's, or the model's up to 4,096.")  # fmt: skip
 @click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,
-              help="Where the context is full, go on without the oldest turns.")  # fmt: skip
+              help="When the context is full, drop the oldest turns and continue.")  # fmt: skip
 @sampling_options
 @constraint_options
 @speculation_options
@@ -98,7 +100,7 @@ A message that begins with / is written with //."""
 def chat(**options: Any) -> None:
     """Talk with a model.
 
-    Where stdin is not a terminal each of its lines is a message. /help tells the commands."""
+    If stdin is not a terminal, each of its lines is a message. /help lists the commands."""
     talk(**options)
 
 

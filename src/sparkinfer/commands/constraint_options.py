@@ -20,11 +20,13 @@ LARK_SUFFIX = ".lark"
 NAMES = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex")
 
 _OPTIONS = (
-    click.option("-j", "--json-schema", metavar="TEXT", help="JSON schema that the output obeys."),
+    click.option("-j", "--json-schema", metavar="TEXT", help="JSON schema for the output."),
     click.option("-jf", "--json-schema-file", type=FILE, help="The same, from a file."),
-    click.option("--grammar", metavar="TEXT", help="Grammar (GBNF or Lark) of the output."),
-    click.option("--grammar-file", type=FILE, help="The same, from a file; Lark if named .lark."),
-    click.option("--regex", metavar="TEXT", help="Regex that the whole output matches."),
+    click.option("--grammar", metavar="TEXT", help="Grammar (GBNF or Lark) for the output."),
+    click.option(
+        "--grammar-file", type=FILE, help="The same, from a file; Lark if its name ends in .lark."
+    ),
+    click.option("--regex", metavar="TEXT", help="Regex that the whole output must match."),
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.shared import (
     FILE,
@@ -38,19 +39,24 @@ class Names(click.ParamType):
         return tuple(name.strip() for name in value.split(","))
 
 
-@click.command("eval", cls=FileCommand)
+@click.command("eval", cls=FileCommand, epilog=examples.EVAL)
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
-              help="Text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
-@click.option("--split", type=FILE, help="The plan.")
-@click.option("--tokens", "max_tokens", default=16_384, show_default=True)
+              help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
+@click.option("--split", type=FILE, help="Plan made by sparkinfer solve.")
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True,
+              help="Tokens to compare on at most.")  # fmt: skip
 @click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
-              help="Paragraphs as messages by the model's own template, or that one; what the"
-                   " template writes is not counted.")  # fmt: skip
+              help="Take paragraphs as messages, by the model's own template or the one given; what"
+                   " the template adds is not counted.")  # fmt: skip
 @click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
               help="Tasks of lm-eval instead of a corpus (pip install 'sparkinfer[tasks]').")  # fmt: skip
-@click.option("--limit", type=int, help="Documents of each task; all.")
-@click.option("--num-fewshot", type=int, help="Solved examples before each question; the task's.")
+@click.option("--limit", type=int, help="Documents of each task; all unless given.")
+@click.option(
+    "--num-fewshot",
+    type=int,
+    help="Solved examples before each question; the task's number unless given.",
+)
 @click.option("--task-folder", type=FILE, help="Folder of your own tasks (YAML).")
 @click.option("--seed", default=0, show_default=True)
 @cache_type_options
@@ -64,7 +70,10 @@ def evaluate(
     ctx: click.Context, tasks: tuple[str, ...] | None, threads: int | None, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Compare a mode with the dense model: perplexity, divergence, agreement; or answer tasks."""
+    """Compare a mode with the dense model, or answer tasks.
+
+    On text: perplexity, KL divergence, how often the likeliest token is the same. With --tasks:
+    accuracy on tasks of lm-eval."""
     if (tasks is None) == (not options["corpora"]):
         raise click.UsageError("give either --corpus, to compare on text, or --tasks.")
     _refuse_others(ctx, ONLY_TASKS if tasks is None else ONLY_TEXT,

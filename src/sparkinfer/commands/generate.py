@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.constraint_options import (
     NAMES,
@@ -62,26 +63,26 @@ class Wanted:
 
 
 _TEXTS = (
-    click.option("-p", "--prompt", help="The text to go on with; - reads it from stdin."),
+    click.option("-p", "--prompt", help="The text to continue; - reads it from stdin."),
     click.option("-f", "--file", "prompt_file",
                  type=click.Path(path_type=Path, allow_dash=True),
-                 help="The same, from a file or (-) stdin."),
+                 help="The same, from a file; - for stdin."),
     click.option("--prompts", "prompts_file", type=FILE,
-                 help="Several prompts, one a line (.jsonl: strings, or objects with \"prompt\"),"
-                 " which are continued together."),
+                 help="Several prompts, one per line (.jsonl: strings, or objects with \"prompt\"),"
+                 " generated together."),
     click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
-                 help="Ends the text where it comes; may be repeated."),
+                 help="Stop where this text appears; may be repeated."),
     click.option("--ignore-eos", "ignores_end", is_flag=True,
-                 help="Go on behind the model's end token."),
+                 help="Continue after the model's end token."),
     click.option("--keep", default=4, show_default=True,
-                 help="Tokens at the beginning that stay with --context-shift."),
+                 help="Tokens of the beginning that --context-shift keeps."),
     click.option("--logprobs", "num_logprobs", type=int, metavar="N",
-                 help="With --json or --json-lines: probabilities of each token and the N"
+                 help="With --json or --json-lines: log probabilities of each token and of the N"
                  " likeliest."),
     click.option("--no-display-prompt", "is_shown", flag_value=False, default=True, type=bool,
-                 help="Print the continuation alone."),
+                 help="Print only the continuation, not the prompt."),
     click.option("--json-lines", is_flag=True,
-                 help="One JSON object a token on stdout, then the report."),
+                 help="Print one JSON object per token on stdout, then the report."),
 )  # fmt: skip
 
 
@@ -92,25 +93,27 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(cls=FileCommand)
+@click.command(cls=FileCommand, epilog=examples.GENERATE)
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
-              help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+              help="Without a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
 @text_options
 @click.option("--chat", "is_chat", is_flag=True,
-              help="The prompt is a message: print the answer (sparkinfer chat is for several).")  # fmt: skip
+              help="Take the prompt as a message and print the answer; for a conversation:"
+                   " sparkinfer chat.")  # fmt: skip
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
-              help="With --chat: what the model is told before.")  # fmt: skip
+              help="With --chat: the system message.")  # fmt: skip
 @click.option("--chat-template", "template", metavar="NAME|FILE",
-              help="With --chat: instead of the model's own.")  # fmt: skip
+              help="With --chat: a template to use instead of the model's own.")  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
-              help="-1: until the text or the context ends.")  # fmt: skip
+              help="Tokens to generate at most; -1: until the text or the context ends.")  # fmt: skip
 @click.option("--context-shift", "shifts", is_flag=True,
-              help="At the end of the context go on without the older half of the text.")  # fmt: skip
+              help="When the context is full, drop the older half of the text and continue.")  # fmt: skip
 @click.option("--prompt-cache", type=OUTPUT,
-              help="Keeps the prompt's state in this file, and takes it from there the next time.")  # fmt: skip
-@click.option("-c", "--context", "--ctx-size", "context_length", type=int)
+              help="Save the prompt's state to this file, and load it from there the next time.")  # fmt: skip
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
+              help="Context length in tokens; unless given the plan's, or the model's up to 4,096.")  # fmt: skip
 @force_option
 @sampling_options
 @constraint_options
@@ -123,7 +126,9 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @device_option
 @json_option
 def generate(**options: Any) -> None:
-    """Continue a text."""
+    """Continue a text, or several together.
+
+    The text goes to stdout, everything else to stderr."""
     write(**options)
 
 

@@ -15,7 +15,7 @@ zsh:  sparkinfer completion zsh > a file named _sparkinfer in a folder of $fpath
 fish: sparkinfer completion fish > ~/.config/fish/completions/sparkinfer.fish"""
 
 
-@click.command("help", cls=FileCommand)
+@click.command("help", cls=FileCommand, short_help="Show the help of a command.")
 @click.argument("names", nargs=-1, metavar="[COMMAND]")
 @click.pass_context
 def help_command(ctx: click.Context, names: Sequence[str]) -> None:
@@ -33,7 +33,9 @@ def help_command(ctx: click.Context, names: Sequence[str]) -> None:
     click.echo(group.get_help(context))
 
 
-@click.command("completion", cls=FileCommand, epilog=INSTALL)
+@click.command(
+    "completion", cls=FileCommand, epilog=INSTALL, short_help="Print a shell's completion script."
+)
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.shared import (
     FILE,
     FOLDER,
@@ -29,41 +30,56 @@ if TYPE_CHECKING:
     from sparkinfer.profile.config import ProfileConfig
 
 
-@click.command(cls=FileCommand)
+@click.command(
+    cls=FileCommand,
+    epilog=examples.PROFILE,
+    short_help="Count neuron firings on text; train predictors.",
+)
 @click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
 @click.option("--corpus", "corpora", type=FILE, multiple=True,
-              help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
+              help="Text to count on: a text, .jsonl or .parquet file, a folder of them, or - for"
+                   " stdin; may be repeated.")  # fmt: skip
 @click.option("-o", "--output", type=output(".safetensors"), required=True,
               help="The profile to write.")  # fmt: skip
 @click.option("--tokens", "max_tokens", type=int,
-              help="So many, or an error; 131,072 by default, or what there is.")  # fmt: skip
+              help="Tokens to take; fewer in the text is an error. 131,072, or all there are,"
+                   " unless given.")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
-              help="Of JSON lines, and the column of parquet.")  # fmt: skip
-@click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model.")
-@click.option("--train-predictors", type=FOLDER, help="Folder for the predictors and their report.")
-@click.option("--predictor-rank", type=int, help="Low-rank predictors of this rank, no others.")
+              help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
+@click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model into one.")
+@click.option(
+    "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
+)
+@click.option("--predictor-rank", type=int, help="Use low-rank predictors of this rank only.")
 @click.option("--predictor-form", type=click.Choice(["auto", "low-rank", "whole"]),
-              default="auto", show_default=True, help="auto is measured.")  # fmt: skip
+              default="auto", show_default=True,
+              help="Two thin matrices, or the whole gate matrix; auto chooses by measuring.")  # fmt: skip
 @click.option("--predictor-type", type=click.Choice(["auto", "f16", "q8_0", "q4_0"]),
-              default="auto", show_default=True, help="auto is measured.")  # fmt: skip
+              default="auto", show_default=True,
+              help="Type of their matrices; auto chooses by measuring.")  # fmt: skip
 @click.option("--predictor-format", type=click.Choice(["sparkinfer", "dejavu"]),
               default="sparkinfer", show_default=True,
-              help="dejavu: model_N.pt, as PowerInfer and SparkInfer take.")  # fmt: skip
+              help="dejavu writes model_N.pt, which PowerInfer and SparkInfer load.")  # fmt: skip
 @click.option("--target-contribution", default=0.992, show_default=True,
-              help="Share of the neurons' contribution that predictors must name.")  # fmt: skip
+              help="Share of the neurons' contribution that predictors must find.")  # fmt: skip
 @click.option("--target-lost-norm", default=0.04, show_default=True,
-              help="Share of a layer's output that predictors may lose at most.")  # fmt: skip
+              help="Share of a layer's output that predictors may lose.")  # fmt: skip
 @click.option("--target-precision", default=0.75, show_default=True,
-              help="Share of the named neurons that should fire.")  # fmt: skip
+              help="Share of the neurons they name that should really fire.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
-              help="1: predict from the layer before.")  # fmt: skip
-@click.option("--target-sparsity", type=float, help="SiLU: thresholds for this silent share.")
+              help="1 to predict from the input of the layer before.")  # fmt: skip
+@click.option(
+    "--target-sparsity",
+    type=float,
+    help="For SiLU and GELU models: find thresholds that silence this share of neurons.",
+)
 @click.option("--perplexity-budget", type=float,
-              help="SiLU: thresholds that raise the perplexity by this share, e.g. 0.01, with a"
-                   " sparsity for each layer; with --target-sparsity, until either is reached.")  # fmt: skip
+              help="For SiLU and GELU models: find thresholds, layer by layer, that raise the"
+                   " perplexity by at most this share, e.g. 0.01. With --target-sparsity, stop at"
+                   " whichever comes first.")  # fmt: skip
 @click.option("--max-memory", "max_memory_bytes", type=Size(),
-              help="Of the device, e.g. 4GiB; a larger model goes through it layer by layer.")  # fmt: skip
-@click.option("--plots", type=FOLDER, help="Folder for plots of density, firings and recall.")
+              help="Memory of the device to use, e.g. 4GiB; a larger model is run layer by layer.")  # fmt: skip
+@click.option("--plots", type=FOLDER, help="Folder for plots of density, firings and recall (PNG).")
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @force_option
@@ -86,10 +102,10 @@ def profile(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Count how often each neuron fires on a text, and train predictors on the way.
+    """Count how often each neuron fires on a text, and train predictors.
 
-    Stopped, it leaves OUTPUT.resume; the same command goes on from there. By torchrun -m
-    sparkinfer profile ... several processes share the text. With --merge it adds up profiles."""
+    If it is stopped it leaves OUTPUT.resume, and the same command continues from there. With
+    torchrun -m sparkinfer profile ... several processes share the text."""
     let_threads_sleep()
     if is_merge:
         _refuse_beside_merge(ctx)

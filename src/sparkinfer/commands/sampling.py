@@ -67,45 +67,45 @@ def _option(spellings: str, field: str, help: str, **more: Any) -> _Option:
 
 _GROUPS = {
     "Temperature": (
-        _option("--temp --temperature", "temperature", "0 or less is greedy.", is_common=True),
+        _option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
         _option("--dynatemp-range", "dynatemp_range",
                 "Temperature moves by up to N with the entropy; 0: fixed."),
         _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy there."),
     ),
     "Which tokens are candidates": (
-        _option("--top-k", "top_k", "The N likeliest; 0: off.", type=int, is_common=True),
-        _option("--top-p", "top_p", "The likeliest that have N together; 1: off.", is_common=True),
-        _option("--min-p", "min_p", "Those with N times the best one's probability; 0: off.",
+        _option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),
+        _option("--top-p", "top_p", "Keep the likeliest tokens that have probability N together; 1: off.", is_common=True),
+        _option("--min-p", "min_p", "Keep tokens with at least N times the best one's probability; 0: off.",
                 is_common=True),
         _option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
         _option("--top-nsigma --top-n-sigma", "top_n_sigma",
-                "Logits within N standard deviations of the best; 0 or below: off."),
+                "Keep logits within N standard deviations of the best; 0 or less: off."),
         _option("--xtc-probability", "xtc_probability",
-                "How often the likeliest are left out; 0: off."),
+                "How often the likeliest tokens are left out; 0: off."),
         _option("--xtc-threshold", "xtc_threshold",
-                "The probability that makes a token one of these; over 0.5: off."),
+                "The probability from which a token is one of these; over 0.5: off."),
         _option("-l --logit-bias", "logit_bias",
                 "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
                 type=LogitBias(), metavar="TOKEN(+/-)BIAS", is_repeated=True),
     ),
     "Repetition": (
-        _option("--repeat-penalty", "repeat_penalty", "For tokens that came lately; 1: off.",
+        _option("--repeat-penalty", "repeat_penalty", "Penalty for recent tokens; 1: off.",
                 is_common=True),
         _option("--repeat-last-n", "repeat_last_n",
-                "Tokens that count as lately; 0: off, -1: all.", type=int),
+                "How many tokens are recent; 0: off, -1: all.", type=int),
         _option("--presence-penalty", "presence_penalty",
-                "Taken off the logit of each of these; 0: off."),
+                "Subtracted from the logit of each recent token; 0: off."),
         _option("--frequency-penalty", "frequency_penalty",
-                "The same for each time that it came; 0: off."),
+                "The same, times how often it appeared; 0: off."),
         _option("--dry-multiplier", "dry_multiplier",
-                "DRY: penalty for going on with a repetition; 0: off."),
-        _option("--dry-base", "dry_base", "By which it grows with every token."),
+                "DRY: penalty for continuing a repetition; 0: off."),
+        _option("--dry-base", "dry_base", "By what it grows with every token."),
         _option("--dry-allowed-length", "dry_allowed_length",
-                "From how many repeated tokens on.", type=int),
+                "Length of a repetition from which it counts.", type=int),
         _option("--dry-penalty-last-n", "dry_penalty_last_n",
-                "Tokens that are looked through; 0: off, -1: all.", type=int),
+                "Tokens that are searched; 0: off, -1: all.", type=int),
         _option("--dry-sequence-breaker", "dry_sequence_breakers",
-                "Ends a repetition, in place of newline : \" *; may be repeated; none: nothing does.",
+                "Ends a repetition, instead of newline : \" *; may be repeated; none: nothing does.",
                 type=str, metavar="TEXT", is_repeated=True),
     ),
     "Mirostat, in place of these samplers but temperature and logit bias": (
@@ -117,17 +117,17 @@ _GROUPS = {
         _option("--adaptive-target", "adaptive_target",
                 "Prefers tokens near this probability; below 0: off."),
         _option("--adaptive-decay", "adaptive_decay",
-                "How much what was drawn before still counts, token by token."),
+                "How much earlier draws still count, per token."),
     ),
     "Order and seed": (
         _option("--samplers", "samplers",
-                f"Which, in which order; {';'.join(DEFAULT_SAMPLERS)} unless told. An empty text is none:"
-                " tokens are drawn by the model's own probabilities.",
+                f"Samplers in their order; {';'.join(DEFAULT_SAMPLERS)} unless given. With \"\" tokens are"
+                " drawn by the model's own probabilities.",
                 type=str, metavar='"A;B;C"'),
         _option("--sampling-seq --sampler-seq", "sampling_seq",
-                f"The same by letters; {_DEFAULT_LETTERS} unless told.",
+                f"The same by letters; {_DEFAULT_LETTERS} unless given.",
                 type=str, metavar="LETTERS"),
-        _option("-s --seed", "seed", "Makes a run repeatable; -1: another one each time.",
+        _option("-s --seed", "seed", "Random seed, for repeatable results; -1: another one each time.",
                 type=int, is_common=True),
     ),
 }  # fmt: skip
@@ -139,7 +139,7 @@ def sampling_options(command: Command) -> Command:
     `take_sampling_options` turns into SamplingOptions."""
     command = click.option(
         "--help-sampling", is_flag=True, is_eager=True, expose_value=False, callback=_show_help,
-        help="Show all options of sampling: penalties, DRY, XTC, Mirostat, their order.",
+        help="Show all sampling options: penalties, DRY, XTC, Mirostat, their order.",
     )(command)  # fmt: skip
     for option in reversed(_OPTIONS):
         is_number = isinstance(option.default, int | float)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
@@ -36,42 +37,49 @@ KEY_VARIABLE = "SPARKINFER_API_KEY"
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
 
-@click.command(cls=FileCommand)
+@click.command(cls=FileCommand, epilog=examples.SERVE)
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-cffn", "--cpu-ffn", is_flag=True,
-              help="Instead of a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+              help="Without a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen at; 0.0.0.0 for all, best with --api-key.")  # fmt: skip
-@click.option("--port", default=8080, show_default=True, help="0 for any that is free.")
+              help="Address to listen on; 0.0.0.0 for all, best with --api-key.")  # fmt: skip
+@click.option(
+    "--port", default=8080, show_default=True, help="Port to listen on; 0 for any free one."
+)
 @click.option("-np", "--parallel", type=int, default=4, show_default=True,
-              help="Texts that are worked on at a time, each with a whole --context.")  # fmt: skip
+              help="Requests that are processed at a time, each with a whole --context.")  # fmt: skip
 @click.option("--kept", type=int,
-              help="More texts whose state is kept for requests that begin alike; as --parallel.")  # fmt: skip
+              help="Further texts whose state is kept for requests that begin the same; as many as"
+                   " --parallel unless given.")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
-              help="Texts that may wait; more are refused with 429.")  # fmt: skip
+              help="Requests that may wait; more are refused with 429.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Tokens of a text; the model's own, up to 4,096.")  # fmt: skip
+              help="Context length of a request in tokens; the model's, up to 4,096, unless given.")  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
-              help="Most tokens of an answer; -1: as many as the context has room for.")  # fmt: skip
+              help="Tokens of an answer at most; -1: as many as the context has room for.")  # fmt: skip
 @click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,
               help="Seconds that a request may take.")  # fmt: skip
 @click.option("--drain", "drain_s", default=30.0, show_default=True,
-              help="Seconds that running answers get when the server is stopped.")  # fmt: skip
+              help="Seconds that running answers have to finish when the server is stopped.")  # fmt: skip
 @click.option("--read-timeout", "read_s", default=30.0, show_default=True,
-              help="Seconds for a client to send a request, or to take a piece of an answer.")  # fmt: skip
+              help="Seconds that a client has to send a request, or to read a piece of an answer.")  # fmt: skip
 @click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
-              help="Longest request; 8MiB.")  # fmt: skip
+              help="Size of the longest request; 8MiB unless given.")  # fmt: skip
 @click.option("--api-key", metavar="KEY",
-              help=f"Wanted of every request but /health; better by {KEY_VARIABLE}.")  # fmt: skip
+              help="Require this key of every request but /health; better given by the variable"
+                   f" {KEY_VARIABLE}.")  # fmt: skip
 @click.option("--cors", "origins", multiple=True, metavar="ORIGIN",
-              help="Pages that may ask, say http://localhost:3000, or *; may be repeated.")  # fmt: skip
+              help="Allow web pages of this origin, e.g. http://localhost:3000, or * for all; may be"
+                   " repeated.")  # fmt: skip
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
-              help="A name that this machine is asked by, where there is no key; may be repeated.")  # fmt: skip
-@click.option("-a", "--alias", metavar="NAME", help="The model's name; that of its file.")
+              help="Without a key: accept requests to this host name, too; may be repeated.")  # fmt: skip
+@click.option(
+    "-a", "--alias", metavar="NAME", help="The model's name in the API; its file's unless given."
+)
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="Instead of the model's own: a name, or a file of Jinja.")  # fmt: skip
-@click.option("--log-json", is_flag=True, help="The log's lines as JSON.")
+@click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
 @cache_type_options
 @thresholds_option
@@ -86,10 +94,10 @@ def serve(
     thresholds: Path | None, cpu_ffn: bool, max_loss: float, cache_type_k: str | None,
     cache_type_v: str | None, kv_offload: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Serve a model by OpenAI's API.
+    """Serve a model over OpenAI's API, with a chat page.
 
-    Sampling options are the defaults of requests. With --json, one line on stdout says the address
-    once requests are taken."""
+    Sampling options are the defaults for requests. With --json, one line on stdout gives the
+    address as soon as the server is ready."""
     _check_packages()
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.kernels.threads import use_threads

@@ -89,29 +89,37 @@ def output(*endings: str) -> OutputPath:
 
 
 split_option = click.option(
-    "-spif-ms", "--split", "--sparkinfer-model-split", type=FILE, help="The plan."
+    "-spif-ms",
+    "--split",
+    "--sparkinfer-model-split",
+    type=FILE,
+    help="Plan made by sparkinfer solve.",
 )
-force_option = click.option("--force", is_flag=True, help="Overwrite what exists.")
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-device_option = click.option("--device", help="cpu or cuda[:n]; CUDA where there is one.")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing files.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print the report as one JSON object on stdout."
+)
+device_option = click.option(
+    "--device", help="cpu, cuda or cuda:N; CUDA if available, unless given."
+)
 threads_option = click.option(
-    "-t", "--threads", type=int, help="CPU threads; one a physical core that it may run on."
+    "-t", "--threads", type=int, help="CPU threads; one per physical core unless given."
 )
 thresholds_option = click.option(
-    "--thresholds", type=FILE, help="Profile whose SiLU thresholds are used for this run."
+    "--thresholds", type=FILE, help="A profile whose SiLU thresholds to run with."
 )
 mode_option = click.option(
     "--mode",
     type=click.Choice(["dense", "exact", "predicted"]),
-    help="How feed-forward layers run; the plan's, or the one that reads least of those that cost"
-    " no quality by the file's record.",
+    help="How feed-forward layers are computed; unless given, as the plan says, or as is fastest"
+    " without loss of quality by the file's own record.",
 )
 max_loss_option = click.option(
     "--max-loss",
     type=float,
     default=MAX_LOSS,
     show_default=True,
-    help="Share of the perplexity that a mode may cost which nobody asked for.",
+    help="Rise of the perplexity that is accepted when the mode is chosen automatically.",
 )
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparkinfer.commands import examples
 from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.commands.shared import (
     FILE,
@@ -23,43 +24,54 @@ if TYPE_CHECKING:
     from sparkinfer.sparsify.record import Made
 
 
-@click.command(cls=FileCommand)
+@click.command(
+    cls=FileCommand, epilog=examples.SPARSIFY, short_help="Train a dense model to be sparse."
+)
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
-              help="Text, .jsonl or .parquet file, a folder of them, or - ; may be repeated.")  # fmt: skip
+              help="Text to train on: a text, .jsonl or .parquet file, a folder of them, or - for"
+                   " stdin; may be repeated.")  # fmt: skip
 @click.option("-o", "--output", type=output(".gguf"), required=True,
-              help="The model file to write; of several shares, one each: model-60.gguf.")  # fmt: skip
+              help="The model file to write; with several shares one each, e.g. model-60.gguf.")  # fmt: skip
 @click.option("--share", "shares", type=float, multiple=True,
-              help="Silent share of the neurons, 0.6 by default; repeated, one is reached after the"
-                   " other.")  # fmt: skip
-@click.option("--tokens", default=1_000_000, show_default=True, help="To train on, for each share.")
+              help="Share of the neurons to silence, 0.6 unless given; if repeated, one is reached"
+                   " after the other.")  # fmt: skip
+@click.option(
+    "--tokens", default=1_000_000, show_default=True, help="Tokens to train on, for each share."
+)
 @click.option("--held-out", type=FILE, multiple=True,
-              help="Text to measure on; the first decides which state is best. A part of the corpus"
-                   " is held out where none is given.")  # fmt: skip
+              help="Text to measure on; the first one decides which state is best. A part of the"
+                   " corpus unless given.")  # fmt: skip
 @click.option("--held-out-tokens", default=16_384, show_default=True,
-              help="Of each text, at the end of a share.")  # fmt: skip
+              help="Tokens of each held-out text to measure at the end of a share.")  # fmt: skip
 @click.option("--check-tokens", default=4_096, show_default=True,
-              help="Of the first text, now and then.")  # fmt: skip
-@click.option("--checks", default=12, show_default=True, help="How often, for each share.")
+              help="Tokens of the first held-out text to measure during training.")  # fmt: skip
+@click.option(
+    "--checks", default=12, show_default=True, help="Number of such measurements, for each share."
+)
 @click.option("--activation", "rule", default="threshold", show_default=True,
               type=click.Choice(["threshold", "relu", "fatrelu", "drelu"]),
-              help="threshold keeps the model's own and silences what is small.")  # fmt: skip
+              help="threshold keeps the model's own activation and silences small values.")  # fmt: skip
 @click.option("--allocation", type=click.Choice(["uniform", "global"]), default="uniform",
-              show_default=True, help="The same share for every layer, or one threshold for all.")  # fmt: skip
+              show_default=True, help="The same share for every layer (uniform), or one threshold for all (global).")  # fmt: skip
 @click.option("--rank", type=int, help="Train low-rank updates of this rank, not whole matrices.")
 @click.option("--learning-rate", default=3e-4, show_default=True)
 @click.option("--layer-weight", default=0.0, show_default=True,
               help="Weight of the error of every layer's output in the loss.")  # fmt: skip
-@click.option("--window", default=256, show_default=True, help="Tokens of a training text.")
-@click.option("--batch-tokens", default=1024, show_default=True, help="Of a step and process.")
-@click.option("--micro-tokens", default=1024, show_default=True, help="That go through at once.")
+@click.option("--window", default=256, show_default=True, help="Tokens per training text.")
+@click.option(
+    "--batch-tokens", default=1024, show_default=True, help="Tokens per step and process."
+)
+@click.option("--micro-tokens", default=1024, show_default=True, help="Tokens per forward pass.")
 @click.option("--precision", type=click.Choice(["auto", "f32", "bf16"]), default="auto",
-              show_default=True, help="Of products; auto is what is fast here.")  # fmt: skip
+              show_default=True, help="Precision of matrix products; auto chooses by the machine.")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
-              help="Of JSON lines, and the column of parquet.")  # fmt: skip
-@click.option("--save-checkpoint", type=FOLDER, help="Folder for a Hugging Face checkpoint.")
+              help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
+@click.option(
+    "--save-checkpoint", type=FOLDER, help="Save a Hugging Face checkpoint to this folder, too."
+)
 @click.option("--start-from", type=FILE,
-              help="A trained checkpoint of this model to go on from, e.g. to a larger share.")  # fmt: skip
+              help="A trained checkpoint of this model to continue from, e.g. to a larger share.")  # fmt: skip
 @click.option("--outtype", default="f16", show_default=True, type=OUTTYPE,
               help="Type of the model file's matrices.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
@@ -67,11 +79,11 @@ if TYPE_CHECKING:
 @force_option
 @json_option
 def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
-    """Train a dense model until it says the same with a part of its neurons.
+    """Train a dense model until it answers the same with a part of its neurons.
 
-    MODEL is a checkpoint folder or a .gguf file. Stopped, it leaves OUTPUT.sparsify; the same
-    command goes on from there. By torchrun -m sparkinfer sparsify ... several processes share the
-    text."""
+    MODEL is a checkpoint folder or a .gguf file. If it is stopped it leaves OUTPUT.sparsify, and
+    the same command continues from there. With torchrun -m sparkinfer sparsify ... several
+    processes share the text."""
     from sparkinfer.profile.ranks import rank_here
     from sparkinfer.progress import progress
     from sparkinfer.sparsify.config import SparsifyConfig

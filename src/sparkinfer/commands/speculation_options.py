@@ -22,17 +22,17 @@ _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
     click.option(
         "--speculate", "--spec-type", "spec_type", type=click.Choice(get_args(SpecType)),
-        help="Guess tokens and check several in a step; the text stays the same. ngram: from the"
-        " text, ngram-mod: from a table of what was said, draft: by a smaller model (-md)."
-        f"  [default: {_UNLESS_TOLD} where steps are native and on the CPU; draft with -md]",
+        help="Guess tokens and check several in one step; the text stays the same. ngram guesses"
+        " from the text, ngram-mod from a table of what was written, draft by a smaller model"
+        f" (-md).  [default: {_UNLESS_TOLD} on the CPU with native steps; draft with -md]",
     ),
     click.option(
         "-md", "--model-draft", "model_draft", type=click.Path(path_type=Path), metavar="FILE",
-        help="A smaller model with the same vocabulary that guesses.",
+        help="A smaller model with the same vocabulary, for the guesses.",
     ),
     click.option(
         "--draft-max", "--draft", "--draft-n", "draft_max", type=int, default=_DEFAULTS.most,
-        show_default=True, help="Tokens guessed at a time at most; fewer where that is faster.",
+        show_default=True, help="Tokens guessed at a time at most; fewer if that is faster.",
     ),
     click.option(
         "--draft-min", "--draft-n-min", "draft_min", type=int, default=_DEFAULTS.least,
