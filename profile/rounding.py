@@ -48,10 +48,7 @@ def values_of(matrix: Matrix) -> Tensor:
 
 def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
     """f32 [N, M] of values that q4_0 holds exactly, close to the weights in the moment's norm."""
-    moment = moment_MM.double()
-    damping = DAMPING * moment.diagonal().mean().clamp(min=1e-30)
-    moment = moment + damping * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment))
+    inverse = torch.cholesky_inverse(_damped_factor(moment_MM.double()))
     factor_MM = torch.linalg.cholesky(inverse, upper=True).float()
     left_NM, result_NM = weight_NM.clone(), torch.empty_like(weight_NM)
     for start in range(0, weight_NM.shape[1], BLOCK):
@@ -61,6 +58,18 @@ def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
         result_NM[:, columns] = result_NB
         left_NM[:, start + BLOCK :] -= error_NB @ factor_MM[columns, start + BLOCK :]
     return result_NM
+
+
+def _damped_factor(moment_MM: Tensor) -> Tensor:
+    """The Cholesky factor of the moment with the least damping that makes it positive: of fewer
+    tokens than values, rounding errors can leave negative eigenvalues of 1 % of the diagonal."""
+    eye_MM = torch.eye(len(moment_MM), dtype=moment_MM.dtype, device=moment_MM.device)
+    unit = moment_MM.diagonal().mean().clamp(min=1e-30)
+    for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):
+        factor_MM, failed_at = torch.linalg.cholesky_ex(moment_MM + damping * unit * eye_MM)
+        if not failed_at:
+            return factor_MM
+    return torch.linalg.cholesky(moment_MM.diagonal().clamp(min=0).diag() + unit * eye_MM)
 
 
 def _block(piece_NB: Tensor, factor_BB: Tensor) -> tuple[Tensor, Tensor]:

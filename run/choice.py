@@ -226,38 +226,40 @@ def choose_predictors(
     return None, f"{model.activation}: a first look says whether predictors pay"
 
 
-def worth(model: ModelFile, density: float) -> tuple[bool, str]:
-    """Whether predictors save enough of a token's bytes where that share of the neurons fires."""
+def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, str]:
+    """Whether predictors save enough of what a token reads where that share of the neurons fires: of
+    all its bytes, or by a plan of those of the neurons, which are what is left to the CPU."""
+    always = 0.0 if has_plan else float(_always_bytes(model))
     exact, predicted = bytes_exact(model, density), bytes_predicted(model, density)
-    saved = 1 - predicted / exact
+    saved = 1 - (always + predicted) / (always + exact)
     is_worth = saved >= LEAST_GAIN
     word = "predictors save" if is_worth else "no predictors, which would save"
-    return is_worth, (
-        f"{density:.0%} of the neurons fire: {word} about {max(0.0, saved):.0%} of the bytes that a"
-        " token reads"
+    what = "the neurons' bytes" if has_plan else "the bytes that a token reads"
+    return (
+        is_worth,
+        f"{density:.0%} of the neurons fire: {word} about {max(0.0, saved):.0%} of {what}",
     )
 
 
+def _always_bytes(model: ModelFile) -> int:
+    """Attention, norms and head, which every token reads."""
+    layers = range(model.shape.num_layers)
+    return head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
+
+
 def bytes_exact(model: ModelFile, density: float) -> float:
-    """Of the weights that a token reads in mode exact: all gates, and what fires of the rest."""
-    total = float(head_bytes(model))
-    for layer in range(model.shape.num_layers):
-        size = layer_bytes(model, layer)
-        rest = size.neuron - size.gate_row
-        neurons = model.shape.num_neurons
-        total += size.attention + neurons * (size.gate_row + density * rest)
-    return total
+    """Of the neurons, what a token reads in mode exact: all gates, and of the rest what fires."""
+    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    read = sum(size.gate_row + density * (size.neuron - size.gate_row) for size in sizes)
+    return model.shape.num_neurons * read
 
 
 def bytes_predicted(model: ModelFile, density: float) -> float:
     """The same with predictors of the usual size."""
     share = PREDICTOR_SHARE.get(model.tensors[f"blk.0.{model.gate_name}.weight"].kind, 0.3)
     named = min(1.0, NAMED_PER_FIRING * density)
-    total = float(head_bytes(model))
-    for layer in range(model.shape.num_layers):
-        size = layer_bytes(model, layer)
-        total += size.attention + (share + named) * model.shape.num_neurons * size.neuron
-    return total
+    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    return model.shape.num_neurons * (share + named) * sum(size.neuron for size in sizes)
 
 
 # ---- the place ----------------------------------------------------------------------------------

@@ -44,8 +44,15 @@ class Steps:
     job: Job
     planned: Estimate
     done: int = 0
+    before: int = 0  # that were done when what is left was planned
     current: str = ""
     made: list[str] = field(default_factory=list)
+
+    def replan(self, tokens: int | None) -> None:
+        """By what a look has found. Says what is left where it is much."""
+        self.planned, self.before = estimate(self.job, tokens), self.done
+        if self.planned.works:
+            self.job.say(self.planned.line)
 
     def obtain(
         self, kind: str, key: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
@@ -54,7 +61,7 @@ class Steps:
 
         def told(folder: Path) -> Mapping[str, Any]:
             self.done += 1
-            total = max(self.done, len(self.planned.works))
+            total = max(self.done, self.before + len(self.planned.works))
             work = next((w for w in self.planned.works if w.kind == kind), None)
             time_left = f" ({words(work.seconds, work.at_most)})" if work else ""
             label = work.label if work else kind
@@ -119,6 +126,8 @@ def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
     tokens = None
     if choice.needs_look(job.wishes):
         tokens = _tokens(job, base.look())
+        if steps.made:
+            steps.replan(tokens)
     elif choice.predictors:
         tokens = job.wishes.tokens
     model = base.path() if tokens is None else base.with_predictors(tokens)
@@ -181,7 +190,7 @@ def _tokens(job: Job, look: Entry) -> int | None:
     per_s, density = float(look.facts["tokens_per_s"]), float(look.facts["density"])
     tokens = tokens_for(job, per_s)
     if job.choice.predictors is None:
-        is_worth, line = worth(job.choice.model, density)
+        is_worth, line = worth(job.choice.model, density, has_plan=bool(job.choice.budgets))
         job.say(line)
         if not is_worth:
             return None

@@ -4,6 +4,7 @@ Every function composes what its own command does; what decides an artifact is i
 this module does not know: which stages a model needs, and in which order (prepare)."""
 
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,10 +150,17 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
         device=job.choice.device, force=True,
     )  # fmt: skip
+    heard: list[float] = []  # when the count began, and after each window
+
     with reading(model, *texts), progress("looking", tokens, "tokens") as advance:
-        report = profile(config, advance, job.say)
+
+        def on_tokens(count: float) -> None:
+            heard.append(time.perf_counter())
+            advance(count)
+
+        report = profile(config, on_tokens, job.say)
     density = sum(report.density_L) / len(report.density_L)
-    per_s = report.num_tokens / report.seconds
+    per_s = report.num_tokens / (heard[-1] - heard[0])
     job.rates.note("count", per_s * flop_per_token(job.choice.model))
     return {"density": density, "tokens_per_s": per_s}
 

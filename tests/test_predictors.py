@@ -80,6 +80,22 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
                 == gate_FD.numpy()).all()  # fmt: skip
 
 
+@pytest.mark.parametrize("least", [-0.02, -0.5, -3.0])
+def test_rounding_goes_by_a_moment_that_rounding_errors_left_negative(least):
+    """As that of fewer tokens than values, seen through rows of very different lengths."""
+    x_TD = inputs(WIDTH // 2)
+    moment_DD = x_TD.T @ x_TD / len(x_TD)
+    direction_D = torch.linalg.eigh(moment_DD)[1][:, 0]
+    unit = moment_DD.diagonal().mean()
+    moment_DD += least * unit * torch.outer(direction_D, direction_D)
+    gate_FD = weights(NEURONS, WIDTH)
+    values = with_feedback(gate_FD, moment_DD)
+    assert rel_error(values, gate_FD) < 0.3
+    q4_0 = GGMLQuantizationType.Q4_0
+    again = quants.quantize(values.numpy(), q4_0)
+    assert (quants.dequantize(again, q4_0) == values.numpy()).all()
+
+
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
 def test_a_rounded_matrix_is_what_a_file_will_hold(kind):
     made = rounded(weights(NEURONS, WIDTH), kind, torch.eye(WIDTH))
