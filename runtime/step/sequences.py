@@ -125,10 +125,9 @@ def _are_tokens(tokens: object) -> bool:
     """True for a list, tuple or array of integers; characters and numbers with a point are none."""
     if isinstance(tokens, Tensor | np.ndarray):
         return tokens.ndim == 1 and str(tokens.dtype).removeprefix("torch.") in _INTEGERS
-    is_several = isinstance(tokens, Several) and not isinstance(tokens, str | bytes)
-    return is_several and all(
-        isinstance(token, Integral) and not isinstance(token, bool) for token in tokens
-    )
+    if not isinstance(tokens, Several) or isinstance(tokens, str | bytes):
+        return False
+    return all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens)
 
 
 def not_tokens(found: object) -> SparkinferError:
