@@ -11,6 +11,7 @@ from sparkinfer.profile.quality import EvalReport
 from sparkinfer.typed import Fields, shown
 
 FORMAT, VERSION = "sparkinfer.eval", 1
+MOST = 1e12  # of a perplexity, a divergence or a width: what is beyond is no measurement
 _WHAT = "comparison (sparkinfer eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 
@@ -39,45 +40,52 @@ def _report(read: Fields) -> EvalReport:
         model_id=read.line("model_id"),
         mode=cast(RunMode, read.choice("mode", get_args(RunMode))),
         num_tokens=read.count("num_tokens", least=1),
-        perplexity=read.number("perplexity", least=1),
+        perplexity=_number(read, "perplexity", 1),
         perplexity_own_half_width=_width(read, "perplexity_own_half_width"),
-        dense_perplexity=read.number("dense_perplexity", least=1),
+        dense_perplexity=_number(read, "dense_perplexity", 1),
         dense_perplexity_half_width=_width(read, "dense_perplexity_half_width"),
-        perplexity_increase=read.number("perplexity_increase", above=-1),
+        perplexity_increase=_number(read, "perplexity_increase", -1),
         perplexity_half_width=_width(read, "perplexity_half_width"),
-        kl_mean=read.number("kl_mean"),
+        kl_mean=_number(read, "kl_mean", -1),  # rounding may leave less than nothing
         kl_half_width=_width(read, "kl_half_width"),
-        kl_p99=read.number("kl_p99"),
+        kl_p99=_number(read, "kl_p99", -1),
         kl_p99_interval=_interval(read, "kl_p99_interval"),
-        top1_agreement=_share(read, "top1_agreement"),
+        top1_agreement=_number(read, "top1_agreement", 0, 1),
         top1_half_width=_width(read, "top1_half_width"),
         bytes_per_token=read.count("bytes_per_token"),
         bytes_half_width=_width(read, "bytes_half_width"),
         dense_bytes_per_token=read.count("dense_bytes_per_token", least=1),
-        named_share_L=tuple(read.numbers("named_share_L")),
+        named_share_L=_shares(read, "named_share_L"),
         named_half_width=_width(read, "named_half_width"),
-        hidden_share_L=tuple(read.numbers("hidden_share_L")),
+        hidden_share_L=_shares(read, "hidden_share_L"),
         hidden_half_width=_width(read, "hidden_half_width"),
     )
+
+
+def _number(read: Fields, key: str, least: float, most: float = MOST) -> float:
+    number = read.number(key, least=least)
+    if number > most:
+        raise SparkinferError(f"{key} is {shown(number)}, wanted {least:g} to {most:g}")
+    return number
 
 
 def _width(read: Fields, key: str) -> float | None:
     if key in read.values and read.values[key] is None:
         return None
-    return read.number(key, least=0)
+    return _number(read, key, 0)
 
 
 def _interval(read: Fields, key: str) -> tuple[float, float] | None:
     if key in read.values and read.values[key] is None:
         return None
     ends = read.numbers(key)
-    if len(ends) != 2 or ends != sorted(ends):
+    if len(ends) != 2 or ends != sorted(ends) or max(map(abs, ends)) > MOST:
         raise SparkinferError(f"{key} is {shown(ends)}, wanted two ascending numbers")
     return ends[0], ends[1]
 
 
-def _share(read: Fields, key: str) -> float:
-    share = read.number(key, least=0)
-    if share > 1:
-        raise SparkinferError(f"{key} is {shown(share)}, wanted a share from 0 to 1")
-    return share
+def _shares(read: Fields, key: str) -> tuple[float, ...]:
+    shares = read.numbers(key)
+    if not all(0 <= share <= 1 for share in shares):
+        raise SparkinferError(f"{key} is {shown(shares)}, wanted shares from 0 to 1")
+    return tuple(shares)

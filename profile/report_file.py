@@ -13,6 +13,7 @@ from sparkinfer.profile.report import FORMAT, VERSION
 from sparkinfer.profile.selection import Form, Quality
 from sparkinfer.typed import Fields, shown
 
+MOST = 1e18  # bytes, and of a lost norm no measurement has as much
 _WHAT = "report of a profile"
 
 
@@ -69,13 +70,17 @@ def _quality(read: Fields) -> Quality:
         recall=_share(read, "recall"),
         precision=_share(read, "precision"),
         contribution=_share(read, "contribution"),
-        lost_norm=read.number("lost_norm", least=0),
-        bytes_per_token=read.number("bytes_per_token", least=0),
+        lost_norm=_number(read, "lost_norm", MOST),
+        bytes_per_token=_number(read, "bytes_per_token", MOST),
     )
 
 
 def _share(read: Fields, key: str) -> float:
-    share = read.number(key, least=0)
-    if share > 1:
-        raise SparkinferError(f"{read.name}.{key} is {shown(share)}, wanted a share from 0 to 1")
-    return share
+    return _number(read, key, 1)
+
+
+def _number(read: Fields, key: str, most: float) -> float:
+    number = read.number(key, least=0)
+    if number > most:
+        raise SparkinferError(f"{read.name}.{key} is {shown(number)}, wanted 0 to {most:g}")
+    return number

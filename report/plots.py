@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from sparkinfer.budget import ITEMS, Items
 from sparkinfer.profile.layer_trainer import LayerQuality
@@ -35,6 +35,7 @@ from sparkinfer.split_file import Split
 
 NUM_SHARES = 101
 MAX_THIN = 12  # layers that each have a line
+MAX_LINEAR = 15  # times the lowest speed that the highest may be, on an axis from zero
 MEANINGS = {
     "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values",
     "head": "output head", "embedding": "embedding", "neurons": "neurons",
@@ -129,7 +130,12 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
                 f" The plan, at {format_bytes(split.budgets[0])}, has {1 / split.objective_s:,.0f}."
             )
         axes.set(xlabel=f"GPU memory granted ({label})", ylabel="tokens a second, predicted",
-                 xlim=(0, None), ylim=(0, None))  # fmt: skip
+                 xlim=(0, None))  # fmt: skip
+        if last > MAX_LINEAR * first:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.set_ylim(0, None)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         gridded(axes, "both")
@@ -170,7 +176,7 @@ def plot_map(split: Split, profile: Profile) -> Plot:
         hot_fired = (share_L * fired_LF.sum(axis=1)).sum() / max(1, fired_LF.sum())
         return plot_of(
             "map", figure,
-            alt=f"{hot:.0%} of the neurons, with {hot_fired:.0%} of the firings, are on a GPU;"
+            alt=f"{hot:.1%} of the neurons, with {hot_fired:.1%} of the firings, are on a GPU;"
             f" so are the dense blocks of {sum(split.dense_on_gpu)} of {num_layers} layers.",
             caption="A dense block is attention, norms, predictor and cache of a layer.",
         )  # fmt: skip

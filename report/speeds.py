@@ -47,7 +47,10 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
             return Speeds(advice=advice, why_not="The machine file has no GPU to plan for.")
         return Speeds(advice=advice, curve=_curve(inputs, found.split))
     except SparkinferError as error:  # of files that are right: a model or machine without plans
-        return Speeds(why_not=f"There is no prediction: {error}.")
+        line = str(error)
+        for path in (config.model, profile, machine):  # the page names files, not folders
+            line = line.replace(str(path), path.name)
+        return Speeds(why_not=f"There is no prediction: {line}.")
 
 
 def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> Inputs:

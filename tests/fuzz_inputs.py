@@ -3,6 +3,7 @@ ones."""
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,12 @@ from sparkinfer.limits import LayerLimits, Limits, limit_shapes
 from sparkinfer.mode_quality import ModeQuality
 from sparkinfer.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from sparkinfer.profile.eval_file import eval_content
+from sparkinfer.profile.layer_trainer import LayerQuality
+from sparkinfer.profile.quality import EvalReport
+from sparkinfer.profile.report import FORMAT, VERSION
 from sparkinfer.profile.resume import Position, save_position
+from sparkinfer.profile.selection import Quality
 from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.generate.prompt_cache import save_prompt
 
@@ -137,7 +143,7 @@ def _artifacts(folder: Path) -> None:
     """A profile, a plan (its profile beside it), a machine, limits, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
     for kind in ("profile", "machine", "figures", "thresholds", "merge", "resume", "prompt",
-                 "conversation", "limits"):  # fmt: skip
+                 "conversation", "limits", "comparison", "told"):  # fmt: skip
         (folder / kind).mkdir()
     made = make_profile(plain)
     made.save(folder / "profile" / TARGETS["profile"])
@@ -151,6 +157,7 @@ def _artifacts(folder: Path) -> None:
     hot = [np.arange(9, dtype=np.int32)] * plain.shape.num_layers
     make_split(plain, hot).save(folder / "plan" / TARGETS["plan"])
     limits_for(silu).save(folder / "limits" / TARGETS["limits"])
+    _written_reports(folder)
     arrays = {"counter/num_tokens": np.array(5), "thresholds/x": np.ones(3)}
     save_position(folder / "resume" / TARGETS["resume"], SETTINGS,
                   Position(phase=1, done=2, arrays=arrays))  # fmt: skip
@@ -164,6 +171,33 @@ def _artifacts(folder: Path) -> None:
         chat.system = "s"
         chat.messages += [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         chat.save(folder / "conversation" / TARGETS["conversation"])
+
+
+def _written_reports(folder: Path) -> None:
+    """A comparison as eval prints it, and the part of profile's report that is read again."""
+    comparison = EvalReport(
+        model_id="0" * 64, mode="exact", num_tokens=100, perplexity=5.1,
+        perplexity_own_half_width=0.5, dense_perplexity=5.0, dense_perplexity_half_width=0.5,
+        perplexity_increase=0.02, perplexity_half_width=0.01, kl_mean=0.01, kl_half_width=0.001,
+        kl_p99=0.1, kl_p99_interval=(0.05, 0.2), top1_agreement=0.97, top1_half_width=0.01,
+        bytes_per_token=600, bytes_half_width=5.0, dense_bytes_per_token=1000, named_share_L=(),
+        named_half_width=None, hidden_share_L=(0.1,), hidden_half_width=0.01,
+    )  # fmt: skip
+    (folder / "comparison" / TARGETS["comparison"]).write_text(json.dumps(eval_content(comparison)))
+    one = Quality(
+        form="low-rank", rank=8, matrix_kind="q8_0", is_trained=True, num_bytes=100, threshold=-0.5,
+        density=0.1, predicted_density=0.2, recall=0.9, precision=0.8, contribution=0.99,
+        lost_norm=0.03, bytes_per_token=500.5,
+    )  # fmt: skip
+    layer = LayerQuality(chosen=one, start=one, hottest_fifth=0.5, candidates=(one, one),
+                         break_even_density=0.5)  # fmt: skip
+    told = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model_id": "0" * 64,
+        "quality_L": [asdict(layer)],
+    }
+    (folder / "told" / TARGETS["told"]).write_text(json.dumps(told))
 
 
 def _tokenizers(folder: Path) -> None:

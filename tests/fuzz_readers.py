@@ -15,6 +15,7 @@ is damaged):
     plan; run by it, exported           plan
     machine; solved with it             machine, figures
     limits                              limits
+    what eval prints, profile's report  comparison, told
     what a run saved                    resume (of profile and sparsify), prompt, conversation
     grammars                            gbnf, schema, regex, lark
     corpora                             text, jsonl, parquet
@@ -265,6 +266,23 @@ def read_corpus(case: Case) -> None:
     read_windows([case.path], codec, context_length=64, max_tokens=200, seed=case.number)
 
 
+def load_comparison(case: Case) -> None:
+    from sparkinfer.profile.eval_file import load_eval
+    from sparkinfer.report.plots import plot_quality
+
+    found = load_eval(case.path)
+    plot_quality([(found.mode, found.perplexity_increase, found.perplexity_half_width)])
+
+
+def load_told(case: Case) -> None:
+    from sparkinfer.profile.report_file import load_predictor_report
+    from sparkinfer.report.plots import plot_predictors
+
+    found = load_predictor_report(case.path, "0" * 64)
+    if found.quality_L:
+        plot_predictors(found.quality_L)
+
+
 PROFILE = "model.profile.safetensors"
 KINDS = {
     "safetensors": Kind(target="model.safetensors", read=convert_folder),
@@ -294,6 +312,8 @@ KINDS = {
     "plan": Kind(target="model.split.gguf", read=inspect_and_run_plan),
     "machine": Kind(target="machine.json", read=inspect),
     "figures": Kind(target="machine.json", read=plan_with, is_values=True),
+    "comparison": Kind(target="eval.json", read=load_comparison, is_values=True),
+    "told": Kind(target="p.report.json", read=load_told, is_values=True),
     "prompt": Kind(target="prompt.safetensors", read=restore_prompt),
     "resume": Kind(target="out.resume", read=resume),
     "conversation": Kind(target="chat.json", read=go_on_with, is_values=True),

@@ -29,7 +29,7 @@ FEW = (
      "run": 40},
     {"limits": 40, "thresholds": 40, "merge": 40, "figures": 30, "prompt": 40, "resume": 40,
      "conversation": 30, "gbnf": 30, "schema": 30, "regex": 30, "lark": 30, "text": 30, "jsonl": 30,
-     "parquet": 30},
+     "parquet": 30, "comparison": 30, "told": 20},
 )  # fmt: skip
 # What transformers rejects of it is a note.
 TOLERANT = ("sentencepiece",)

@@ -230,7 +230,8 @@ def test_a_model_without_plans_has_a_page_all_the_same(folder, tmp_path):
         config = config_of(folder, tmp_path / f"{name}.html", split=None, evals=(),
                            machine=tmp_path / f"{name}.json")  # fmt: skip
         report(config)
-        assert line in Seen((tmp_path / f"{name}.html").read_text()).text
+        text = Seen((tmp_path / f"{name}.html").read_text()).text
+        assert line in text and str(tmp_path) not in text
 
 
 def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_path, capsys):
@@ -239,6 +240,7 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
     found = json.loads(compared.read_text())
     (tmp_path / "other.json").write_text(json.dumps(found | {"model_id": "0" * 64}))
     (tmp_path / "broken.json").write_text(json.dumps(found | {"kl_mean": "much"}))
+    (tmp_path / "huge.json").write_text(json.dumps(found | {"perplexity_increase": 1e300}))
     (tmp_path / "unknown.json").write_text(json.dumps(found | {"more": 1}))
     (tmp_path / "old.json").write_text(json.dumps({"mode": "exact"}))
     make_machine(cpu_gb_per_s=9).save(tmp_path / "machine.json")
@@ -246,6 +248,7 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
         ({"profile": tmp_path / "p.safetensors"}, "give files of one model"),
         ({"evals": (tmp_path / "other.json",)}, "give files of one model"),
         ({"evals": (tmp_path / "broken.json",)}, "kl_mean is 'much'"),
+        ({"evals": (tmp_path / "huge.json",)}, "wanted -1 to 1e\\+12"),
         ({"evals": (tmp_path / "unknown.json",)}, "'more' is unknown"),
         ({"evals": (tmp_path / "old.json",)}, "wanted a comparison"),
         ({"machine": tmp_path / "machine.json"}, "was made from another machine file"),
