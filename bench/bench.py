@@ -13,6 +13,7 @@ from sparkinfer.bench.result import BenchReport
 from sparkinfer.bench.rival import Rival, RivalOptions, located, program_of, rival_of
 from sparkinfer.bench.rounds import Rounds
 from sparkinfer.bench.runner import RandomTokens, Runner, TextTokens, Tokens
+from sparkinfer.bench.setting import load_now, setting_of
 from sparkinfer.bench.summary import report_of
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
@@ -27,6 +28,7 @@ def bench(
     """Measures; `on_test` hears of each test that was run, `config.num_runs` in all.
 
     Raises SparkinferError for what cannot be measured."""
+    load_before = load_now()
     file = ModelFile.load(config.model)
     _check_lengths(config, file)
     _check_rival(config, file)
@@ -42,7 +44,8 @@ def bench(
             stack.callback(rival.close)
         rounds = Rounds(config, runner, tokens, rival, _bandwidths(engine, plan), on_test)
         rounds.run()
-        return report_of(config, engine, plan, threads, rounds)
+        setting = setting_of(engine, plan, threads, load_before)
+        return report_of(config, engine, plan, setting, rounds)
 
 
 def _check_lengths(config: BenchConfig, file: ModelFile) -> None:

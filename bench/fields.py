@@ -20,6 +20,8 @@ def to_json(report: BenchReport) -> dict[str, Any]:
         "text": None if config.text is None else str(config.text),
         "seed": config.seed,
         "repetitions": config.repetitions,
+        "num_processors": setting.num_processors,
+        "load_before": setting.load_before,
         "last_cache_bytes": setting.last_cache_bytes,
         "bandwidth_gb_per_s": {k: list(v) for k, v in report.bandwidth_gb_per_s.items()},
         "tests": [{**_shared(report), **_result(result)} for result in report.results],

@@ -110,6 +110,10 @@ class Setting:
     gpu_name: str
     level: str | None  # instruction set of the kernels
     last_cache_bytes: int
+    num_processors: int  # that this process may run on
+    load_before: (
+        float | None
+    )  # of the last minute before the start; None if the system does not say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The setting of a measurement: the model, the devices, how the engine was loaded."""
 
+import os
 from collections import Counter
 
 import torch
@@ -7,13 +8,20 @@ import torch
 from sparkinfer.bench.result import Setting
 from sparkinfer.budget import is_predictor
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.calibrate import cpu_name, last_cache_bytes
+from sparkinfer.profile.calibrate import cpu_name, last_cache_bytes, num_cores
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.split_file import Split
 
 
-def setting_of(engine: Engine, plan: Split | None, num_threads: int) -> Setting:
+def load_now() -> float | None:
+    """Processes that wanted a processor, on average over the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def setting_of(
+    engine: Engine, plan: Split | None, num_threads: int, load_before: float | None
+) -> Setting:
     model, types = engine.model, engine.layers[0].attention.cache.types
     is_gpu = engine.device.type == "cuda"
     on_gpu = len(engine.layers) if plan is None else sum(plan.dense_on_gpu)
@@ -32,6 +40,8 @@ def setting_of(engine: Engine, plan: Split | None, num_threads: int) -> Setting:
         gpu_name=torch.cuda.get_device_name(engine.device) if is_gpu else "",
         level=library.level() if library.is_available() else None,
         last_cache_bytes=last_cache_bytes(),
+        num_processors=num_cores(),
+        load_before=load_before,
     )
 
 

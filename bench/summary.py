@@ -7,7 +7,7 @@ from sparkinfer.bench.parts import ORDER, part_ns
 from sparkinfer.bench.result import BenchReport, Limit, Part, Result, Setting, Times
 from sparkinfer.bench.rounds import Measured, Rounds
 from sparkinfer.bench.runner import Sample
-from sparkinfer.bench.setting import format_count, setting_of
+from sparkinfer.bench.setting import format_count
 from sparkinfer.bench.step_bytes import StepBytes, step_bytes
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.sizes import format_bytes
@@ -15,12 +15,12 @@ from sparkinfer.split_file import Split
 
 SAME_MODEL = 0.02  # of the parameters: beyond it two models are not the same
 WIDE = 0.2  # of the median: a spread to doubt
+BUSY = 0.5  # processes that want a processor before the start
 
 
 def report_of(
-    config: BenchConfig, engine: Engine, plan: Split | None, threads: int, rounds: Rounds
+    config: BenchConfig, engine: Engine, plan: Split | None, setting: Setting, rounds: Rounds
 ) -> BenchReport:
-    setting = setting_of(engine, plan, threads)
     results, unknown = [], None
     for test, measured in rounds.measured.items():
         texts = measured.ours if test.kind == "tg" else []
@@ -127,6 +127,10 @@ def _notes(
 ) -> list[str]:
     """Notes for whoever reads the numbers."""
     found = []
+    if setting.load_before is not None and setting.load_before > BUSY:
+        found.append(
+            _busy_note(setting.load_before, setting, is_compared=config.compare is not None)
+        )
     if config.split is not None and setting.device == "cpu":
         found.append("no CUDA device is used: both sides of the plan run on the CPU")
     if setting.mode != "dense" and config.text is None:
@@ -143,6 +147,16 @@ def _notes(
             f" {format_count(ours)}: the ratios compare two models"
         )
     return list(dict.fromkeys(found))
+
+
+def _busy_note(load: float, setting: Setting, *, is_compared: bool) -> str:
+    note = (
+        f"the machine was busy before the start: {load:.1f} processes on {setting.num_processors}"
+        " processors"
+    )
+    if not is_compared:
+        return note
+    return note + "; threads that spin while they wait, as llama.cpp's do, lose more by that"
 
 
 def _result_notes(result: Result, setting: Setting) -> list[str]:

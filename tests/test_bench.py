@@ -279,6 +279,15 @@ def test_the_report(paths, small_buffer):
     assert "pp5 @ d7" in "\n".join(lines_of(report))
 
 
+@needs_kernels
+@pytest.mark.parametrize("load, is_noted", [(0.4, False), (7.5, True), (None, False)])
+def test_a_busy_machine_is_noted(paths, small_buffer, monkeypatch, load, is_noted):
+    monkeypatch.setattr("sparkinfer.bench.bench.load_now", lambda: load)
+    report = bench(config_of(paths / "dense.gguf", device="cpu", repetitions=1))
+    assert to_json(report)["load_before"] == load
+    assert any("busy before the start: 7.5" in note for note in report.notes) == is_noted
+
+
 def test_medians_and_spread():
     times = Times(num_tokens=10, samples_ns=(2_000, 1_000, 4_000, 3_000))
     assert times.samples_ts == (5e6, 1e7, 2.5e6, 1e10 / 3_000)
