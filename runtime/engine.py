@@ -175,12 +175,12 @@ class Engine(TextEngine):
         mode = mode_of(file.row_major, mode, plan, max_loss, notice)
         gpu = device_of(device)
         _check_limits(file, plan, gpu)
-        context_length = context_of(file, plan, context_length)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
         num_sequences = sequences_of(num_sequences, plan, gpu)
         cache_types = cache_types_of(
             file.row_major, cache_type_k, cache_type_v, kv_offload, plan, gpu
         )
+        context_length = context_of(file, plan, context_length, cache_types.selection)
         bytes_by_role = bytes_by_role_of(
             file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,
             cache_types=cache_types,

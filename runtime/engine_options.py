@@ -11,7 +11,7 @@ import torch
 from sparkinfer.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
 from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
-from sparkinfer.key_selection import KeySelection
+from sparkinfer.key_selection import MOST, KeySelection
 from sparkinfer.mode_choice import choose_mode, loss_line
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
@@ -177,7 +177,13 @@ def device_of(device: str | None) -> torch.device:
     return found
 
 
-def context_of(model: ModelFile, plan: Split | None, asked: int | None) -> int:
+def context_of(
+    model: ModelFile,
+    plan: Split | None,
+    asked: int | None,
+    selection: KeySelection | None = None,
+) -> int:
+    """The tokens that a text may have: the model's context at most, unless positions are capped."""
     if plan is not None:
         if asked not in (None, plan.context_length):
             raise SparkinferError(
@@ -188,6 +194,8 @@ def context_of(model: ModelFile, plan: Split | None, asked: int | None) -> int:
     longest = model.shape.context_length
     if asked is None:
         return min(longest, DEFAULT_CONTEXT)
+    if selection is not None and selection.is_capped:
+        longest = MOST
     if not 1 <= asked <= longest:
         raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
     return asked
@@ -234,4 +242,24 @@ def cache_types_of(
         )
     for kind in (types.key, types.value):
         kind.check(model.shape.head_width)
+    if selection is not None and selection.is_capped:
+        _check_capped(model, types, selection)
     return types
+
+
+def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) -> None:
+    if model.graph.rotary is None:
+        raise SparkinferError(
+            "positions=capped asked for, but this model learned its positions; leave it out"
+        )
+    if types.key.is_rotated:
+        raise SparkinferError(
+            f"positions=capped asked for with keys in {types.key.name}, which are turned by"
+            f" Hadamard's matrix; use f16, bf16 or {types.key.name}-plain"
+        )
+    if selection.longest > model.shape.context_length:
+        raise SparkinferError(
+            f"positions=capped with sinks, top, window and block of {selection.longest} positions in"
+            f" all, more than the {model.shape.context_length} that the model has; make window or"
+            " top smaller"
+        )

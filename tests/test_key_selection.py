@@ -319,12 +319,54 @@ def test_bytes_are_those_announced(path, rule, num_sequences):
         ("top=99999999999999", "multiple of the block"),
         ("candidates=65", "0 to 64"),
         ("summary=median", "known: mean, bounds"),
+        ("positions=far", "known: original, capped"),
+        ("positions=capped", "more than the 320 that the model has"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(path, text, words):
     with pytest.raises(SparkinferError, match=words) as refusal:
         load(path, text)
     assert "\n" not in str(refusal.value)
+
+
+CAPPED = "block=16,sinks=16,window=64,top=64,candidates=2,positions=capped"
+
+
+def test_capped_positions_take_keys_that_are_not_turned(path):
+    with pytest.raises(SparkinferError, match="use f16, bf16 or q4_0-plain"):
+        load(path, CAPPED, cache_type_k="q4_0")
+
+
+@native
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0-plain"])
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_capped_positions(path, kind, num_sequences):
+    """Up to where a text is read entirely, rounding apart, the logits of original positions; behind it
+    those of torch; and no row depends on the others."""
+    options = {"cache_type_k": kind, "num_sequences": num_sequences}
+    full = logits(path, None, cache_type_k=kind)
+    with load(path, CAPPED, **options) as engine:
+        found = engine.logits(IDS)
+        with engine.observe(lambda name, layer, tensor: None):
+            expected = engine.logits(IDS)
+        with engine.sequence() as text:
+            single = torch.cat([text.extend([token]) for token in IDS])
+    assert torch.equal(found, single)
+    size, entire = full.abs().amax(), 16 + 64 + 64
+    bound = {"f32": 1e-5, "f16": 5e-3, "q8_0-plain": 5e-2}[kind] * size
+    assert (found - full)[:entire].abs().max() < bound
+    assert ((found - full)[entire + 32 :].abs().amax(dim=1) > bound).float().mean() > 0.8
+    differs = (found - expected).abs().amax(dim=1) > bound
+    assert differs.float().mean() < 0.1
+
+
+@native
+def test_capped_positions_go_on_behind_the_models_context(path):
+    ids = (IDS * 3)[:700]
+    with load(path, CAPPED, context_length=1024) as engine:
+        assert engine.logits(ids).isfinite().all()
+    with pytest.raises(SparkinferError, match="the model has up to 320"):
+        load(path, SMALL, context_length=1024)
 
 
 def test_sizes_are_shown_as_they_are_given():

@@ -50,9 +50,20 @@ def test_what_is_imported_is_required():
     modules = {"yaml": "pyyaml", "google": "protobuf", "prometheus_client": "prometheus-client"}
     required = {name.split(">")[0].split("[")[0].replace("_", "-") for name in requirements()}
     ours = {"sparkinfer"}
-    for folder in ("src", "convert", "profile", "solver", "sparsify", "runtime", "serve", "bench", "report", "run"):
+    for folder in (
+        "src",
+        "convert",
+        "profile",
+        "solver",
+        "sparsify",
+        "runtime",
+        "serve",
+        "bench",
+        "report",
+        "run",
+    ):
         for path in (ROOT / folder).rglob("*.py"):
-            for name in imported(path) - set(sys.stdlib_module_names) - ours:
+            for name in imported(path) - set(sys.stdlib_module_names) - ours - {"_typeshed"}:
                 package = modules.get(name, name).replace("_", "-")
                 is_optional = name == "triton"  # comes with torch for CUDA
                 assert package in required or is_optional, f"{path}: {name}"

@@ -62,7 +62,7 @@ class Rotary:
         """For the positions start .. start + count - 1."""
         positions = torch.arange(start, start + count, device=self.frequency_W.device)
         angle = positions[:, None, None] * self.frequency_W
-        return Turn(cos=angle.cos().float(), sin=angle.sin().float(), is_adjacent=self.is_adjacent)
+        return Turn(cos=angle.cos().float(), sin=angle.sin().float(), rotary=self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,15 @@ class Turn:
 
     cos: Tensor
     sin: Tensor
-    is_adjacent: bool
+    rotary: Rotary
 
     def apply(self, x_THW: Tensor) -> Tensor:
-        if self.is_adjacent:
+        if self.rotary.is_adjacent:
             first, second = x_THW[..., 0::2], x_THW[..., 1::2]
         else:
             first, second = x_THW.chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, first * self.sin + second * self.cos)
-        if self.is_adjacent:
+        if self.rotary.is_adjacent:
             return torch.stack(turned, dim=-1).flatten(-2)
         return torch.cat(turned, dim=-1)
 
@@ -164,6 +164,44 @@ def attend_to_chosen(
     return torch.cat(outs)
 
 
+def attend_capped(
+    query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
+    rotary: Rotary,
+) -> Tensor:  # fmt: skip
+    """As `attend_to_chosen`, of queries and keys that were not turned, at capped positions."""
+    num_kv, outs, rule = key_CKW.shape[1], [], tables.rule
+    num_far = rule.sinks + rule.top
+    for query_HW, position in zip(
+        query_THW, range(len(key_CKW) - len(query_THW), len(key_CKW)), strict=True
+    ):
+        base = 0 if tables.takes_all(position) else tables.window_begin(position)
+        near_keys = key_CKW[base : position + 1].float()
+        near = rotary.turn(0, len(near_keys)).apply(near_keys)
+        near_query = rotary.turn(position - base, 1).apply(query_HW[None])
+        if not base:
+            outs.append(_attend_one(near_query[0], near, value_CKW[: position + 1].float()))
+            continue
+        far_query = rotary.turn(rule.window, 1).apply(query_HW[None])[0]
+        index_KC = tables.choose(sequence, position, far_query.unflatten(0, (num_kv, -1)))
+        head_K1 = torch.arange(num_kv)[:, None]
+        values = value_CKW[index_KC, head_K1].transpose(0, 1).float()
+        far = key_CKW[index_KC[:, :num_far], head_K1].transpose(0, 1).float()
+        outs.append(_attend_two(far_query, far, near_query[0], near, values))
+    return torch.cat(outs)
+
+
+def _attend_two(
+    far_HW: Tensor, far_CKW: Tensor, near_HW: Tensor, near_CKW: Tensor, value_CKW: Tensor
+) -> Tensor:
+    """As `_attend_one`, of keys that two turns of the query are for."""
+    scores = [
+        query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1]) @ key_CKW.permute(1, 2, 0)
+        for query_HW, key_CKW in ((far_HW, far_CKW), (near_HW, near_CKW))
+    ]
+    share_KGC = (torch.cat(scores, dim=-1) / math.sqrt(far_HW.shape[-1])).softmax(dim=-1)
+    return (share_KGC @ value_CKW.transpose(0, 1)).reshape(1, -1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """`inputs` are query, key and value, or one matrix with the outputs of all three.
@@ -191,15 +229,18 @@ class Attention:
         )
         if self.query_norm and self.key_norm:
             query, key = self.query_norm.apply(query), self.key_norm.apply(key)
-        if turn:
+        types, tables = self.cache.types, self.cache.tables
+        is_capped = tables is not None and tables.rule.is_capped
+        if turn and not is_capped:
             query, key = turn.apply(query), turn.apply(key)
-        types = self.cache.types
         if types.key.is_rotated:  # as the cache turns its keys
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)
-        tables = self.cache.tables
         if gpu_products.is_gpu(keys.device):
             heads_TH = attend_by_heads(query, keys, values)
+        elif tables is not None and is_capped:
+            assert turn is not None
+            heads_TH = attend_capped(query, keys, values, tables, sequence, turn.rotary)
         elif tables is not None and not tables.takes_all(start + len(query) - 1):
             heads_TH = attend_to_chosen(query, keys, values, tables, sequence)
         else:

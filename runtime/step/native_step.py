@@ -15,6 +15,7 @@ from sparkinfer.key_selection import SUMMARIES, KeySelection
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.cache.key_tables import KeyTables
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.attention import Rotary
 from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
 from sparkinfer.runtime.model.loader import Layer, Weights
 from sparkinfer.runtime.model.native_structs import (
@@ -53,7 +54,8 @@ class TableStruct(Structure):
 
 class SelectStruct(Structure):
     _fields_ = [("block", c_int64), ("sinks", c_int64), ("window", c_int64), ("top", c_int64),
-                ("candidates", c_int64), ("summary", c_int32), ("is_coded", c_int32)]  # fmt: skip
+                ("candidates", c_int64), ("summary", c_int32), ("is_coded", c_int32),
+                ("cos", c_void_p), ("sin", c_void_p)]  # fmt: skip
 
 
 class StepStruct(Structure):
@@ -182,7 +184,7 @@ class StepBuilder(Structs):
             num_neurons=ffn.num_neurons,
             num_heads=first.attention.num_heads,
             table=self.table(cache.table),
-            select=self.selection(cache.types.selection),
+            select=self.selection(cache.types.selection, rotary),
             num_kv_heads=cache.num_kv_heads,
             head_width=cache.head_width,
             context_length=cache.table.context_length,
@@ -220,10 +222,17 @@ class StepBuilder(Structs):
             for name, tensor in zip(names, found, strict=False)
         }
 
-    def selection(self, rule: KeySelection | None) -> SelectStruct:
+    def selection(self, rule: KeySelection | None, rotary: Rotary | None) -> SelectStruct:
         if rule is None:
             return SelectStruct()
+        cos = sin = None
+        if rule.is_capped:
+            assert rotary is not None
+            turn = rotary.turn(0, rule.longest)
+            cos, sin = self.vector(turn.cos), self.vector(turn.sin)
         return SelectStruct(
+            cos=cos,
+            sin=sin,
             block=rule.block,
             sinks=rule.sinks,
             window=rule.window,

@@ -6,6 +6,11 @@ times as many as are wanted, by codes of two bits a value; with `candidates` 0 t
 whole. A text of up to sinks + top + window positions is read entirely, with the same bits as without a
 selection.
 
+Positions are the tokens' own, or capped: a window's are counted from its beginning, and all keys
+before it are as far away as the window is long (InfLLM, Xiao et al. 2024, arXiv 2402.04617). No
+distance is then longer than sinks + top + window + block, so a model can go on behind the context
+that it was trained with.
+
 The search itself is in runtime/kernels/cpu/select.h, and in torch in runtime/cache/key_tables.py."""
 
 from dataclasses import dataclass, fields, replace
@@ -14,6 +19,7 @@ from typing import Self
 from sparkinfer.errors import SparkinferError
 
 SUMMARIES = ("mean", "bounds")
+POSITIONS = ("original", "capped")
 WIDTH = 64  # rows of the tables are padded to multiples of so many values
 BLOCKS = (16, 32, 64)  # each divides a block of a cache for several texts (budget.BLOCK_LENGTH)
 MOST = 1 << 24
@@ -30,12 +36,15 @@ class KeySelection:
     top: int = 1024
     candidates: int = 4
     summary: str = "bounds"
+    positions: str = "original"
 
     def __post_init__(self) -> None:
         if self.block not in BLOCKS:
             raise SparkinferError(f"a key block of {self.block}; wanted 16, 32 or 64")
         if self.summary not in SUMMARIES:
             raise SparkinferError(f"a summary by {self.summary!r}; known: {', '.join(SUMMARIES)}")
+        if self.positions not in POSITIONS:
+            raise SparkinferError(f"positions={self.positions!r}; known: {', '.join(POSITIONS)}")
         if not 0 <= self.candidates <= 64:
             raise SparkinferError(f"candidates={self.candidates}; wanted 0 to 64")
         for name, least in (("sinks", 0), ("window", self.block), ("top", self.block)):
@@ -60,7 +69,8 @@ class KeySelection:
                     f"{part!r} in {text!r}; wanted {DEFAULT} or NAME=VALUE,... with"
                     f" {', '.join(names)}"
                 )
-            found[name] = value if name == "summary" else _whole(name, value)
+            is_word = name in ("summary", "positions")
+            found[name] = value if is_word else _whole(name, value)
         return replace(cls(), **found)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -69,6 +79,10 @@ class KeySelection:
     @property
     def is_coded(self) -> bool:
         return self.candidates > 0
+
+    @property
+    def is_capped(self) -> bool:
+        return self.positions == "capped"
 
     @property
     def longest(self) -> int:

@@ -32,10 +32,11 @@ class Attention {
           value_bytes(cache_row_bytes(s.value_kind, W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)),
           selector(step) {
         const int64_t parts =
-            parts_of(selector.is_on() ? selector.longest() : s.context_length) * H;
+            (parts_of(selector.is_on() ? selector.longest() : s.context_length) + selector.is_capped()) * H;
         const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
         rows_at_once = std::min(s.max_rows, std::max<int64_t>(1, fitting));
         query = arena.take<float>(rows_at_once * H * padded);
+        far_query = arena.take<float>(selector.is_capped() ? rows_at_once * H * padded : 0);
         top = arena.take<float>(rows_at_once * parts);
         total = arena.take<float>(rows_at_once * parts);
         mixed = arena.take<float>(rows_at_once * parts * padded);
@@ -83,11 +84,12 @@ class Attention {
     // Rows of one sequence at positions that follow one another, which share keys and values.
     struct Chunk {
         int64_t begin, count, last;  // `last` position
-        int64_t num_keys;            // that it attends to
+        int64_t num_far, num_keys;   // that it attends to: of these, far ones with capped positions
+        int64_t base;                // what capped positions are counted from
         bool is_selected;            // its only row attends to some positions alone
         int64_t unit;                // the first of its pieces of work
 
-        int64_t parts() const { return parts_of(num_keys); }
+        int64_t parts() const { return parts_of(num_far) + parts_of(num_keys - num_far); }
     };
 
     // From the beginning of the cache to a position of the first head, in rows.
@@ -129,14 +131,17 @@ class Attention {
 
     Chunk chunk_from(int64_t t, int64_t t1, int64_t unit) const {
         const Place& place = places[t];
-        if (selector.is_on() && !selector.takes_all(place.position))
-            return {t, 1, place.position, selector.num_taken(place.position), true, unit};
+        if (selector.is_on() && !selector.takes_all(place.position)) {
+            const int64_t far = selector.is_capped() ? s.select.sinks + s.select.top : 0;
+            return {t, 1, place.position, far, selector.num_taken(place.position),
+                    selector.window_begin(place.position), true, unit};
+        }
         int64_t n = 1;
         while (t + n < t1 && n < chunk_rows && places[t + n].sequence == place.sequence &&
                (!selector.is_on() || selector.takes_all(places[t + n].position)))
             ++n;
         const int64_t last = places[t + n - 1].position;
-        return {t, n, last, last + 1, false, unit};
+        return {t, n, last, 0, last + 1, 0, false, unit};
     }
 
     void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
@@ -156,7 +161,8 @@ class Attention {
             for (int64_t u = u0; searches && u < u1; ++u) {
                 const Chunk& c = chunk[u / K];
                 if (!c.is_selected) continue;
-                const float* own = query + ((c.begin - t0) * H + u % K * G) * padded;
+                const float* own = (selector.is_capped() ? far_query : query) +
+                                   ((c.begin - t0) * H + u % K * G) * padded;
                 selector.choose(l, c.begin - t0, places[c.begin].sequence, c.last, u % K, own, padded);
             }
         });
@@ -185,6 +191,11 @@ class Attention {
                 for (int64_t g = 0; g < G; ++g, to += padded) {
                     std::copy_n(qkv + (c.begin + r) * stride + (k * G + g) * W, W, to);
                     std::fill_n(to + W, padded - W, 0.0f);
+                    if (!selector.is_capped()) continue;
+                    float* far = far_query + (to - query);
+                    std::copy_n(to, padded, far);
+                    selector.turn(to, places[c.begin + r].position - c.base);
+                    if (c.is_selected) selector.turn(far, s.select.window);
                 }
     }
 
@@ -194,13 +205,16 @@ class Attention {
     }
 
     void attend(const SparkLayer& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
-        const int64_t begin = part * PART, at = sums_at(c, kv_head, part, t0);
+        const int64_t at = sums_at(c, kv_head, part, t0), far_parts = parts_of(c.num_far);
+        const bool is_far = part < far_parts;
+        const int64_t begin = is_far ? part * PART : c.num_far + (part - far_parts) * PART;
         const int64_t length = s.table.block_length;
         const int64_t run = c.is_selected ? PART : std::min(length, PART);
         static thread_local std::vector<float> score;
         std::array<const uint8_t*, PART / LEAST_BLOCK> key, value;
         std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count;
-        const int64_t n = std::min(PART, c.num_keys - begin), queries = c.count * G;
+        const int64_t n = std::min(PART, (is_far ? c.num_far : c.num_keys) - begin);
+        const int64_t queries = c.count * G;
         if (c.is_selected)
             gather(l, places[c.begin].sequence, kv_head, selector.of(c.begin - t0, kv_head) + begin, n,
                    key[0], value[0]);
@@ -217,13 +231,32 @@ class Attention {
         AttendPart a;
         a.key = key.data(), a.value = value.data(), a.run = run;
         a.key_bytes = key_bytes, a.value_bytes = value_bytes;
+        const bool is_turned = selector.is_capped() && !is_far;
+        if (is_turned) {
+            const int64_t first = c.is_selected ? c.base + begin - c.num_far : begin;
+            turn_keys(first - c.base, run, n, key.data());
+            a.key_bytes = W * sizeof(float);
+        }
         a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
-        a.query = query + ((c.begin - t0) * H + kv_head * queries) * padded;
+        a.query = (is_far ? far_query : query) + ((c.begin - t0) * H + kv_head * queries) * padded;
         a.scale = 1.0f / std::sqrt(static_cast<float>(W));
         a.score = score.data();
         a.top = top + at, a.total = total + at, a.out = mixed + at * padded;
-        kernels().weigh_keys[s.key_kind](a);
+        kernels().weigh_keys[is_turned ? KIND_F32 : s.key_kind](a);
         kernels().mix_values[s.value_kind](a);
+    }
+
+    // n keys in runs, at positions that follow one another from `first` on, become f32 ones that are turned.
+    void turn_keys(int64_t first, int64_t run, int64_t n, const uint8_t** key) const {
+        static thread_local std::vector<float> turned;
+        if (turned.size() < static_cast<size_t>(PART * W)) turned.resize(PART * W);
+        for (int64_t i = 0; i * run < n; ++i) {
+            const int64_t rows = std::min(run, n - i * run);
+            float* to = turned.data() + i * run * W;
+            kernels().unpack_rows[s.key_kind]({key[i], key_bytes, W, nullptr, rows}, to, 0, rows);
+            for (int64_t r = 0; r < rows; ++r) selector.turn(to + r * W, first + i * run + r);
+            key[i] = reinterpret_cast<const uint8_t*>(to);
+        }
     }
 
     // Keys and values at n positions, one after the other: where they lie so, or copies.
@@ -278,7 +311,7 @@ class Attention {
     const SparkStep& s;
     const int64_t W, H, K, G, padded, key_bytes, value_bytes, chunk_rows;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // parts that the rows at hand have at most
-    float *query, *top, *total, *mixed;
+    float *query, *far_query, *top, *total, *mixed;
     Selector selector;
     std::array<Place, MAX_ROWS> places;
     std::array<Place, MAX_STEP_ROWS> copies;

@@ -47,6 +47,13 @@ class Selector {
     }
 
     bool is_on() const { return rule.block > 0; }
+    bool is_capped() const { return rule.cos != nullptr; }
+
+    // Turns a head to a position among the capped ones.
+    void turn(float* head, int64_t position) const {
+        const int64_t at = position * (W / 2);
+        rotate(head, rule.cos + at, rule.sin + at, W, s.is_adjacent);
+    }
 
     // Positions that a token attends to at most.
     int64_t longest() const {

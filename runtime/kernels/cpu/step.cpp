@@ -206,7 +206,7 @@ class Step {
     }
 
     void turn() {
-        if (!s.frequency) return;
+        if (!s.frequency || s.select.cos) return;
         const int64_t W = s.head_width;
         rows(100 * W, [&](int64_t t) {
             for (int64_t i = 0; i < W / 2; ++i) {
@@ -322,7 +322,8 @@ class Step {
                 float* head = values + h * W;
                 const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
                 if (norm.weight) apply(norm, s.epsilon, head, W, head);
-                if (s.frequency) rotate(head, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
+                if (s.frequency && !s.select.cos)
+                    rotate(head, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
                 if (s.is_key_rotated) turn_by_hadamard(head, W);
             }
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
@@ -463,6 +464,7 @@ bool fits(const SparkSelect& c, const SparkStep& s) {
         return false;
     if (c.sinks % c.block || c.window % c.block || c.top % c.block) return false;
     if (c.summary != SUMMARY_MEAN && c.summary != SUMMARY_BOUNDS) return false;
+    if (c.cos && (!c.sin || !s.frequency || s.is_key_rotated)) return false;
     if (s.table.blocks_per_sequence > 1 && s.table.block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
         const SparkLayer& l = s.layer[i];

@@ -71,6 +71,10 @@ struct SparkSelect {
     int64_t sinks, window, top;
     int64_t candidates;  // keys are searched by their codes among so many times `top`
     int32_t summary, is_coded;  // not coded: the best blocks are taken whole
+    // Capped positions: keys are kept as they are before the rotary embedding. Those of the window are
+    // turned to their distances from its beginning, and all before it are `window` positions away
+    // (InfLLM, Xiao et al. 2024, arXiv 2402.04617). Null: original positions.
+    const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
 
 struct SparkLayer {

@@ -118,7 +118,9 @@ def serve(
         use_threads(threads)
         say(f"{model}: loading")
         if not is_single:
-            _check_memory(model, context_length, num_places)
+            _check_memory(
+                model, context_length, num_places, (cache_type_k, cache_type_v, kv_offload)
+            )
         engine = Engine.load(
             model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
             thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
@@ -159,22 +161,30 @@ def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> 
     return "several texts run on the CPU alone so far" if is_cuda or cpu_ffn else None
 
 
-def _check_memory(model: Path, context_length: int | None, num_places: int) -> None:
+def _check_memory(
+    model: Path,
+    context_length: int | None,
+    num_places: int,
+    cache: tuple[str | None, str | None, str | None],
+) -> None:
     """Checked before the model is loaded: its cache is zeros, which torch writes, so all of it is
     taken then."""
     import torch
 
     from sparkinfer.model_file import ModelFile
-    from sparkinfer.runtime.engine_options import bytes_by_role_of, context_of
+    from sparkinfer.runtime.engine_options import bytes_by_role_of, cache_types_of, context_of
     from sparkinfer.system_memory import free_memory_bytes
 
     file, device = ModelFile.load(model), torch.device("cpu")
-    context_length = context_of(file, None, context_length)
-    items = bytes_by_role_of(file.row_major, None, context_length, device, num_sequences=num_places)
-    cache, free = items["cpu"]["kv_cache"], free_memory_bytes()
-    if cache > free:
+    types = cache_types_of(file.row_major, *cache, None, device)
+    context_length = context_of(file, None, context_length, types.selection)
+    items = bytes_by_role_of(
+        file.row_major, None, context_length, device, num_sequences=num_places, cache_types=types
+    )
+    wanted, free = items["cpu"]["kv_cache"], free_memory_bytes()
+    if wanted > free:
         raise SparkinferError(
-            f"the texts' cache takes {format_bytes(cache)}, and {format_bytes(free)} are free;"
+            f"the texts' cache takes {format_bytes(wanted)}, and {format_bytes(free)} are free;"
             " give a smaller --context, --parallel or --kept"
         )
 

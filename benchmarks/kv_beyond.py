@@ -1,0 +1,106 @@
+"""A model far behind the context that it was trained with: perplexity of the second half of long texts.
+
+    python benchmarks/kv_beyond.py MODEL TEXT [--tokens 16384] [--texts 3]
+
+In the window: every token is predicted from half a context to a whole one of tokens before it, as the
+model was trained. The others go through the text once, with capped positions: a window and the first
+tokens alone (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453; `top` is the least that there can be, one
+block), and with keys that are searched for in all of the text. All read no more positions than the
+context has."""
+
+import argparse
+import json
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, processor, slug
+
+from sparkinfer import Engine
+from sparkinfer.files import partial_file
+
+
+def ways_of(context: int) -> dict[str, str]:
+    """Sizes of which sinks, window, top and block are the context."""
+    common = "block=16,sinks=16,positions=capped"
+    return {
+        "window": f"{common},window={context - 48},top=16",
+        "half window, half searched for": f"{common},window={context // 2},top={context // 2 - 32}",
+        "three quarters window": f"{common},window={context * 3 // 4},top={context // 4 - 32}",
+    }
+
+
+def loss_of(logits_TV: torch.Tensor, next_T: torch.Tensor) -> torch.Tensor:
+    return -logits_TV.log_softmax(dim=-1).gather(1, next_T[:, None])[:, 0].double()
+
+
+def in_window(engine: Engine, ids: list[int], context: int) -> torch.Tensor:
+    """Losses of the tokens from half a context on."""
+    half, losses = context // 2, []
+    for start in range(0, len(ids) - context + 1, half):
+        logits_TV = engine.logits(ids[start : start + context])[half - 1 : -1]
+        losses.append(loss_of(logits_TV, torch.tensor(ids[start + half : start + context])))
+    return torch.cat(losses)
+
+
+def through(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """Losses of all tokens but the first, of one text."""
+    losses = []
+    with engine.sequence() as text:
+        for start in range(0, len(ids), 512):
+            piece = ids[start : start + 512]
+            following = torch.tensor(ids[start + 1 : start + 1 + len(piece)])
+            logits_TV = text.extend(piece, "all")[: len(following)]
+            losses.append(loss_of(logits_TV, following))
+    return torch.cat(losses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    half = arguments.tokens // 2
+    with Engine.load(arguments.model, mode="dense", device="cpu") as engine:
+        context = engine.context_length
+        ids = engine.codec.encode(arguments.text.read_text())
+        texts = list(torch.tensor(ids).split(arguments.tokens))[: arguments.texts]
+        assert len(texts[-1]) == arguments.tokens, f"{arguments.text}: {len(ids)} tokens"
+        losses = [
+            in_window(engine, text.tolist(), context)[half - context // 2 :] for text in texts
+        ]
+    means = {"in the window": torch.cat(losses).mean().item()}
+    ways = ways_of(context)
+    for name, sizes in ways.items():
+        with Engine.load(
+            arguments.model, mode="dense", device="cpu", context_length=arguments.tokens,
+            kv_offload=sizes,
+        ) as engine:  # fmt: skip
+            losses = [through(engine, text.tolist())[half - 1 :] for text in texts]
+        means[name] = torch.cat(losses).mean().item()
+    found: dict[str, Any] = {}
+    for name, mean in means.items():
+        ratio = math.exp(mean - means["in the window"])
+        found[name] = {"selection": ways.get(name), "perplexity": math.exp(mean), "times": ratio}
+        print(f"{name:32} perplexity {math.exp(mean):.3f}, {ratio:.3f}x")
+    result = {
+        "benchmark": "kv-beyond", "model": arguments.model.stem, "machine": machine(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"), "context": context,
+        "tokens": arguments.tokens, "texts": len(texts), "ways": found,
+    }  # fmt: skip
+    folder = Path(__file__).parent / "results"
+    output = arguments.output or folder / f"kv-beyond-{slug(processor())}.json"
+    with partial_file(output) as partial:
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()
