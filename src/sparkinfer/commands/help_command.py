@@ -11,7 +11,7 @@ COMPLETE_VARIABLE = "_SPARKINFER_COMPLETE"  # click's for a program of this name
 SHELLS = ("bash", "zsh", "fish")
 INSTALL = """\b
 bash: sparkinfer completion bash > ~/.local/share/bash-completion/completions/sparkinfer
-zsh:  sparkinfer completion zsh > a file named _sparkinfer in a folder of $fpath
+zsh:  sparkinfer completion zsh > ~/.zfunc/_sparkinfer   (in a folder of $fpath)
 fish: sparkinfer completion fish > ~/.config/fish/completions/sparkinfer.fish"""
 
 
