@@ -154,8 +154,9 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
     own = source.own or (None if source.own_type in LARGE else source.draft(None))
     kinds: list[Outtype | None] = [None] if own is not None else []
     kinds += [kind for kind in BY_QUALITY if own is None or kind != source.own_type]
-    sizes = {kind: _bytes_as(source, own, kind, wishes) for kind in kinds[:2]}
-    for limit, place in ((sum(room.gpus[:1]), "VRAM"), (room.main + sum(room.gpus), "memory")):
+    sizes: dict[Outtype | None, int] = {}  # reading all headers again takes seconds for each type
+    limits = [(room.main + sum(room.gpus), "memory")]
+    for limit, place in ([(room.gpus[0], "VRAM")] if room.gpus else []) + limits:
         for kind in kinds:
             if kind not in sizes:
                 sizes[kind] = _bytes_as(source, own, kind, wishes)

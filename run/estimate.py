@@ -131,11 +131,33 @@ def tokens_for(job: Job, tokens_per_s: float) -> int | None:
     return allowed[0] if allowed else TOKENS[-1]
 
 
+def _is_hopeless(job: Job) -> bool:
+    """Whether even a look would take long, and what it is for surely too long: nobody has asked for
+    predictors, and the fewest tokens to train them on would take twice what patience allows."""
+    choice = job.choice
+    if choice.predictors is not None or choice.budgets or job.wishes.tokens is not None:
+        return False
+    if job.cache.find("look", look_key(job)) is not None:
+        return False
+    return TOKENS[-1] * TRAIN_FACTOR / count_per_s(job) > 2 * PATIENCE_S
+
+
+def too_long(per_s: float) -> str:
+    """Why there are no predictors."""
+    return (
+        f"mode exact: predictors would take {words(TOKENS[-1] * TRAIN_FACTOR / per_s)} here (some"
+        f" {per_s:,.0f} tokens are counted a second); --mode predicted trains them all the same"
+    )
+
+
 def count_per_s(job: Job) -> float:
     """Tokens a second that a profile without training counts."""
     stored = job.rates.stored.get("count")
     if stored is None:
-        stored = COUNT_SHARE * matmul_flops(device_here(job))
+        device = device_here(job)
+        if (name := f"matmul on {device.type}") not in job.rates.stored:
+            job.rates.note(name, matmul_flops(device))
+        stored = COUNT_SHARE * job.rates.stored[name]
     return stored / flop_per_token(job.choice.model)
 
 
@@ -159,7 +181,11 @@ def verify_seconds(job: Job) -> float:
 
 
 def decided(job: Job, is_verified: bool | None) -> Job:
-    """With the verification that was asked for; where nobody said, one that is not long."""
+    """With the verification that was asked for, or one that is not long; and without predictors where
+    they would take too long."""
+    if _is_hopeless(job):
+        job.say(too_long(count_per_s(job)))
+        job = replace(job, choice=replace(job.choice, predictors=False))
     is_there = not job.choice.is_converted or job.cache.find("model", model_key(job)) is not None
     if is_verified is None and not is_there:
         seconds = verify_seconds(job)

@@ -15,7 +15,15 @@ from sparkinfer.mode_quality import RunMode
 from sparkinfer.run import stages
 from sparkinfer.run.cache_folder import Cache, Entry
 from sparkinfer.run.choice import Choice, Wishes, choose, room_here, worth
-from sparkinfer.run.estimate import Estimate, decided, estimate, expected_tokens, tokens_for, words
+from sparkinfer.run.estimate import (
+    Estimate,
+    decided,
+    estimate,
+    expected_tokens,
+    tokens_for,
+    too_long,
+    words,
+)
 from sparkinfer.run.rates import Rates
 from sparkinfer.run.source import Source
 from sparkinfer.run.stages import Job
@@ -195,10 +203,7 @@ def _tokens(job: Job, look: Entry) -> int | None:
         if not is_worth:
             return None
     if tokens is None:
-        job.say(
-            f"mode exact: predictors would take more than a quarter of an hour ({per_s:,.0f} tokens"
-            " are counted a second); --mode predicted trains them all the same"
-        )
+        job.say(too_long(per_s))
     return tokens
 
 

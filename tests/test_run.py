@@ -633,12 +633,24 @@ def test_patience_says_how_many_tokens(relu):
     assert estimate.tokens_for(job_of(relu, tokens=77), 1.0) == 77
 
 
+def test_a_look_that_would_only_say_no_is_left_out(capsys, relu, monkeypatch):
+    monkeypatch.setattr("sparkinfer.run.estimate.matmul_flops", lambda device: 1e6)
+    assert main(["run", str(relu), "-p", "the", "-n", "1", "--no-verify"]) == 0
+    shown = capsys.readouterr().err
+    assert (
+        "mode exact: predictors would take about" in shown
+        and "look" not in shown.split("stage")[-1]
+    )
+    assert main(["run", str(relu), "--dry-run", "--mode", "predicted"]) == 0
+    assert "look about" in capsys.readouterr().err
+
+
 def test_rates_are_kept_for_the_next_time(relu):
     job = job_of(relu)
     job.rates.note("count", 5.0)
     assert job_of(relu).rates.stored["count"] == 5.0
     job.rates.path.write_text("{")
-    assert job_of(relu).rates.stored == {}
+    assert "count" not in job_of(relu).rates.stored
 
 
 @pytest.mark.parametrize("seconds, text", [
