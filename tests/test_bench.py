@@ -1,30 +1,25 @@
-"""bench: its bytes against the file's tensor table, its parts against the clock, its refusals."""
+"""bench: its bytes against the file's tensor table, its parts against the clock, its report."""
 
 import json
-import stat
 import statistics
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from bench_fixtures import config_of, needs_kernels
 from gguf import GGUFReader
-from models import byte_level_keys, decided_predictors, make_model, make_shape
-from test_runtime import make_split
+from models import make_model, make_shape
 
 from sparkinfer.bench.bench import bench
-from sparkinfer.bench.config import BenchConfig, BenchTest
+from sparkinfer.bench.config import BenchTest
 from sparkinfer.bench.fields import to_json
 from sparkinfer.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
 from sparkinfer.bench.result import Times
-from sparkinfer.bench.rival import located, program_of
 from sparkinfer.bench.runner import Runner
 from sparkinfer.bench.step_bytes import step_bytes
 from sparkinfer.bench.tables import lines_of, markdown_of
-from sparkinfer.cli import main
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
@@ -32,42 +27,8 @@ from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.step.step_times import PARTS, timed_parts
 from sparkinfer.split_file import Split
 
-needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the C++ kernels")
-FAKES = Path(__file__).parent / "bench_fakes"
-
-
-@pytest.fixture(autouse=True)
-def quiet(restore_library):
-    """The number of threads is put back, torch's too."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """A model with predictors and one without, in q8_0, and a plan of the first."""
-    folder = tmp_path_factory.mktemp("bench")
-    shape = make_shape(num_layers=3, num_neurons=96, context_length=64, vocab_size=300)
-    model = make_model(shape=shape, kind="q8_0", predictor_rank=32, extra_keys=byte_level_keys()[0])
-    model.tensors.update(decided_predictors(3, 96))
-    model.save(folder / "predicted.gguf")
-    make_model(shape=shape, kind="q8_0", is_tied=True, seed=1).save(folder / "dense.gguf")
-    hot = [np.arange(40), np.zeros(0), np.arange(96)]
-    dense = (True, False, True)
-    make_split(model, hot, dense_on_gpu=dense, context_length=32).save(folder / "plan.gguf")
-    return folder
-
-
-def config_of(path: Path, **options) -> BenchConfig:
-    given = {"prompt_lengths": (5,), "gen_lengths": (4,), "repetitions": 2, "threads": 1}
-    return BenchConfig(model=path, **given | options)
-
-
-@pytest.fixture
-def small_buffer(monkeypatch):
-    """Bandwidth of next to nothing, which takes no time."""
-    monkeypatch.setattr("sparkinfer.bench.bandwidth.buffer_bytes", lambda: 1 << 20)
+pytest_plugins = ("bench_fixtures",)
+pytestmark = pytest.mark.usefixtures("threads_put_back")
 
 
 def sample_of(engine: Engine, test: BenchTest):
@@ -100,26 +61,26 @@ def by_hand(path: Path, start: int, count: int) -> float:
 @needs_kernels
 @pytest.mark.parametrize("name", ["dense.gguf", "predicted.gguf"])
 @pytest.mark.parametrize("depth", [0, 9])
-def test_bytes_are_those_of_the_tensor_table(paths, name, depth):
-    with Engine.load(paths / name, mode="dense", device="cpu") as engine:
+def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
+    with Engine.load(bench_files / name, mode="dense", device="cpu") as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6, depth=depth))
         read = step_bytes(engine, None, sample.steps)
-    assert read.total == by_hand(paths / name, depth, 6)
-    assert read.total != by_hand(paths / name, depth, 5)
+    assert read.total == by_hand(bench_files / name, depth, 6)
+    assert read.total != by_hand(bench_files / name, depth, 5)
     assert read.by_role == {"cpu": read.total}
 
 
 @needs_kernels
-def test_a_plan_divides_the_bytes(paths):
+def test_a_plan_divides_the_bytes(bench_files):
     """All of them, each on its side: hot neurons and what of the dense blocks is on the GPU."""
-    plan = Split.load(paths / "plan.gguf")
+    plan = Split.load(bench_files / "plan.gguf")
     with Engine.load(
-        paths / "predicted.gguf", paths / "plan.gguf", device="cpu", mode="dense"
+        bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
     ) as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6))
         read = step_bytes(engine, plan, sample.steps)
         neuron = 3 * engine.model.tensors["blk.0.ffn_gate.weight"].row_bytes
-    assert read.total == by_hand(paths / "predicted.gguf", 0, 6)
+    assert read.total == by_hand(bench_files / "predicted.gguf", 0, 6)
     assert read.of_part(HOT) == (40 + 0 + 96) * neuron
     assert read.of_part(COLD) == (56 + 96 + 0) * neuron and not read.of_part(NEURONS)
     assert read.by_part[HOT, "gpu"] == read.of_part(HOT)
@@ -128,8 +89,8 @@ def test_a_plan_divides_the_bytes(paths):
 
 
 @needs_kernels
-def test_a_sparse_step_reads_less_and_its_predictors(paths):
-    with Engine.load(paths / "predicted.gguf", mode="predicted", device="cpu") as engine:
+def test_a_sparse_step_reads_less_and_its_predictors(bench_files):
+    with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6))
         read = step_bytes(engine, None, sample.steps)
         sizes = {n: e.num_bytes for n, e in engine.model.tensors.items()}
@@ -144,11 +105,11 @@ def test_a_sparse_step_reads_less_and_its_predictors(paths):
 
 
 @needs_kernels
-def test_shapes_say_what_a_gpu_reads(paths):
+def test_shapes_say_what_a_gpu_reads(bench_files):
     """What follows from shapes where nothing is counted is what the CPU counts for the same plan."""
-    plan = Split.load(paths / "plan.gguf")
+    plan = Split.load(bench_files / "plan.gguf")
     with Engine.load(
-        paths / "predicted.gguf", paths / "plan.gguf", device="cpu", mode="dense"
+        bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
     ) as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6))
         counted = step_bytes(engine, plan, sample.steps)
@@ -165,10 +126,10 @@ def test_shapes_say_what_a_gpu_reads(paths):
 
 @needs_kernels
 @pytest.mark.parametrize("depth, is_known", [(26, True), (27, False)])
-def test_a_selection_of_keys_leaves_no_limit(paths, small_buffer, depth, is_known):
+def test_a_selection_of_keys_leaves_no_limit(bench_files, small_buffer, depth, is_known):
     """A text of up to sinks, window and top positions is read whole."""
     config = config_of(
-        paths / "dense.gguf", device="cpu", depths=(depth,), prompt_lengths=(0,), gen_lengths=(6,),
+        bench_files / "dense.gguf", device="cpu", depths=(depth,), prompt_lengths=(0,), gen_lengths=(6,),
         kv_offload="block=16,sinks=0,window=16,top=16",
     )  # fmt: skip
     report = bench(config)
@@ -176,11 +137,15 @@ def test_a_selection_of_keys_leaves_no_limit(paths, small_buffer, depth, is_know
     assert is_known or any("there is no limit" in line for line in lines_of(report))
 
 
-def test_without_the_kernels_bytes_are_known_and_parts_are_not(paths, monkeypatch, small_buffer):
+def test_without_the_kernels_bytes_are_known_and_parts_are_not(
+    bench_files, monkeypatch, small_buffer
+):
     monkeypatch.setattr(library, "_lib", None)
-    report = bench(config_of(paths / "dense.gguf", mode="dense", device="cpu", gen_lengths=(6,)))
+    report = bench(
+        config_of(bench_files / "dense.gguf", mode="dense", device="cpu", gen_lengths=(6,))
+    )
     text = report.results[1]
-    assert text.limit.bytes_a_token == by_hand(paths / "dense.gguf", 0, 6)
+    assert text.limit.bytes_a_token == by_hand(bench_files / "dense.gguf", 0, 6)
     assert report.parts_missing and all(part.ns is None for part in text.parts)
     assert any("not measured by part" in line for line in lines_of(report))
 
@@ -189,8 +154,8 @@ def test_without_the_kernels_bytes_are_known_and_parts_are_not(paths, monkeypatc
 
 
 @needs_kernels
-def test_times_change_no_bit_and_the_bytes_are_the_traffic(paths):
-    with Engine.load(paths / "predicted.gguf", mode="predicted", device="cpu") as engine:
+def test_times_change_no_bit_and_the_bytes_are_the_traffic(bench_files):
+    with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         plain = [engine.logits([5, 9, 11]), engine.logits([3])]
         before = engine.traffic.total + engine.traffic.attention
         with timed_parts(engine._live.native) as counts:
@@ -230,9 +195,11 @@ def test_parts_are_the_time_of_the_native_call(monkeypatch, tmp_path):
 
 @needs_kernels
 @pytest.mark.parametrize("kind", ["pp", "tg"])
-def test_parts_sum_to_the_run(paths, kind):
-    plan = Split.load(paths / "plan.gguf")
-    with Engine.load(paths / "predicted.gguf", paths / "plan.gguf", device="cpu") as engine:
+def test_parts_sum_to_the_run(bench_files, kind):
+    plan = Split.load(bench_files / "plan.gguf")
+    with Engine.load(
+        bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu"
+    ) as engine:
         sample = sample_of(engine, BenchTest(kind=kind, length=6, depth=3))
     parts = part_ns(sample.steps.counts_LP2, plan, sample.ns)
     assert sum(parts.values()) == sample.ns and min(parts.values()) > 0
@@ -250,9 +217,11 @@ LLAMA_BENCH = (
 
 
 @needs_kernels
-def test_the_report(paths, small_buffer):
+def test_the_report(bench_files, small_buffer):
     heard = []
-    config = config_of(paths / "predicted.gguf", depths=(7, 0), mode="predicted", device="cpu")
+    config = config_of(
+        bench_files / "predicted.gguf", depths=(7, 0), mode="predicted", device="cpu"
+    )
     report = bench(config, heard.append)
     assert sum(heard) == config.num_runs == 4 * 3
     names = [result.test.name for result in report.results]
@@ -263,7 +232,7 @@ def test_the_report(paths, small_buffer):
         assert len(test["samples_ns"]) == 2 and test["n_depth"] == result.test.depth
         assert test["avg_ts"] == pytest.approx(statistics.mean(test["samples_ts"]))
         assert test["model_size"] == sum(
-            int(t.n_bytes) for t in GGUFReader(paths / "predicted.gguf").tensors
+            int(t.n_bytes) for t in GGUFReader(bench_files / "predicted.gguf").tensors
         )
         assert sum(part["share"] or 0 for part in test["parts"]) == pytest.approx(1)
         is_text = test["n_gen"] > 0
@@ -281,9 +250,9 @@ def test_the_report(paths, small_buffer):
 
 @needs_kernels
 @pytest.mark.parametrize("load, is_noted", [(0.4, False), (7.5, True), (None, False)])
-def test_a_busy_machine_is_noted(paths, small_buffer, monkeypatch, load, is_noted):
+def test_a_busy_machine_is_noted(bench_files, small_buffer, monkeypatch, load, is_noted):
     monkeypatch.setattr("sparkinfer.bench.bench.load_now", lambda: load)
-    report = bench(config_of(paths / "dense.gguf", device="cpu", repetitions=1))
+    report = bench(config_of(bench_files / "dense.gguf", device="cpu", repetitions=1))
     assert to_json(report)["load_before"] == load
     assert any("busy before the start: 7.5" in note for note in report.notes) == is_noted
 
@@ -297,177 +266,13 @@ def test_medians_and_spread():
 
 
 @needs_kernels
-def test_the_text_gives_the_tokens(paths, tmp_path, small_buffer):
+def test_the_text_gives_the_tokens(bench_files, tmp_path, small_buffer):
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 4)
-    report = bench(config_of(paths / "predicted.gguf", text=text, mode="predicted", device="cpu"))
+    report = bench(
+        config_of(bench_files / "predicted.gguf", text=text, mode="predicted", device="cpu")
+    )
     assert not any("random" in note for note in report.notes)
     text.write_text("abc")
     with pytest.raises(SparkinferError, match="has 3 tokens, the longest test takes 5"):
-        bench(config_of(paths / "predicted.gguf", text=text, device="cpu"))
-
-
-# ---- llama.cpp ----------------------------------------------------------------------------------
-
-FAKE_PYTHON = """#!{python}
-import json, sys
-if sys.argv[1] == "--version":
-    print("Python 3.99"); sys.exit()
-asked = json.loads(sys.argv[3])
-{first}
-for line in sys.stdin:
-    do = json.loads(line)
-    print(json.dumps({{"ns": 1000 * len(do["ids"])}} if do["do"] != "depth" else {{}}), flush=True)
-"""
-ABOUT = "print(json.dumps({'tool': 'fake', 'vocab_size': %d, 'model_n_params': 9}), flush=True)"
-FAKE_BENCH = """#!{python}
-import json, sys
-if sys.argv[1] == "--version":
-    sys.exit("error: invalid parameter")
-if sys.argv[1] == "--help":
-    print("usage: -p, --n-prompt <n>"); sys.exit()
-asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-assert asked["-ngl"] == "0" and asked["-r"] == "1" and asked["-o"] == "json", asked
-n = int(asked["-p"]) + int(asked["-n"])
-{first}
-print(json.dumps([{{"build_number": 77, "samples_ns": [1000 * n]}}]))
-"""
-
-
-def program(folder: Path, text: str, first: str = "") -> Path:
-    path = folder / "program"
-    path.write_text(text.format(python=sys.executable, first=first))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
-@needs_kernels
-@pytest.mark.parametrize("text, first", [(FAKE_PYTHON, ABOUT % 300), (FAKE_BENCH, "")])
-def test_a_comparison(paths, tmp_path, small_buffer, text, first):
-    """With programs that answer as the real ones do: 1 us a token."""
-    config = config_of(
-        paths / "dense.gguf", device="cpu", depths=(0, 3), repetitions=3,
-        compare=program(tmp_path, text, first), compare_model=paths / "dense.gguf",
-    )  # fmt: skip
-    report = bench(config)
-    for result in report.results:
-        assert result.theirs.samples_ns == (1000 * result.test.length,) * 3
-        assert result.ratios == tuple(
-            theirs / ours
-            for ours, theirs in zip(result.ours.samples_ns, result.theirs.samples_ns, strict=True)
-        )
-        assert result.ratio == statistics.median(result.ratios)
-    content = to_json(report)
-    assert content["compare"]["tool"] == report.rival.tool
-    assert content["tests"][0]["llamacpp"]["samples_ts"] == pytest.approx([1e6] * 3)
-    assert len(markdown_of(report).splitlines()) == 2 + 2 * 4
-    assert any("in rounds" in line for line in lines_of(report))
-    if text is FAKE_PYTHON:
-        assert any("two models" in note for note in report.notes)
-
-
-@pytest.mark.parametrize("text, first, words", [
-    (FAKE_PYTHON, "print(json.dumps({'error': 'it has no llama_cpp (x)'})); sys.exit()",
-     "it has no llama_cpp .*pip install"),
-    (FAKE_PYTHON, "print(json.dumps({'error': 'it cannot load the model', 'log': ['bad magic']}))",
-     r"cannot load the model .*\(bad magic\).*--compare-model"),
-    (FAKE_PYTHON, "sys.exit('ended')", r"ended in the middle \(code 1\): ended"),
-    (FAKE_PYTHON, ABOUT % 299, "has 299 tokens in llama.cpp.*another model"),
-    (FAKE_BENCH, "sys.exit('error: no such model')", "cannot measure tg1 .*no such model"),
-    (FAKE_BENCH, "print('[]'); sys.exit()", "cannot measure"),
-    (FAKE_BENCH, "print(json.dumps([{}])); sys.exit()", "says no samples_ns"),
-    ("#!{python}\nprint('hello')\n{first}", "", "neither a Python nor a llama-bench"),
-])  # fmt: skip
-def test_a_rival_that_cannot_be_used_is_refused(paths, tmp_path, small_buffer, text, first, words):
-    config = config_of(
-        paths / "dense.gguf", device="cpu",
-        compare=program(tmp_path, text, first), compare_model=paths / "dense.gguf",
-    )  # fmt: skip
-    with pytest.raises(SparkinferError, match=words):
-        bench(config)
-
-
-def test_a_program_is_found_by_its_name(tmp_path, monkeypatch):
-    path = program(tmp_path, FAKE_BENCH)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert located(Path("program")) == located(path) == path
-    assert program_of(Path("program")) == "llama-bench"
-    assert located(Path("nothing")) == Path("nothing").absolute()
-
-
-def test_this_python_has_no_llama_cpp(paths, tmp_path):
-    """The worker itself, in an interpreter that is there."""
-    config = config_of(
-        paths / "dense.gguf", device="cpu",
-        compare=Path(sys.executable), compare_model=paths / "dense.gguf",
-    )  # fmt: skip
-    with pytest.raises(SparkinferError, match=r"it has no llama_cpp \(No module named"):
-        bench(config)
-
-
-# ---- what is refused ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options, words", [
-    ("-p 0 -n 0", "nothing to measure"),
-    ("-p -1", "-p is -1"),
-    ("-p 4 -d -2", "-d is -2"),
-    ("-n 99999999", "-n is 99999999"),
-    ("-p 65", "pp65 takes 65 tokens, the model has a context of 64"),
-    ("-n 4 -p 0 -d 61", "tg4 @ d61 takes 65 tokens"),
-    ("-r 0", "-r is 0"),
-    ("-p 4 -n 4 -t 0", "--threads is 0"),
-    ("-p 4 -n 4 --max-loss nan", "loss of nan"),
-    ("--seed -1", "seed is -1"),
-    ("--compare-model x", "nothing to compare with"),
-    ("-p 4 -n 4 --compare {0}/nothing", "no such file"),
-    ("-p 4 -n 4 --compare {0}", "is no program"),
-    ("-p 4 -n 4 --compare {0}/dense.gguf", "is no program"),
-    ("-p 4 -n 4 --compare {python}", "cannot load the sparse layout"),
-    ("-p 4 -n 4 --compare {python} --compare-model {0}/nothing", "no such file"),
-    ("-p 4 -n 4 --split {0}/plan.gguf", "made for model"),
-    ("-p 4 -n 4 --split {0}/dense.gguf", "not a split file"),
-    ("-p 4 -n 4 --mode predicted", "has no predictors"),
-    ("-p 4 -n 4 --device abacus", "device 'abacus'"),
-])  # fmt: skip
-def test_refusals(paths, capsys, options, words):
-    words_given = options.format(paths, python=sys.executable).split()
-    assert main(["bench", str(paths / "dense.gguf"), *words_given]) == 1
-    error = capsys.readouterr().err.strip().splitlines()
-    assert words in error[-1], error
-
-
-@pytest.mark.parametrize("options", ["-p nan", "-p 1,,2", "-n 1.5", "-r nan", "--json --md"])
-def test_usage(paths, options):
-    assert main(["bench", str(paths / "dense.gguf"), *options.split()]) == 2
-
-
-def test_a_plan_with_a_short_context(paths, small_buffer):
-    options = {"split": paths / "plan.gguf", "device": "cpu"}
-    with pytest.raises(SparkinferError, match="the plan has a context of 32, the longest .* 40"):
-        bench(config_of(paths / "predicted.gguf", prompt_lengths=(40,), **options))
-    assert bench(config_of(paths / "predicted.gguf", prompt_lengths=(32,), **options)).results
-
-
-@needs_kernels
-def test_the_command(paths, capsys, small_buffer):
-    given = [
-        "bench",
-        str(paths / "dense.gguf"),
-        "-p",
-        "4,6",
-        "-n",
-        "2",
-        "-r",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    assert main([*given, "--json"]) == 0
-    out = capsys.readouterr()
-    assert [t["test"] for t in json.loads(out.out)["tests"]] == ["pp4", "pp6", "tg2"]
-    assert main([*given, "--md"]) == 0
-    assert capsys.readouterr().out.startswith("| model ")
-    assert main(given) == 0
-    out = capsys.readouterr()
-    assert not out.out and "tokens/s" in out.err and "output head" in out.err
+        bench(config_of(bench_files / "predicted.gguf", text=text, device="cpu"))

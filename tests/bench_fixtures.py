@@ -1,0 +1,48 @@
+"""What the tests of bench have in common: two small models, a plan, and a quick bandwidth."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import byte_level_keys, decided_predictors, make_model, make_shape
+from test_runtime import make_split
+
+from sparkinfer.bench.config import BenchConfig
+from sparkinfer.runtime.kernels.cpu import library
+
+needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the C++ kernels")
+
+
+@pytest.fixture
+def threads_put_back(restore_library):
+    """The number of threads is put back, torch's too."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def bench_files(tmp_path_factory):
+    """A model with predictors and one without, in q8_0, and a plan of the first."""
+    folder = tmp_path_factory.mktemp("bench")
+    shape = make_shape(num_layers=3, num_neurons=96, context_length=64, vocab_size=300)
+    model = make_model(shape=shape, kind="q8_0", predictor_rank=32, extra_keys=byte_level_keys()[0])
+    model.tensors.update(decided_predictors(3, 96))
+    model.save(folder / "predicted.gguf")
+    make_model(shape=shape, kind="q8_0", is_tied=True, seed=1).save(folder / "dense.gguf")
+    hot = [np.arange(40), np.zeros(0), np.arange(96)]
+    dense = (True, False, True)
+    make_split(model, hot, dense_on_gpu=dense, context_length=32).save(folder / "plan.gguf")
+    return folder
+
+
+def config_of(path: Path, **options) -> BenchConfig:
+    given = {"prompt_lengths": (5,), "gen_lengths": (4,), "repetitions": 2, "threads": 1}
+    return BenchConfig(model=path, **given | options)
+
+
+@pytest.fixture
+def small_buffer(monkeypatch):
+    """Bandwidth of next to nothing, which takes no time."""
+    monkeypatch.setattr("sparkinfer.bench.bandwidth.buffer_bytes", lambda: 1 << 20)
