@@ -1,17 +1,10 @@
 """What the tests of bench have in common: two small models, a plan, and a quick bandwidth."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from models import byte_level_keys, decided_predictors, make_model, make_shape
 from test_runtime import make_split
-
-from sparkinfer.bench.config import BenchConfig
-from sparkinfer.runtime.kernels.cpu import library
-
-needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the C++ kernels")
 
 
 @pytest.fixture
@@ -35,11 +28,6 @@ def bench_files(tmp_path_factory):
     dense = (True, False, True)
     make_split(model, hot, dense_on_gpu=dense, context_length=32).save(folder / "plan.gguf")
     return folder
-
-
-def config_of(path: Path, **options) -> BenchConfig:
-    given = {"prompt_lengths": (5,), "gen_lengths": (4,), "repetitions": 2, "threads": 1}
-    return BenchConfig(model=path, **given | options)
 
 
 @pytest.fixture

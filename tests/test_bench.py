@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_fixtures import config_of, needs_kernels
+from bench_cases import config_of, needs_kernels
 from gguf import GGUFReader
 from models import make_model, make_shape
 

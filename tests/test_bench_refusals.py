@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_fixtures import config_of, needs_kernels
+from bench_cases import config_of, needs_kernels
 
 from sparkinfer.bench.bench import bench
 from sparkinfer.bench.fields import to_json

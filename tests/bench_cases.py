@@ -1,0 +1,15 @@
+"""What the tests of bench ask for; the files that they ask about are in bench_fixtures."""
+
+from pathlib import Path
+
+import pytest
+
+from sparkinfer.bench.config import BenchConfig
+from sparkinfer.runtime.kernels.cpu import library
+
+needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the C++ kernels")
+
+
+def config_of(path: Path, **options) -> BenchConfig:
+    given = {"prompt_lengths": (5,), "gen_lengths": (4,), "repetitions": 2, "threads": 1}
+    return BenchConfig(model=path, **given | options)
