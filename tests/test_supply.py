@@ -74,7 +74,8 @@ def requirements() -> list[str]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *extras["grammar"], *extras["serve"], *extras["parquet"]]
+    own = ("grammar", "serve", "parquet", "tasks")
+    return [*project["dependencies"], *(name for extra in own for name in extras[extra])]
 
 
 def imported(path: Path) -> set[str]:
