@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import random_llama
+from checkpoints import random_dejavu, random_llama
 from models import byte_level_keys, make_machine, make_model, make_shape
+from test_gguf_source import powerinfer_file
 
 from sparkinfer.cli import main
 from sparkinfer.errors import Interrupted, SparkinferError
@@ -597,6 +598,17 @@ def test_predictors_are_worth_it_where_few_neurons_fire():
     wide = make_model(shape=make_shape(num_neurons=32, vocab_size=4096), kind="f16")
     assert worth(wide, 0.05, has_plan=True)[0] and not worth(wide, 0.05, has_plan=False)[0]
     assert choice.bytes_predicted(model, 0.05) < choice.bytes_exact(model, 0.05)
+
+
+def test_powerinfers_files_are_run_as_they_are(relu, tmp_path):
+    sizes = {"num_layers": 2, "width": 32, "num_neurons": 64}
+    stages.convert(stages.ConvertConfig(source=relu, output=tmp_path / "m.gguf", outtype="f32"))
+    random_dejavu(tmp_path / "p", **sizes)
+    path = tmp_path / "m.powerinfer.gguf"
+    powerinfer_file(path, ModelFile.load(tmp_path / "m.gguf"), "llama", tmp_path / "p")
+    found = choose(look_at(path, None, tmp_path / "none.gguf"), Wishes(), Room(main=1 << 40))
+    assert not found.is_converted and found.predictors is False and not found.budgets
+    assert "the file has predictors" in found.lines[1]
 
 
 # ---- estimates ----------------------------------------------------------------------------------
