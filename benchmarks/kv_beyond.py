@@ -25,10 +25,13 @@ from sparkinfer.files import partial_file
 def ways_of(context: int) -> dict[str, str]:
     """Sizes of which sinks, window, top and block are the context."""
     common = "block=16,sinks=16,positions=capped"
+    half = f"{common},window={context // 2}"
     return {
-        "window": f"{common},window={context - 48},top=16",
-        "half window, half searched for": f"{common},window={context // 2},top={context // 2 - 32}",
-        "three quarters window": f"{common},window={context * 3 // 4},top={context // 4 - 32}",
+        "a window of the context": f"{common},window={context - 48},top=16",
+        "half a window": f"{half},top=16",
+        "half a window, and keys": f"{half},top=64",
+        "half a window, and whole blocks": f"{half},top=64,candidates=0",
+        "half a window, and as many keys": f"{half},top={context // 2 - 32}",
     }
 
 

@@ -17,6 +17,8 @@ the share, but for the sliding window, which has all of it).
     minmax N     blocks of N by the largest product that their keys' bounds allow (Quest, arXiv 2406.10774)
     codes B      every key by a code of B bits a value, turned by Hadamard's matrix first
     N > codes B  blocks of N by minmax, in four times as many as are wanted at last keys by their codes
+    N > rest     blocks of N by bounds in bytes, and what is left of a key from the middle of its block's
+                 bounds in codes of two bits: what the runtime does (sparkinfer.key_selection)
     oracle       the positions with most mass, found for nothing: no rule can do better"""
 
 import argparse
@@ -37,6 +39,7 @@ from torch import Tensor
 
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
+from sparkinfer.runtime.cache.key_tables import decode_keys, encode_keys
 from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
 from sparkinfer.runtime.model import attention
 
@@ -107,6 +110,17 @@ def codes(head: Head, bits: int) -> Score:
     return score
 
 
+def rests(head: Head, size: int) -> Score:
+    """Keys by the middle of their block's bounds and a code of the rest, as the runtime has them."""
+    blocks_BSW = blocks_of(head, size)
+    middle_B1W = (blocks_BSW.amax(dim=1) + blocks_BSW.amin(dim=1))[:, None] / 2
+    code, factor = encode_keys(turn_by_hadamard(blocks_BSW - middle_B1W))
+    level = decode_keys(code.flatten(0, 1))[:, : head.width].unflatten(0, (-1, size)) - 1.5
+    whole_NW = (middle_B1W + turn_by_hadamard(level * factor[..., None])).flatten(0, 1)
+    kept_NW = torch.cat([whole_NW, head.key_NW[len(whole_NW) :]])
+    return lambda query_GW, t: shared(query_GW @ kept_NW[:t].T, head.width)
+
+
 def blocks_of(head: Head, size: int) -> Tensor:
     """[blocks, size, W]; an incomplete last block is left out: it is in the window."""
     whole = len(head.key_NW) // size * size
@@ -173,6 +187,11 @@ def rules(head: Head) -> dict[str, Rule]:
     for bits in (1, 2):
         size = bits * width / 8 + F16
         found[f"codes {bits}"] = Rule(codes(head, bits), lambda t, n=size: t * n)
+    for size in (16, 32, 64):
+        found[f"{size} > rest"] = Rule(
+            minmax(head, size), lambda t, n=size: t / n * (2 * width + 4),
+            rests(head, size), width / 4 + 4,
+        )  # fmt: skip
     for size, bits in ((32, 2), (64, 2), (32, 4), (16, 2)):
         found[f"{size} > codes {bits}"] = Rule(
             minmax(head, size), lambda t, n=size: t / n * 2 * F16 * width,

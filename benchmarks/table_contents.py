@@ -289,7 +289,9 @@ def kv_selection() -> str:
     names = {"oracle": "the best positions, found for nothing", "window": "sinks and a window",
              "infllm": "InfLLM's units", "mean 32": "mean of 32", "minmax 32": "bounds of 32 (Quest)",
              "codes 1": "every key by codes of 1 bit", "codes 2": "every key by codes of 2 bits",
-             "64 > codes 2": "bounds of 64, then codes of 2 bits"}  # fmt: skip
+             "64 > codes 2": "bounds of 64, then codes of 2 bits",
+             "64 > rest": "bounds of 64, then codes of what they leave (the runtime's)",
+             "32 > rest": "the same with 32"}  # fmt: skip
     recall = result("kv-selection-amd-epyc")["recall"]
     rows = [
         [words, *(f"{recall[name][s]['mean']:.3f}" if s in recall[name] else "-"
@@ -297,6 +299,48 @@ def kv_selection() -> str:
         for name, words in names.items()
     ]  # fmt: skip
     return markdown(["read, of the cache's bytes", "2 %", "5 %", "10 %"], rows)
+
+
+def kv_tasks() -> str:
+    ways = result("kv-tasks-amd-epyc")["ways"]
+    full = ways["full attention"]["probability"]
+    rows = [
+        [name, percent(way["share_of_bytes"], 1), f"{way['probability']:.3f}",
+         signed(way["probability"] / full - 1)]
+        for name, way in ways.items()
+    ]  # fmt: skip
+    header = [
+        "read",
+        "of the cache's bytes",
+        "probability of a code's token",
+        "against full attention",
+    ]
+    return markdown(header, rows)
+
+
+def long_context() -> str:
+    found = result("long-context-amd-epyc")
+    depths = found["depths"]
+    rows = [
+        [f"{int(depth):,} tokens", *(f"{1e3 * depths[depth][way]['ours_s']:.0f} ms, "
+                                     f"{times(depths[depth][way]['times_rival'])} llama.cpp"
+                                     for way in ("all", "chosen"))]
+        for depth in depths
+    ]  # fmt: skip
+    growth = found["growth"]
+    rows.append(["growth from the first to the last", f"{times(growth['all'])} (llama.cpp"
+                 f" {times(growth['llamacpp'])})", times(growth["chosen"])])  # fmt: skip
+    return markdown(["behind", "all keys", "`--kv-offload`"], rows)
+
+
+def kv_beyond() -> str:
+    ways = result("kv-beyond-amd-epyc")["ways"]
+    rows = [
+        [name, f"`{way['selection']}`" if way["selection"] else "", f"{way['perplexity']:.2f}",
+         f"{way['times']:.3f}x"]
+        for name, way in ways.items()
+    ]  # fmt: skip
+    return markdown(["", "sizes", "perplexity", "of the window's"], rows)
 
 
 # ---- the offline stages ---------------------------------------------------------------------------
@@ -385,6 +429,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "cache-types": cache_types,
     "predictors": predictors,
     "kv-selection": kv_selection,
+    "kv-tasks": kv_tasks,
+    "long-context": long_context,
+    "kv-beyond": kv_beyond,
     "placement": placement,
     "predicted-time": predicted_time,
     "convert": convert,

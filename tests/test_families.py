@@ -223,7 +223,10 @@ REFUSED = {
     "max_position_embeddings is 1000000002": ("opt", {"max_position_embeddings": 10**9}),
     "do_layer_norm_before is None": ("opt", {"do_layer_norm_before": None}),
     "no tensor for 'blk.0.ffn_norm": ("falcon-7b", {"parallel_attn": None}),
-    "type 'linear', which is not supported": ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "type 'linear', which is not supported": (
+        "phi3",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
     "attention_bias is True": ("mistral", {"attention_bias": True}),
     "has 'sliding_attention', wanted full_attention:": (
         "qwen2",

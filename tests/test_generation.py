@@ -411,6 +411,9 @@ def test_input_that_is_no_text(tmp_path, codec_model):
 
 
 def test_options_of_llamacpp_are_explained():
-    for args, message in ((("-ngl", "20"), "a plan says what is on"), (("-cnv",), "sparkinfer chat")):
+    for args, message in (
+        (("-ngl", "20"), "a plan says what is on"),
+        (("-cnv",), "sparkinfer chat"),
+    ):
         done = run("m.gguf", "-p", "a", *args, code=2)
         assert message in done.stderr.decode() and done.stderr.count(b"\n") == 1

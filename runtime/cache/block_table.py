@@ -1,10 +1,9 @@
-"""Which blocks of the KV cache belong to which sequence.
+"""The block table of the KV cache: maps the positions of each sequence to blocks.
 
-A block has room for `block_length` positions in every layer. An engine for one sequence has one block
-for the whole context; one for several has blocks of BLOCK_LENGTH, as many as all sequences together
-may need, and sequences that begin alike share them until one writes (vLLM's paged attention, Kwon et
-al. 2023, arXiv 2309.06180; there, too, copied when written).
-What this module does not know: the content of blocks. Letters: S sequences, N blocks per sequence."""
+A block holds `block_length` positions of every layer. An engine for one sequence has one block for
+the whole context. One for several has blocks of BLOCK_LENGTH, as many as all sequences together may
+need; sequences with a common prefix share its blocks copy-on-write (vLLM's paged attention, Kwon et
+al. 2023, arXiv 2309.06180). Letters: S sequences, N blocks per sequence."""
 
 from dataclasses import dataclass
 
@@ -18,8 +17,8 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True)
 class Change:
-    """A sequence's block of this number becomes `block`, once what is in `source`, which others share,
-    is copied into it; None: nothing has to be."""
+    """Replaces block `number` of a sequence by `block`, into which `source`, a block that other
+    sequences share, is copied first; None copies nothing."""
 
     number: int
     block: int
@@ -27,13 +26,15 @@ class Change:
 
 
 class BlockTable:
+    """Assigns blocks to sequences and counts the users of each block."""
+
     def __init__(self, num_sequences: int, context_length: int) -> None:
         self.context_length = context_length
         self.block_length = context_length if num_sequences == 1 else BLOCK_LENGTH
         blocks = -(-context_length // self.block_length)
-        # Read by the kernels, where it is.
+        # The kernels read it in place.
         self.block_SN = torch.full((num_sequences, blocks), NO_BLOCK, dtype=torch.int32)
-        self._num_users = [0] * (num_sequences * blocks)  # sequences that have a block
+        self._num_users = [0] * (num_sequences * blocks)  # sequences per block
         self._free = list(reversed(range(num_sequences * blocks)))
         if self.is_whole:
             self.commit(0, self.plan(0, 0, context_length))
@@ -48,11 +49,11 @@ class BlockTable:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is one sequence, all of it in one block, which it keeps."""
+        """Whether there is a single sequence, which keeps one block for the whole context."""
         return self.num_sequences == 1
 
     def plan(self, sequence: int, start: int, stop: int) -> list[Change]:
-        """The blocks that a sequence needs for positions start .. stop-1 to be its own, to be written.
+        """The changes after which a sequence may write to positions start .. stop-1.
 
         Nothing changes until `commit`, so an interruption between the two leaves the table intact."""
         changes = []
@@ -61,7 +62,7 @@ class BlockTable:
             block = int(self.block_SN[sequence, number])
             if block != NO_BLOCK and self._num_users[block] == 1:
                 continue
-            own = next(free)  # each sequence may have all its blocks: there is always one
+            own = next(free)  # never runs out: there are blocks for full sequences
             is_copied = block != NO_BLOCK and number * self.block_length < start
             changes.append(Change(number, own, block if is_copied else None))
         return changes
@@ -76,14 +77,14 @@ class BlockTable:
                 self._num_users[block] -= 1
 
     def share(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of a sequence become another's, which has none yet."""
+        """Shares the first `length` positions of `source` with `target`, which is empty."""
         for number in range(-(-length // self.block_length)):
             block = int(self.block_SN[source, number])
             self._num_users[block] += 1
             self.block_SN[target, number] = block
 
     def shrink(self, sequence: int, length: int) -> None:
-        """Gives back the blocks behind the first `length` positions."""
+        """Frees the blocks after the first `length` positions."""
         if self.is_whole:
             return
         for number in range(-(-length // self.block_length), self.block_SN.shape[1]):
@@ -96,5 +97,5 @@ class BlockTable:
                 self._free.append(block)
 
     def blocks(self, sequence: int, length: int) -> Tensor:
-        """int64 [N]: those of the first `length` positions."""
+        """The blocks of the first `length` positions, int64 [N]."""
         return self.block_SN[sequence, : -(-length // self.block_length)].long()

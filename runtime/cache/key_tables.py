@@ -1,7 +1,7 @@
-"""Tables from which a token tells which keys are worth reading, and the search in them; select.h in torch.
+"""Summaries and codes of keys, and the search in them for the keys a token reads; select.h in torch.
 
-Tables are those of the kernels to the bit; what a block or a key promises differs by rounding, so of two
-that promise nearly alike another may win.
+Tables equal those of the kernels to the bit. Scores differ by rounding, so that near ties may be
+decided differently.
 Letters: B blocks of the cache, K key-value heads, N key blocks of a block of the cache, P positions of a
 key block, W head width, S summary bytes, C code bytes, G queries that share a head, M candidates."""
 
@@ -22,7 +22,7 @@ SUMMARY_LARGEST, QUERY_LARGEST, CODE_STEP = 63.0, 127.0, 0.9957
 
 @dataclass(frozen=True, kw_only=True)
 class KeyTables:
-    """Of one layer."""
+    """The tables of one layer."""
 
     summary_BKNS: Tensor  # uint8
     unit_BKN: Tensor
@@ -31,7 +31,7 @@ class KeyTables:
     rule: KeySelection
     table: BlockTable
     width: int
-    is_rotated: bool  # keys are kept turned by Hadamard's matrix
+    is_rotated: bool  # keys are stored rotated by the Hadamard matrix
 
     @classmethod
     def of(
@@ -54,14 +54,14 @@ class KeyTables:
         return self.summary_BKNS, self.unit_BKN, self.code_BKNPC, self.factor_BKNP
 
     def places(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """(block of the cache, key block within it) of the key blocks first .. last-1."""
+        """Places (block of the cache, key block within it) of the key blocks first .. last-1."""
         position_N = torch.arange(first, last) * self.rule.block
         length = self.table.block_length
         block_N = self.table.block_SN[sequence].long()[position_N // length]
         return block_N, position_N % length // self.rule.block
 
     def summarise(self, sequence: int, begin: int, key_TKW: Tensor) -> None:
-        """Enters the key blocks from position `begin` on, whose keys are these, as they are kept, f32."""
+        """Enters whole key blocks from position `begin` on; `key_TKW` are their keys as stored, f32."""
         size = self.rule.block
         key_NPKW = key_TKW.unflatten(0, (-1, size))
         block_N, at_N = self.places(sequence, begin // size, begin // size + len(key_NPKW))
@@ -85,7 +85,7 @@ class KeyTables:
             self.factor_BKNP[block_N, :, at_N] = factor_NPK.transpose(1, 2)
 
     def _parts(self, key_NPKW: Tensor) -> Tensor:
-        """[N, 1, K, W] the means of the keys, or [N, 2, K, W] their bounds."""
+        """The means of the keys [N, 1, K, W], or their bounds [N, 2, K, W]."""
         if self.rule.summary == "bounds":
             return torch.stack([key_NPKW.amax(dim=1), key_NPKW.amin(dim=1)], dim=1)
         total_NKW = key_NPKW[:, 0]
@@ -94,16 +94,16 @@ class KeyTables:
         return (total_NKW * (1.0 / self.rule.block))[:, None]
 
     def window_begin(self, position: int) -> int:
-        """The first position of the window of a token at `position`."""
+        """The first position in the window of a token at `position`."""
         return max(0, position + 1 - self.rule.window) // self.rule.block * self.rule.block
 
     def takes_all(self, position: int) -> bool:
-        """Whether a token there reads all keys."""
+        """Whether a token at `position` reads all keys."""
         return self.window_begin(position) <= self.rule.sinks + self.rule.top
 
     def choose(self, sequence: int, position: int, query_KGW: Tensor) -> Tensor:
-        """int64 [K, positions]: those that a token at `position`, which does not take all, reads for
-        these queries, ascending. Queries are turned as keys are kept."""
+        """The positions that a token at `position` reads for these queries, int64 [K, positions],
+        ascending. The token must not take all; queries are rotated as the stored keys are."""
         rule, window = self.rule, self.window_begin(position)
         always = [torch.arange(rule.sinks), torch.arange(window, position + 1)]
         found = []
@@ -114,7 +114,7 @@ class KeyTables:
         return torch.stack(found)
 
     def _search(self, head: int, block_N: Tensor, at_N: Tensor, query_GW: Tensor) -> Tensor:
-        """int64 [top]: positions behind the sinks."""
+        """The `top` best positions, int64, counted from the end of the sinks."""
         rule, size = self.rule, self.rule.block
         summary_NS = self.summary_BKNS[block_N, head, at_N].int() - 64
         unit_N = self.unit_BKN[block_N, head, at_N]
@@ -142,7 +142,7 @@ class KeyTables:
 
 
 def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
-    """(uint8 [..., C], factors [...]) of what is left of keys [..., W], turned."""
+    """Codes, uint8 [..., C], and factors [...] of rotated residuals of keys [..., W]."""
     width = rest.shape[-1]
     squares = _in_order(rest * rest)
     step = (squares / width).sqrt() * CODE_STEP
@@ -158,21 +158,21 @@ def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_keys(code_MC: Tensor) -> Tensor:
-    """int32 [M, W padded]: levels + 2, from 0 to 3."""
+    """Levels + 2, from 0 to 3, int32 [M, W padded]."""
     part_MNB = code_MC.unflatten(-1, (-1, 16))
     parts = [part_MNB >> 2 * number & 3 for number in range(4)]
     return torch.stack(parts, dim=-2).flatten(1).int()
 
 
 def _query(query_GW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(whole numbers int32 [G, W padded], their unit [G, 1])."""
+    """Quantised queries: integers, int32 [G, W padded], and their unit [G, 1]."""
     unit_G1 = query_GW.abs().amax(dim=1, keepdim=True) / QUERY_LARGEST
     whole_GW = _whole(query_GW * _inverse(unit_G1))
     return F.pad(whole_GW, (0, padded(width) - width)), unit_G1
 
 
 def _dots(x_GS: Tensor, row_NS: Tensor) -> Tensor:
-    """f32 [G, N], of whole numbers, exact."""
+    """Exact dot products of integer vectors, f32 [G, N]."""
     return (x_GS.double() @ row_NS.double().T).float()
 
 
@@ -181,24 +181,24 @@ def _mass(score_GN: Tensor) -> Tensor:
 
 
 def _largest(score_N: Tensor, count: int) -> Tensor:
-    """The numbers of the `count` largest, ascending; of equals the first; NaN is largest."""
+    """Indices of the `count` largest, ascending; the first of equals wins; NaN counts as largest."""
     order_N = torch.where(score_N.isnan(), math.inf, score_N).argsort(descending=True, stable=True)
     return order_N[:count].sort().values
 
 
 def _whole(x: Tensor) -> Tensor:
-    """int32, rounded; 0 for NaN."""
+    """Rounds to int32 within -127 .. 127; NaN becomes 0."""
     return x.round().nan_to_num(0.0, 127.0, -127.0).clamp(-127, 127).int()
 
 
 def _inverse(unit: Tensor) -> Tensor:
-    """0 where it has none in f32."""
+    """1 / unit, or 0 where that is not finite in f32."""
     inverse = 1.0 / unit
     return torch.where(inverse.isfinite(), inverse, 0.0)
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """Sums over the last axis, one after the other, as the kernels take them."""
+    """Sums over the last axis sequentially, in the kernels' order."""
     total = torch.zeros_like(x[..., 0])
     for column in x.unbind(-1):
         total = total + column

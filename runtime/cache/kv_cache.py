@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that were computed, layer by layer, in blocks.
+"""The KV cache: keys and values of computed tokens, per layer, in blocks.
 
-What this module does not know: attention. Letters: B blocks, K key-value heads, P positions of a
-block, C positions of a sequence, W head width, X what is kept of it (stored_rows), T tokens."""
+Letters: B blocks, K key-value heads, P positions of a block, C positions of a sequence, W head
+width, X its stored form (stored_rows), T tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from sparkinfer.runtime.cache.stored_rows import (
     turn_by_hadamard,
 )
 
-# Zeros of a shape and type; on a GPU out of a memory that was set aside.
+# Allocates zeros of a shape and type; on a GPU, from reserved memory.
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
@@ -29,15 +29,15 @@ SUMMARISED = 8192  # positions whose keys are unpacked at a time
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The cache of one layer. Within a block the positions of a head are contiguous, so that a step
-    reads them as one run; interleaved by heads, each position would be on another page."""
+    """The cache of one layer. Within a block, the positions of a head are contiguous, so that a step
+    reads them as one run; interleaved by head, each position would be on another page."""
 
     key_BKPX: Tensor
     value_BKPX: Tensor
     table: BlockTable
     types: CacheTypes
     head_width: int
-    tables: KeyTables | None = None  # where a token reads some keys alone
+    tables: KeyTables | None = None  # if tokens read only selected keys
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class LayerCache:
 
     @property
     def key_CKW(self) -> Tensor:
-        """The keys of the only sequence, in values."""
+        """The keys of the only sequence, unquantised."""
         assert self.table.is_whole and not self.types.key.is_blocks
         return self.key_BKPX[0].transpose(0, 1)
 
@@ -78,8 +78,8 @@ class LayerCache:
     def append(
         self, sequence: int, start: int, key_TKW: Tensor, value_TKW: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Stores T tokens at `start`; returns all keys and values [C, K, W] of the sequence up to
-        them, of the values that are kept. Those of a rotated cache are turned."""
+        """Stores T tokens at `start`; returns all keys and values [C, K, W] of the sequence up to and
+        including them, as read back from storage. Those of a rotated cache stay rotated."""
         end = start + len(key_TKW)
         found = []
         for (cache_BKPX, kind), new_TKW in zip(self._kept, (key_TKW, value_TKW), strict=True):
@@ -99,7 +99,7 @@ class LayerCache:
         return found[0], found[1]
 
     def _summarise(self, sequence: int, start: int, end: int) -> None:
-        """Enters the key blocks that end among positions start .. end-1 into the tables."""
+        """Enters into the tables the key blocks that end within positions start .. end-1."""
         if self.tables is None:
             return
         size = self.tables.rule.block
@@ -111,28 +111,28 @@ class LayerCache:
             self.tables.summarise(sequence, begin, decode(kept_TKX, self.types.key).float())
 
     def _places(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """(block, position within it) of each position."""
+        """The block of each position, and the position within it."""
         position_T = torch.arange(start, end)
         length = self.table.block_length
         return self.table.blocks(sequence, end)[position_T // length], position_T % length
 
     def read(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values [T, K, X] at some positions, as they are kept; bf16 as int16, which
-        files have a type for."""
+        """Copies of keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as int16,
+        which files have a type for."""
         block_T, place_T = self._places(sequence, start, end)
         return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[
             block_T, :, place_T
         ]
 
     def write(self, sequence: int, start: int, key_TKX: Tensor, value_TKX: Tensor) -> None:
-        """The other way round."""
+        """Stores keys and values that `read` returned."""
         block_T, place_T = self._places(sequence, start, start + len(key_TKX))
         _bits(self.key_BKPX)[block_T, :, place_T] = key_TKX
         _bits(self.value_BKPX)[block_T, :, place_T] = value_TKX
         self._summarise(sequence, start, start + len(key_TKX))
 
     def takes(self, count: int, key_TKX: Tensor, value_TKX: Tensor) -> bool:
-        """Whether these are T = `count` rows as `read` gives them."""
+        """Whether `write` accepts these tensors as `count` rows."""
         pairs = zip(self._kept, (key_TKX, value_TKX), strict=True)
         return all(
             rows.shape == (count, self.num_kv_heads, cache.shape[3])
@@ -155,13 +155,13 @@ def _bits(kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """All layers', with one table."""
+    """The cache of all layers, which share one block table."""
 
     table: BlockTable
     layers: tuple[LayerCache, ...]
 
     def reserve(self, sequence: int, start: int, stop: int) -> None:
-        """Makes positions start .. stop-1 of a sequence its own, to be written."""
+        """Makes positions start .. stop-1 of a sequence writable, copying shared blocks."""
         changes = self.table.plan(sequence, start, stop)
         for layer in self.layers:
             layer.copy(changes)

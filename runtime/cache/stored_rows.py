@@ -1,7 +1,8 @@
-"""Rows of keys and values as the cache keeps them, and back; kernels/cpu/cache_rows.h in torch.
+"""Encodes and decodes rows of keys and values as the cache stores them; kernels/cpu/cache_rows.h in
+torch.
 
-What this module does not know: which rows there are. Letters: W values of a row, X what is kept of
-it: W values, or the bytes of its blocks; N blocks of a row."""
+Letters: W values of a row, X its stored form (W values, or the bytes of its blocks), N blocks of a
+row."""
 
 import torch
 from torch import Tensor
@@ -17,12 +18,12 @@ def dtype_of(kind: CacheType) -> torch.dtype:
 
 
 def kept_width(kind: CacheType, width: int) -> int:
-    """X, in values of `dtype_of`."""
+    """The width X of a stored row, in values of `dtype_of`."""
     return kind.row_bytes(width) if kind.is_blocks else width
 
 
 def encode(x: Tensor, kind: CacheType) -> Tensor:
-    """f32 [..., W] -> [..., X]."""
+    """Encodes rows, f32 [..., W] -> [..., X]."""
     if not kind.is_blocks:
         return x.to(dtype_of(kind))
     x_N32 = x.float().unflatten(-1, (-1, BLOCK))
@@ -45,7 +46,7 @@ def encode(x: Tensor, kind: CacheType) -> Tensor:
 
 
 def decode(rows: Tensor, kind: CacheType) -> Tensor:
-    """[..., X] -> [..., W], f32 of blocks, floats as they are."""
+    """Decodes rows [..., X] -> [..., W], blocks to f32; float types are returned unchanged."""
     if not kind.is_blocks:
         return rows
     size = 2 + (BLOCK if kind.kind == "q8_0" else BLOCK // 2)
@@ -60,8 +61,8 @@ def decode(rows: Tensor, kind: CacheType) -> Tensor:
 
 
 def turn_by_hadamard(x: Tensor) -> Tensor:
-    """f32 [..., W] = H x, H over the largest power of two that divides W, orthonormal: its own
-    inverse."""
+    """H x, f32 [..., W], for the orthonormal Hadamard matrix H over the largest power of two that
+    divides W; H is its own inverse."""
     width = x.shape[-1]
     block = width & -width
     parts = x.unflatten(-1, (-1, block))
@@ -75,6 +76,6 @@ def turn_by_hadamard(x: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """0 where it has none in f32: the scale is 0 in f16 then."""
+    """1 / scale, or 0 where that is not finite in f32: such a scale is 0 in f16."""
     inverse = 1.0 / scale
     return torch.where(inverse.isfinite(), inverse, 0.0)
