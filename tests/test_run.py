@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 from models import byte_level_keys, make_machine, make_model, make_shape
-from run_fixtures import MIB, cache, relu, silu, text  # noqa: F401
 
 from sparkinfer.cli import main
 from sparkinfer.errors import Interrupted
 from sparkinfer.run import estimate, housekeeping, prepare, stages
 from sparkinfer.run.choice import Room
+
+pytest_plugins = ("run_fixtures",)
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

@@ -1,0 +1,37 @@
+"""What the tests of `sparkinfer run` have in common: models, a text, and a cache of each test's own."""
+
+from pathlib import Path
+
+import pytest
+from checkpoints import random_llama
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def relu(tmp_path_factory) -> Path:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    return random_llama(tmp_path_factory.mktemp("relu") / "relu", **sizes)
+
+
+@pytest.fixture(scope="session")
+def silu(tmp_path_factory) -> Path:
+    return random_llama(tmp_path_factory.mktemp("silu") / "silu", hidden_act="silu")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A cache of the test's own; measurements of the machine are short."""
+    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sparkinfer.run.rates.ENCODE_S", 0.01)
+    monkeypatch.setattr("sparkinfer.run.rates.MATMUL_S", 0.01)
+    monkeypatch.setattr("sparkinfer.run.rates.UNPACK_S", 0.01)
+    monkeypatch.setattr("sparkinfer.run.rates.WRITTEN_BYTES", MIB)
+    return tmp_path / "cache"

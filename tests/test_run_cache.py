@@ -1,0 +1,234 @@
+"""The cache of `sparkinfer run`: who waits, what is made anew, what is removed, and what decides a key."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.run import housekeeping, keys
+from sparkinfer.run.cache_folder import ENTRY, LOCK, Cache, cache_folder, current_version
+from sparkinfer.run.keys import identity_of_source, identity_of_texts
+
+pytest_plugins = ("run_fixtures",)
+pytestmark = pytest.mark.usefixtures("cache")
+
+# ---- two at once --------------------------------------------------------------------------------
+
+
+def test_the_second_of_two_waits_for_the_first(cache):
+    said: list[str] = []
+    calls: list[Path] = []
+    is_making, may_end = threading.Event(), threading.Event()
+
+    def make(folder: Path) -> dict:
+        calls.append(folder)
+        is_making.set()
+        assert may_end.wait(30)
+        (folder / "machine.json").write_text("{}")
+        return {"by": "the first"}
+
+    def first() -> None:
+        with Cache.open() as one:
+            one.obtain("machine", {"a": 1}, "here", make)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert is_making.wait(30)
+    threading.Timer(0.2, may_end.set).start()
+    with Cache.open(said.append) as two:
+        entry = two.obtain("machine", {"a": 1}, "here", make)
+    thread.join()
+    assert len(calls) == 1 and entry.facts == {"by": "the first"}
+    assert said == ["another run is at work on the figures of this machine; waiting for it"]
+
+
+def test_where_the_first_fails_the_second_does_the_work(cache):
+    is_making = threading.Event()
+
+    def fail(folder: Path) -> dict:
+        is_making.set()
+        time.sleep(0.2)
+        raise SparkinferError("no")
+
+    def first() -> None:
+        with Cache.open() as one, pytest.raises(SparkinferError):
+            one.obtain("machine", {}, "here", fail)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert is_making.wait(30)
+    with Cache.open() as two:
+        entry = two.obtain("machine", {}, "here", lambda folder: {"by": "the second"})
+        assert entry.facts == {"by": "the second"}
+    thread.join()
+
+
+def test_two_that_only_read_do_not_wait(cache):
+    with Cache.open() as one, Cache.open() as two:
+        for each in (one, two):
+            each.obtain("machine", {}, "here", lambda folder: {})
+
+
+# ---- the cache ----------------------------------------------------------------------------------
+
+
+def filled(cache: Path, count: int = 1) -> list[Path]:
+    """Artifacts of a kind; their folders."""
+    folders = []
+    with Cache.open() as each:
+        for number in range(count):
+            entry = each.obtain("machine", {"n": number}, f"source {number}", _write_machine)
+            folders.append(entry.folder)
+    return folders
+
+
+def _write_machine(folder: Path) -> dict:
+    (folder / "machine.json").write_text("{}")
+    return {}
+
+
+def test_what_another_version_made_is_not_used_and_is_stale(monkeypatch, cache):
+    (old,) = filled(cache)
+    newer = dataclasses.replace(keys.STAGES["machine"], version=(99,))
+    monkeypatch.setitem(keys.STAGES, "machine", newer)
+    (new,) = filled(cache)
+    assert new != old and current_version("machine")[-1] == 99
+    states = {s.name: s.state for s in housekeeping.list_cache(cache)}
+    assert states == {old.name: "stale", new.name: "ready"}
+    assert housekeeping.clear(cache, stale_only=True).removed == (old.name,)
+
+
+def test_a_cut_artifact_is_made_again(cache):
+    (folder,) = filled(cache)
+    (folder / "machine.json").write_text("{")
+    assert housekeeping.list_cache(cache)[0].state == "unfinished"
+    filled(cache)
+    assert (folder / "machine.json").read_text() == "{}"
+
+
+def test_a_damaged_entry_is_made_again(cache):
+    for content in ("", "{", "[]", "null", '{"format": 1}', "[" * 100_000):
+        (folder,) = filled(cache)
+        (folder / ENTRY).write_text(content)
+        assert housekeeping.list_cache(cache)[0].state == "unfinished"
+    (folder,) = filled(cache)
+    assert json.loads((folder / ENTRY).read_text())["format"] == "sparkinfer.cache-entry"
+
+
+def test_what_is_in_use_stays(cache):
+    with Cache.open() as each:
+        used = each.obtain("machine", {}, "here", _write_machine)
+        idle = filled(cache, 2)
+        assert [s.is_in_use for s in housekeeping.list_cache(cache) if s.name == used.folder.name]
+        cleared = housekeeping.clear(cache)
+        assert cleared.kept == ((used.folder.name, "in use"),)
+        assert sorted(cleared.removed) == sorted(folder.name for folder in idle)
+        assert used.path("machine.json").read_text() == "{}"
+    assert housekeeping.clear(cache).removed == (used.folder.name,)
+
+
+def test_what_is_not_ours_stays(cache, tmp_path):
+    (folder,) = filled(cache)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "machine.json").write_text("mine")
+    digits = "0123456789abcdef01234567"
+    other = cache / f"model-{digits}"  # named like one, and without a lock or an entry
+    other.mkdir()
+    (other / "model.gguf").write_text("mine")
+    outside = tmp_path / "outside"
+    shutil.copytree(filled(cache)[0], outside)
+    (cache / f"plan-{digits}").symlink_to(outside)
+    (cache / "readme").write_text("mine")
+    cleared = housekeeping.clear(cache)
+    assert cleared.removed == () and "is not ours" in cleared.kept[0][1]
+    assert not (folder / ENTRY).exists() and not (folder / "machine.json").exists()
+    for path in (folder / "notes.txt", folder / "sub" / "machine.json", other / "model.gguf",
+                 cache / "readme"):  # fmt: skip
+        assert path.read_text() == "mine"
+    assert (outside / "machine.json").read_text() == "{}"
+
+
+def test_a_folder_that_goes_while_it_is_waited_for_is_made_anew(monkeypatch, cache):
+    """Between the opening of a lock and the locking another run removes both."""
+    real, taken = fcntl.flock, []
+
+    def flock(descriptor, how):
+        if not taken:
+            taken.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            shutil.rmtree(Path(taken[0]).parent)
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (folder,) = filled(cache)
+    assert taken and (folder / LOCK).exists() and (folder / "machine.json").exists()
+
+
+def test_the_command_lists_and_clears(capsys, cache):
+    one, two = filled(cache, 2)
+    assert main(["cache", "list"]) == 0
+    shown = capsys.readouterr()
+    assert "source 0" in shown.out and one.name in shown.out and "2 in" in shown.err
+    assert main(["cache", "list", "--json"]) == 0
+    assert {e["source"] for e in json.loads(capsys.readouterr().out)["entries"]} == {
+        "source 0", "source 1",
+    }  # fmt: skip
+    assert main(["cache", "clear", "source 1"]) == 0
+    assert one.exists() and not two.exists()
+    assert main(["cache", "clear", "nothing"]) == 1
+    assert "nothing in" in capsys.readouterr().err.splitlines()[-1]
+    assert main(["cache", "clear"]) == 0 and not one.exists()
+    shutil.rmtree(cache)
+    assert main(["cache", "list"]) == 0 and main(["cache", "clear"]) == 0
+    assert not cache.exists()
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARKINFER_CACHE", "~/mine")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("SPARKINFER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "sparkinfer"
+    for ignored in ("relative", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_folder() == tmp_path / ".cache" / "sparkinfer"
+
+
+# ---- keys ---------------------------------------------------------------------------------------
+
+
+def test_a_source_is_known_by_what_it_holds(silu, tmp_path):
+    known = identity_of_source(silu)
+    moved = Path(shutil.copytree(silu, tmp_path / "moved"))
+    assert identity_of_source(moved) == known
+    (moved / "notes.md").write_text("not read by convert")
+    assert identity_of_source(moved) == known
+    (moved / "config.json").write_text((moved / "config.json").read_text() + "\n")
+    assert identity_of_source(moved) != known
+
+
+def test_a_large_file_is_known_by_samples_and_its_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(keys, "SMALL_BYTES", 1 << 10)
+    path = tmp_path / "big.txt"
+    path.write_bytes(bytes(1 << 20))
+    os.utime(path, ns=(0, 1))
+    known = identity_of_texts([path])
+    with path.open("r+b") as file:
+        file.seek(5000)  # between two samples
+        file.write(b"x")
+    assert identity_of_texts([path]) != known
+    os.utime(path, ns=(0, 1))
+    assert identity_of_texts([path]) == known  # what nobody but a forger of times does
+    with path.open("r+b") as file:
+        file.write(b"x")
+    os.utime(path, ns=(0, 1))
+    assert identity_of_texts([path]) != known

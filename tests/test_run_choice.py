@@ -1,0 +1,166 @@
+"""What `sparkinfer run` chooses, how long it says that it will take, and the text that it brings."""
+
+import pytest
+from checkpoints import random_dejavu
+from models import make_model, make_shape
+from run_fixtures import MIB
+from test_gguf_source import powerinfer_file
+
+from sparkinfer.cli import main
+from sparkinfer.model_file import ModelFile
+from sparkinfer.run import choice, corpora, estimate, prepare, stages
+from sparkinfer.run.cache_folder import Cache
+from sparkinfer.run.choice import Room, Wishes, choose, choose_predictors, choose_type, worth
+from sparkinfer.run.source import look_at
+
+pytest_plugins = ("run_fixtures",)
+pytestmark = pytest.mark.usefixtures("cache")
+
+# ---- choices ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source(silu, tmp_path_factory):
+    return look_at(silu, None, tmp_path_factory.mktemp("s") / "none.gguf")
+
+
+def size(source, kind) -> int:
+    return choice.run_bytes(source.draft(kind), 128)
+
+
+def test_the_type_is_the_one_that_loses_least_of_those_that_fit(source):
+    """Rows of 64 values are no blocks of K-quants: those stay f16, and larger than q8_0."""
+    for room, kind in (
+        (Room(main=size(source, "q8_0")), "q8_0"),
+        (Room(main=size(source, "q8_0") - 1), "q4_0"),
+        (Room(main=size(source, "q8_0") - MIB, gpus=(MIB,)), "q8_0"),
+        (Room(main=1 << 40, gpus=(size(source, "q4_0"),)), "q4_0"),  # whole on the GPU
+        (Room(main=1 << 40, gpus=(size(source, "q4_0") - 1,)), "q8_0"),
+    ):
+        assert choose_type(source, Wishes(), room)[0] == kind, room
+    kind, line = choose_type(source, Wishes(), Room(main=1000))
+    assert kind == "q4_0" and "more than the 1000 B of memory" in line
+    assert choose_type(source, Wishes(outtype="f16"), Room(main=0))[0] == "f16"
+
+
+def test_what_needs_a_plan(source):
+    fits = size(source, "q8_0")
+    for gpus, budgets, device in (
+        ((), (), "cpu"), ((fits,), (), None), ((fits - 1,), (fits - 1,), None),
+        ((MIB,), (), "cpu"),
+    ):  # fmt: skip
+        found = choose(source, Wishes(outtype="q8_0"), Room(main=1 << 40, gpus=gpus))
+        assert (found.budgets, found.device) == (budgets, device), gpus
+    short = Wishes(outtype="q8_0", context_length=32, vram=(2_000_000,))
+    found = choose(source, short, Room(main=1 << 40, gpus=(2_000_000,)))
+    assert (found.budgets, found.device) == ((2_000_000,), None)
+    assert "a plan for 1.91 MiB of VRAM" in found.lines[-1]
+
+
+def test_which_models_are_looked_at():
+    cases = (
+        ("silu", Wishes(), False, False),
+        ("relu", Wishes(), False, None),
+        ("relu", Wishes(), True, False),
+        ("relu", Wishes(mode="exact"), False, False),
+        ("relu", Wishes(mode="predicted"), True, True),
+    )
+    for activation, wishes, is_on_gpu, wanted in cases:
+        model = make_model(activation=activation)
+        found, line = choose_predictors(model, wishes, is_on_gpu=is_on_gpu)
+        assert found is wanted and line, (activation, wishes)
+    has_some = make_model(predictor_rank=8)
+    assert choose_predictors(has_some, Wishes(), is_on_gpu=False)[0] is False
+
+
+def test_predictors_are_worth_it_where_few_neurons_fire():
+    model = make_model(shape=make_shape(num_neurons=1024), kind="f16")
+    assert worth(model, 0.05, has_plan=False)[0] and not worth(model, 0.6, has_plan=False)[0]
+    wide = make_model(shape=make_shape(num_neurons=32, vocab_size=4096), kind="f16")
+    assert worth(wide, 0.05, has_plan=True)[0] and not worth(wide, 0.05, has_plan=False)[0]
+    assert choice.bytes_predicted(model, 0.05) < choice.bytes_exact(model, 0.05)
+
+
+def test_powerinfers_files_are_run_as_they_are(relu, tmp_path):
+    sizes = {"num_layers": 2, "width": 32, "num_neurons": 64}
+    stages.convert(stages.ConvertConfig(source=relu, output=tmp_path / "m.gguf", outtype="f32"))
+    random_dejavu(tmp_path / "p", **sizes)
+    path = tmp_path / "m.powerinfer.gguf"
+    powerinfer_file(path, ModelFile.load(tmp_path / "m.gguf"), "llama", tmp_path / "p")
+    found = choose(look_at(path, None, tmp_path / "none.gguf"), Wishes(), Room(main=1 << 40))
+    assert not found.is_converted and found.predictors is False and not found.budgets
+    assert "the file has predictors" in found.lines[1]
+
+
+# ---- estimates ----------------------------------------------------------------------------------
+
+
+def job_of(relu, **wishes):
+    cache = Cache.open()
+    given = look_at(relu, None, cache.folder / "none.gguf")
+    return prepare.job_of(given, Wishes(**wishes), (), cache)
+
+
+def test_what_was_measured_is_what_is_estimated(relu):
+    job = job_of(relu, tokens=1000, mode="predicted")
+    flop = stages.flop_per_token(job.choice.model)
+    job.rates.stored |= {"count": 100 * flop, "train": 10 * flop, "write": 1e9}
+    job.rates.stored[stages.conversion_name(job)] = 1e4
+    works = {work.kind: work for work in prepare.estimate_of(job).works}
+    assert works["profile"].seconds == pytest.approx(100)
+    assert works["model"].seconds == pytest.approx(works["model"].num_bytes / 1e4)
+    written = stages.ConvertConfig(source=relu, output=job.cache.folder / "m.gguf",
+                                   outtype="q8_0")  # fmt: skip
+    stages.convert(written)
+    size = sum(entry.num_bytes for entry in ModelFile.load(written.output).tensors.values())
+    assert works["model"].num_bytes == size
+
+
+def test_patience_says_how_many_tokens(relu):
+    job = job_of(relu)
+    rate = 131_072 * estimate.TRAIN_FACTOR / estimate.PATIENCE_S
+    for per_s, tokens in ((rate, 131_072), (rate / 2.1, 32_768), (rate / 9, None)):
+        assert estimate.tokens_for(job, per_s) == tokens
+    asked = job_of(relu, mode="predicted")
+    assert estimate.tokens_for(asked, rate / 9) == 16_384
+    assert estimate.tokens_for(job_of(relu, tokens=77), 1.0) == 77
+
+
+def test_a_look_that_would_only_say_no_is_left_out(capsys, relu, monkeypatch):
+    monkeypatch.setattr("sparkinfer.run.estimate.matmul_flops", lambda device: 1e6)
+    assert main(["run", str(relu), "-p", "the", "-n", "1", "--no-verify"]) == 0
+    shown = capsys.readouterr().err
+    assert (
+        "mode exact: predictors would take about" in shown
+        and "look" not in shown.split("stage")[-1]
+    )
+    assert main(["run", str(relu), "--dry-run", "--mode", "predicted"]) == 0
+    assert "look about" in capsys.readouterr().err
+
+
+def test_rates_are_kept_for_the_next_time(relu):
+    job = job_of(relu)
+    job.rates.note("count", 5.0)
+    assert job_of(relu).rates.stored["count"] == 5.0
+    job.rates.path.write_text("{")
+    assert "count" not in job_of(relu).rates.stored
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (3, "seconds"), (31, "about 30 s"), (130, "about 2 min"), (7200, "about 2.0 h"),
+])  # fmt: skip
+def test_times_as_people_say_them(seconds, text):
+    assert estimate.words(seconds) == text
+
+
+# ---- the package's text -------------------------------------------------------------------------
+
+
+def test_the_packages_text_is_there_with_its_notice(cache):
+    with Cache.open() as each:
+        (path,) = corpora.files((), each)
+        found = path.read_text(encoding="utf-8")
+    assert len(found) == 1_019_278 and "Alice was beginning to get very tired" in found
+    assert corpora.PACKED.stat().st_size < 300_000
+    notice = corpora.PACKED.with_name("NOTICE.md").read_text()
+    assert "PSF License Version 2" in notice and f"{len(found):,} characters" in notice
