@@ -29,8 +29,8 @@ SUMMARISED = 8192  # positions whose keys are unpacked at a time
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The cache of one layer. Within a block, the positions of a head are contiguous, so that a step
-    reads them as one run; interleaved by head, each position would be on another page."""
+    """The cache of one layer. Within a block, the positions of a head are contiguous, so that a
+    step reads them as one run; interleaved by head, each position would be on another page."""
 
     key_BKPX: Tensor
     value_BKPX: Tensor
@@ -78,8 +78,8 @@ class LayerCache:
     def append(
         self, sequence: int, start: int, key_TKW: Tensor, value_TKW: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Stores T tokens at `start`; returns all keys and values [C, K, W] of the sequence up to and
-        including them, as read back from storage. Those of a rotated cache stay rotated."""
+        """Stores T tokens at `start`; returns all keys and values [C, K, W] of the sequence up to
+        the last of them, as read back from storage. Those of a rotated cache stay rotated."""
         end = start + len(key_TKW)
         found = []
         for (cache_BKPX, kind), new_TKW in zip(self._kept, (key_TKW, value_TKW), strict=True):
@@ -117,8 +117,8 @@ class LayerCache:
         return self.table.blocks(sequence, end)[position_T // length], position_T % length
 
     def read(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as int16,
-        which files have a type for."""
+        """Copies of keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as
+        int16, which files have a type for."""
         block_T, place_T = self._places(sequence, start, end)
         return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[
             block_T, :, place_T

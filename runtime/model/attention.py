@@ -18,15 +18,15 @@ from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import above
 
-# Of the scores of attention on a GPU at a time; they are there twice.
+# Bytes of attention scores on a GPU at a time; two copies exist.
 SCORE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """With a bias a layer norm (Ba et al. 2016): (x - mean) / sqrt(variance + epsilon) * weight
-    + bias; without, an RMS norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) * weight.
-    """
+    """A layer norm if there is a bias (Ba et al. 2016): (x - mean) / sqrt(variance + epsilon) *
+    weight + bias; else an RMS norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + epsilon) *
+    weight."""
 
     weight_D: Tensor
     bias_D: Tensor | None
@@ -40,10 +40,10 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Turns pairs of a head's values by position times frequency (Su et al. 2021).
+    """Rotates pairs of a head's values by position times frequency (Su et al. 2021).
 
-    A pair is two neighbours, or a value and the one half a head further. For the first, llama's
-    in llama.cpp, `convert` permutes the rows of q and k."""
+    A pair is either adjacent values or values half a head apart. For adjacent pairs, as llama has
+    them in llama.cpp, `convert` permutes the rows of q and k."""
 
     frequency_W: Tensor  # f64 [W / 2]
     is_adjacent: bool
@@ -52,14 +52,15 @@ class Rotary:
     def of(
         cls, shape: ModelShape, is_adjacent: bool, factors: Tensor | None, device: torch.device
     ) -> "Rotary":
-        """`factors` divide the frequencies one by one (Llama 3's long-context scaling)."""
+        """The rotary embedding of a model; `factors` divide the frequencies elementwise (Llama 3's
+        long-context scaling)."""
         pairs = torch.arange(0, shape.head_width, 2, dtype=torch.float64, device=device)
         frequency = shape.rope_theta ** (-pairs / shape.head_width) / shape.rope_linear_factor
         frequency = frequency if factors is None else frequency / factors
         return cls(frequency_W=frequency, is_adjacent=is_adjacent)
 
     def turn(self, start: int, count: int) -> "Turn":
-        """For the positions start .. start + count - 1."""
+        """The rotation for positions start .. start + count - 1."""
         positions = torch.arange(start, start + count, device=self.frequency_W.device)
         angle = positions[:, None, None] * self.frequency_W
         return Turn(cos=angle.cos().float(), sin=angle.sin().float(), rotary=self)
@@ -85,7 +86,7 @@ class Turn:
 
 
 def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """Causal attention of the last T of C positions, heads in groups: f32 [T, H * W]."""
+    """Causal grouped-query attention of the last T of C positions: f32 [T, H * W]."""
     num_tokens, num_cached = len(query_THW), len(key_CKW)
     if num_tokens == 1:
         return _attend_one(query_THW[0], key_CKW, value_CKW)
@@ -105,10 +106,10 @@ def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
 
 
 def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """As `attend`, for a GPU: one key-value head and as many tokens at a time as scores of
-    SCORE_BYTES take, from keys and values as they are kept in the cache.
+    """Does `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time, from keys and
+    values as the cache stores them.
 
-    torch's kernels for f32 with shared heads repeat every key and keep every score."""
+    torch's f32 kernels for shared heads would repeat every key and keep every score."""
     num_tokens, num_heads, width = query_THW.shape
     num_cached, num_kv, _ = key_CKW.shape
     group = num_heads // num_kv
@@ -134,11 +135,11 @@ def _attend_head(
         share_SGC = (query_SGW.flatten(0, 1) @ key_WC).unflatten(0, (-1, group))
         share_SGC = share_SGC.masked_fill_(is_later_S1C, -math.inf).softmax(dim=-1)
         out_TGW[start : start + step] = (share_SGC.flatten(0, 1) @ value_CW).view_as(query_SGW)
-        del share_SGC  # before there is another
+        del share_SGC  # before the next is allocated
 
 
 def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """Attention of the last position, f32 [1, H * W]: three small products, no kernel's set-up."""
+    """Attention of the last position, f32 [1, H * W]: small products, without a kernel's set-up."""
     grouped_KGW = query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1])
     scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / math.sqrt(query_HW.shape[-1])
     return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
@@ -147,7 +148,7 @@ def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
 def attend_to_chosen(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int
 ) -> Tensor:
-    """As `attend`, each token to those positions alone that it chooses: f32 [T, H * W]."""
+    """Does `attend` with each token restricted to the positions it chooses: f32 [T, H * W]."""
     num_kv, outs = key_CKW.shape[1], []
     for query_HW, position in zip(
         query_THW, range(len(key_CKW) - len(query_THW), len(key_CKW)), strict=True
@@ -168,7 +169,7 @@ def attend_capped(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
     rotary: Rotary,
 ) -> Tensor:  # fmt: skip
-    """As `attend_to_chosen`, of queries and keys that were not turned, at capped positions."""
+    """Does `attend_to_chosen` at capped positions, for queries and keys not yet rotated."""
     num_kv, outs, rule = key_CKW.shape[1], [], tables.rule
     num_far = rule.sinks + rule.top
     for query_HW, position in zip(
@@ -193,7 +194,7 @@ def attend_capped(
 def _attend_two(
     far_HW: Tensor, far_CKW: Tensor, near_HW: Tensor, near_CKW: Tensor, value_CKW: Tensor
 ) -> Tensor:
-    """As `_attend_one`, of keys that two turns of the query are for."""
+    """Does `_attend_one` over far and near keys, each with its own rotation of the query."""
     scores = [
         query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1]) @ key_CKW.permute(1, 2, 0)
         for query_HW, key_CKW in ((far_HW, far_CKW), (near_HW, near_CKW))
@@ -204,7 +205,7 @@ def _attend_two(
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """`inputs` are query, key and value, or one matrix with the outputs of all three.
+    """The attention block. `inputs` are query, key and value, or one matrix with all three outputs.
 
     An input at or below its limit counts as 0; there are no limits in mode "dense"."""
 
@@ -214,14 +215,14 @@ class Attention:
     key_norm: Norm | None
     cache: LayerCache
     num_heads: int
-    on_bytes: Callable[[int], None] = field(repr=False)  # hears of weights that the CPU reads
-    on_heads: Callable[[Tensor], None] = field(repr=False)  # and what heads give, [T, H * W]
+    on_bytes: Callable[[int], None] = field(repr=False)  # receives bytes of weights read by the CPU
+    on_heads: Callable[[Tensor], None] = field(repr=False)  # receives the heads' output, [T, H * W]
     input_limit_D: Tensor | None = None
     output_limit_H: Tensor | None = None
 
     def forward(self, x_TD: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
         """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
-        the cache, where they have room."""
+        the cache, which must have room."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
         joined = self._project(self.inputs, x_TD, self.input_limit_D)
         query, key, value = joined.unflatten(-1, (-1, width)).split(
@@ -251,7 +252,7 @@ class Attention:
         return self._project((self.output,), heads_TH, self.output_limit_H)
 
     def _project(self, linears: tuple[Linear, ...], x_TD: Tensor, limit_D: Tensor | None) -> Tensor:
-        """f32 [T, N]: the outputs of matrices with the same input, one after the other."""
+        """Concatenated outputs of matrices with the same input, f32 [T, N]."""
         num_active = None
         if limit_D is not None:
             passes_TD = above(x_TD, limit_D)

@@ -1,18 +1,18 @@
-"""What one step computes: rows, a token each, of one sequence or several."""
+"""The rows that one step computes: a token each, of one or several sequences."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Wanted = Literal["none", "last", "all"]  # of some tokens, those whose logits are wanted
+Wanted = Literal["none", "last", "all"]  # which tokens' logits are wanted
 _WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Rows of a sequence stand one after the other at positions without gaps. One with a `source`
-    is not computed: keys and values of the row of that number become this sequence's as well, as
-    branches of a tree of drafts have their stem."""
+    """One token of a step. Rows of a sequence are consecutive, without gaps in position. A row with
+    a `source` is not computed: it copies keys and values of the row of that number, as branches of
+    a draft tree copy their stem."""
 
     token: int
     position: int
@@ -24,7 +24,7 @@ class Row:
 def rows_of(
     tokens: Sequence[int], start: int, wanted: Wanted = "last", sequence: int = 0
 ) -> list[Row]:
-    """Tokens of a sequence at positions from `start`."""
+    """Rows for tokens of a sequence at positions from `start`."""
     has_logits = [False] * len(tokens)
     has_logits[_WANTED[wanted]] = [True] * len(has_logits[_WANTED[wanted]])
     return [
@@ -34,7 +34,7 @@ def rows_of(
 
 
 def runs_of(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows as they stand, those of one sequence that follow one another together."""
+    """Groups consecutive rows of the same sequence, keeping their order."""
     runs: list[list[Row]] = []
     for row in rows:
         if runs and runs[-1][-1].sequence == row.sequence:

@@ -1,4 +1,5 @@
-"""A hybrid step on CUDA: two streams a GPU, its part of a step captured into one graph."""
+"""The CUDA backend of a hybrid step: two streams per GPU, whose part of a step is captured into one
+graph."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -14,10 +15,10 @@ from sparkinfer.runtime.step.hybrid_step import Backend
 
 
 def cuda_backend(take: Callable[[torch.device], Take] | None = None, *, has_graph: bool) -> Backend:
-    """`take` gives memory on a device, torch's allocator where it is None. Without a graph every
-    kernel is launched anew for every token: the same numbers, slower, for debugging.
+    """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
+    every kernel is launched for every token: the same numbers, slower, for debugging.
 
-    Raises ImportError where Triton is not installed."""
+    Raises ImportError if Triton is not installed."""
     return Backend(
         kernels=triton_kernels(),
         streams=lambda device: (CudaStream(device), CudaStream(device)),
@@ -39,10 +40,10 @@ def _submitted(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]
 
 
 def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
-    """Captures what `submit` gives to the stream, and to others that it makes wait for it and waits
-    for; returns what starts it again on the stream.
+    """Captures what `submit` gives to the stream, and to streams that fork from it and join it;
+    returns a function that replays it on the stream.
 
-    Other threads may allocate meanwhile: what they do is not captured."""
+    Other threads may allocate meanwhile; their work is not captured."""
     assert isinstance(stream, CudaStream)
     graph = torch.cuda.CUDAGraph()
     device = stream.stream.device
@@ -58,15 +59,15 @@ def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.stream(stream.stream):
             graph.replay()
 
-    replay()  # the first start uploads it
+    replay()  # the first launch uploads the graph
     stream.finish()
     return replay
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Lets Python collect no garbage: an engine or a step that nobody uses any more would be given
-    back in the middle of a capture, and to unpin memory is not allowed there."""
+    """Disables garbage collection: it could free an unused engine or step during a capture, where
+    unpinning memory is not allowed."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

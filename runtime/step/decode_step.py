@@ -1,7 +1,5 @@
-"""Which way a token goes through a model: all of it in one native call, one captured graph a GPU, or
-for want of these layer by layer through torch.
-
-What this module does not know: text, sampling."""
+"""Chooses how a token is decoded: in one native call, by one captured graph per GPU, or, if neither
+is possible, layer by layer in torch."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -18,8 +16,10 @@ from sparkinfer.runtime.step.hybrid_device import Take
 
 
 class DecodeStep(Protocol):
+    """A decode step of the first sequence."""
+
     def run(self, token: int, position: int) -> Tensor:
-        """f32 [V] on the CPU: the logits behind one token, good until the next step."""
+        """Logits f32 [V] after one token, on the CPU, valid until the next step."""
 
 
 def decode_step(
@@ -31,10 +31,9 @@ def decode_step(
     has_graph: bool,
     take: Callable[[torch.device], Take] | None = None,
 ) -> DecodeStep | str:
-    """The step of this model where its weights are, or in a few words why there is none.
+    """The decode step for a model placed like this, or in a few words why there is none.
 
-    `take` as cuda_backend has it.
-    Without `has_graph` nothing is captured: for debugging, with the same numbers."""
+    `take` and `has_graph` are those of cuda_backend."""
     if all(home.type == "cpu" for home in placement.homes):
         return native_step.build(weights, input_layer_offset, traffic)
     try:

@@ -1,6 +1,4 @@
-"""One forward pass: token ids in, logits out; or one layer of it alone.
-
-What this module does not know: text, sampling, and where weights came from.
+"""The forward pass: token ids in, logits out; and one layer of it by itself.
 
 Letters: T tokens, R rows that want logits, D model width, V vocabulary."""
 
@@ -22,15 +20,17 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
+    """A model's forward pass, natively where possible."""
+
     weights: Weights
-    input_layer_offset: int  # whose FFN input a predictor takes: this layer's (0), the one before
+    input_layer_offset: int  # whose FFN input predictors take: 0 this layer's, 1 the previous one's
     observers: Observers
-    native: DecodeStep | str  # a token's step in one call, or why there is none
-    chunk: int = SHORT_CHUNK  # tokens of a pass, where nobody watches
+    native: DecodeStep | str  # the native decode step, or why there is none
+    chunk: int = SHORT_CHUNK  # tokens per pass without observers
 
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
-        """Logits f32 [V] behind one token, natively unless someone watches or `native` says why
-        not. The two ways differ in the order of sums."""
+        """Logits f32 [V] after one token, computed natively if there is a native step and no active
+        observer. The two paths differ in the order of summation."""
         if self._native_rows is not None:
             row = Row(token=token, position=position, sequence=sequence, has_logits=True)
             return self._native_rows.run_rows([row])[0]
@@ -40,22 +40,23 @@ class Decoder:
 
     @property
     def _native_rows(self) -> NativeStep | None:
-        """What takes several tokens natively, as single steps would be taken, to the bit."""
+        """The step that takes several rows natively, with the bits of single steps; None if it
+        cannot be used."""
         native = self.native
         return native if isinstance(native, NativeStep) and not self.observers.active else None
 
     @property
     def most_tokens(self) -> int:
-        """Maximum tokens of a pass."""
+        """Maximum tokens per pass."""
         if self._native_rows is not None:
             return self._native_rows.max_rows
         return SHORT_CHUNK if self.observers.active else self.chunk
 
     def run(self, rows: Sequence[Row]) -> Tensor:
-        """Logits f32 [R, V] on the CPU of the rows that have them; keys and values go into the cache.
+        """Logits f32 [R, V] of the rows that want them, on the CPU; keys and values are cached.
 
-        Takes at most `most_tokens` rows that are computed. Each row's place in the cache is its
-        sequence's own (KVCache.reserve)."""
+        Takes at most `most_tokens` computed rows. Their places in the cache must be reserved
+        (KVCache.reserve)."""
         if self._native_rows is not None:
             return self._native_rows.run_rows(rows)
         if len(rows) == 1 and rows[0].has_logits:
@@ -64,7 +65,7 @@ class Decoder:
         return torch.cat([none, *(self._run_one(rows, run) for run in runs_of(rows))])
 
     def _run_one(self, rows: Sequence[Row], run: Sequence[Row]) -> Tensor:
-        """As `run`, of those of one sequence."""
+        """Does `run` for one run of rows of the same sequence."""
         for row in run:
             if row.source is not None:
                 self._copy(rows[row.source], row)
@@ -79,13 +80,13 @@ class Decoder:
         return self.logits(hidden_TD[wanted_T.to(hidden_TD.device)])
 
     def _copy(self, source: Row, target: Row) -> None:
-        """Keys and values of a row to the same position of another sequence."""
+        """Copies keys and values of a row to the same position of another sequence."""
         for layer in self.weights.layers:
             cache, start = layer.attention.cache, source.position
             cache.write(target.sequence, start, *cache.read(source.sequence, start, start + 1))
 
     def forward(self, ids_T: Tensor, start: int, sequence: int = 0) -> Tensor:
-        """Hidden states [T, D] before the head, of tokens of a sequence at positions from `start`.
+        """Hidden states [T, D] before the head, for tokens of a sequence at positions from `start`.
 
         Takes at most `most_tokens`; keys and values go into the cache."""
         assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
@@ -109,7 +110,7 @@ class Decoder:
         return x_TD.to(weights.head_device)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """f32 [T, V] on the CPU."""
+        """Logits f32 [T, V] on the CPU."""
         pieces = []
         for piece_TD in hidden_TD.split(LOGITS_CHUNK):
             if self.weights.output_norm:
@@ -122,7 +123,7 @@ class Decoder:
 
 
 def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int) -> Tensor:
-    """f32 [T, D], on the device of the embedding: what goes into the first layer."""
+    """The input of the first layer, f32 [T, D], on the device of the embedding."""
     x_TD = embedding.rows(ids_T.to(embedding.data.device))
     if positions is None:
         return x_TD
@@ -141,12 +142,13 @@ def run_layer(
     predictor_input_TD: Tensor | None,
     observers: Observers,
 ) -> tuple[Tensor, Tensor]:
-    """(hidden state behind a layer, input of its feed-forward part), both [T, D].
+    """Runs one layer; returns the hidden state after it and the input of its feed-forward block,
+    both [T, D].
 
-    The only place that knows the three orders of blocks: norm before each, norm after each sum,
-    both blocks at once. Falcon's layers are of the last kind; of two norms the second is then
-    attention's. `x_TD` is on the layer's device; its cache has the tokens before `start`.
-    `predictor_input_TD` of None is the layer's own feed-forward input."""
+    The reference for the three layer orders: pre-norm, post-norm, and attention parallel to
+    feed-forward as in Falcon, where a second norm, if there is one, is attention's. `x_TD` is on
+    the layer's device; its cache holds the tokens before `start`. `predictor_input_TD` of None is
+    the layer's own feed-forward input."""
 
     def attention(input_TD: Tensor) -> Tensor:
         observers.show("attn_norm", index, input_TD)

@@ -1,10 +1,8 @@
-"""From loaded weights and a plan to a decode step: who has the hidden state when.
+"""Builds a hybrid decode step from loaded weights and a plan: where the hidden state is when.
 
-Layers whose attention is on a GPU run there, their cold neurons beside it on the CPU; neighbouring
-layers that are wholly on the CPU are one call. GPUs follow one another: each has a graph of its own,
-which begins by taking the hidden state over.
-
-What this module does not know: what a layer consists of, where weights came from."""
+Layers whose attention is on a GPU run there, their cold neurons concurrently on the CPU;
+neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence: each has its own
+graph, which starts by receiving the hidden state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
 
 @dataclass(frozen=True)
 class Action:
-    """What is submitted to one GPU's streams: `number` among those of the plan."""
+    """A submission to the streams of GPU `number` of the plan."""
 
     number: int
     run: Callable[[], None]
@@ -38,8 +36,8 @@ def build(
     traffic: Traffic,
     backend: Backend,
 ) -> HybridStep:
-    """Raises NotNative for what the CPU's kernels do not cover. What `placement` calls a GPU may be
-    the CPU, with a backend that says so."""
+    """The hybrid step of this model. Raises NotNative for what the CPU kernels do not cover. A
+    "GPU" of `placement` may be the CPU, with a backend that runs there."""
     return _Builder(weights, placement, input_layer_offset, traffic, backend).step()
 
 
@@ -64,7 +62,7 @@ class _Builder:
             not on_gpu and divided.hot is None
             for on_gpu, divided in zip(placement.dense_on_gpu, self.divided, strict=True)
         ]
-        # Tied weights are where the head is.
+        # Tied weights are on the head's device.
         self.has_embedding = not (
             placement.head_on_gpu and weights.embedding is weights.head.weight
         )
@@ -111,7 +109,7 @@ class _Builder:
             )
         ]
         for segment in segments:  # kernels are compiled and loaded before anything is captured
-            segment.main.follow()  # weights and zeros on their way: the cache keeps what is computed
+            segment.main.follow()  # wait for weights and zeros being copied
             segment.run()
             segment.main.finish()
         prepared = tuple(
@@ -166,7 +164,7 @@ class _Builder:
         )
 
     def _submit_all(self, homes: Sequence[int]) -> None:
-        """Fills `actions`; `at` is the GPU that has the hidden state, None the host."""
+        """Fills `actions`; `at` is the GPU that holds the hidden state, None is the host."""
         at: int | None = None
         if not self.has_embedding:
             at = homes[-1]
@@ -206,7 +204,7 @@ class _Builder:
         return lambda: self.programs[number].run(divided)
 
     def _to(self, target: int | None, at: int | None, layer: int) -> int | None:
-        """Moves the hidden state to a GPU or the host, before `layer`."""
+        """Moves the hidden state to GPU `target`, None for the host, before `layer`."""
         if target == at:
             return target
         if at is not None:
@@ -217,12 +215,12 @@ class _Builder:
             if at is None:
                 self._act(target, lambda: program.enter(layer))
             else:
-                # Whether a graph may copy from another GPU depends on how they are connected.
+                # Whether a graph may copy between GPUs depends on how they are connected.
                 self._act(target, lambda: program.receive(source, layer), is_graph=False)
         return target
 
     def _front_and_back(self, number: int, divided: DividedLayer) -> None:
-        """A layer with attention on the host and hot neurons on a GPU."""
+        """Submits a layer with attention on the host and hot neurons on a GPU."""
         program, index, cold = self.programs[number], divided.index, divided.cold
         is_predicted = divided.layer.ffn.mode == "predicted"
         front = self.parts.front(index)
@@ -242,7 +240,7 @@ class _Builder:
 def blocks_of(
     placement: Placement, index: int, blocks: Sequence[NeuronBlock]
 ) -> tuple[NeuronBlock | None, NeuronBlock | None]:
-    """A layer's hot block and its cold one."""
+    """The hot and the cold block of a layer."""
     if placement.hot is None:
         return (blocks[0], None) if placement.dense_on_gpu[index] else (None, blocks[0])
     has_hot = len(placement.hot[index]) > 0

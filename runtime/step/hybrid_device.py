@@ -1,15 +1,14 @@
-"""What one GPU does in a decode step, layer by layer, and when the CPU does its part.
+"""One GPU's part of a decode step, layer by layer, with the CPU's cold neurons beside it.
 
     main   norm  qkv  attention  norm  predictor ----- hot neurons ----- sum with the next norm
     side                                   \\-- x, names --> cold neurons --> y --/
 
-Every vector has its place for good: a step allocates nothing, so that it can be captured once and
-replayed. The order of a forward pass is that of decoder.run_layer, which is the reference.
-
-What this module does not know: which layers follow one another on which device, graphs.
+Every vector has a fixed address: a step allocates nothing, so that it can be captured once and
+replayed. The reference for the order of operations is decoder.run_layer. hybrid_builder.py decides
+which layers run on which device.
 
 Letters: D model width, F neurons of a layer, N hot ones, R predictor rank, H heads, K key-value
-heads, W head width, S parts of a sum, P vectors that are added up, V vocabulary."""
+heads, W head width, S partial sums, P vectors to be added up, V vocabulary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,32 +32,32 @@ Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DividedLayer:
-    """A layer's neurons by where they are; `hot_id_N` is None where all of the layer are hot."""
+    """A layer's neurons divided by device; `hot_id_N` is None if all neurons are hot."""
 
     index: int
     layer: Layer
     hot: NeuronBlock | None
     hot_id_N: Tensor | None  # int32
     cold: NativeNeurons | None
-    num_parts: int  # S, that the hot neurons' sum comes in
+    num_parts: int  # S, the partial sums of the hot neurons
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBuffers:
-    """Vectors on one GPU, f32 unless said."""
+    """The vectors of a step on one GPU, f32 unless noted."""
 
     token_1: Tensor  # int64
     position_1: Tensor  # int64
     x_D: Tensor  # the hidden state
     attn_input_D: Tensor
-    ffn_input_2D: Tensor  # of this layer and of the one before, by turns
+    ffn_input_2D: Tensor  # of this layer and the previous one, alternating
     qkv: Tensor  # [(H + 2 K) W]
     heads_HW: Tensor
     scratch: Tensor  # of attention
     inner_R: Tensor
     named_W: Tensor  # int32 [F / 32 rounded up]
     hidden_N: Tensor
-    sum_PD: Tensor  # attention's output; the hot neurons' parts; the cold ones' sum; a bias
+    sum_PD: Tensor  # attention's output; partial sums of hot neurons; sum of cold ones; bias
     logits_V: Tensor
 
     @classmethod
@@ -70,7 +69,7 @@ class DeviceBuffers:
         *,
         has_head: bool,
     ) -> "DeviceBuffers":
-        """`take` gives zeros on the device."""
+        """Allocates the buffers; `take` returns zeros on the device."""
         width = weights.embedding.width
         first = weights.layers[0]
         cache = first.attention.cache
@@ -105,8 +104,8 @@ class DeviceBuffers:
 
 @dataclass(kw_only=True)
 class DeviceProgram:
-    """Submits to a GPU's two streams. `pending` are the rows of sum_PD that are still to be added
-    to the hidden state: the next norm does it as it reads."""
+    """Submits work to a GPU's two streams. `pending` are rows of sum_PD not yet added to the hidden
+    state; the next norm adds them as it reads."""
 
     kernels: Kernels
     main: Stream
@@ -118,30 +117,30 @@ class DeviceProgram:
     pending: Tensor | None = None
 
     def begin(self) -> None:
-        """The token's position, before anything that asks for it."""
+        """Copies the token's position to the device, before any use of it."""
         self.main.copy(self.buffers.position_1, self.host.position_1)
 
     def enter(self, layer: int) -> None:
-        """Takes over from the host: hidden state and, for a predictor, the last layer's input."""
+        """Copies the hidden state and, for a predictor, the previous layer's input from the host."""
         self.main.copy(self.buffers.x_D, self.host.x_D)
         if self.input_layer_offset and layer > 0:
             self.main.copy(self._ffn_input(layer - 1), self.host.ffn_input_D)
 
     def leave(self, layer: int) -> None:
-        """Hands over to the host what `enter` takes, where `layer` comes next."""
+        """Copies to the host what `enter` takes; `layer` is the next one."""
         self.settle()
         self.main.copy(self.host.x_D, self.buffers.x_D)
         if self.input_layer_offset and layer > 0:
             self.main.copy(self.host.ffn_input_D, self._ffn_input(layer - 1))
 
     def receive(self, other: "DeviceProgram", layer: int) -> None:
-        """Takes over from another GPU, which has settled, where `layer` comes next."""
+        """Copies the same from another GPU, which has settled; `layer` is the next one."""
         self.main.copy(self.buffers.x_D, other.buffers.x_D)
         if self.input_layer_offset and layer > 0:
             self.main.copy(self._ffn_input(layer - 1), other._ffn_input(layer - 1))
 
     def embed(self, embedding: Matrix, *, has_positions: bool) -> None:
-        """The token's row, where the embedding is on the GPU; learned positions come from the host."""
+        """Embeds the token on the GPU; learned positions come from the host."""
         b = self.buffers
         self.main.copy(b.token_1, self.host.token_1)
         if has_positions:
@@ -152,7 +151,7 @@ class DeviceProgram:
         )  # fmt: skip
 
     def run(self, divided: DividedLayer) -> None:
-        """One layer with attention on this GPU: the three orders of blocks of decoder.run_layer."""
+        """Runs a layer with attention on this GPU, in any layer order of decoder.run_layer."""
         layer, b = divided.layer, self.buffers
         ffn_input_D = self._ffn_input(divided.index)
         named_by_D = ffn_input_D
@@ -184,8 +183,8 @@ class DeviceProgram:
             self.pending = b.sum_PD[1 : 1 + count]
 
     def run_hot(self, divided: DividedLayer, *, is_predicted: bool) -> None:
-        """The hot neurons of a layer with attention on the CPU, whose input and names the host has;
-        their sum goes back to the host."""
+        """Runs the hot neurons of a layer with attention on the CPU: input and predicted neurons
+        come from the host, the sum goes back to it."""
         assert divided.hot is not None
         b, host = self.buffers, self.host
         ffn_input_D = self._ffn_input(divided.index)
@@ -199,13 +198,14 @@ class DeviceProgram:
         self.main.copy(host.hot_D, first_D)
 
     def start_cold(self, cold: NativeNeurons) -> Any:
-        """The cold neurons of such a layer; the event at which the host has their sum."""
+        """Starts the cold neurons of such a layer; returns the event at which the host has their
+        sum."""
         self.side.wait(self.main.record())
         self.side.host(neuron_node(cold))
         return self.side.record()
 
     def head(self, weights: Weights) -> None:
-        """Logits, on the host when the stream has come to its end."""
+        """Computes logits; they are on the host once the stream has finished."""
         b = self.buffers
         if weights.output_norm:
             self._norm(weights.output_norm, b.attn_input_D, keeps_sum=False)
@@ -216,7 +216,7 @@ class DeviceProgram:
         self.main.copy(self.host.logits_V, b.logits_V)
 
     def settle(self) -> None:
-        """Adds to the hidden state what is pending."""
+        """Adds the pending rows to the hidden state."""
         if self.pending is not None:
             self._add_norm(self.buffers.x_D, self.pending, None, None, self.buffers.x_D)
         self.pending = None
@@ -225,7 +225,8 @@ class DeviceProgram:
         return self.buffers.ffn_input_2D[layer % 2]
 
     def _norm(self, norm: Norm, out_D: Tensor, *, keeps_sum: bool = True) -> None:
-        """Of the hidden state and what is pending, which is added to it unless nobody needs it."""
+        """Norms the hidden state plus pending rows; with `keeps_sum`, the hidden state becomes the
+        sum."""
         x_D = self.buffers.x_D
         kept = x_D if keeps_sum and self.pending is not None else None
         self._add_norm(x_D, self.pending, norm, out_D, kept)
@@ -254,7 +255,7 @@ class DeviceProgram:
         )  # fmt: skip
 
     def _attention(self, layer: Layer, x_D: Tensor) -> None:
-        """Into the first row of sum_PD."""
+        """Writes attention's output to the first row of sum_PD."""
         b, attention = self.buffers, layer.attention
         start = 0
         for linear in attention.inputs:
@@ -283,8 +284,8 @@ class DeviceProgram:
         self._dot(attention.output, b.heads_HW, b.sum_PD[0])
 
     def _feed_forward(self, divided: DividedLayer, ffn_input_D: Tensor, named_by_D: Tensor) -> int:
-        """Into sum_PD from its second row on; how many rows it came to. The cold neurons are
-        started before the hot ones and waited for after them."""
+        """Writes rows of sum_PD from the second on and returns their number. Cold neurons start
+        before the hot ones and are waited for after them."""
         b, ffn = self.buffers, divided.layer.ffn
         self._predict(ffn, named_by_D)
         count, done = divided.num_parts, None
@@ -318,7 +319,8 @@ class DeviceProgram:
         )  # fmt: skip
 
     def _cold(self, cold: NativeNeurons, ffn_input_D: Tensor, out_D: Tensor) -> Any:
-        """Starts them on the side stream; the event at which `out_D` has their sum."""
+        """Starts cold neurons on the side stream; returns the event at which `out_D` has their
+        sum."""
         self.side.wait(self.main.record())
         self.side.copy(cold.x_D, ffn_input_D)
         if cold.named_W is not None:

@@ -1,7 +1,5 @@
-"""A decode step over GPUs and the CPU, as it is run: a graph a GPU, one after the other.
-
-What this module does not know: which part of a model is where (hybrid_builder.py), what a layer
-consists of."""
+"""A decode step over GPUs and the CPU: one graph per GPU, run in sequence. hybrid_builder.py builds
+it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +15,13 @@ from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.native_parts import HostBuffers
 from sparkinfer.runtime.step.native_step import StepStruct
 
-# Makes of what is submitted to a stream something to be called for every token.
+# Turns a submission to a stream into a function that is called for every token.
 Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What a step runs on."""
+    """The kernels, streams and memory that a step runs on."""
 
     kernels: Kernels
     streams: Callable[[torch.device], tuple[Stream, Stream]]  # main and side
@@ -34,7 +32,7 @@ class Backend:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """What follows one another on one GPU."""
+    """Consecutive work on one GPU."""
 
     main: Stream
     run: Callable[[], None]
@@ -43,16 +41,18 @@ class Segment:
 
 @dataclass(kw_only=True)
 class HybridStep:
+    """A decode step over GPUs and the CPU."""
+
     host: HostBuffers
     segments: tuple[Segment, ...]
-    before: HostNode | None  # on the host, before the first segment: the embedding
-    after: HostNode | None  # and after the last: the head
-    positions: Tensor | None  # f32 [C, D], where the embedding alone is on a GPU
+    before: HostNode | None  # the embedding, if it is on the host
+    after: HostNode | None  # the head, if it is on the host
+    positions: Tensor | None  # f32 [C, D] on the host, if the embedding is on a GPU
     meter: "Meter"
-    kept: tuple[object, ...]  # a graph knows addresses alone: whatever is there
+    kept: tuple[object, ...]  # keeps alive what graphs refer to by address
 
     def run(self, token: int, position: int) -> Tensor:
-        """f32 [V] behind one token, good until the next step; appends to the cache."""
+        """Logits f32 [V] after one token, valid until the next step; appends to the cache."""
         host = self.host
         host.token_1[0], host.position_1[0] = token, position
         if self.before:
@@ -61,7 +61,7 @@ class HybridStep:
             host.x_D.copy_(self.positions[position])
         try:
             self._submit()
-        finally:  # an interrupt, too, leaves nothing behind that still runs
+        finally:  # after an interrupt, too, nothing keeps running
             for segment in self.segments:
                 segment.main.finish()
         if self.after:
@@ -72,7 +72,7 @@ class HybridStep:
     def _submit(self) -> None:
         event = None
         for segment in self.segments:
-            segment.main.follow()  # a prompt's keys and values
+            segment.main.follow()  # wait for a prompt's keys and values
             if event is not None:
                 segment.main.wait(event)
             segment.run()
@@ -81,8 +81,8 @@ class HybridStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
-    """Adds to `traffic` the bytes of the neurons that the CPU reads. What a GPU reads is known to
-    nobody but the GPU, and is not asked for."""
+    """Adds to `traffic` the bytes of neurons that the CPU reads. Those that a GPU reads are not
+    counted: only the GPU knows them."""
 
     traffic: Traffic
     structs: Sequence[NeuronsStruct | StepStruct]

@@ -1,8 +1,8 @@
-"""What the host does in a decode step that runs on a GPU too: layers that are wholly on the CPU in
-one call, the cold neurons of a divided one in another. Each is a C function that a CUDA graph calls.
+"""The host's parts of a hybrid decode step, each a C function that a CUDA graph calls: layers that
+are wholly on the CPU in one call, the cold neurons of a divided layer in another.
 
-All of them read and write the same few vectors (`HostBuffers`), as nothing but a chain of events
-lets two of them run: a layer's is done when the next one's begins.
+All of them share a few vectors (`HostBuffers`), which is safe because a chain of events orders
+them: one layer's part has finished when the next one's starts.
 
 Letters: D model width, F neurons of a layer, V vocabulary."""
 
@@ -34,15 +34,15 @@ class PartStruct(Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class HostBuffers:
-    """Pinned, where there is a GPU."""
+    """Vectors on the host, pinned if there is a GPU."""
 
     token_1: Tensor  # int64
     position_1: Tensor  # int64
     x_D: Tensor  # the hidden state
     ffn_input_D: Tensor  # of the latest layer
     named_W: Tensor  # int32 [F / 32 rounded up]
-    cold_D: Tensor  # what the cold neurons add
-    hot_D: Tensor  # what the hot ones add, of a layer whose attention is on the CPU
+    cold_D: Tensor  # sum of the cold neurons
+    hot_D: Tensor  # sum of the hot ones, for a layer whose attention is on the CPU
     logits_V: Tensor
 
     @classmethod
@@ -64,7 +64,7 @@ class HostBuffers:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeParts:
-    """The parts of a step that are on the CPU; `row_L` are the layers' places in `step`."""
+    """The CPU's parts of a step; `row_L` maps layers to their indices in `step`."""
 
     step: StepStruct
     host: HostBuffers
@@ -83,8 +83,9 @@ class NativeParts:
         has_embedding: bool,
         has_head: bool,
     ) -> "NativeParts":
-        """`whole` are the layers all of which is on the CPU, `fronts` those with attention there
-        and neurons elsewhere. Raises NotNative for what the kernels do not cover."""
+        """Builds the parts. `whole` are the layers entirely on the CPU, `fronts` those with
+        attention there and neurons elsewhere. Raises NotNative for what the kernels do not
+        cover."""
         if not library.is_available():
             raise NotNative("the C++ kernels are not built")
         builder = StepBuilder()
@@ -110,7 +111,7 @@ class NativeParts:
         return self._node(_HEAD, reads=("x_D",), writes=("logits_V",))
 
     def layers(self, first: int, count: int) -> HostNode:
-        """`count` layers from `first` on, all of them on the CPU."""
+        """The node for `count` layers from `first` on, all on the CPU."""
         return self._node(
             _LAYERS,
             first,
@@ -120,7 +121,7 @@ class NativeParts:
         )
 
     def front(self, layer: int) -> HostNode:
-        """A layer up to the input of its neurons, and which of them its predictor names."""
+        """The node for a layer up to its neurons' input and its predictor's output."""
         return self._node(
             _FRONT,
             layer,
@@ -129,7 +130,7 @@ class NativeParts:
         )
 
     def back(self, layer: int, *, has_cold: bool) -> HostNode:
-        """The rest of it, from what the hot neurons and, where there are any, the cold ones add."""
+        """The node for the rest of a layer, from the sums of its hot and, if any, cold neurons."""
         outs = ("hot_D", "cold_D") if has_cold else ("hot_D",)
         return self._node(_BACK, layer, reads=outs, writes=("x_D",), outs=outs)
 
@@ -170,7 +171,7 @@ class NativeParts:
 
 
 def neuron_node(neurons: NativeNeurons) -> HostNode:
-    """The cold neurons of a layer."""
+    """The node for the cold neurons of a layer."""
     function, argument = neurons.node
     reads = (neurons.x_D,) if neurons.named_W is None else (neurons.x_D, neurons.named_W)
     return HostNode(

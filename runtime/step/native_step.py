@@ -1,7 +1,7 @@
-"""A step of the whole model, one token or some, in one native call: built once, from the loaded weights.
+"""The native step: one call of step.h runs the whole model for one or several rows. It is built once
+from the loaded weights.
 
-What is not covered keeps the ordinary path of decoder.py: `build`
-says why. What this module does not know: the order of a forward pass."""
+Models that it does not cover run through decoder.py; `build` says why."""
 
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
@@ -84,24 +84,26 @@ class RowStruct(Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class NativeStep:
+    """A step of the whole model in one native call."""
+
     step: StepStruct
     vocab_size: int
     traffic: Traffic
-    kept: tuple[Any, ...]  # whatever the structs point at
+    kept: tuple[Any, ...]  # keeps alive what the structs point to
 
     @property
     def max_rows(self) -> int:
         return self.step.max_rows
 
     def run(self, token: int, position: int) -> Tensor:
-        """f32 [V]: the logits behind one token of the first sequence; as `run_rows`."""
+        """Logits f32 [V] after one token of the first sequence, by `run_rows`."""
         return self.run_rows([Row(token=token, position=position, has_logits=True)])[0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
-        """f32 [rows that have logits, V]; appends the rows to the cache and counts the traffic. A
-        row's bits do not depend on the other rows.
+        """Logits f32 [rows that want logits, V]; appends the rows to the cache and counts traffic.
+        A row's bits do not depend on the other rows.
 
-        Raises IndexError for a token or position that cannot be."""
+        Raises IndexError for a token or position out of range."""
         structs = (RowStruct * len(rows))()
         num_logits = 0
         for struct, row in zip(structs, rows, strict=True):
@@ -117,13 +119,13 @@ class NativeStep:
         return logits
 
     def _bytes(self) -> dict[str, int]:
-        """Read by all steps so far, by the names that Traffic has."""
+        """Bytes read by all steps so far, keyed by Traffic's fields."""
         names = ("gate", "up", "down", "predictor", "attention")
         return {name: getattr(self.step, f"{name}_bytes") for name in names}
 
 
 def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep | str:
-    """The step of this model, or in a few words why there is none."""
+    """The native step of this model, or in a few words why there is none."""
     if not library.is_available():
         return "the C++ kernels are not built"
     try:
@@ -133,9 +135,9 @@ def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> Native
 
 
 def workspace_bytes(weights: Weights) -> int:
-    """Bytes of workspace that a native step of these layers takes; 0 where there is no such step.
+    """Workspace bytes of a native step of these layers; 0 if there is no such step.
 
-    They do not depend on the number of layers."""
+    The size does not depend on the number of layers."""
     if not library.is_available():
         return 0
     try:
@@ -145,7 +147,7 @@ def workspace_bytes(weights: Weights) -> int:
 
 
 class StepBuilder(Structs):
-    """The layers of a step, and what they have in common."""
+    """Builds the structs of a step and its layers."""
 
     def step(self, weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep:
         step = self.without_workspace(weights, input_layer_offset)
@@ -167,7 +169,7 @@ class StepBuilder(Structs):
     def frame(
         self, weights: Weights, layer_structs: list[LayerStruct], input_layer_offset: int
     ) -> StepStruct:
-        """A step of these layers without embedding, head and workspace."""
+        """A step of these layers, without embedding, head and workspace."""
         layers = (LayerStruct * len(layer_structs))(*layer_structs)
         first = weights.layers[0]
         cache, ffn = first.attention.cache, first.ffn
@@ -214,7 +216,7 @@ class StepBuilder(Structs):
         )
 
     def tables(self, tables: KeyTables | None) -> dict[str, int]:
-        """The fields of a layer that has these."""
+        """The fields of LayerStruct for these tables."""
         names = ("summary", "summary_unit", "code", "code_factor")
         found = () if tables is None else tables.tensors
         return {
@@ -243,7 +245,7 @@ class StepBuilder(Structs):
         )
 
     def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
-        """One with these of its blocks."""
+        """The struct of a layer with only these of its neuron blocks."""
         attention, ffn = layer.attention, layer.ffn
         inputs = [self.linear(linear) for linear in attention.inputs]
         blocks = (BlockStruct * len(neuron_blocks))(*map(self.block, neuron_blocks))

@@ -1,6 +1,6 @@
-"""A hybrid step with both roles on the CPU: every kernel when it is submitted, by any set of kernels.
+"""A backend that plays both roles of a hybrid step on the CPU: kernels run when submitted.
 
-It is how the step is tested without a GPU, and what a captured one is compared with."""
+It tests the step without a GPU and is the reference for a captured one."""
 
 from collections.abc import Callable
 

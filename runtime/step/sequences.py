@@ -1,11 +1,11 @@
 """Sequences: texts whose keys and values an engine keeps, several at a time.
 
     with engine.sequence() as text:
-        logits_1V = text.extend(ids)          # what follows the last of them
-        branch = text.fork()                  # shares what there is so far
+        logits_1V = text.extend(ids)          # logits after the last of them
+        branch = text.fork()                  # shares the tokens so far
         text.rollback(10)                     # forgets all but the first ten tokens
 
-What this module does not know: text, sampling. Letters: R rows that have logits, V vocabulary."""
+Letters: R rows with logits, V vocabulary."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
@@ -28,7 +28,7 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a batch does to one sequence: computes `tokens` behind those that it has."""
+    """A batch's part for one sequence: appends `tokens` to it and computes them."""
 
     sequence: "Sequence"
     tokens: Several[int]
@@ -36,12 +36,12 @@ class Part:
 
 
 class Sequences:
-    """All that an engine has room for. `decoder` is None once the engine is closed."""
+    """The sequences of an engine. `decoder` is None once the engine is closed."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder: Decoder | None = decoder
         self.context_length = decoder.weights.cache.table.context_length
-        self._open: dict[int, Sequence] = {}  # by their numbers, the oldest first
+        self._open: dict[int, Sequence] = {}  # by number, oldest first
 
     @property
     def live(self) -> Decoder:
@@ -54,10 +54,10 @@ class Sequences:
         return self.live.weights.cache
 
     def open(self, *, yields: bool = False, beside: "Sequence | None" = None) -> "Sequence":
-        """An empty one. One that `yields` loses its place to the next where there is no other, but
-        not to one that is opened `beside` it.
+        """Opens an empty sequence. If no place is free, a sequence that `yields` is closed for it,
+        except the one it is opened `beside`.
 
-        Raises SparkinferError where all are in use."""
+        Raises SparkinferError if all places are in use."""
         num_places = self.cache.table.num_sequences
         free = next((n for n in range(num_places) if n not in self._open), None)
         if free is None:
@@ -80,10 +80,10 @@ class Sequences:
 
     @torch.inference_mode()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
-        """Computes tokens of several sequences together; of each part its logits, f32 [R, V].
+        """Computes tokens of several sequences together; returns each part's logits, f32 [R, V].
 
-        Raises SparkinferError where a sequence has no room for them, is in two parts or of another
-        engine; nothing has changed then."""
+        Raises SparkinferError, without changing anything, if a sequence has no room for them, is in
+        two parts, or belongs to another engine."""
         parts = list(parts)
         self._check(parts)
         rows = [row for part in parts for row in self._rows(part)]
@@ -122,7 +122,7 @@ class Sequences:
 
 
 def _are_tokens(tokens: object) -> bool:
-    """True for a list, tuple or array of integers; characters and numbers with a point are none."""
+    """Whether this is a list, tuple or array of integers; text and floats are not."""
     if isinstance(tokens, Tensor | np.ndarray):
         return tokens.ndim == 1 and str(tokens.dtype).removeprefix("torch.") in _INTEGERS
     if not isinstance(tokens, Several) or isinstance(tokens, str | bytes):
@@ -131,7 +131,7 @@ def _are_tokens(tokens: object) -> bool:
 
 
 def not_tokens(found: object) -> SparkinferError:
-    """What was given in place of token ids, and how text becomes them."""
+    """The error for anything but token ids; says how to get them from text."""
     return SparkinferError(
         f"{shown(found)} given as token ids; wanted a list of integers: engine.codec.encode(text)"
         " makes it"
@@ -143,7 +143,7 @@ def _num_logits(part: Part) -> int:
 
 
 class Sequence:
-    """One of them; made by `Engine.sequence`. Closed at the end of its `with` block."""
+    """One sequence, made by `Engine.sequence`; closed at the end of its `with` block."""
 
     def __init__(self, owner: Sequences, number: int, *, yields: bool) -> None:
         self._owner: Sequences | None = owner
@@ -160,10 +160,10 @@ class Sequence:
         return self._live.context_length - self.length
 
     def extend(self, tokens: Several[int], wanted: Wanted = "last") -> Tensor:
-        """Computes tokens behind those that are there: f32 [R, V], the logits behind the last of
-        them, behind all, or none.
+        """Appends and computes tokens; returns the logits f32 [R, V] after the last of them, all of
+        them, or none.
 
-        Raises SparkinferError where they do not fit into the context."""
+        Raises SparkinferError if they do not fit into the context."""
         return self._live.run([Part(sequence=self, tokens=tokens, wanted=wanted)])[0]
 
     def rollback(self, length: int) -> None:
@@ -178,22 +178,21 @@ class Sequence:
         del self.ids[length:]
 
     def fork(self) -> "Sequence":
-        """Another sequence that begins with the tokens of this one, and shares their keys and
-        values until one of the two writes behind them."""
+        """Opens a sequence with the same tokens; keys and values are shared copy-on-write."""
         other = self._live.open(yields=self.yields, beside=self)
         self._live.cache.table.share(self.number, other.number, self.length)
         other.ids = list(self.ids)
         return other
 
     def read_state(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies of keys and values [T, K, X] of each layer, as they are kept."""
+        """Copies of keys and values [T, K, X] of each layer, as stored."""
         cache = self._live.cache
         return [layer.read(self.number, 0, self.length) for layer in cache.layers]
 
     def write_state(self, ids: Several[int], state: Several[tuple[Tensor, Tensor]]) -> None:
-        """Makes `ids` the tokens of this sequence, which has none, and `state` their keys and values.
+        """Fills this empty sequence with the tokens `ids` and their keys and values `state`.
 
-        Raises SparkinferError where they are not those of this model, or do not fit."""
+        Raises SparkinferError if they are not this model's, or do not fit."""
         assert not self.length, "only an empty sequence can take a state over"
         cache = self._live.cache
         self.check_room(len(ids))
@@ -215,7 +214,7 @@ class Sequence:
 
     @property
     def owner(self) -> Sequences:
-        """Raises SparkinferError where the sequence is closed."""
+        """The engine's sequences. Raises SparkinferError if this one is closed."""
         return self._live
 
     @property
@@ -223,7 +222,7 @@ class Sequence:
         return self._owner is not None
 
     def close(self) -> None:
-        """Gives its place back. Nothing happens the second time."""
+        """Frees its place. A second call does nothing."""
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.release(self.number)
