@@ -1,10 +1,9 @@
-// Attention over a part of the cache: all queries that share a key-value head at once, those of several
-// tokens too, so that every key and value is read and unpacked once. Included by rows_template.h.
+// Attention over a part of the cache for all queries that share a key-value head, including those of
+// several tokens, so that every key and value is read and unpacked once. Included by rows_template.h.
 //
 // The including file defines store_sums(a, b, c, d, y): y[0..3] = sum(a), sum(b), sum(c), sum(d).
 
-// Rows that are unpacked before they are used; at most 16 * MAX_HEAD_WIDTH floats, which a first
-// cache holds.
+// Rows unpacked at a time; at most 16 * MAX_HEAD_WIDTH floats, which fit the L1 cache.
 constexpr int64_t TILE = 16;
 
 template <class Format>
@@ -46,7 +45,7 @@ inline void score_tile(const float* tile, const float* query, int64_t padded, fl
 }
 
 // out[g] += sum over c < TILE of weight[g * stride + c] * tile[c], for g < QUERIES, in columns
-// i0 <= i < i1, COLUMNS vectors of them at a time
+// i0 <= i < i1, COLUMNS vectors at a time
 template <int QUERIES, int COLUMNS>
 inline void mix_columns(const float* tile, const float* weight, int64_t stride, int64_t padded,
                         int64_t i0, int64_t i1, float* out) {
@@ -71,7 +70,7 @@ inline void mix_columns(const float* tile, const float* weight, int64_t stride, 
     }
 }
 
-// Eight sums at a time, or each addition would wait for the one before it.
+// Eight sums at a time, to hide the latency of additions.
 template <int QUERIES>
 inline void mix_tile(const float* tile, const float* weight, int64_t stride, int64_t padded,
                      float* out) {
@@ -81,7 +80,7 @@ inline void mix_tile(const float* tile, const float* weight, int64_t stride, int
     mix_columns<QUERIES, 1>(tile, weight, stride, padded, whole, padded, out);
 }
 
-// For every tile of the rows in `runs`: body(position, tile, rows of it)
+// Calls body(position, tile) for every tile of the rows in `runs`.
 template <class Format, class Body>
 inline void each_tile(const AttendPart& a, const uint8_t* const* runs, int64_t stride,
                       const Body& body) {
@@ -102,7 +101,7 @@ struct Queries {
     constexpr operator int() const { return N; }
 };
 
-// Calls body(q, Queries<their number>()) for all queries, some at a time.
+// Calls body(q, Queries<N>()) for groups of N queries until all are done.
 template <class Body>
 inline void each_query(int64_t num_queries, const Body& body) {
     int64_t q = 0;
@@ -112,13 +111,13 @@ inline void each_query(int64_t num_queries, const Body& body) {
     if (num_queries - q == 1) body(q, Queries<1>());
 }
 
-// The scores of one query into their exponentials, zeros behind them.
+// Replaces the scores of one query by their exponentials, followed by zeros.
 inline void weigh(float* score, int64_t n, int64_t room, float& top, float& total) {
     top = -__builtin_inff(), total = 0.0f;
     if (n) {
         top = score[0];
         for (int64_t c = 1; c < n; ++c) top = score[c] > top ? score[c] : top;
-        // Where every score is minus infinity there is nothing to add, and no difference to take.
+        // If every score is minus infinity, the total is 0; score - top would be NaN.
         total = exp_sum(score, n, top == -__builtin_inff() ? 0.0f : top);
     }
     for (int64_t c = n; c < room; ++c) score[c] = 0.0f;

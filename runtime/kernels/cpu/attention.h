@@ -1,9 +1,9 @@
 // Attention of the rows of a step over the keys and values of their sequences.
 //
-// Keys and values of a layer lie in blocks of positions, [blocks, K, block_length, row]; a table says
-// which blocks a sequence has. Positions are taken in parts of PART from the first on, each with sums
-// of its own, which are then joined: what comes out for a row depends on its position alone, not on
-// the rows beside it, the blocks or the threads.
+// Keys and values of a layer are stored in blocks of positions, [blocks, K, block_length, row]; a table
+// maps sequences to blocks. Positions are split into parts of PART, counted from 0, with partial sums
+// that are joined at the end: a row's result depends only on its position, not on other rows, the
+// blocks or the threads.
 #pragma once
 #include <array>
 #include <cmath>
@@ -15,11 +15,11 @@
 #include "vector_math.h"
 #include "work.h"
 
-// Positions that are one piece of work.
+// Positions per work item.
 constexpr int64_t PART = 256;
-// What the parts of rows may take at a time: rows beyond it wait for the next turn.
+// Upper bound on the bytes of partial sums; further rows wait for the next batch.
 constexpr int64_t PARTS_BYTES = 4 << 20;
-// Queries that share keys once these are unpacked: at most so many, or those of one row.
+// Most queries that share unpacked keys, unless one row has more.
 constexpr int64_t SHARING_QUERIES = 32;
 
 inline int64_t parts_of(int64_t positions) { return (positions + PART - 1) / PART; }
@@ -43,9 +43,9 @@ class Attention {
         selector.take(arena, rows_at_once);
     }
 
-    // Where the rows of this step are: those that are computed, and where else their keys go.
+    // Records the computed rows of this step, and the further places that their keys are copied to.
     void place(const SparkRow* row, int64_t count) {
-        std::array<int64_t, MAX_STEP_ROWS> computed;  // of each row, its number among those
+        std::array<int64_t, MAX_STEP_ROWS> computed;  // index of each row among the computed ones
         T = num_copies = 0;
         for (int64_t r = 0; r < count; ++r) {
             if (row[r].source >= 0) {
@@ -60,16 +60,16 @@ class Attention {
 
     int64_t num_rows() const { return T; }
     int64_t position(int64_t t) const { return places[t].position; }
-    int64_t number(int64_t t) const { return places[t].row; }  // of row t among those of the step
+    int64_t number(int64_t t) const { return places[t].row; }  // of computed row t within the step
 
-    // Keeps key and value [K, W] of row t, wherever they belong.
+    // Stores key and value [K, W] of row t in all their places.
     void append(const SparkLayer& l, int64_t t, const float* key, const float* value) {
         append(l, places[t], key, value);
         for (int64_t i = 0; i < num_copies; ++i)
             if (copies[i].row == t) append(l, copies[i], key, value);
     }
 
-    // Rows `out` [T, H * W] of what the heads of qkv [T, stride] find.
+    // Attends with the heads of qkv [T, stride]; writes `out` [T, H * W].
     void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out) {
         summarise(l);
         for (int64_t t = 0; t < T; t += rows_at_once)
@@ -81,18 +81,18 @@ class Attention {
         int64_t row, position;
         int32_t sequence;
     };
-    // Rows of one sequence at positions that follow one another, which share keys and values.
+    // Rows of one sequence at consecutive positions, which share keys and values.
     struct Chunk {
         int64_t begin, count, last;  // `last` position
-        int64_t num_far, num_keys;   // that it attends to: of these, far ones with capped positions
-        int64_t base;                // what capped positions are counted from
-        bool is_selected;            // its only row attends to some positions alone
-        int64_t unit;                // the first of its pieces of work
+        int64_t num_far, num_keys;   // far keys (at capped positions), and all that it attends to
+        int64_t base;                // origin of capped positions
+        bool is_selected;            // its only row attends to selected positions
+        int64_t unit;                // its first work item
 
         int64_t parts() const { return parts_of(num_far) + parts_of(num_keys - num_far); }
     };
 
-    // From the beginning of the cache to a position of the first head, in rows.
+    // Offset of a position of the first head from the beginning of the cache, in rows.
     int64_t place_of(int32_t sequence, int64_t position) const {
         const SparkTable& table = s.table;
         const int64_t length = table.block_length;
@@ -109,7 +109,7 @@ class Attention {
         }
     }
 
-    // Summaries of the blocks of keys that end with a row of this step.
+    // Summarises the blocks of keys that end with a row of this step.
     void summarise(const SparkLayer& l) {
         if (!selector.is_on()) return;
         std::array<Place, MAX_STEP_ROWS> ends;
@@ -183,7 +183,7 @@ class Attention {
         });
     }
 
-    // Of a chunk, [K, rows, G, padded].
+    // Copies the queries of a chunk to [K, rows, G, padded].
     void copy_queries(const Chunk& c, const float* qkv, int64_t stride, int64_t t0) {
         float* to = query + (c.begin - t0) * H * padded;
         for (int64_t k = 0; k < K; ++k)
@@ -199,7 +199,7 @@ class Attention {
                 }
     }
 
-    // Where the sums of a part begin, [rows, G] of them.
+    // Offset of the sums [rows, G] of a part.
     int64_t sums_at(const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) const {
         return (c.begin - t0) * parts * H + (kv_head * parts + part) * c.count * G;
     }
@@ -246,7 +246,7 @@ class Attention {
         kernels().mix_values[s.value_kind](a);
     }
 
-    // n keys in runs, at positions that follow one another from `first` on, become f32 ones that are turned.
+    // Unpacks n keys in runs, at consecutive positions from `first` on, to f32 and rotates them.
     void turn_keys(int64_t first, int64_t run, int64_t n, const uint8_t** key) const {
         static thread_local std::vector<float> turned;
         if (turned.size() < static_cast<size_t>(PART * W)) turned.resize(PART * W);
@@ -259,7 +259,7 @@ class Attention {
         }
     }
 
-    // Keys and values at n positions, one after the other: where they lie so, or copies.
+    // Contiguous keys and values at n positions: in place if they are contiguous there, else copies.
     void gather(const SparkLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position, int64_t n,
                 const uint8_t*& key, const uint8_t*& value) const {
         const int64_t length = s.table.block_length;
@@ -273,7 +273,7 @@ class Attention {
             copies.resize(PART * (key_bytes + value_bytes));
         uint8_t* keys = copies.data();
         uint8_t* values = keys + PART * key_bytes;
-        constexpr int64_t AHEAD = 16;  // rows that are asked for before they are copied
+        constexpr int64_t AHEAD = 16;  // rows prefetched before they are copied
         auto ask = [&](int64_t i) {
             const int64_t from = at(i);
             for (int64_t b = 0; b < key_bytes; b += 64) __builtin_prefetch(l.key + from * key_bytes + b);
@@ -290,7 +290,7 @@ class Attention {
         key = keys, value = values;
     }
 
-    // The parts of one head of row t into its place in `heads`.
+    // Joins the parts of one head of row t into `heads`.
     void join(const Chunk& c, int64_t t, int64_t head, int64_t t0, Operand& heads) const {
         const int64_t own = c.is_selected ? c.parts() : parts_of(places[t].position + 1);
         const int64_t within = (t - c.begin) * G + head % G;
@@ -310,7 +310,7 @@ class Attention {
 
     const SparkStep& s;
     const int64_t W, H, K, G, padded, key_bytes, value_bytes, chunk_rows;
-    int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // parts that the rows at hand have at most
+    int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
     float *query, *far_query, *top, *total, *mixed;
     Selector selector;
     std::array<Place, MAX_ROWS> places;

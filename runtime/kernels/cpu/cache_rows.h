@@ -1,10 +1,10 @@
-// How keys and values are kept in the cache: a row of W values a head and position, in one of the
-// first five kinds. stored_rows.py is the same in torch, to the bit.
+// Storage of keys and values in the cache: a row of W values per head and position, in one of the first
+// five kinds. stored_rows.py is the same in torch, to the bit.
 //
-// A rotated cache keeps H x for x, H being Hadamard's matrix over the largest power of two that divides
-// W, orthonormal: products of keys with queries that are turned alike are what they were, values are
-// turned back by the same product (H H = 1) once they are mixed, and an outlier in one place is spread
-// over all of a block, whose scale it would otherwise set (QuaRot, Ashkboos et al. 2024).
+// A rotated cache stores H x for x, H being the orthonormal Hadamard matrix over the largest power of
+// two that divides W. Dot products of keys with rotated queries are unchanged, mixed values are rotated
+// back by the same product (H H = 1), and an outlier is spread over its whole block, whose scale it
+// would otherwise set (QuaRot, Ashkboos et al. 2024).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@ inline int64_t cache_row_bytes(int32_t kind, int64_t W) {
     return W / block_values(kind) * bytes[kind];
 }
 
-// Rounded to the nearest, ties to even; NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline uint16_t to_bf16(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -26,13 +26,13 @@ inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// 0 where it has none in f32: the scale is 0 in f16 then.
+// 1 / scale, or 0 where that is not finite in f32: such a scale is 0 in f16.
 inline float inverse_of(float scale) {
     const float inverse = 1.0f / scale;
     return std::isfinite(inverse) ? inverse : 0.0f;
 }
 
-// 32 values as ggml's quantize_row_q8_0_ref makes them; a NaN for all where one is not finite.
+// Quantises 32 values like ggml's quantize_row_q8_0_ref; all become NaN if one is not finite.
 inline void store_q8_0(const float* x, uint8_t* to) {
     float largest = 0.0f;
     bool is_finite = true;
@@ -49,7 +49,7 @@ inline void store_q8_0(const float* x, uint8_t* to) {
     }
 }
 
-// Likewise quantize_row_q4_0_ref.
+// Does the same like quantize_row_q4_0_ref.
 inline void store_q4_0(const float* x, uint8_t* to) {
     float largest = 0.0f;  // by magnitude, with its sign
     bool is_finite = true;
@@ -86,7 +86,7 @@ inline void store_cache_row(int32_t kind, const float* x, int64_t W, uint8_t* to
     }
 }
 
-// x [W] = H x, in place: butterflies of the fast Walsh-Hadamard transform, each block by itself.
+// x [W] = H x in place: a fast Walsh-Hadamard transform per block.
 inline void turn_by_hadamard(float* x, int64_t W) {
     const int64_t block = W & -W;
     const float scale = 1.0f / std::sqrt(static_cast<float>(block));

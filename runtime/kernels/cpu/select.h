@@ -1,18 +1,19 @@
-// Which positions of a long text a token attends to: the first ones, a window of the last ones, and
-// between them those keys that promise most, found by a summary of each block of keys and by codes of
-// two bits a value. selection.py is the same in torch: tables to the bit, scores up to rounding.
+// Selects the positions of a long text that a token attends to: sinks at its beginning, a window of the
+// latest ones, and between them the keys with the highest estimated attention, from summaries of blocks
+// of keys and codes of two bits per value. key_tables.py is the same in torch: tables to the bit, scores
+// up to rounding.
 //
 //   x -> whole(x / unit), unit = max |x| / LARGEST      a summary (LARGEST 63, + 64) or a query (127)
 //   summary of a block     the mean of its keys; or their largest and smallest values, 2 W of them
-//   code of a key          of r = H (key - center), H Hadamard's matrix, the center being the block's mean
-//                          or the middle of its bounds, as the summary has them:
+//   code of a key          of r = H (key - center), H the Hadamard matrix, the center the block's mean or
+//                          the middle of its bounds, as summarised:
 //                          c = clamp(floor(r / step), -2, 1), step = STEP * root of the mean square, and
 //                          a factor f = |r|^2 / (r . (c + 1/2)), so that f (c + 1/2) . r = |r|^2
 //                          (after RaBitQ, Gao and Long 2024, arXiv 2405.12497)
 //
-// What a block promises is the sum over the queries that share it of the share of mass that they would
-// give it among all blocks; of a key likewise among the keys of the best blocks. Of equals the first is
-// taken. Widths are padded with zeros to multiples of SELECT_WIDTH.
+// A block's estimate is its softmax mass among all blocks, summed over the queries that share it; a
+// key's likewise among the keys of the best blocks. Of equals the first is taken. Widths are padded
+// with zeros to multiples of SELECT_WIDTH.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -41,7 +42,7 @@ class Selector {
         : s(step), rule(step.select), W(s.head_width), Wp(select_width(W)),
           Ws(summary_width(rule, W)), K(s.num_kv_heads), G(s.num_heads / K) {}
 
-    // Room for the positions of so many rows.
+    // Allocates the position lists of `rows` rows.
     void take(Arena& arena, int64_t rows) {
         if (is_on()) list = arena.take<int32_t>(rows * K * longest());
     }
@@ -49,19 +50,19 @@ class Selector {
     bool is_on() const { return rule.block > 0; }
     bool is_capped() const { return rule.cos != nullptr; }
 
-    // Turns a head to a position among the capped ones.
+    // Rotates a head to a capped position.
     void turn(float* head, int64_t position) const {
         const int64_t at = position * (W / 2);
         rotate(head, rule.cos + at, rule.sin + at, W, s.is_adjacent);
     }
 
-    // Positions that a token attends to at most.
+    // Maximum positions that a token attends to.
     int64_t longest() const {
         const int64_t most = rule.sinks + rule.top + rule.window + rule.block;
         return std::min(most, s.context_length);
     }
 
-    // The first position of the window of a token at `position`.
+    // The first position in the window of a token at `position`.
     int64_t window_begin(int64_t position) const {
         return std::max<int64_t>(0, position + 1 - rule.window) / rule.block * rule.block;
     }
@@ -76,7 +77,7 @@ class Selector {
         return rule.sinks + rule.top + position + 1 - window_begin(position);
     }
 
-    // Where a table of blocks has the one that a position is in.
+    // Index into the tables of the key block that contains a position.
     int64_t block_at(int32_t sequence, int64_t position, int64_t kv_head) const {
         const int64_t length = s.table.block_length, own = (length + rule.block - 1) / rule.block;
         const int64_t block =
@@ -84,7 +85,7 @@ class Selector {
         return (block * K + kv_head) * own + position % length / rule.block;
     }
 
-    // Summary and codes of the block from `position` on, from its keys as they are kept.
+    // Computes summary and codes of the block from `position` on, from its stored keys.
     void summarise(const SparkLayer& l, int32_t sequence, int64_t position, int64_t kv_head,
                    const uint8_t* key, int64_t key_bytes) const {
         const int64_t B = rule.block, at = block_at(sequence, position, kv_head);
@@ -107,8 +108,8 @@ class Selector {
         }
     }
 
-    // Finds the positions [num_taken], ascending, of row `t` of a step, which is at `position` and does
-    // not take all, for the queries [G, stride] that share a key-value head.
+    // Finds the positions [num_taken], ascending, that row `t` of a step reads for the queries
+    // [G, stride] of a key-value head. The row is at `position` and must not take all.
     void choose(const SparkLayer& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
                 const float* query, int64_t stride) const {
         int32_t* to = of(t, kv_head);
@@ -124,7 +125,8 @@ class Selector {
   private:
     int64_t num_parts() const { return rule.summary == SUMMARY_BOUNDS ? 2 : 1; }
 
-    // The summary of keys [block, W]; its unit. `part` has room for its parts, W values each.
+    // Stores the summary of keys [block, W]; returns its unit. `part` has room for its parts, W values
+    // each.
     float store_summary(const float* keys, uint8_t* to, float* part) const {
         std::copy_n(keys, W, part);
         std::copy_n(keys, W, part + W);
@@ -153,12 +155,12 @@ class Selector {
         return unit;
     }
 
-    // NaN and values out of range become values in range; their unit says so.
+    // Clamps to range; NaN becomes 0 (the unit of keys that are not finite is NaN).
     static int to_whole(float value) {
         return value == value ? static_cast<int>(std::clamp(value, -127.0f, 127.0f)) : 0;
     }
 
-    // The code of r [W], which it turns; the factor.
+    // Rotates r [W] in place and stores its code; returns the factor.
     float store_code(float* r, uint8_t* to) const {
         if (!s.is_key_rotated) turn_by_hadamard(r, W);
         float squares = 0.0f, along = 0.0f;
@@ -174,8 +176,8 @@ class Selector {
         return along > 0.0f ? squares / along : 0.0f;
     }
 
-    // A query in bytes, `parts` times; its unit. Of two that are split the first has what is above zero,
-    // the other what is below.
+    // Stores a query in bytes, `parts` times; returns its unit. If split, the first copy keeps positive
+    // values and the second negative ones.
     float store_query(const float* x, int64_t parts, bool is_split, int8_t* to) const {
         const float unit = largest_of(x, W) / QUERY_LARGEST, inverse = inverse_of(unit);
         for (int64_t p = 0; p < parts; ++p)
@@ -193,8 +195,8 @@ class Selector {
         return sum;
     }
 
-    // The `k` largest of score [n], of equals the first: their indices, ascending. NaN counts as
-    // largest.
+    // Finds the indices of the `k` largest of score [n], ascending; the first of equals wins. NaN counts
+    // as largest.
     static void largest(const float* score, int64_t n, int64_t k, std::vector<float>& order,
                         int32_t* chosen) {
         order.resize(n);
@@ -204,7 +206,7 @@ class Selector {
         const float least = order[k - 1];
         int64_t above = 0;
         for (int64_t i = 0; i < k - 1; ++i) above += order[i] > least;
-        int64_t equal = k - above;  // that are taken
+        int64_t equal = k - above;  // ties taken
         for (int64_t i = 0, c = 0; c < k; ++i) {
             const float own = key(score[i]);
             if (own > least || (own == least && equal-- > 0)) chosen[c++] = static_cast<int32_t>(i);
@@ -219,7 +221,7 @@ class Selector {
         std::vector<int64_t> at;
     };
 
-    // `top` positions between the sinks and the window, ascending, into `to`.
+    // Writes `top` positions between the sinks and the window, ascending, to `to`.
     void search(const SparkLayer& l, int32_t sequence, int64_t kv_head, int64_t window, const float* query,
                 int64_t stride, int32_t* to) const {
         static thread_local Scratch room;
@@ -249,7 +251,7 @@ class Selector {
             to[i] = static_cast<int32_t>((first + room.chosen[to[i] / B]) * B + to[i] % B);
     }
 
-    // Where in the tables n blocks from `first` on are.
+    // Looks up n blocks from `first` on in the tables.
     void find_blocks(const SparkLayer& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
                      Scratch& room) const {
         room.row.resize(n), room.at.resize(n);
@@ -266,8 +268,8 @@ class Selector {
         }
     }
 
-    // score [G, n]: attention's scores by the summaries of n blocks, the most that a key within bounds can
-    // have; or, where the query is not split, those of the center.
+    // Computes attention scores [G, n] from the summaries of n blocks: of their centers, or, if the query
+    // is split, the upper bound for any key within the block's bounds.
     void score_blocks(const SparkLayer& l, int64_t n, bool is_split, const float* query, int64_t stride,
                       Scratch& room, std::vector<float>& score) const {
         room.query.resize(G * Ws), room.dot.resize(G * n), score.resize(G * n), room.unit.resize(G);
@@ -286,7 +288,7 @@ class Selector {
         }
     }
 
-    // room.score [G, num_best * B]: attention's scores by the codes of the chosen blocks' keys.
+    // Computes attention scores, room.score [G, num_best * B], from the codes of the chosen blocks' keys.
     void score_codes(const SparkLayer& l, int64_t num_best, const float* query, int64_t stride,
                      Scratch& room) const {
         const int64_t B = rule.block, m = num_best * B;
@@ -303,7 +305,7 @@ class Selector {
         }
         const float scale = 1.0f / std::sqrt(static_cast<float>(W));
         for (int64_t g = 0; g < G; ++g) {
-            // Twice the code counts from -3: c + 1/2 = (2 bits - 3) / 2.
+            // A code c is stored as bits = c + 2, so c + 1/2 = (2 bits - 3) / 2.
             const int32_t offset = 3 * sum_of_bytes(room.query.data() + g * Wp, Wp);
             const float by = 0.5f * room.unit[g] * scale;
             for (int64_t c = 0; c < num_best; ++c) {
