@@ -1,7 +1,7 @@
-"""How fast memory is read: the runtime's own row products over a buffer that no cache holds, with
-the threads that it uses, and torch's sum on a GPU.
+"""Measures memory bandwidth: the runtime's own row products over a buffer larger than any cache,
+with its threads, and torch's sum on a GPU.
 
-It is measured in every round, so that whatever slows the model in a round slows this too."""
+Every round measures it anew, so that whatever slows the model in a round slows this too."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ from sparkinfer.runtime.weights.matrix import matrix_of
 from sparkinfer.runtime.weights.resident import Residence
 
 ROW_VALUES = 4096
-TRIES = 3  # the fastest counts: what the machine can do
+TRIES = 3  # the fastest counts
 
-Bandwidth = Callable[[], float]  # bytes a second, measured now
+Bandwidth = Callable[[], float]  # measures bytes per second
 
 
 def cpu_bandwidth() -> Bandwidth:
-    """An f32 matrix times a vector, in memory arranged as that of weights."""
+    """A probe of an f32 matrix-vector product, in memory allocated like that of weights."""
     num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
     ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
     has_kernels = library.is_available()
@@ -38,7 +38,7 @@ def cpu_bandwidth() -> Bandwidth:
 
 
 def gpu_bandwidth(device: torch.device) -> Bandwidth:
-    """torch's sum over a buffer, between two events on the device's clock."""
+    """A probe of torch's sum over a buffer, timed by two events on the device."""
     free, _ = torch.cuda.mem_get_info(device)
     values = torch.ones(min(READ_BYTES, free // 4) // 4, device=device)
 

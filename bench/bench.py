@@ -1,8 +1,8 @@
-"""Measures how fast a model runs here: prompts and texts, against the machine's limit, by part, and
-beside llama.cpp.
+"""Measures the speed of a model on this machine, for prompts and for generation: against the
+memory's limit, by part, and beside llama.cpp.
 
-All tests of a depth take turns, round by round, and who goes first, ours or llama.cpp, alternates.
-Every round measures the memory's bandwidth too. A warm-up before the first round is not counted."""
+All tests of a depth take turns, round by round; sparkinfer and llama.cpp alternate in going first.
+Every round measures memory bandwidth too. A warm-up before the first round is not counted."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ from sparkinfer.split_file import Split
 def bench(
     config: BenchConfig, on_test: Callable[[float], None] = lambda count: None
 ) -> BenchReport:
-    """Measures; `on_test` hears of each test that was run, `config.num_runs` in all.
+    """Runs the benchmark; `on_test` is called after each test, `config.num_runs` times in all.
 
     Raises SparkinferError for what cannot be measured."""
     load_before = load_now()

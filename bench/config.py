@@ -1,4 +1,4 @@
-"""What `bench` is asked for, and the tests that follow: prompts, and texts made token by token."""
+"""The configuration of `bench`, and its tests: prompts, and token-by-token generation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.runtime.model.feed_forward import Mode
 
-MOST_TOKENS = 1 << 24  # of a test: above any context
+MOST_TOKENS = 1 << 24  # per test: above any context
 MOST_TESTS, MOST_REPETITIONS = 256, 10_000
 
 Kind = Literal["pp", "tg"]
@@ -16,7 +16,8 @@ Kind = Literal["pp", "tg"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTest:
-    """A prompt (pp) in one go, or a text (tg) token by token, behind `depth` cached tokens."""
+    """A test of a prompt (pp) in one go, or of generation (tg) token by token, after `depth` cached
+    tokens."""
 
     kind: Kind
     length: int
@@ -24,13 +25,13 @@ class BenchTest:
 
     @property
     def name(self) -> str:
-        """As llama-bench names it."""
+        """The test's name in llama-bench."""
         return f"{self.kind}{self.length}" + (f" @ d{self.depth}" if self.depth else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """A length of 0 means no such test, as in llama-bench."""
+    """The options of `bench`. A length of 0 means no such test, as in llama-bench."""
 
     model: Path
     split: Path | None = None
@@ -45,11 +46,11 @@ class BenchConfig:
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
-    text: Path | None = None  # whose tokens are taken; None draws them by the seed
+    text: Path | None = None  # source of tokens; None draws them at random from `seed`
     seed: int = 0
     compare: Path | None = None  # a Python that has llama_cpp, or a llama-bench
-    compare_model: Path | None = None  # what it loads; None is the same file
-    compare_gpu_layers: int | None = None  # None: 0 where ours is on the CPU, else all
+    compare_model: Path | None = None  # the file it loads; None is the same file
+    compare_gpu_layers: int | None = None  # None: 0 if ours is on the CPU, else all
 
     def __post_init__(self) -> None:
         named = {"-p": self.prompt_lengths, "-n": self.gen_lengths, "-d": self.depths}
@@ -74,7 +75,7 @@ class BenchConfig:
 
     @property
     def tests(self) -> tuple[BenchTest, ...]:
-        """By depth, prompts first; each once."""
+        """The tests in order of depth, prompts first, without duplicates."""
         kinds: tuple[tuple[Kind, tuple[int, ...]], ...] = (
             ("pp", self.prompt_lengths),
             ("tg", self.gen_lengths),
@@ -90,10 +91,10 @@ class BenchConfig:
 
     @property
     def num_tokens(self) -> int:
-        """What the context must hold."""
+        """Tokens that the context must hold."""
         return max(test.depth + test.length for test in self.tests)
 
     @property
     def num_runs(self) -> int:
-        """Of a test, the one that is not counted included."""
+        """Runs of all tests, warm-ups included."""
         return len(self.tests) * (self.repetitions + 1)

@@ -1,4 +1,4 @@
-"""A report as JSON, with llama-bench's field names and our own beside them."""
+"""The JSON form of a report: llama-bench's fields, and our own beside them."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -8,7 +8,7 @@ from sparkinfer.bench.result import BenchReport, Result, Setting, Times
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
-    """One object. Each of its `tests` has llama-bench's fields, as far as they apply."""
+    """The report as one object. Each of its `tests` has the llama-bench fields that apply."""
     config, setting = report.config, report.setting
     return {
         "benchmark": "bench",
@@ -33,7 +33,7 @@ def to_json(report: BenchReport) -> dict[str, Any]:
 
 
 def backend(setting: Setting) -> str:
-    """As llama-bench calls them."""
+    """The backend's name in llama-bench."""
     return "CPU" if setting.device == "cpu" else "CUDA"
 
 

@@ -1,12 +1,12 @@
 """llama.cpp's half of a comparison, run by a Python that has llama-cpp-python.
 
-It imports nothing of sparkinfer; that Python gets its source by -c. Its argument is a JSON object:
-model, context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout says what
-it is, or {"error": ...}; then each line on stdin is answered by one on stdout:
-    {"do": "depth", "ids": [...]}     has these tokens in the cache and no others
-    {"do": "pp", "ids": [...]}        a prompt behind them, in one go: {"ns": ...}
-    {"do": "tg", "ids": [...]}        one by one: {"ns": ...}
-The logits of the last token are included; the cache is the same afterwards."""
+It imports nothing of sparkinfer; its source is passed by -c. Its argument is a JSON object: model,
+context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout describes it, or
+is {"error": ...}; then each line on stdin is answered by one on stdout:
+    {"do": "depth", "ids": [...]}     sets the cache to these tokens: {}
+    {"do": "pp", "ids": [...]}        times a prompt after them, in one go: {"ns": ...}
+    {"do": "tg", "ids": [...]}        times the tokens one by one: {"ns": ...}
+Times include the logits of the last token; tests leave the cache unchanged."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""The parts of a step as they are reported, and the native step's parts that each has."""
+"""The parts of a step as reported, and their mapping from the native step's parts."""
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def part_ns(counts_LP2: Tensor, plan: Split | None, wall_ns: int) -> dict[str, i
     num_layers = len(counts_LP2) - 1
     of_native = dict(_OF_NATIVE)
     if not counts_LP2[:, PARTS.index("predictor"), 1].any():
-        of_native["predictor"] = OTHER  # there is none: two readings of the clock in a row
+        of_native["predictor"] = OTHER  # there is none: only the clock's own overhead
     for layer, row in enumerate(counts_LP2[:, :, 0].tolist()):
         names = of_native | (neuron_parts(plan, layer) if layer < num_layers else {})
         for name, ns in zip(PARTS, row, strict=True):

@@ -1,4 +1,4 @@
-"""What was measured: the times of each test, their statistics, and where the time went."""
+"""The results of `bench`: times of each test, their statistics, and time by part."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from sparkinfer.bench.rival import About
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """One sample for each round, in order."""
+    """The times of a test, one sample per round in order."""
 
-    num_tokens: int  # of a run
+    num_tokens: int  # per run
     samples_ns: tuple[int, ...]
 
     @property
@@ -45,32 +45,34 @@ class Times:
 
     @property
     def middle(self) -> int:
-        """The number of the round whose time is the median (of an even count the faster of two)."""
+        """The round whose time is the median (for an even count, the faster of the middle two)."""
         order = sorted(range(len(self.samples_ns)), key=lambda i: self.samples_ns[i])
         return order[(len(order) - 1) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One token's share of a test's median run."""
+    """A part's time and bytes per token, in a test's median run."""
 
     name: str  # of parts.ORDER
     ns: float | None  # None where it is not measured
     share: float | None  # of the run
-    num_bytes: float | None  # None for prompts, and where it reads none
+    num_bytes: float | None  # None for prompts, and if it reads none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The speed that the bytes of a token allow on this machine."""
+    """The speed that memory bandwidth allows for the bytes of a token."""
 
     bytes_a_token: float
     tokens_per_s: float  # at the median bandwidth
-    share: float  # of it that was reached: the median of the rounds, each by its own bandwidth
+    share: float  # reached: the median over rounds, each with its own bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
+    """The results of one test."""
+
     test: BenchTest
     began: str  # UTC
     ours: Times
@@ -81,7 +83,7 @@ class Result:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Theirs over ours in each round: above 1 ours is faster."""
+        """Their time over ours in each round: above 1, ours is faster."""
         if self.theirs is None:
             return ()
         pairs = zip(self.ours.samples_ns, self.theirs.samples_ns, strict=True)
@@ -94,7 +96,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What was measured, and on what."""
+    """The model and the machine that were measured."""
 
     model_type: str
     model_size: int
@@ -110,21 +112,21 @@ class Setting:
     gpu_name: str
     level: str | None  # instruction set of the kernels
     last_cache_bytes: int
-    num_processors: int  # that this process may run on
-    load_before: (
-        float | None
-    )  # of the last minute before the start; None if the system does not say
+    num_processors: int  # available to this process
+    load_before: float | None  # load average of the minute before; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
+    """All results of `bench`, with the setting they hold for."""
+
     config: BenchConfig
     setting: Setting
-    bandwidth_gb_per_s: dict[str, tuple[float, ...]]  # by device, of the rounds
+    bandwidth_gb_per_s: dict[str, tuple[float, ...]]  # by device, one per round
     results: tuple[Result, ...]
     rival: About | None
-    parts_missing: str | None  # why no time is given by part
-    limit_missing: str | None  # why no limit is given
+    parts_missing: str | None  # why there are no times by part
+    limit_missing: str | None  # why there is no limit
     notes: tuple[str, ...]
 
 

@@ -1,6 +1,6 @@
-"""llama.cpp beside ours in one run: a Python that has llama_cpp, or a llama-bench.
+"""Runs llama.cpp beside ours: through a Python that has llama_cpp, or a llama-bench.
 
-The Python is a process that is asked test by test and idles in between; a llama-bench is started
+The Python is one process that runs tests on request and idles in between; a llama-bench is started
 for each test, loads its model and measures one repetition."""
 
 import json
@@ -18,15 +18,17 @@ from sparkinfer.bench.config import BenchTest
 from sparkinfer.errors import SparkinferError
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
-PROBE_S = 60.0  # for a program to say what it is
-# Threads of an OpenMP library go on spinning after a job before they sleep, GNU's 300,000 times: up
-# to 20 ms. Either side waits for the other's.
+PROBE_S = 60.0  # timeout for --version and --help
+# OpenMP threads spin after a job before they sleep, GNU's 300,000 times: up to 20 ms. Each side
+# waits for the other's to sleep.
 PAUSE_S = 0.03
-MOST_LETTERS = 200  # of its own words in an error
+MOST_LETTERS = 200  # quoted from its output in an error
 
 
 @dataclass(frozen=True, kw_only=True)
 class RivalOptions:
+    """How to run llama.cpp."""
+
     path: Path
     model: Path
     context_length: int
@@ -38,7 +40,7 @@ class RivalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What it says about itself and its model; "" and 0 if it does not say."""
+    """What llama.cpp reports about itself and its model; "" and 0 if unknown."""
 
     tool: str
     system: str = ""
@@ -49,25 +51,27 @@ class About:
 
 
 class Rival(Protocol):
+    """A llama.cpp to compare with."""
+
     about: About
 
     def go_to(self, ids: Sequence[int]) -> None:
-        """Has these tokens in the cache and no others."""
+        """Sets the cache to these tokens."""
 
     def run(self, test: BenchTest, ids: Sequence[int]) -> int:
-        """Nanoseconds of a test, with the same tokens where it takes any."""
+        """Runs a test, with these tokens if it can be given any; returns nanoseconds."""
 
     def close(self) -> None: ...
 
 
 def rival_of(options: RivalOptions) -> Rival:
-    """Raises SparkinferError for what cannot load the model."""
+    """Starts llama.cpp. Raises SparkinferError if it cannot load the model."""
     is_python = program_of(options.path) == "python"
     return PythonRival(options) if is_python else LlamaBench(options)
 
 
 def program_of(path: Path) -> Literal["python", "llama-bench"]:
-    """Which of the two it is. Raises SparkinferError for neither."""
+    """The kind of program at `path`. Raises SparkinferError for anything else."""
     path = located(path)
     if not path.is_file() or not os.access(path, os.X_OK):
         what = "is no program" if path.exists() else "no such file"
@@ -83,7 +87,7 @@ def program_of(path: Path) -> Literal["python", "llama-bench"]:
 
 
 def located(path: Path) -> Path:
-    """A program by its path or, like a shell, by its name."""
+    """The absolute path of a program given by path or by name, looked up like a shell does."""
     found = shutil.which(path)
     return (path if found is None else Path(found)).absolute()
 
@@ -102,7 +106,7 @@ def _says(path: Path, option: str) -> str:
 
 
 class PythonRival:
-    """One process for all tests."""
+    """A llama-cpp-python, one process for all tests."""
 
     def __init__(self, options: RivalOptions) -> None:
         self._path = options.path
@@ -156,7 +160,7 @@ class PythonRival:
             self._process.stdin.write(json.dumps({"do": do, "ids": list(ids)}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # its last words are read below
+            pass  # its error is read below
         return self._line()
 
     def _line(self) -> Any:
@@ -174,7 +178,7 @@ class PythonRival:
 
 
 class LlamaBench:
-    """A process a test. It draws its tokens itself."""
+    """A llama-bench, one process per test. It draws its own tokens."""
 
     def __init__(self, options: RivalOptions) -> None:
         self._options = options
@@ -188,7 +192,7 @@ class LlamaBench:
         )
 
     def go_to(self, ids: Sequence[int]) -> None:
-        """It does so in each test, before its clock starts."""
+        """Does nothing: llama-bench fills the cache in each test, before its clock starts."""
 
     def run(self, test: BenchTest, ids: Sequence[int]) -> int:
         found = self._measure(test)

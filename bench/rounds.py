@@ -1,4 +1,4 @@
-"""Runs all tests in turns, round by round, so that whatever slows a round slows both sides alike."""
+"""Runs all tests in turns, round by round, so that what slows a round slows both sides alike."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from sparkinfer.bench.config import BenchConfig, BenchTest
 from sparkinfer.bench.rival import Rival
 from sparkinfer.bench.runner import Runner, Sample, Tokens
 
-WARM_UP = 4  # tokens of a text in the round that is not counted
+WARM_UP = 4  # tokens generated in a warm-up
 
 
 @dataclass
 class Measured:
-    """One test, a sample a round."""
+    """The samples of one test, one per round."""
 
     began: str = ""  # UTC
     ours: list[Sample] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Measured:
 
 
 class Rounds:
-    """Every test of a depth once a round, ours and theirs."""
+    """The rounds of a benchmark: each runs every test of a depth once, ours and theirs."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Rounds:
     ) -> None:
         self.config, self.runner, self.tokens, self.rival = config, runner, tokens, rival
         self.probes, self.on_test = probes, on_test
-        self.bandwidths: list[dict[str, float]] = []  # bytes a second of each round, by device
+        self.bandwidths: list[dict[str, float]] = []  # bytes per second by device, for each round
         self.measured = {test: Measured() for test in config.tests}
 
     def run(self) -> None:

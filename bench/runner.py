@@ -1,4 +1,4 @@
-"""Runs the tests on an engine, each the way a text is generated, without sampling."""
+"""Runs the tests on an engine the way it generates text, without sampling."""
 
 import random
 import time
@@ -20,7 +20,7 @@ from sparkinfer.runtime.step.native_step import NativeStep
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.step.step_times import timed_parts
 
-FIRST_ID = 3  # below are special tokens, in most vocabularies
+FIRST_ID = 3  # smaller ids are special tokens in most vocabularies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +28,18 @@ class Sample:
     """One run of a test."""
 
     ns: int
-    steps: Steps  # of a prompt, its passes
+    steps: Steps  # for a prompt, its passes
 
 
 class Tokens(Protocol):
-    """The tokens that are fed, the same to both sides of a comparison."""
+    """The source of input tokens, the same for both sides of a comparison."""
 
     def take(self, count: int) -> list[int]: ...
 
 
 class RandomTokens:
+    """Random tokens from a seed."""
+
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._random, self._size = random.Random(seed), vocab_size
 
@@ -66,7 +68,7 @@ class TextTokens:
 
 
 class Runner:
-    """Our side. Closed at the end of its `with` block."""
+    """Our side of a comparison."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -75,7 +77,7 @@ class Runner:
         self.native = native if isinstance(native, NativeStep) else None
 
     def go_to(self, ids: Sequence[int]) -> None:
-        """Has these tokens in the cache and no others."""
+        """Sets the cache to these tokens."""
         if self._text is None:
             self._text = self.engine.sequence()
         if self._text.ids != list(ids):
@@ -84,7 +86,7 @@ class Runner:
                 self._text.extend(ids, "none")
 
     def run(self, test: BenchTest, ids: Sequence[int]) -> Sample:
-        """The test behind what is in the cache, which is the same afterwards."""
+        """Runs a test after the cached tokens; the cache is unchanged afterwards."""
         text = self._text
         assert text is not None and text.length == test.depth, test
         before = replace(self.engine.traffic)

@@ -1,4 +1,4 @@
-"""The setting of a measurement: the model, the devices, how the engine was loaded."""
+"""The setting of a measurement: model, devices, and how the engine was loaded."""
 
 import os
 from collections import Counter
@@ -15,7 +15,7 @@ from sparkinfer.split_file import Split
 
 
 def load_now() -> float | None:
-    """Processes that wanted a processor, on average over the last minute."""
+    """Runnable processes, averaged over the last minute; None if unknown."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -46,7 +46,7 @@ def setting_of(
 
 
 def num_params(model: ModelFile) -> int:
-    """Weights of the model itself: without predictors and limits."""
+    """The model's parameters, without predictors and limits."""
     count = 0
     for name, entry in model.tensors.items():
         of_layer = name.split(".", 2)[-1] if name.startswith("blk.") else name
@@ -56,7 +56,7 @@ def num_params(model: ModelFile) -> int:
 
 
 def main_kind(model: ModelFile) -> str:
-    """The type that most bytes are of."""
+    """The tensor type with the most bytes."""
     sizes: Counter[str] = Counter()
     for entry in model.tensors.values():
         sizes[entry.kind] += entry.num_bytes
@@ -64,7 +64,7 @@ def main_kind(model: ModelFile) -> str:
 
 
 def format_count(count: int) -> str:
-    """As llama-bench writes parameters, e.g. 134.52 M."""
+    """A number of parameters as llama-bench writes it, e.g. 134.52 M."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

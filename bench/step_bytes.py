@@ -1,8 +1,8 @@
-"""The bytes that a decode step reads, by part and by side of the plan.
+"""Bytes that a decode step reads, by part and by side of the plan.
 
-The step itself counts the weights of attention, predictors and neurons while it runs; keys and
-values, the head, norms and biases follow from shapes. On a GPU everything follows from shapes,
-except how many rows its hot neurons read in a sparse mode, which is unknown.
+The step itself counts the weights of attention, predictors and neurons as it runs; keys and values,
+the head, norms and biases follow from shapes. On a GPU everything follows from shapes, except the
+rows that hot neurons read in a sparse mode, which are unknown.
 
 Letters: L layers, P parts of runtime.step.step_times."""
 
@@ -34,13 +34,13 @@ from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.step.step_times import PARTS
 from sparkinfer.split_file import Split
 
-Bytes = dict[tuple[str, str], float]  # of a token, by part and role
+Bytes = dict[tuple[str, str], float]  # per token, by part and role
 ROLES = ("gpu", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Decode steps that have run: how many, from which position, and what they counted."""
+    """Decode steps that have run: their number, first position, and counters."""
 
     num_steps: int
     start: int
@@ -50,21 +50,21 @@ class Steps:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Of an average token."""
+    """The bytes read for an average token."""
 
     by_part: Bytes
     unknown: str | None  # why a part is missing
 
     @property
     def total(self) -> float | None:
-        """None where a part is missing."""
+        """Bytes in all, None if a part is missing."""
         return None if self.unknown else sum(self.by_part.values())
 
     def of_part(self, part: str) -> float:
         return sum(num_bytes for (name, _), num_bytes in self.by_part.items() if name == part)
 
     def of_role(self, role: str) -> float | None:
-        """None where a part is missing."""
+        """Bytes of one side of the plan, None if a part is missing."""
         if self.unknown:
             return None
         return sum(num_bytes for (_, side), num_bytes in self.by_part.items() if side == role)
@@ -76,7 +76,7 @@ class StepBytes:
 
 
 def step_bytes(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
-    """The bytes that a token of these steps read, on average."""
+    """Average bytes per token of these steps."""
     sides = Sides.of(engine, plan)
     found: Bytes = defaultdict(float)
     _add_outside_layers(found, engine, sides)
@@ -94,7 +94,7 @@ def step_bytes(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """The side of the plan that has each layer's attention, the head and the embedding."""
+    """The sides of the plan that hold each layer's attention, the head and the embedding."""
 
     layers: tuple[str, ...]
     head: str
@@ -120,7 +120,7 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Norms, biases and limits, whole; those of predictors count as predictors."""
+    """Adds all of norms, biases and limits; those of predictors count as predictors."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
             is_used = engine.mode != "dense" or not name.endswith(".limit")
@@ -130,7 +130,7 @@ def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
-    """Keys and values of all positions up to a token's own; or why they are unknown."""
+    """Adds keys and values up to a token's own position; returns why, if that is unknown."""
     types, shape = engine.layers[0].attention.cache.types, engine.model.shape
     last = steps.start + steps.num_steps
     if types.selection is not None and last > types.selection.longest - types.selection.block:
@@ -155,7 +155,7 @@ def _add_counted(found: Bytes, sides: Sides, steps: Steps, plan: Split | None) -
 
 
 def _add_traffic(found: Bytes, steps: Steps) -> None:
-    """Of a step on the CPU that is not one native call."""
+    """Adds the counters of CPU steps that are not native calls."""
     traffic, count = steps.traffic, steps.num_steps
     found[PROJECTIONS, "cpu"] += traffic.attention / count
     found[NEURONS, "cpu"] += (traffic.gate + traffic.up + traffic.down) / count
@@ -164,7 +164,7 @@ def _add_traffic(found: Bytes, steps: Steps) -> None:
 
 
 def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """All of them, and whole predictors: there are no limits on a GPU."""
+    """Adds all projections and whole predictors: there are no limits on a GPU."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
             if len(entry.shape) == 2 and is_dense(name):
@@ -174,7 +174,7 @@ def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
-    """Why those of the GPU are unknown."""
+    """Adds neurons; returns why those of the GPU are unknown, if they are."""
     model, num_neurons = engine.model.row_major, engine.model.shape.num_neurons
     num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))
     traffic = steps.traffic

@@ -1,4 +1,4 @@
-"""From samples to a report: medians, the limit, parts, and notes on what to doubt."""
+"""Builds a report from samples: medians, the limit, parts, and notes on doubtful numbers."""
 
 import statistics
 
@@ -13,9 +13,9 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
 
-SAME_MODEL = 0.02  # of the parameters: beyond it two models are not the same
-WIDE = 0.2  # of the median: a spread to doubt
-BUSY = 0.5  # processes that want a processor before the start
+SAME_MODEL = 0.02  # relative difference in parameters beyond which models differ
+WIDE = 0.2  # spread relative to the median beyond which numbers are doubtful
+BUSY = 0.5  # load average before the start beyond which the machine is busy
 
 
 def report_of(
@@ -67,7 +67,7 @@ def _result(
 
 
 def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[Part, ...]:
-    """In ORDER. Without times where the step is not native; bytes are of texts alone."""
+    """The parts in ORDER. Only native steps have times, and only generation has bytes."""
     counts, count = sample.steps.counts_LP2, sample.steps.num_steps
     times = {} if counts is None else part_ns(counts, plan, sample.ns)
     bytes_of = {} if read is None else {part: read.of_part(part) for part in ORDER}
@@ -86,7 +86,7 @@ def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[
 def _limit(
     ours: Times, reads: list[StepBytes], measured: Measured, setting: Setting
 ) -> Limit | None:
-    """The limit that memory sets, each round taken by its own bandwidth and bytes."""
+    """The memory limit, from the bandwidth and bytes of each round."""
     if not reads or any(read.total is None for read in reads):
         return None
     least_s = [
@@ -107,7 +107,7 @@ def _limit(
 
 
 def _least_s(read: StepBytes, bandwidth: dict[str, float], setting: Setting) -> float:
-    """Least seconds a token can take; a GPU and the CPU read at the same time (solver.advice)."""
+    """Minimum seconds per token; a GPU and the CPU read concurrently (solver.advice)."""
     if setting.device == "cpu":
         assert read.total is not None
         return read.total / bandwidth["cpu"]
@@ -125,7 +125,7 @@ def _parts_missing(engine: Engine, rounds: Rounds) -> str | None:
 def _notes(
     config: BenchConfig, setting: Setting, results: list[Result], rival_params: int | None
 ) -> list[str]:
-    """Notes for whoever reads the numbers."""
+    """Caveats for readers of the numbers."""
     found = []
     if setting.load_before is not None and setting.load_before > BUSY:
         found.append(

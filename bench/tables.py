@@ -1,4 +1,4 @@
-"""A report for people: lines at a terminal, and llama-bench's table in Markdown."""
+"""Formats a report for people: lines for a terminal, and llama-bench's table in Markdown."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Row = Sequence[str]
 
 
 def lines_of(report: BenchReport) -> list[str]:
-    """For a terminal: speeds, then where the time of each test went."""
+    """The report for a terminal: speeds, then each test's time by part."""
     lines = [*_heading(report), "", *_aligned(_speeds(report))]
     if sides := [line for result in report.results for line in _sides(result)]:
         lines += ["", *sides]
@@ -81,7 +81,7 @@ def _speeds(report: BenchReport) -> list[Row]:
 
 
 def _sides(result: Result) -> list[str]:
-    """The bytes that each side of a plan reads for a token."""
+    """The bytes that each side of a plan reads per token."""
     if len(result.bytes_by_role) < 2:
         return []
     sides = (
@@ -104,7 +104,7 @@ def _parts(result: Result) -> list[Row]:
 
 
 def _aligned(rows: Sequence[Row]) -> list[str]:
-    """The first column to the left, the others to the right."""
+    """Aligns the first column left and the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  " + "  ".join(
@@ -116,7 +116,7 @@ def _aligned(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown_of(report: BenchReport) -> str:
-    """llama-bench's columns (mean and standard deviation), and behind them ours."""
+    """A Markdown table of llama-bench's columns (mean and standard deviation), followed by ours."""
     setting = report.setting
     has_types = {setting.type_k, setting.type_v} != {"f16"}
     heading = ["model", "size", "params", "backend", "threads"]
@@ -144,7 +144,7 @@ def markdown_of(report: BenchReport) -> str:
 
 
 def _rival_cells(report: BenchReport) -> list[str]:
-    """The columns before the test's name."""
+    """llama.cpp's cells for the columns before the test's name."""
     rival, setting = report.rival, report.setting
     assert rival is not None
     name = f"{rival.model_type} ({rival.tool})".strip()
