@@ -1,8 +1,8 @@
 """Storage types of keys and values in the cache: their names and sizes.
 
     f32 f16 bf16           values of that type
-    q8_0 q4_0              blocks of 32 as in a model file, of keys and values that Hadamard's matrix
-                           has turned (runtime/kernels/cpu/cache_rows.h)
+    q8_0 q4_0              blocks of 32 as in a model file, of keys and values rotated by the
+                           Hadamard matrix (runtime/kernels/cpu/cache_rows.h)
     q8_0-plain q4_0-plain  the same blocks without the rotation, for comparison
 
 The cache itself is in runtime.cache."""
@@ -21,6 +21,8 @@ NAMES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
 
 @dataclass(frozen=True)
 class CacheType:
+    """A storage type of cached keys or values."""
+
     name: str  # one of NAMES
 
     def __post_init__(self) -> None:
@@ -29,7 +31,7 @@ class CacheType:
 
     @property
     def kind(self) -> str:
-        """The kind of a tensor in a model file."""
+        """The tensor type with the same encoding in a model file."""
         return self.name.removesuffix(PLAIN)
 
     @property
@@ -41,11 +43,11 @@ class CacheType:
         return self.is_blocks and not self.name.endswith(PLAIN)
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of one head and position."""
+        """Bytes per head and position."""
         return row_bytes(width, self.kind)
 
     def check(self, width: int) -> None:
-        """Raises SparkinferError unless heads are whole blocks."""
+        """Raises SparkinferError unless a head is a whole number of blocks."""
         block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind.upper()]][0]
         if width % block:
             raise SparkinferError(
@@ -56,9 +58,11 @@ class CacheType:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheTypes:
+    """How a cache stores keys and values, and which of them a token reads."""
+
     key: CacheType
     value: CacheType
-    selection: KeySelection | None = None  # which keys a token reads; None: all of them
+    selection: KeySelection | None = None  # None: a token reads all keys
 
     @classmethod
     def of(cls, key: str, value: str | None = None) -> "CacheTypes":
@@ -66,11 +70,11 @@ class CacheTypes:
         return cls(key=CacheType(key), value=CacheType(key if value is None else value))
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of the key and the value of one head and position."""
+        """Bytes of key and value per head and position."""
         return self.key.row_bytes(width) + self.value.row_bytes(width)
 
     def head_bytes(self, num_positions: int, width: int) -> int:
-        """Bytes of everything kept of one head of a layer."""
+        """Bytes of one head of a layer, tables included."""
         tables = self.selection.table_bytes(num_positions, width) if self.selection else 0
         return num_positions * self.row_bytes(width) + tables
 

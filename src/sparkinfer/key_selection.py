@@ -1,15 +1,15 @@
-"""Which keys of a long text a token reads: sizes, as people give them, and the bytes of the tables.
+"""The rule that selects which keys of a long text a token reads: its sizes, and its tables' bytes.
 
 The first `sinks` positions and a window of the last ones are always read. Between them a token reads
 `top` positions: blocks of keys are ranked by a summary, and the keys of the best blocks, `candidates`
-times as many as are wanted, by codes of two bits a value; with `candidates` 0 the best blocks are read
-whole. A text of up to sinks + top + window positions is read entirely, with the same bits as without a
-selection.
+times as many as needed, by codes of two bits per value; with `candidates` 0 the best blocks are read
+whole. A text of up to sinks + top + window positions is read entirely, with the same bits as without
+a selection.
 
-Positions are the tokens' own, or capped: a window's are counted from its beginning, and all keys
-before it are as far away as the window is long (InfLLM, Xiao et al. 2024, arXiv 2402.04617). No
-distance is then longer than sinks + top + window + block, so a model can go on behind the context
-that it was trained with.
+Positions are the tokens' own, or capped: within the window they are counted from its beginning, and
+all earlier keys are at a distance of the window's length (InfLLM, Xiao et al. 2024, arXiv
+2402.04617). No distance then exceeds sinks + top + window + block, so that a model can continue
+beyond its training context.
 
 The search itself is in runtime/kernels/cpu/select.h, and in torch in runtime/cache/key_tables.py."""
 
@@ -20,15 +20,15 @@ from sparkinfer.errors import SparkinferError
 
 SUMMARIES = ("mean", "bounds")
 POSITIONS = ("original", "capped")
-WIDTH = 64  # rows of the tables are padded to multiples of so many values
-BLOCKS = (16, 32, 64)  # each divides a block of a cache for several texts (budget.BLOCK_LENGTH)
+WIDTH = 64  # table rows are padded to multiples of this many values
+BLOCKS = (16, 32, 64)  # each divides budget.BLOCK_LENGTH
 MOST = 1 << 24
 DEFAULT = "on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeySelection:
-    """Lengths in positions. Raises SparkinferError for what cannot be."""
+    """The sizes of a selection, in positions. Raises SparkinferError for invalid ones."""
 
     block: int = 32
     sinks: int = 64
@@ -57,7 +57,7 @@ class KeySelection:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "on", for the defaults, or "window=2048,top=512": those named, the others as they are."""
+        """Parses "on" for the defaults, or e.g. "window=2048,top=512", which changes those named."""
         if text == DEFAULT:
             return cls()
         found: dict[str, int | str] = {}
@@ -86,11 +86,11 @@ class KeySelection:
 
     @property
     def longest(self) -> int:
-        """Positions that a token reads at most."""
+        """Maximum positions that a token reads."""
         return self.sinks + self.top + self.window + self.block
 
     def summary_width(self, width: int) -> int:
-        """Bytes of a block's summary, of heads of `width` values."""
+        """Bytes of a block's summary for heads of `width` values."""
         return padded(width) * (2 if self.summary == "bounds" else 1)
 
     def code_width(self, width: int) -> int:
@@ -98,7 +98,7 @@ class KeySelection:
         return padded(width) // 4
 
     def table_bytes(self, num_positions: int, width: int) -> int:
-        """Bytes of the tables of one key-value head, beside `num_positions` keys."""
+        """Bytes of one key-value head's tables for `num_positions` keys."""
         blocks = -(-num_positions // self.block)
         summaries = blocks * (self.summary_width(width) + 4)
         codes = blocks * self.block * (self.code_width(width) + 4) if self.is_coded else 0

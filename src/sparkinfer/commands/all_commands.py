@@ -62,8 +62,8 @@ class _Group(click.Group):
 def cli() -> None:
     """Run language models on machines whose GPU memory is too small for them.
 
-    `sparkinfer run MODEL` does all that is needed. Its stages are commands, too: convert, profile,
-    calibrate, solve, generate. `sparkinfer help COMMAND` shows the options of one."""
+    `sparkinfer run MODEL` does everything needed. Its stages are commands, too: convert, profile,
+    calibrate, solve, generate. `sparkinfer help COMMAND` shows a command's options."""
 
 
 cli.add_command(help_command)
@@ -90,7 +90,7 @@ cli.add_command(sparsify)
               help="Predictors to add: predictors.safetensors, or a folder with it or with"
                    " model_0.pt, model_1.pt, ...")  # fmt: skip
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
-              help="The input that they read: 0 for that of their own layer, 1 for the layer"
+              help="Their input: 0 for that of their own layer, 1 for that of the layer"
                    " before.")  # fmt: skip
 @click.option("--thresholds", type=FILE, help="A profile whose SiLU thresholds to add.")
 @click.option("--limits", type=FILE, help="Limits to add, made by sparkinfer advise.")
@@ -241,8 +241,8 @@ cli.add_command(report)
 def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
     """Show what a file or a checkpoint folder holds.
 
-    FILE is a model, a GGUF of others, a profile, predictors, a split or a machine file; of a
-    checkpoint its folder, with whether convert would take it."""
+    FILE is any GGUF, a profile, predictors, a plan or a machine file, or a checkpoint folder; of
+    the last it also says whether convert would accept it."""
     if (file / "config.json").is_file():
         _inspect_checkpoint(file, as_json)
         return

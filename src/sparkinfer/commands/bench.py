@@ -1,4 +1,4 @@
-"""`sparkinfer bench`: measures how fast a model runs here, as llama-bench reports it, and why."""
+"""`sparkinfer bench`: measures a model's speed, reports it like llama-bench, and explains it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from sparkinfer.commands.shared import (
 
 
 class Lengths(click.ParamType):
-    """Numbers of tokens, as llama-bench takes them: 512, or 128,512."""
+    """Numbers of tokens in llama-bench's form: 512, or 128,512."""
 
     name = "N[,N...]"
 
@@ -38,34 +38,34 @@ class Lengths(click.ParamType):
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-p", "--n-prompt", "prompt_lengths", type=Lengths(), multiple=True,
-              help="Tokens of a prompt; 512. 0: no such test.")  # fmt: skip
+              help="Prompt lengths to test; 512 unless given, 0: none.")  # fmt: skip
 @click.option("-n", "--n-gen", "gen_lengths", type=Lengths(), multiple=True,
-              help="Tokens that are made one by one; 128. 0: no such test.")  # fmt: skip
+              help="Numbers of tokens to generate; 128 unless given, 0: none.")  # fmt: skip
 @click.option("-d", "--depth", "--n-depth", "depths", type=Lengths(), multiple=True,
-              help="Tokens that are in the cache before; 0.")  # fmt: skip
+              help="Tokens in the cache before a test; 0 unless given.")  # fmt: skip
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True,
-              help="Rounds that are counted.")  # fmt: skip
+              help="Rounds to measure.")  # fmt: skip
 @click.option("--text", type=FILE,
-              help="Tokens of this text, which a sparse mode's speed depends on; else random ones.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Of random tokens.")
+              help="Text to take tokens from, which a sparse mode's speed depends on; else random.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Seed of random tokens.")
 @click.option("--compare", type=FILE, metavar="PROGRAM",
-              help="llama.cpp in the same rounds: a Python that has llama_cpp, or a llama-bench.")  # fmt: skip
+              help="Measure llama.cpp in the same rounds: a Python with llama_cpp, or a llama-bench.")  # fmt: skip
 @click.option("--compare-model", type=FILE, metavar="FILE",
-              help="The GGUF that it loads; MODEL itself.")  # fmt: skip
+              help="The GGUF that llama.cpp loads; MODEL unless given.")  # fmt: skip
 @click.option("--compare-gpu-layers", type=int, metavar="N",
-              help="Layers that it has on a GPU; none where ours is on the CPU, else all.")  # fmt: skip
+              help="Layers that llama.cpp puts on a GPU; unless given, none if MODEL runs on the CPU, else all.")  # fmt: skip
 @cache_type_options
 @mode_option
 @max_loss_option
 @threads_option
 @device_option
-@click.option("--md", "as_markdown", is_flag=True, help="llama-bench's table on stdout.")
+@click.option("--md", "as_markdown", is_flag=True, help="Print llama-bench's table on stdout.")
 @json_option
 def bench(
     prompt_lengths: tuple[tuple[int, ...], ...], gen_lengths: tuple[tuple[int, ...], ...],
     depths: tuple[tuple[int, ...], ...], as_markdown: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Measure a model's speed here: prompts and tokens, against the machine's limit, part by part."""
+    """Measure a model's speed on this machine: prompts and generation, against the memory's limit."""
     from sparkinfer.bench.bench import bench as run
     from sparkinfer.bench.config import BenchConfig
     from sparkinfer.bench.fields import to_json

@@ -1,4 +1,4 @@
-"""-ctk and -ctv, as in llama.cpp: storage types of keys and values; and which of them are read."""
+"""The options of the KV cache: storage types, -ctk and -ctv as in llama.cpp, and key selection."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def cache_type_options(command: Command) -> Command:
     )  # fmt: skip
     offload = click.option(
         "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
-        help="A token of a long text reads the first keys, the last ones, and between them those that"
-        " promise most, on the CPU without a plan; sizes such as window=2048,top=512.",
+        help="In long texts, read only the first keys, the last ones, and the best-scoring ones"
+        " between, on the CPU without a plan; sizes such as window=2048,top=512.",
     )  # fmt: skip
     return of_keys(of_values(offload(command)))

@@ -1,4 +1,4 @@
-"""`sparkinfer chat`: a conversation at a terminal, or with a script at the other end of a pipe.
+"""`sparkinfer chat`: a conversation at a terminal, or with a script through a pipe.
 
 Answers go to stdout, everything else to stderr. Line editing is in terminal, the conversation in
 runtime.generate.chat."""
@@ -83,7 +83,7 @@ A message that begins with / is written with //."""
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
               help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
-              help="Tokens of an answer at most; -1: as many as the context has room for.")  # fmt: skip
+              help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Context length in tokens; unless given the plan's, or the model's up to 4,096.")  # fmt: skip
 @click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sparkinfer.runtime.generate.constraints import Constraint
     from sparkinfer.runtime.text.codec import TextCodec
 
-MAX_BYTES = 4 << 20  # of a schema or a grammar
+MAX_BYTES = 4 << 20  # of a schema or grammar
 LARK_SUFFIX = ".lark"
 NAMES = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex")
 

@@ -27,7 +27,7 @@ ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
 
 
 class Names(click.ParamType):
-    """Names with commas between."""
+    """Comma-separated names."""
 
     name = "names"
 
@@ -45,7 +45,7 @@ class Names(click.ParamType):
               help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
 @click.option("--split", type=FILE, help="Plan made by sparkinfer solve.")
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
-              help="Tokens to compare on at most.")  # fmt: skip
+              help="Maximum tokens to compare on.")  # fmt: skip
 @click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
               help="Take paragraphs as messages, by the model's own template or the one given; what"
                    " the template adds is not counted.")  # fmt: skip

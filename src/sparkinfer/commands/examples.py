@@ -4,7 +4,7 @@ _HEAD = "\b\nExamples:"
 
 
 def _examples(*lines: str) -> str:
-    """As click shows them: unwrapped."""
+    """Formats lines so that click does not wrap them."""
     return "\n  ".join([_HEAD, *lines])
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What to write, from the options."""
+    """The prompts and the form of output that the options ask for."""
 
     prompts: list[str]
     is_many: bool
@@ -107,7 +107,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="With --chat: a template to use instead of the model's own.")  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
-              help="Tokens to generate at most; -1: until the text or the context ends.")  # fmt: skip
+              help="Maximum tokens to generate; -1: until the text or the context ends.")  # fmt: skip
 @click.option("--context-shift", "shifts", is_flag=True,
               help="When the context is full, drop the older half of the text and continue.")  # fmt: skip
 @click.option("--prompt-cache", type=OUTPUT,
@@ -190,7 +190,7 @@ def _check(wanted: Wanted) -> None:
 
 
 def _endings(options: dict[str, Any]) -> "GenerationOptions":
-    """Takes the options for endings out of those of the engine."""
+    """Removes the options for endings from those of the engine."""
     from sparkinfer.runtime.generate.generation import GenerationOptions
 
     keep, shifts = options.pop("keep"), options.pop("shifts")

@@ -19,7 +19,7 @@ fish: sparkinfer completion fish > ~/.config/fish/completions/sparkinfer.fish"""
 @click.argument("names", nargs=-1, metavar="[COMMAND]")
 @click.pass_context
 def help_command(ctx: click.Context, names: Sequence[str]) -> None:
-    """Show what a command does and its options; without a name all commands."""
+    """Show what a command does and its options; without a name, list all commands."""
     parent = ctx.parent
     assert parent is not None and isinstance(parent.command, click.Group)
     group: click.Command = parent.command

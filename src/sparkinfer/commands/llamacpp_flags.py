@@ -20,11 +20,11 @@ ALL_LAYERS = 99  # the number of layers that conventionally means "everything on
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One option of llama.cpp in the commands named; in others it is unknown.
+    """An option of llama.cpp in the commands named; in others it is unknown.
 
-    "same": nothing needs to be done. "note": it would change speed or memory alone and is left
-    out, which is said. "refuse": `text` says what to do instead. "rename": our spelling is `text`;
-    an empty one leaves the value as an argument. "layers": of a GPU. "device": by its name there."""
+    "same": nothing to do. "note": it would affect only speed or memory; it is dropped with a note.
+    "refuse": `text` says what to do instead. "rename": `text` is our spelling; an empty one leaves
+    the value as an argument. "layers": a number of GPU layers. "device": a device name."""
 
     does: Literal["same", "note", "refuse", "rename", "layers", "device"]
     values: Values = "none"
@@ -59,7 +59,7 @@ _PASS = "the number of tokens in a pass is chosen automatically"
 _LOG = "messages go to stderr, the text to stdout"
 _ROPE = "rotary embeddings are computed as the model file says; sparkinfer cannot stretch a context"
 _TALKS = ("chat", "run")
-# Several of one name are for different commands; the first match counts.
+# A name may stand several times, for different commands; the first match counts.
 TABLE: tuple[tuple[str, Flag], ...] = (
     ("-m --model", Flag(does="rename", values="one", commands=MODEL_COMMANDS)),
     ("--predict", Flag(does="rename", values="one", text="--n-predict")),
@@ -173,8 +173,8 @@ def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> l
 
 
 def _gpu_layers(name: str, values: list[str]) -> list[str]:
-    """No layers means the CPU alone, and all is the default anyway; a number in between needs a
-    plan."""
+    """Arguments for a number of GPU layers: 0 is the CPU, all is the default; a number in between
+    needs a plan."""
     text = values[0] if values else ""
     if text == "0":
         return ["--device", "cpu"]
@@ -195,7 +195,7 @@ def _takes_value(option: click.Option | None) -> bool:
 
 
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
-    """-nkv is an unknown option, not -n with the value kv."""
+    """Refuses -nkv as an unknown option, where click would take it for -n with the value kv."""
     option = own.get(argument[:2])
     is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", argument) and argument not in own
     if is_word and option is not None and isinstance(option.type, _NUMBERS):

@@ -1,4 +1,4 @@
-"""The type of a file's matrices on the command line, in others' spellings too."""
+"""The type of a file's matrices on the command line, in other programs' spellings too."""
 
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ _READ_ONLY = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq", "tq", "mxfp4")
 
 
 class OuttypeChoice(click.Choice):
-    """f32, f16, ..., q6_k; in any case, and as llama.cpp's quantiser calls them."""
+    """A type, f32, f16, ..., q6_k, in any case and also by its name in llama.cpp's quantiser."""
 
     def __init__(self) -> None:
         super().__init__(get_args(Outtype), case_sensitive=False)

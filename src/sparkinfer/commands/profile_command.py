@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 @click.option("--target-lost-norm", default=0.04, show_default=True,
               help="Share of a layer's output that predictors may lose.")  # fmt: skip
 @click.option("--target-precision", default=0.75, show_default=True,
-              help="Share of the neurons they name that should really fire.")  # fmt: skip
+              help="Share of the neurons they predict that should really fire.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1 to predict from the input of the layer before.")  # fmt: skip
 @click.option(

@@ -22,16 +22,16 @@ from sparkinfer.sizes import format_bytes
 @click.option(
     "-o", "--output", type=output(".html"), required=True, help="The page (HTML) to write."
 )
-@click.option("--profile", type=FILE, help="Firings; predictors by the .report.json beside it.")
+@click.option("--profile", type=FILE, help="The profile, with its .report.json on predictors.")
 @click.option("--split", type=FILE, help="The plan.")
-@click.option("--machine", type=FILE, help="The machine that it was solved for.")
+@click.option("--machine", type=FILE, help="The machine file that the plan was solved for.")
 @click.option("--predictors", type=FILE, help="predictors.safetensors, or its folder.")
 @click.option("--eval-json", "evals", type=FILE, multiple=True,
               help="What sparkinfer eval --json printed; may be repeated.")  # fmt: skip
 @force_option
 @json_option
 def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
-    """Write all that is known of a model as one HTML page that needs no network."""
+    """Write everything known about a model to one HTML page, which works offline."""
     let_threads_sleep()
     from sparkinfer.report.config import ReportConfig
     from sparkinfer.report.report import report as run

@@ -1,7 +1,7 @@
 """`sparkinfer run`: from a checkpoint, a name on the hub or a GGUF to tokens.
 
-Stages are chosen, made and kept in sparkinfer.run; texts and conversations are written by generate
-and chat."""
+sparkinfer.run chooses, runs and caches the stages; generate and chat write texts and
+conversations."""
 
 import sys
 from collections.abc import Callable
@@ -38,43 +38,47 @@ if TYPE_CHECKING:
     from sparkinfer.run.prepare import Ready
     from sparkinfer.run.stages import Job
 
-ASKED_FROM_S = 600.0  # of work: from here on a user at a terminal is asked first
+ASKED_FROM_S = 600.0  # seconds of work from which a user at a terminal must confirm
 ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # default of -n
 _WRITE = ("prompt", "prompt_file", "prompts_file", "stops", "ignores_end", "keep", "num_logprobs",
           "is_shown", "json_lines")  # fmt: skip
 _OPTIONS = (
     click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
-                 help="e.g. 8GiB; a bare number is GiB; 0: the CPU alone. Once for each GPU. Most of"
-                 " what is free on the first unless told."),
+                 help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
+                 " GPU. Unless given, most of what is free on the first."),
     click.option("--chat", "is_chat", is_flag=True,
-                 help="With -p: it is a message, print the answer. Without -p there is a conversation"
-                 " in any case."),
+                 help="With -p: take the prompt as a message and print the answer. Without -p, run is"
+                 " a conversation in any case."),
     click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
-                 help="What the model is told before the conversation."),
+                 help="The system message."),
     click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
                  help="The same, from a file."),
     click.option("--chat-template", "template", metavar="NAME|FILE",
-                 help="Instead of the model's own."),
+                 help="A template to use instead of the model's own."),
     click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
-                 help='What the template may ask for, e.g. {"enable_thinking": false}.'),
+                 help='Variables for the template, e.g. {"enable_thinking": false}.'),
     click.option("-n", "--max-tokens", "--n-predict", "max_tokens", type=int,
-                 help="128 for a text, as many as there is room for for an answer."),
+                 help="Maximum tokens to generate; unless given 128 for a text, and for an answer as"
+                 " many as the context has room for."),
     click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-                 help="Tokens of a text; the model's own, up to 4,096."),
+                 help="Context length in tokens; the model's, up to 4,096, unless given."),
     click.option("--context-shift", "shifts", is_flag=True,
-                 help="At the end of the context go on without the oldest part."),
+                 help="When the context is full, drop the oldest part and continue."),
     click.option("--corpus", "corpora", type=FILE, multiple=True,
-                 help="Text like yours to profile with, where a profile pays; may be repeated. The"
-                 " package's own unless told."),
-    click.option("--tokens", type=int, help="Of the profile; what takes up to a quarter of an hour."),
-    click.option("--outtype", type=OUTTYPE, help="Type of the matrices; one that fits the memory."),
+                 help="Text like yours to profile on, if a profile pays; may be repeated. The package's"
+                 " own unless given."),
+    click.option("--tokens", type=int,
+                 help="Tokens to profile on; unless given, what takes up to a quarter of an hour."),
+    click.option("--outtype", type=OUTTYPE,
+                 help="Type of the matrices; one that fits into memory, unless given."),
     click.option("--activation", metavar="NAME",
-                 help="What a GGUF of others does not say: relu, fatrelu=0.01, ..."),
+                 help="The activation, which other programs' GGUF files do not record: relu,"
+                 " fatrelu=0.01, ..."),
     click.option("--verify/--no-verify", "is_verified", default=None,
-                 help="Compare a converted model with its source; where that takes under a minute"
-                 " unless told."),
-    click.option("--dry-run", is_flag=True, help="Say what would be done, and how long it takes."),
-    click.option("-y", "--yes", is_flag=True, help="Do not ask, however long it takes."),
+                 help="Compare a converted model with its source; done if it takes under a minute,"
+                 " unless given."),
+    click.option("--dry-run", is_flag=True, help="Print what would be done, and how long it takes."),
+    click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."),
 )  # fmt: skip
 
 
@@ -102,10 +106,10 @@ def run(
     outtype: Any, activation: str | None, is_verified: bool, dry_run: bool, yes: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """From a model to tokens, by one command.
+    """Run a model: prepare whatever is needed, then write a text or talk.
 
-    SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or a GGUF of
-    anyone's. All that is made on the way is kept for the next time: sparkinfer cache list."""
+    SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
+    Everything made on the way is kept for the next time: sparkinfer cache list."""
     let_threads_sleep()
     _read_prompt(options, dry_run=dry_run)
     from sparkinfer.run.cache_folder import Cache
@@ -136,7 +140,7 @@ def run(
 
 
 def _read_prompt(options: dict[str, Any], *, dry_run: bool) -> None:
-    """Checks the options of texts before anything is made, and reads stdin."""
+    """Checks the text options before any work, and reads stdin."""
     take_sampling_options(dict(options))
     take_speculation_options(dict(options))
     ConstraintOptions(**{name: options[name] for name in NAMES})

@@ -48,16 +48,16 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     "--port", default=8080, show_default=True, help="Port to listen on; 0 for any free one."
 )
 @click.option("-np", "--parallel", type=int, default=4, show_default=True,
-              help="Requests that are processed at a time, each with a whole --context.")  # fmt: skip
+              help="Requests processed at a time, each with a whole --context.")  # fmt: skip
 @click.option("--kept", type=int,
-              help="Further texts whose state is kept for requests that begin the same; as many as"
+              help="Further texts whose state is kept for requests with the same prefix; as many as"
                    " --parallel unless given.")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
               help="Requests that may wait; more are refused with 429.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Context length of a request in tokens; the model's, up to 4,096, unless given.")  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
-              help="Tokens of an answer at most; -1: as many as the context has room for.")  # fmt: skip
+              help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,
               help="Seconds that a request may take.")  # fmt: skip
 @click.option("--drain", "drain_s", default=30.0, show_default=True,
@@ -152,7 +152,7 @@ def _check_packages() -> None:
 
 
 def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> str | None:
-    """Why only one text at a time is possible, if the engine has room for no more."""
+    """The reason why the engine takes only one text at a time, if it does."""
     import torch
 
     if split is not None:
@@ -167,8 +167,8 @@ def _check_memory(
     num_places: int,
     cache: tuple[str | None, str | None, str | None],
 ) -> None:
-    """Checked before the model is loaded: its cache is zeros, which torch writes, so all of it is
-    taken then."""
+    """Checks, before the model is loaded, that the cache fits: torch writes its zeros, so all of it
+    is allocated then."""
     import torch
 
     from sparkinfer.model_file import ModelFile

@@ -19,8 +19,8 @@ from sparkinfer.steady import reading
 
 
 class OutputPath(click.Path):
-    """A file that the command writes; every other path is one that it reads. One that has
-    `endings` is never named as a file of another kind."""
+    """A file that the command writes; every other path is an input. With `endings`, a name with the
+    ending of another kind of file is refused."""
 
     endings: tuple[str, ...] = ()
 
@@ -41,7 +41,7 @@ class FolderPath(click.Path):
 
 FILE = click.Path(path_type=Path)
 OUTPUT = OutputPath(path_type=Path)
-ENDINGS = (".gguf", ".safetensors", ".json")  # of the kinds of files that commands write
+ENDINGS = (".gguf", ".safetensors", ".json")  # of files that commands write
 FOLDER = FolderPath(path_type=Path)
 
 
@@ -68,7 +68,7 @@ class FileCommand(click.Command):
 
 
 def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Path], list[Path]]:
-    """(inputs, outputs) given on the command line."""
+    """The inputs and outputs given on the command line."""
     inputs: list[Path] = []
     outputs: list[Path] = []
     for param in command.params:
@@ -82,7 +82,7 @@ def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Pat
 
 
 def output(*endings: str) -> OutputPath:
-    """A file to write whose name may not end as those of other kinds."""
+    """An OutputPath whose name must not have the ending of another kind of file."""
     kind = OutputPath(path_type=Path)
     kind.endings = endings
     return kind
@@ -136,7 +136,7 @@ class Size(click.ParamType):
 
 
 def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:
-    """The files that are read: the model, and of a folder of texts each text in it."""
+    """The input files: the model, and each text, including those in folders."""
     from sparkinfer.profile.sources import STDIN, find_sources
 
     given = [path for path in texts if path != STDIN and path.exists()]
@@ -159,7 +159,7 @@ def say(line: str) -> None:
 
 
 def finish(report: Any, as_json: bool, lines: list[str]) -> None:
-    """The report on stdout as JSON, or its short form on stderr."""
+    """Prints the report on stdout as JSON, or its short form on stderr."""
     if as_json:
         content = report if isinstance(report, dict) else asdict(report)
         click.echo(json.dumps(content, default=str))

@@ -1,6 +1,6 @@
 """`sparkinfer solve`: a plan, its memory, the curve over budgets, and their plots.
 
-The runtime is asked here how much memory a pass takes, since the solver reads only files."""
+This module asks the runtime for the memory of a pass, since the solver reads only files."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -51,8 +51,8 @@ def run_solve(
 
 
 def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
-    """The same for an existing plan: whether it is valid for these files, and for these budgets if
-    any are given."""
+    """Checks that an existing plan is valid for these files and, if given, budgets; returns the
+    same."""
     split = check(config)
     if budgets and budgets != split.budgets:
         raise SparkinferError(
@@ -64,7 +64,7 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
-    """The curve of predicted speed, as JSON at the output and as a plot beside it."""
+    """Writes the curve of predicted speed as JSON, with a plot beside it; returns the same."""
     from sparkinfer.runtime.prefill.workspace import measure_workspace
     from sparkinfer.solver.plots import plot_sweep
 
@@ -88,7 +88,7 @@ def _inputs_of(config: SolveConfig) -> tuple[Path, ...]:
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """ "2GiB:24GiB" in bytes. Raises SparkinferError."""
+    """Parses e.g. "2GiB:24GiB" to bytes. Raises SparkinferError."""
     parts = text.split(":")
     if len(parts) != 2:
         raise SparkinferError(f"{text!r} is not a range; wanted e.g. 2GiB:24GiB")
@@ -117,7 +117,7 @@ def _gpu_lines(report: SolveReport) -> list[str]:
 
 
 def _speed_lines(report: SolveReport) -> list[str]:
-    """Without redundant lines: a plan of the CPU alone, a missing GPU."""
+    """Predicted speeds, leaving out redundant rows (for a CPU-only plan, a missing GPU)."""
     advice = report.advice
     rows = [("this plan", report.objective_s, f"{_gap_words(report.gap)} slower than the best")]
     if sum(report.gpu_bytes.values()):

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 @force_option
 @json_option
 def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
-    """Train a dense model until it answers the same with a part of its neurons.
+    """Train a dense model to give the same answers with a part of its neurons.
 
     MODEL is a checkpoint folder or a .gguf file. If it is stopped it leaves OUTPUT.sparsify, and
     the same command continues from there. With torchrun -m sparkinfer sparsify ... several
@@ -103,7 +103,7 @@ def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
 
 
 def _convert(made: "Made", config: "SparsifyConfig", outtype: Any) -> str:
-    """Converts a trained checkpoint to a model file; returns lines on it."""
+    """Converts a trained checkpoint to a model file; returns lines about it."""
     from sparkinfer.convert.convert import convert
     from sparkinfer.convert.options import ConvertConfig
 

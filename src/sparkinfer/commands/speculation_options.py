@@ -32,7 +32,7 @@ _OPTIONS = (
     ),
     click.option(
         "--draft-max", "--draft", "--draft-n", "draft_max", type=int, default=_DEFAULTS.most,
-        show_default=True, help="Tokens guessed at a time at most; fewer if that is faster.",
+        show_default=True, help="Maximum tokens guessed at a time; fewer if that is faster.",
     ),
     click.option(
         "--draft-min", "--draft-n-min", "draft_min", type=int, default=_DEFAULTS.least,
@@ -54,8 +54,8 @@ def speculation_options(command: Command) -> Command:
 
 
 def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOptions, Path | None]:
-    """(options, the draft model's file) from a command's keyword arguments, from which they are
-    removed.
+    """Removes the options and the draft model's file from a command's keyword arguments and returns
+    them.
 
     Raises SparkinferError for an invalid value, click's UsageError for two that exclude each
     other."""

@@ -35,7 +35,7 @@ class Lines(Protocol):
 
 
 class PipedLines:
-    """Lines of stdin; a backslash at the end of a line joins the next one to it."""
+    """Lines of stdin; a backslash at the end of a line continues it with the next."""
 
     def read(self) -> str | None:
         parts: list[str] = []
@@ -115,7 +115,7 @@ class Stop:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """Within its block Ctrl-C sets a flag, and does not interrupt a step of the model."""
+    """Makes Ctrl-C set a flag within the block, without interrupting a step of the model."""
     stop = Stop()
     before = signal.signal(signal.SIGINT, stop.ask)
     try:
@@ -125,7 +125,7 @@ def stopping() -> Iterator[Stop]:
 
 
 def note(line: str) -> None:
-    """A line on stderr that is not part of the conversation; dim on a terminal."""
+    """Prints a line outside the conversation to stderr; dim on a terminal."""
     is_dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     click.echo(f"{_DIM}{line}{_PLAIN}" if is_dim else line, err=True)
 

@@ -1,4 +1,4 @@
-"""Output of `generate` about its texts: events per token, one report, one line for the user."""
+"""Formats `generate`'s output about its texts: events per token, a report, a line for the user."""
 
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Writing:
-    """One text, for the report."""
+    """A generated text, for the report."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -61,7 +61,7 @@ def report_of(
 
 
 def _end_of(run: "Run") -> str:
-    """What ended a text. One that nothing in it ended was interrupted."""
+    """What ended a text; if nothing in it did, it was interrupted."""
     from sparkinfer.runtime.generate.generation import NOT_STOPPED
 
     return "Ctrl-C or a signal" if run.stopped_by == NOT_STOPPED else run.stopped_by
