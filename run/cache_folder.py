@@ -1,12 +1,12 @@
-"""The folder in which `sparkinfer run` keeps what it made: a folder an artifact, by its key.
+"""The cache folder of `sparkinfer run`: one folder per artifact, named by its key.
 
     CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
     CACHE/rates.json                        see sparkinfer.run.rates
 
-An artifact is there when its entry.json is, which is written last; before that its folder may hold
-what an interrupted stage goes on from. Its lock is shared by all who use the artifact and exclusive
-to who makes or removes it, so two runs make nothing twice and nothing in use is removed. What this
-module does not know: how anything is made, and what its key means (keys)."""
+An artifact exists once its entry.json does, which is written last; before that, its folder may hold
+the state that an interrupted stage resumes from. Its lock is shared by users of the artifact and
+exclusive to makers and removers, so that concurrent runs make nothing twice and nothing in use is
+removed. Module keys defines the keys."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ FORMAT, VERSION = "sparkinfer.cache-entry", 1
 VARIABLE = "SPARKINFER_CACHE"
 ENTRY, LOCK = "entry.json", "lock"
 Say = Callable[[str], None]
-# Makes an artifact in a folder; what it returns is kept in the entry as facts.
+# Makes an artifact in a folder; its result is stored in the entry as facts.
 Make = Callable[[Path], Mapping[str, Any]]
 
 
@@ -36,20 +36,20 @@ def cache_folder() -> Path:
     own = os.environ.get(VARIABLE)
     if own:
         return Path(own).expanduser().absolute()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one is to be ignored
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one must be ignored
     return (base if base.is_absolute() else Path.home() / ".cache") / "sparkinfer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An artifact that is there. `seconds` is what making it took, `facts` what its stage found."""
+    """An existing artifact. `seconds` is the time to make it, `facts` the result of its stage."""
 
     folder: Path
     kind: str
     version: tuple[int, ...]  # of this layout and of the stage that made it
     source: str
     seconds: float
-    sizes: Mapping[str, int]  # of its files, by their names in the folder
+    sizes: Mapping[str, int]  # of its files, by name within the folder
     facts: Mapping[str, Any]
 
     def path(self, name: str) -> Path:
@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its files have the sizes that they were made with."""
+        """Whether its files still have their original sizes."""
         return all(_size(self.folder / name) == size for name, size in self.sizes.items())
 
 
@@ -70,7 +70,7 @@ def current_version(kind: str) -> tuple[int, ...]:
 
 
 def read_entry(folder: Path) -> Entry | None:
-    """None for an artifact that is not there, or not whole; of any version."""
+    """The entry in a folder, of any version; None if there is none or it is damaged."""
     try:
         values = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
@@ -90,7 +90,7 @@ def read_entry(folder: Path) -> Entry | None:
 
 @dataclass
 class Cache:
-    """Holds the locks of what it gave out until it is closed."""
+    """The cache. It holds the locks of the artifacts it handed out until it is closed."""
 
     folder: Path
     say: Say = lambda line: None
@@ -98,7 +98,7 @@ class Cache:
 
     @classmethod
     def open(cls, say: Say = lambda line: None) -> "Cache":
-        """Raises SparkinferError where the folder cannot be written."""
+        """Opens the cache. Raises SparkinferError if its folder is not writable."""
         folder = cache_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,19 +119,19 @@ class Cache:
         self._held.clear()
 
     def place(self, kind: str, key: Mapping[str, Any]) -> Path:
-        """The folder of an artifact, which need not be there. A stage of another version has other
-        places: what it made is never taken."""
+        """The folder of an artifact, which need not exist. Each version of a stage has its own
+        folders, so that another version's artifacts are never used."""
         return self.folder / f"{kind}-{digest([kind, current_version(kind), key])}"
 
     def find(self, kind: str, key: Mapping[str, Any]) -> Entry | None:
-        """An artifact that is there, without a lock."""
+        """An artifact if it exists, without locking it."""
         found = read_entry(self.place(kind, key))
         return found if found is not None and found.is_current and found.is_whole else None
 
     def obtain(self, kind: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
-        """The artifact, made where it is not there; locked until the cache is closed.
+        """The artifact, made if it does not exist, and locked until the cache is closed.
 
-        Where another run is making it, waits for that. Raises what `make` raises."""
+        Waits if another run is making it. Raises what `make` raises."""
         folder = self.place(kind, key)
         if folder in self._held and (found := self.find(kind, key)) is not None:
             return found
@@ -153,7 +153,7 @@ class Cache:
     def _make(self, kind: str, folder: Path, source: str, make: Make) -> None:
         began = time.perf_counter()
         with suppress(FileNotFoundError):
-            (folder / ENTRY).unlink()  # of files that are not whole any more
+            (folder / ENTRY).unlink()  # its files are no longer whole
         facts = make(folder)
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         sizes = {
@@ -170,7 +170,7 @@ class Cache:
 
     def _used(self, entry: Entry) -> Entry:
         with suppress(OSError):
-            os.utime(entry.folder / ENTRY)  # when it was last used
+            os.utime(entry.folder / ENTRY)  # the time of last use
         return entry
 
     def _lock(self, folder: Path, how: int) -> None:
@@ -205,8 +205,8 @@ class Cache:
 
 
 def try_lock(descriptor: int, how: int) -> bool:
-    """Whether it is locked now. Where files cannot be locked, as if it were: there two runs may
-    do the same work, and each writes its files whole."""
+    """Tries to lock a file; false if another process holds it. Without file locks on this system,
+    true: two runs may do the same work, but each writes its files whole."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -217,7 +217,7 @@ def try_lock(descriptor: int, how: int) -> bool:
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
-    """Whether the file is still the one of that name."""
+    """Whether `path` still names the open file."""
     try:
         there = path.stat()
     except OSError:
@@ -227,7 +227,7 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Of a stage that left nothing to go on from."""
+    """Removes the folder of a stage that left nothing to resume from."""
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()

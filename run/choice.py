@@ -1,8 +1,8 @@
-"""How `sparkinfer run` runs a model where nobody says: type, device, mode, predictors, plan.
+"""Chooses how `sparkinfer run` runs a model: type, device, mode, predictors, plan.
 
-Each decision is one line with its reason. What can be known before anything is made is decided
-here from sizes and memories; whether predictors pay is decided by a first look at how many neurons
-fire (worth). What this module does not know: how anything is made (stages)."""
+Each decision gives one line with its reason. Whatever sizes and memories determine is decided
+before any stage runs; whether predictors pay is decided after a first look at how many neurons
+fire (worth). Options of the user come first."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -20,23 +20,23 @@ from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.sizes import format_bytes
 from sparkinfer.system_memory import memory_limit_bytes
 
-# From nearly the model itself to the smallest that is worth having.
+# From nearly lossless to the smallest useful type.
 BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
 LARGE = ("f32", "f16", "bf16")
-# Of the memory that this process may have at all: the rest is for it and for the cache of files.
+# Shares of available memory given to a model; the rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
-STEP_BYTES = 256 << 20  # of a budget that nobody gave, so that it is the same the next time
-# Of an f16 layer's bytes, what its predictor takes: 9.4 % (docs/predictors.md), in q8_0 18 %. Named
-# are a tenth more neurons than fire.
+STEP_BYTES = 256 << 20  # granularity of a default budget, so that it is the same the next time
+# A predictor's bytes relative to its layer: 9.4 % in f16 (docs/predictors.md), 18 % in q8_0. It
+# predicts a tenth more neurons than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
-SURELY = 4  # times the estimated temporaries: more than was ever measured
-LEAST_GAIN = 0.1  # of a token's bytes, for which minutes are spent
+SURELY = 4  # safety factor on estimated temporaries: more than was ever measured
+LEAST_GAIN = 0.1  # share of a token's bytes saved that is worth minutes of training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes of memory that may be taken."""
+    """Bytes of memory available to a model."""
 
     main: int
     gpus: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the user has said; None is for us to choose."""
+    """The user's options; None leaves the choice to this module."""
 
     vram: tuple[int, ...] | None = None
     context_length: int | None = None
@@ -52,7 +52,7 @@ class Wishes:
     mode: RunMode | None = None
     max_loss: float = MAX_LOSS
     device: str | None = None
-    tokens: int | None = None  # of the profile
+    tokens: int | None = None  # to profile on
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in get_args(RunMode):
@@ -65,8 +65,8 @@ class Wishes:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`model` is the file that will be run, as planned; `predictors` whether some are to be trained,
-    None where a first look is to say. `budgets` are of a plan; () for none."""
+    """How to run a model. `model` is the planned file; `predictors` whether to train some, None if
+    a first look decides. `budgets` are those of a plan, () without one."""
 
     model: ModelFile
     outtype: Outtype | None
@@ -78,15 +78,15 @@ class Choice:
     lines: tuple[str, ...]
 
     def needs_look(self, wishes: Wishes) -> bool:
-        """Whether a few tokens are counted first: to decide on predictors, to know how many tokens
-        to train them on, or because a plan wants counts and there will be no others."""
+        """Whether to profile a few tokens first: to decide on predictors, to choose how many tokens
+        to train them on, or because a plan needs counts and there will be no others."""
         if self.predictors:
             return wishes.tokens is None
         return self.predictors is None or bool(self.budgets)
 
 
 def room_here(wishes: Wishes) -> Room:
-    """What this machine has for a model, the budget of the user taken as he gives it."""
+    """Memory of this machine for a model; a VRAM budget of the user is taken as it is."""
     main = int(MAIN_SHARE * memory_limit_bytes())
     if not torch.cuda.is_available() or (wishes.device or "cuda").startswith("cpu"):
         return Room(main=main)
@@ -97,7 +97,7 @@ def room_here(wishes: Wishes) -> Room:
 
 
 def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
-    """Raises SparkinferError for what this model cannot be run as."""
+    """Chooses how to run a model. Raises SparkinferError if it cannot be run as wished."""
     outtype, type_line = choose_type(source, wishes, room)
     is_converted = not source.is_of_type(outtype)
     model = source.draft(outtype) if is_converted or source.own is None else source.own
@@ -118,7 +118,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
 
 
 def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
-    """Without GPUs whose budget would hold nothing, as the temporaries of a pass take it all."""
+    """Drops GPUs whose budget would hold nothing but the temporaries of a pass."""
     if not room.gpus or min(room.gpus) > SURELY * workspace_bytes(model, context_of(model, wishes)):
         return room
     least = measure_workspace(model, context_of(model, wishes), "dense")
@@ -126,7 +126,7 @@ def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
 
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
-    """Raises SparkinferError for more than the model was made for."""
+    """The context length to use. Raises SparkinferError for more than the model supports."""
     longest, asked = model.shape.context_length, wishes.context_length
     if asked is not None and not 1 <= asked <= longest:
         raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
@@ -134,7 +134,7 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
 
 
 def run_bytes(model: ModelFile, context_length: int) -> int:
-    """All that a model takes of one device: weights, keys and values, temporaries."""
+    """Bytes of a model on one device: weights, keys and values, temporaries."""
     layers = model.shape.num_layers
     _, items = plan_bytes(
         model.row_major, context_length=context_length, num_hot=[0] * layers,
@@ -147,8 +147,8 @@ def run_bytes(model: ModelFile, context_length: int) -> int:
 
 
 def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
-    """The one that loses least of those that fit a GPU whole; of those that fit all memories if none
-    does; and why. None: a GGUF's own types."""
+    """The type that loses least of those that fit a GPU whole, or else all memories; and why. None
+    is a GGUF's own types."""
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
     own = source.own or (None if source.own_type in LARGE else source.draft(None))
@@ -205,7 +205,7 @@ def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
 def choose_predictors(
     model: ModelFile, wishes: Wishes, *, is_on_gpu: bool
 ) -> tuple[bool | None, str]:
-    """Whether to train some, None where a look is to say; and what will be run."""
+    """Whether to train predictors, None if a look decides; and why."""
     if wishes.mode in ("dense", "exact"):
         return False, f"mode {wishes.mode}: asked for"
     if model.predictor is not None:
@@ -228,8 +228,8 @@ def choose_predictors(
 
 
 def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, str]:
-    """Whether predictors save enough of what a token reads where that share of the neurons fires: of
-    all its bytes, or by a plan of those of the neurons, which are what is left to the CPU."""
+    """Whether predictors save enough of a token's bytes if a share `density` of the neurons fires;
+    and why. With a plan only neurons' bytes count, as those are left to the CPU."""
     always = 0.0 if has_plan else float(_always_bytes(model))
     exact, predicted = bytes_exact(model, density), bytes_predicted(model, density)
     saved = 1 - (always + predicted) / (always + exact)
@@ -243,20 +243,20 @@ def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, st
 
 
 def _always_bytes(model: ModelFile) -> int:
-    """Attention, norms and head, which every token reads."""
+    """Bytes of attention, norms and head, which every token reads."""
     layers = range(model.shape.num_layers)
     return head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
 
 
 def bytes_exact(model: ModelFile, density: float) -> float:
-    """Of the neurons, what a token reads in mode exact: all gates, and of the rest what fires."""
+    """Neurons' bytes per token in mode exact: all gates, and the rest of those that fire."""
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
     read = sum(size.gate_row + density * (size.neuron - size.gate_row) for size in sizes)
     return model.shape.num_neurons * read
 
 
 def bytes_predicted(model: ModelFile, density: float) -> float:
-    """The same with predictors of the usual size."""
+    """Neurons' bytes per token in mode predicted, with predictors of the usual size."""
     share = PREDICTOR_SHARE.get(model.tensors[f"blk.0.{model.gate_name}.weight"].kind, 0.3)
     named = min(1.0, NAMED_PER_FIRING * density)
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]

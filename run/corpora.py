@@ -1,6 +1,4 @@
-"""The texts that a model is profiled with: the user's, or the package's own where he gives none.
-
-What this module does not know: how texts are read (profile.corpus)."""
+"""The texts that a model is profiled on: the user's, or the package's own if none are given."""
 
 import hashlib
 import lzma
@@ -23,7 +21,7 @@ def identity(corpora: Sequence[Path]) -> str:
 
 
 def files(corpora: Sequence[Path], cache: Cache) -> tuple[Path, ...]:
-    """Paths that can be read, the package's text unpacked into the cache."""
+    """Paths of the texts; the package's own is unpacked into the cache."""
     if corpora:
         return tuple(corpora)
     entry = cache.obtain("corpus", {"text": identity(())}, "the package", _unpack)

@@ -1,8 +1,7 @@
-"""What there is to do before the first token: stages, their seconds and their bytes on the disk.
+"""Estimates the work before the first token: stages, their seconds and their bytes on disk.
 
-Seconds come from sizes and from what this machine was seen to do: short measurements of reading,
-packing, writing and multiplying, or what the same stages took before (rates). What this module
-does not know: how stages are run (prepare)."""
+Seconds follow from sizes and from measured rates of this machine: short measurements of reading,
+packing, writing and multiplying, or the times of earlier stages (rates)."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -29,22 +28,22 @@ from sparkinfer.run.stages import (
 )
 from sparkinfer.sizes import format_bytes
 
-# Of the rate of a matrix product alone, what counting firings has reached: 0.43 to 0.63 (25 M and
-# 68 M parameters in q8_0, two shared cores of a Zen 4); training took 2.9 to 3.3 times as long.
+# Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M parameters
+# in q8_0, two shared cores of a Zen 4); training took 2.9 to 3.3 times as long.
 COUNT_SHARE, TRAIN_FACTOR = 0.5, 3.0
-# A verification took 4 to 6 s for 134 M values of which one thread unpacks all in 0.5 s, and 4 s more
-# of processor time for a checkpoint, where transformers is imported.
+# Verifying 134 M values, which one thread unpacks in 0.5 s, took 4 to 6 s, and for a checkpoint 4 s
+# more of processor time, to import transformers.
 VERIFY_UNPACKINGS, IMPORT_S = 9.0, 4.0
-VERIFY_LIMIT_S = 60.0  # that a verification may take which nobody asked for
+VERIFY_LIMIT_S = 60.0  # maximum for a verification that was not requested
 SOLVE_LIMIT_S = 30.0  # of the integer program
-PATIENCE_S = 15 * 60.0  # that a profile may take which nobody asked for
+PATIENCE_S = 15 * 60.0  # maximum for a profile that was not requested
 TOKENS = (131_072, 65_536, 32_768, 16_384)
-SPARE_BYTES = 256 << 20  # that are left on the disk
+SPARE_BYTES = 256 << 20  # kept free on the disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A stage that is to be run. `at_most`: its seconds are a bound, not a guess."""
+    """A stage to be run. With `at_most`, its seconds are an upper bound, not an estimate."""
 
     kind: str
     label: str
@@ -55,6 +54,8 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
+    """The stages to be run, and the free space for them."""
+
     works: tuple[Work, ...]
     free_bytes: int
 
@@ -77,7 +78,7 @@ class Estimate:
         )
 
     def check_disk(self, folder: object) -> None:
-        """Raises SparkinferError where the disk has no room for what will be made."""
+        """Raises SparkinferError if the disk has no room for the stages' outputs."""
         if self.works and self.num_bytes + SPARE_BYTES > self.free_bytes:
             raise SparkinferError(
                 f"{folder}: about {format_bytes(self.num_bytes)} are to be made and"
@@ -98,12 +99,12 @@ def words(seconds: float, at_most: bool = False) -> str:
 
 
 def estimate(job: Job, tokens: int | None) -> Estimate:
-    """Of what is not in the cache. `tokens` is what a profile with predictors will take; None where
-    none will be made."""
+    """The work that is not cached. `tokens` is the length of a profile with predictors; None without
+    predictors."""
     works = _of_look(job)
     if tokens is not None:
         works += _of_profile(job, tokens)
-    is_base_run = tokens is None  # and not only read to make something of it
+    is_base_run = tokens is None  # not only an input of later stages
     if is_base_run or works:
         works = [*_of_model(job), *works]
     works += _of_plan(job, tokens)
@@ -111,7 +112,7 @@ def estimate(job: Job, tokens: int | None) -> Estimate:
 
 
 def expected_tokens(job: Job) -> int | None:
-    """Of the profile, before a look has said how fast this model is; None for none."""
+    """Tokens of the profile, estimated if there was no look yet; None without a profile."""
     if job.choice.predictors is False:
         return None
     look = job.cache.find("look", look_key(job))
@@ -121,8 +122,8 @@ def expected_tokens(job: Job) -> int | None:
 
 
 def tokens_for(job: Job, tokens_per_s: float) -> int | None:
-    """The most of TOKENS that patience allows where so many are counted a second; None where it
-    allows none and nobody asked for predictors."""
+    """The largest of TOKENS that can be profiled within PATIENCE_S at this speed; None if none can
+    and predictors were not requested."""
     if job.wishes.tokens is not None:
         return job.wishes.tokens
     allowed = [t for t in TOKENS if t * TRAIN_FACTOR / tokens_per_s <= PATIENCE_S]
@@ -132,8 +133,8 @@ def tokens_for(job: Job, tokens_per_s: float) -> int | None:
 
 
 def _is_hopeless(job: Job) -> bool:
-    """Whether even a look would take long, and what it is for surely too long: nobody has asked for
-    predictors, and the fewest tokens to train them on would take twice what patience allows."""
+    """Whether to skip even the look: predictors were not requested, and training them on the fewest
+    tokens would take over twice PATIENCE_S."""
     choice = job.choice
     if choice.predictors is not None or choice.budgets or job.wishes.tokens is not None:
         return False
@@ -143,7 +144,7 @@ def _is_hopeless(job: Job) -> bool:
 
 
 def too_long(per_s: float) -> str:
-    """Why there are no predictors."""
+    """The line that says why there are no predictors."""
     return (
         f"mode exact: predictors would take {words(TOKENS[-1] * TRAIN_FACTOR / per_s)} here (some"
         f" {per_s:,.0f} tokens are counted a second); --mode predicted trains them all the same"
@@ -151,7 +152,7 @@ def too_long(per_s: float) -> str:
 
 
 def count_per_s(job: Job) -> float:
-    """Tokens a second that a profile without training counts."""
+    """Tokens per second of a profile without training."""
     stored = job.rates.stored.get("count")
     if stored is None:
         device = device_here(job)
@@ -174,15 +175,15 @@ def _of_model(job: Job) -> list[Work]:
 
 
 def verify_seconds(job: Job) -> float:
-    """That comparing a converted model with its source takes."""
+    """Seconds to compare a converted model with its source."""
     values = flop_per_token(job.choice.model) / 2
     imports = IMPORT_S if job.source.path.is_dir() else 0.0
     return imports + VERIFY_UNPACKINGS * values / unpack_values_per_s()
 
 
 def decided(job: Job, is_verified: bool | None) -> Job:
-    """With the verification that was asked for, or one that is not long; and without predictors where
-    they would take too long."""
+    """The job with verification decided (as requested, else if it is short), and without predictors
+    if those would take too long."""
     if _is_hopeless(job):
         job.say(too_long(count_per_s(job)))
         job = replace(job, choice=replace(job.choice, predictors=False))

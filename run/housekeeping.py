@@ -1,6 +1,4 @@
-"""What is in the cache of `sparkinfer run`, and how it is removed: only what is ours and not in use.
-
-What this module does not know: what artifacts are for (keys), and how they are made."""
+"""Lists and clears the cache of `sparkinfer run`; only unused files of ours are removed."""
 
 import fcntl
 import os
@@ -24,7 +22,7 @@ PARTIAL = re.compile(r".+\.[0-9a-f]{8}\.(partial|old)")
 
 @dataclass(frozen=True, kw_only=True)
 class Shelved:
-    """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" where unknown."""
+    """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" if unknown."""
 
     name: str
     kind: str
@@ -37,7 +35,7 @@ class Shelved:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """`kept` are (name, why) of what stayed though it was asked to go."""
+    """The result of `clear`. `kept` are (name, why) of artifacts that could not be removed."""
 
     removed: tuple[str, ...]
     num_bytes: int
@@ -45,16 +43,16 @@ class Cleared:
 
 
 def list_cache(cache: Path) -> tuple[Shelved, ...]:
-    """The most lately used first. What is not ours is not listed."""
+    """The artifacts, most recently used first; files that are not ours are not listed."""
     found = [_shelved(folder) for folder in _folders(cache)]
     return tuple(sorted(found, key=lambda s: s.last_used, reverse=True))
 
 
 def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -> Cleared:
-    """Removes artifacts: all, those of these names (of a folder, a kind or a source), or the stale
-    and unfinished ones.
+    """Removes artifacts: all, those with these names (of a folder, a kind or a source), or the
+    stale and unfinished ones.
 
-    Raises SparkinferError for a name that nothing has."""
+    Raises SparkinferError for a name that matches nothing."""
     shelved = list_cache(cache)
     for name in names:
         if not any(_has_name(s, name) for s in shelved):
@@ -85,7 +83,7 @@ def _has_name(shelved: Shelved, name: str) -> bool:
 
 
 def _folders(cache: Path) -> Iterator[Path]:
-    """Those that `run` made: of such a name, no link, with a lock or an entry in it."""
+    """Folders that `run` made: with such a name, no links, with a lock or an entry inside."""
     try:
         inside = sorted(cache.iterdir())
     except FileNotFoundError:
@@ -130,7 +128,7 @@ def _is_in_use(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> str | None:
-    """Why it stayed; None: it is gone."""
+    """Removes an artifact; returns why it could not, None if it is gone."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
@@ -152,7 +150,8 @@ def _remove(folder: Path) -> str | None:
 
 
 def _remove_ours(folder: Path) -> str | None:
-    """The entry first, so that what is half removed is not taken for an artifact."""
+    """Removes our files, the entry first, so that a half-removed folder is no artifact. Returns why
+    anything is left."""
     (folder / ENTRY).unlink(missing_ok=True)
     foreign = []
     for path in sorted(folder.rglob("*"), key=lambda p: len(p.parts), reverse=True):
@@ -162,7 +161,7 @@ def _remove_ours(folder: Path) -> str | None:
         if not _is_ours(folder, name):
             foreign.append(name)
         elif path.is_dir() and not path.is_symlink():
-            with suppress(OSError):  # something that is not ours is in it
+            with suppress(OSError):  # it contains files that are not ours
                 path.rmdir()
         else:
             path.unlink(missing_ok=True)
@@ -174,7 +173,7 @@ def _remove_ours(folder: Path) -> str | None:
 
 
 def _is_ours(folder: Path, name: str) -> bool:
-    """Whether a stage writes files of that name, or one of another version did."""
+    """Whether a stage writes files of that name, or might have in another version."""
     stage = STAGES.get(folder.name.rpartition("-")[0])
     patterns = stage.files if stage else tuple(p for s in STAGES.values() for p in s.files)
     plain = name.rpartition(".")[0].rpartition(".")[0] if PARTIAL.fullmatch(name) else name

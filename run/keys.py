@@ -1,8 +1,7 @@
-"""What decides an artifact of `sparkinfer run`: names of sources and files, versions of stages.
+"""The keys of artifacts of `sparkinfer run`: identities of sources and files, versions of stages.
 
-A file is known by its size, the time of its last change and samples of its bytes, wherever it
-lies; a small one by all of its bytes. That is cheap for 100 GB, and whoever changes a byte changes
-the time. What this module does not know: what the stages do."""
+A file is identified, wherever it is, by its size, modification time and samples of its bytes; a
+small one by all of its bytes. That is cheap for 100 GB, and changing a byte changes the time."""
 
 import hashlib
 import json
@@ -23,12 +22,12 @@ SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """`version` has a number of ours, to be raised where a stage comes to make something else of
-    the same input, and those of the formats that it writes."""
+    """A kind of artifact. `version` has the stage's own number, raised whenever it makes something
+    else of the same input, and those of the formats that it writes."""
 
-    what: str  # for people
+    what: str  # for messages
     version: tuple[int, ...]
-    files: tuple[str, ...]  # patterns of the names that it may write
+    files: tuple[str, ...]  # patterns of file names that it may write
 
 
 STAGES = {
@@ -61,15 +60,15 @@ STAGES = {
 
 
 def digest(values: Any) -> str:
-    """24 hex digits of what JSON can hold."""
+    """A hash of JSON values in 24 hex digits."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def identity_of_source(path: Path) -> str:
-    """Of a checkpoint folder, by the files that `convert` reads there, or of a GGUF.
+    """The identity of a GGUF, or of a checkpoint folder by the files that `convert` reads.
 
-    Raises SparkinferError for what is not there."""
+    Raises SparkinferError for missing files."""
     if path.is_file():
         return digest(_identity(path))
     patterns = (*DESCRIPTIONS, *SAFETENSORS, *PICKLED, LIMITS_NAME)
@@ -82,7 +81,7 @@ def identity_of_source(path: Path) -> str:
 
 
 def identity_of_texts(paths: Iterable[Path]) -> str:
-    """Of corpora: files, and folders with all that is in them."""
+    """The identity of corpora: files, and folders with everything in them."""
     found: list[object] = []
     for path in paths:
         if path.is_dir():

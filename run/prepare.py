@@ -1,7 +1,4 @@
-"""From a source to a model file and perhaps a plan: the stages that are not in the cache yet.
-
-What this module does not know: how a stage works (stages), what is chosen (choice), and what is
-done with the model (the command)."""
+"""Runs the stages from a source to a model file and perhaps a plan, unless they are cached."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -34,30 +31,30 @@ Make = Callable[[Path, Path], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What is to be run, and how: arguments of Engine.load."""
+    """The prepared model, and how to run it: arguments of Engine.load."""
 
     model: Path
     split: Path | None
     mode: RunMode | None
     device: str | None
     context_length: int | None
-    seconds: float  # that it took to get here
-    made: tuple[str, ...]  # stages that were run; the rest was there
+    seconds: float  # of preparation
+    made: tuple[str, ...]  # stages that were run; the others were cached
 
 
 @dataclass
 class Steps:
-    """Counts the stages that are run, for people."""
+    """Counts the stages and announces them to the user."""
 
     job: Job
     planned: Estimate
     done: int = 0
-    before: int = 0  # that were done when what is left was planned
+    before: int = 0  # stages done at the time of the plan
     current: str = ""
     made: list[str] = field(default_factory=list)
 
     def replan(self, tokens: int | None) -> None:
-        """By what a look has found. Says what is left where it is much."""
+        """Estimates the rest anew after a look, and announces it."""
         self.planned, self.before = estimate(self.job, tokens), self.done
         if self.planned.works:
             self.job.say(self.planned.line)
@@ -65,7 +62,7 @@ class Steps:
     def obtain(
         self, kind: str, key: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
     ) -> Entry:
-        """The artifact, with a line before it is made."""
+        """The artifact; if it must be made, a line announces that."""
 
         def told(folder: Path) -> Mapping[str, Any]:
             self.done += 1
@@ -90,7 +87,7 @@ def job_of(
     *,
     is_verified: bool | None = None,
 ) -> Job:
-    """Decides what can be decided before anything is made, and says why. Raises SparkinferError."""
+    """Decides everything possible before any stage runs, and says why. Raises SparkinferError."""
     choice = choose(source, wishes, room_here(wishes))
     for line in choice.lines:
         cache.say(line)
@@ -102,14 +99,14 @@ def job_of(
 
 
 def estimate_of(job: Job) -> Estimate:
-    """Raises SparkinferError where the disk has no room."""
+    """The estimate of a job. Raises SparkinferError if the disk has no room."""
     found = estimate(job, expected_tokens(job))
     found.check_disk(job.cache.folder)
     return found
 
 
 def prepare(job: Job, planned: Estimate) -> Ready:
-    """Runs the stages. Interrupted, it says where; what was done is kept."""
+    """Runs the stages. If interrupted, it says where; finished work is kept."""
     began = time.perf_counter()
     steps = Steps(job, planned)
     try:
@@ -144,15 +141,15 @@ def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
 
 @dataclass
 class Base:
-    """The model without predictors, and what is made of it: each when it is needed, so that what is
-    gone from the cache and of no use any more is not made again."""
+    """The model without predictors, and the artifacts made from it. Each is made when needed, so
+    that inputs missing from the cache are not made again for existing outputs."""
 
     job: Job
     steps: Steps
     _path: Path | None = None
 
     def path(self) -> Path:
-        """Of the source itself where it can be run as it is."""
+        """The model file; the source itself if it can be run as it is."""
         job = self.job
         if self._path is None and not job.choice.is_converted:
             self._path = job.source.path
@@ -178,13 +175,13 @@ class Base:
         return self._obtain("full", key, make).path(stages.MODEL)
 
     def counts(self, tokens: int | None) -> Path:
-        """The profile that a plan goes by."""
+        """The profile that a plan is solved for."""
         if tokens is None:
             return self.look().path(stages.LOOK)
         return self.profile(tokens).path(stages.PROFILE)
 
     def _obtain(self, kind: str, key: Mapping[str, Any], make: Callable[[], Make]) -> Entry:
-        """An artifact that is made of the model; what it needs is made before its own line."""
+        """An artifact made from the model; its inputs are made before it is announced."""
         if self.job.cache.find(kind, key) is None:
             self.path()
             make()
@@ -192,7 +189,7 @@ class Base:
 
 
 def _tokens(job: Job, look: Entry) -> int | None:
-    """How many to profile by what a look has found; None for no predictors. Says why."""
+    """Tokens to profile, decided by a look; None for no predictors. Says why."""
     if job.choice.predictors is False:
         return None
     per_s, density = float(look.facts["tokens_per_s"]), float(look.facts["density"])
@@ -220,7 +217,7 @@ def _plan(job: Job, steps: Steps, base: Base, model: Path, tokens: int | None) -
 
 
 def summary(job: Job, planned: Estimate) -> dict[str, Any]:
-    """For --dry-run and --json."""
+    """The report for --dry-run and --json."""
     choice: Choice = job.choice
     return {
         "source": job.source.name, "outtype": choice.outtype or job.source.own_type,

@@ -1,7 +1,5 @@
-"""How fast this machine does what `sparkinfer run` is about to do: measured briefly, or as it was
-the last time, which the cache keeps in rates.json.
-
-What this module does not know: how much there is to do (estimate)."""
+"""The speed of this machine at the stages of `sparkinfer run`: measured briefly, or remembered from
+earlier runs in rates.json of the cache."""
 
 import json
 import os
@@ -23,23 +21,23 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.pipeline import num_threads
 
 FILE = "rates.json"
-ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # that the measurements may take
+ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # seconds of each measurement
 SLICE_BYTES = 1 << 20
 WRITTEN_BYTES = 32 << 20
-T, M, N = 512, 1024, 4096  # of the matrix product that is timed
+T, M, N = 512, 1024, 4096  # shape of the timed matrix product
 
 
 @dataclass
 class Rates:
-    """`stored` are amounts a second, or seconds, by the name of what was done."""
+    """Remembered rates. `stored` are amounts per second by name."""
 
     path: Path
-    machine: str  # which the figures are of
+    machine: str  # that the figures are for
     stored: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path, machine: str) -> "Rates":
-        """Without any where there is no file that can be read."""
+        """The rates in a cache folder; empty if there is no readable file."""
         rates = cls(path=folder / FILE, machine=machine)
         with suppress(OSError, ValueError, TypeError, AttributeError):
             found = json.loads(rates.path.read_text(encoding="utf-8")).get(machine, {})
@@ -47,7 +45,7 @@ class Rates:
         return rates
 
     def note(self, name: str, rate: float) -> None:
-        """Keeps what was seen. A file that cannot be written is no reason to stop."""
+        """Stores a measured rate; a file that cannot be written is ignored."""
         if rate <= 0:
             return
         self.stored[name] = rate
@@ -60,7 +58,7 @@ class Rates:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def write_bytes_per_s(self) -> float:
-        """Of the disk that the cache is on, until the bytes are there."""
+        """Write speed of the cache's disk, including fsync."""
         if "write" not in self.stored:
             with TemporaryFile(dir=self.path.parent) as file:
                 began = time.perf_counter()
@@ -73,8 +71,8 @@ class Rates:
 
 
 def encode_bytes_per_s(model: ModelFile) -> float:
-    """Bytes of a planned model file's matrices that are read from their source and packed a second,
-    by all threads that a conversion has; measured on slices of its own layers."""
+    """Bytes per second of a planned model file's matrices, read from their source and packed by all
+    threads of a conversion; measured on slices of its layers."""
     began, count = time.perf_counter(), 0
     for entry, first, last in _slices(model):
         count += entry.read_rows(first, last).nbytes
@@ -91,7 +89,7 @@ def _slices(model: ModelFile) -> Iterator[tuple]:
 
 
 def unpack_values_per_s() -> float:
-    """Values that one thread makes of q8_0, which most of a verification is."""
+    """Values per second that one thread unpacks from q8_0, which is most of a verification."""
     rows = quantize(
         np.random.default_rng(0).standard_normal((64, N)).astype(np.float32), type_of("q8_0")
     )
@@ -102,7 +100,7 @@ def unpack_values_per_s() -> float:
 
 
 def matmul_flops(device: torch.device) -> float:
-    """Floating-point operations a second of a product of f32 matrices; the best of several."""
+    """Floating-point operations per second of an f32 matrix product; the best of several."""
     one_TM, other_MN = torch.randn(T, M, device=device), torch.randn(M, N, device=device)
     began, best = time.perf_counter(), float("inf")
     while time.perf_counter() - began < MATMUL_S:

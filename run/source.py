@@ -1,6 +1,6 @@
-"""What `sparkinfer run` was given: a checkpoint folder, a name on the hub, or a GGUF of anyone's.
+"""The source given to `sparkinfer run`: a checkpoint folder, a name on the hub, or any GGUF.
 
-Looks at headers only. What this module does not know: what is to be done with it (choice)."""
+Only headers are read here."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -17,28 +17,29 @@ from sparkinfer.run.keys import identity_of_source
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """`own` is the model of a GGUF that can be run as it is; None where it must be converted."""
+    """A source. `own` is the model of a GGUF that can be run as it is; None if it must be
+    converted."""
 
     name: str  # as it was given
     path: Path
     identity: str
     own: ModelFile | None
     own_type: str  # of its matrices
-    activation: str | None  # what the user says of a GGUF that does not
-    scratch: Path  # a name that nothing has, for files that are planned only
+    activation: str | None  # given by the user for a GGUF that does not record it
+    scratch: Path  # an unused path, for files that are only planned
 
     def draft(self, outtype: Outtype | None) -> ModelFile:
-        """The model file that a conversion would write, its weights not read. Raises
+        """The model file that a conversion would write, without reading weights. Raises
         SparkinferError."""
         try:
             return _draft(self.path, outtype, self.activation, self.scratch)
         except SparkinferError:
             if self.own is None:
                 raise
-            return self.own  # whose rows are no blocks of that type: nothing would change
+            return self.own  # its rows do not divide into blocks of that type: nothing would change
 
     def is_of_type(self, outtype: Outtype | None) -> bool:
-        """Whether the GGUF, which can be run as it is, has its matrices in this type already."""
+        """Whether the source is a GGUF that can be run as it is in this type."""
         return self.own is not None and outtype in (None, self.own_type)
 
 
@@ -50,7 +51,8 @@ def _draft(path: Path, outtype: Outtype | None, activation: str | None, scratch:
 
 
 def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
-    """Raises SparkinferError for what is no model; fetches one from the hub that is not here."""
+    """Inspects a source, fetching it from the hub if needed. Raises SparkinferError for anything
+    but a model."""
     path = find_folder(given)
     if not path.exists():
         raise SparkinferError(
@@ -65,12 +67,13 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
 
 
 def has_template(model: ModelFile) -> bool:
-    """Whether it says how a conversation is written for it."""
+    """Whether the model has a chat template."""
     return TEMPLATE_KEY in model.extra_keys or TEMPLATES_KEY in model.extra_keys
 
 
 def _as_it_is(path: Path, activation: str | None) -> tuple[ModelFile | None, str]:
-    """None for a GGUF that has to be converted: one for llama.cpp, or in types that only it has."""
+    """The model of a GGUF, None if it must be converted (a llama.cpp layout or types); and its
+    type."""
     keys, tensors = read_model_gguf(path)
     kinds = [e.kind for n, e in tensors.items() if n.endswith("ffn_up.weight")]
     kind = kinds[0] if kinds else "unknown"
@@ -80,6 +83,6 @@ def _as_it_is(path: Path, activation: str | None) -> tuple[ModelFile | None, str
 
 
 def _dtype_of(folder: Path) -> str:
-    """Of most of a checkpoint's matrices, in our words."""
+    """The most common type of a checkpoint's matrices, by our name."""
     dtypes = [t.dtype for t in Checkpoint.open(folder).tensors.values() if len(t.shape) == 2]
     return max(set(dtypes), key=dtypes.count, default="F16").lower()

@@ -1,7 +1,7 @@
-"""The stages between a source and tokens, each from files to an artifact in the cache.
+"""The stages between a source and tokens, each making an artifact in the cache from files.
 
-Every function composes what its own command does; what decides an artifact is in its key. What
-this module does not know: which stages a model needs, and in which order (prepare)."""
+Each stage does what its command does; its key has everything that determines the artifact. Module
+prepare decides which stages run, and in which order."""
 
 import platform
 import time
@@ -44,7 +44,7 @@ PREDICTORS, MACHINE, PLAN = "predictors", "machine.json", "model.split.gguf"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: what it was given, what was chosen, and where things are kept."""
+    """One run: its inputs, the choices made, and the cache."""
 
     source: Source
     choice: Choice
@@ -62,7 +62,7 @@ class Job:
 
 
 def model_key(job: Job) -> dict[str, Any]:
-    """Of the model without predictors, converted or as it is."""
+    """The key of the model without predictors, converted or as it is."""
     source = job.source
     if not job.choice.is_converted:
         return {"source": source.identity}
@@ -95,7 +95,7 @@ def machine_key() -> dict[str, Any]:
 
 
 def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
-    """`tokens` of the profile with predictors; None for a plan without."""
+    """The key of a plan. `tokens` are those of the profile with predictors; None without."""
     of_profile = look_key(job) if tokens is None else profile_key(job, tokens)
     return {
         "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
@@ -112,7 +112,7 @@ def machine_name() -> str:
 
 
 def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
-    """The source as a model file of the chosen type."""
+    """Converts the source to a model file of the chosen type."""
     source = job.source
     config = ConvertConfig(
         source=source.path, output=folder / MODEL, outtype=job.choice.outtype,
@@ -133,7 +133,7 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
 
 
 def conversion_name(job: Job) -> str:
-    """Under which the rate of a conversion is kept."""
+    """The name under which a conversion's rate is stored."""
     more = " and verify" if job.is_verified else ""
     return f"convert {job.source.own_type} to {job.choice.outtype}{more}"
 
@@ -143,7 +143,7 @@ def _verify(written: Written) -> list[str]:
 
 
 def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
-    """How many neurons fire, and how many tokens a second are counted: a profile of a few tokens."""
+    """Profiles a few tokens, to find how many neurons fire and the tokens counted per second."""
     texts = corpora.files(job.texts, job.cache)
     tokens = available(model, texts, LOOK_TOKENS)
     config = ProfileConfig(
@@ -166,7 +166,7 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
 
 
 def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:
-    """How often each neuron fires, and predictors; goes on where an interrupted one stood."""
+    """Counts firings and trains predictors; resumes an interrupted profile."""
     texts = corpora.files(job.texts, job.cache)
     count = job.wishes.tokens or available(model, texts, tokens)
     config = ProfileConfig(
@@ -187,7 +187,7 @@ def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[st
 
 
 def make_full(job: Job, profiled: Entry, model: Path, folder: Path) -> Mapping[str, Any]:
-    """The model with its predictors in one file."""
+    """Adds the predictors to the model in one file."""
 
     def check(written: Written) -> list[str]:
         found = check_predictors(written.path)
@@ -209,7 +209,7 @@ def make_full(job: Job, profiled: Entry, model: Path, folder: Path) -> Mapping[s
 
 
 def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
-    """What this machine can do."""
+    """Calibrates this machine."""
     with progress("measuring the machine", None, "timings") as advance:
         machine = calibrate(CalibrateConfig(output=folder / MACHINE, force=True), on_probe=advance)
     return {"cpu": machine.cpu_name}
@@ -218,7 +218,7 @@ def make_machine(job: Job, folder: Path) -> Mapping[str, Any]:
 def make_plan(
     job: Job, model: Path, profiled: Path, machine: Path, folder: Path
 ) -> Mapping[str, Any]:
-    """What goes where."""
+    """Solves for a plan."""
     config = SolveConfig(
         model=model, profile=profiled, machine=machine, output=folder / PLAN,
         vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
@@ -235,7 +235,7 @@ def make_plan(
 
 
 def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
-    """Tokens that the texts have, up to `most`."""
+    """Tokens in the texts, at most `most`."""
     file = ModelFile.load(model)
     windows = read_windows(
         texts, TextCodec.of(file), context_length=file.shape.context_length, max_tokens=most,
@@ -245,7 +245,7 @@ def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
 
 
 def flop_per_token(model: ModelFile) -> float:
-    """Of all matrices but the embedding, two an element."""
+    """Floating-point operations per token: two per element of all matrices but the embedding."""
     sizes = [
         entry.shape[0] * entry.shape[1]
         for name, entry in model.tensors.items()
