@@ -1,6 +1,4 @@
-"""The files of a report, loaded and checked to be of one model.
-
-What this module does not know: what is shown of them."""
+"""The files of a report, loaded and checked to belong to one model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,8 @@ from sparkinfer.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
+    """A file that the report was made from."""
+
     what: str
     path: Path
     num_bytes: int
@@ -31,7 +31,8 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Artifacts:
-    """None, or (), where a file was not given; `quality_L` comes from beside the profile."""
+    """The loaded files; None, or (), for those not given. `quality_L` is from the report beside the
+    profile."""
 
     model: ModelFile
     profile: Profile | None
@@ -44,8 +45,8 @@ class Artifacts:
 
 
 def load_artifacts(config: ReportConfig) -> Artifacts:
-    """Raises SparkinferError for a file that is damaged, of another model, or, of a plan, made
-    from another profile or machine than these."""
+    """Loads the files. Raises SparkinferError for a file that is damaged or of another model, and
+    for a plan made from another profile or machine."""
     model = ModelFile.load(config.model)
     profile = None if config.profile is None else Profile.load(config.profile)
     machine = None if config.machine is None else Machine.load(config.machine)
@@ -102,7 +103,7 @@ def _predictors_path(given: Path | None) -> Path | None:
 
 
 def _check_model(model: ModelFile, path: Path, model_id: str | None) -> None:
-    """Raises SparkinferError for a file of another model; None is a file that does not say."""
+    """Raises SparkinferError for a file of another model; None is a file without a model id."""
     if model_id not in (None, model.model_id):
         raise SparkinferError(
             f"{path}: of model {str(model_id)[:12]}, but {model.path} is {model.model_id[:12]};"

@@ -1,4 +1,4 @@
-"""What `sparkinfer report` is asked, and what it says of the page that it wrote."""
+"""The configuration of `sparkinfer report`, and its summary of the page it wrote."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ MAX_BYTES = 2 << 20  # of a page
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Files of one model; None is left out of the page, which then says what would make it."""
+    """The files of one model; for None, the page names the command that makes the file."""
 
     model: Path
     output: Path
@@ -18,7 +18,7 @@ class ReportConfig:
     split: Path | None = None
     machine: Path | None = None
     predictors: Path | None = None  # predictors.safetensors or its folder
-    evals: tuple[Path, ...] = ()  # what `sparkinfer eval --json` printed
+    evals: tuple[Path, ...] = ()  # output of `sparkinfer eval --json`
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class ReportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSummary:
-    """`missing` are the names of the sections that lack an input."""
+    """A summary of the written page. `missing` are the sections that lack an input."""
 
     output: str
     model_id: str

@@ -1,8 +1,7 @@
-"""Plots as inline SVG: text is text, and colours are the page's, which turn with light and dark.
+"""Draws plots as inline SVG: text stays text, and colours follow the page's light and dark themes.
 
 matplotlib draws with placeholder colours, which become CSS variables (page.html defines them). A
-plot is drawn as wide as a phone, and is scaled up on wider screens. What this module does not know:
-what is drawn."""
+plot has the width of a phone and is scaled up on wider screens."""
 
 import io
 import re
@@ -15,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Placeholder, and the variable that it becomes.
+# Placeholders, and the variables that replace them.
 INK, SOFT, LINE, CARD = "#010101", "#020202", "#030303", "#040404"
 BLUE, ORANGE, GREEN, PURPLE, CPU = "#050505", "#060606", "#070707", "#080808", "#090909"
 PALE = "#0a0a0a"
@@ -24,7 +23,7 @@ VARIABLES = {
     GREEN: "green", PURPLE: "purple", CPU: "cpu", PALE: "pale",
 }  # fmt: skip
 GPUS = (BLUE, ORANGE, GREEN, PURPLE)
-WIDTH, POINTS = 345, 72.0  # of a plot; of an inch
+WIDTH, POINTS = 345, 72.0  # points: of a plot's width, per inch
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "sparkinfer", "font.size": 10.0,
     "text.color": INK, "axes.labelcolor": SOFT, "xtick.color": LINE, "ytick.color": LINE,
@@ -38,7 +37,7 @@ STYLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """`alt` says in a sentence what there is to see; `caption` how to read it."""
+    """A plot. `alt` describes it in a sentence; `caption` says how to read it."""
 
     name: str
     svg: Markup
@@ -47,31 +46,31 @@ class Plot:
 
 
 def new_figure(height: int) -> Figure:
-    """As wide as all of them, and so many points high. Within `style()`."""
+    """A figure of the common width and `height` points; call it within `style()`."""
     return Figure(figsize=(WIDTH / POINTS, height / POINTS), layout="constrained")
 
 
 def style() -> AbstractContextManager[None]:
-    """While a figure is made and written."""
+    """The style in which to make and write figures."""
     return matplotlib.rc_context(STYLE)
 
 
 def gridded(axes: Axes, which: Literal["both", "x", "y"] = "y") -> None:
-    """With lines behind it in place of ticks."""
+    """Draws grid lines behind a plot in place of ticks."""
     axes.grid(True, axis=which)
     axes.tick_params(length=0)
 
 
 def plot_of(name: str, figure: Figure, *, alt: str, caption: str) -> Plot:
-    """Draws it; the same figure always gives the same letters."""
+    """Writes a figure to a Plot; the same figure always gives the same SVG."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return Plot(name=name, svg=Markup(_inline(written.getvalue(), name)), alt=alt, caption=caption)
 
 
 def _inline(text: str, name: str) -> str:
-    """The element alone, in the page's font and colours, scaled to its place; ids carry the plot's
-    name, so that those of two plots in a page differ. Hidden from readers: the text says it."""
+    """The bare svg element in the page's font and colours, scaled to its place. Ids contain the
+    plot's name, so that plots do not clash. Hidden from screen readers, which get `alt`."""
     start = text.index("<svg")
     view = re.search(r'viewBox="[^"]+"', text)
     assert view is not None
@@ -79,7 +78,7 @@ def _inline(text: str, name: str) -> str:
     for pattern in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
         text = re.sub(pattern, "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]+;? ?", "", text)
-    numbers: dict[str, int] = {}  # matplotlib makes some ids of addresses in memory
+    numbers: dict[str, int] = {}  # matplotlib makes some ids from memory addresses
 
     def renamed(found: re.Match[str]) -> str:
         return f"{found[1]}{name}-{numbers.setdefault(found[2], len(numbers))}"

@@ -1,4 +1,4 @@
-"""The machine's figures, as far as a prediction rests on them."""
+"""The section of the machine's figures that predictions rest on."""
 
 from sparkinfer.machine_file import Figure, Machine
 from sparkinfer.report.artifacts import Artifacts
@@ -57,7 +57,7 @@ def _gpu_table(machine: Machine) -> list[Table]:
 
 
 def _cost_tables(machine: Machine) -> list[Table]:
-    """By type of the matrix; none in the file of a card alone."""
+    """Tables of CPU costs by matrix type; none for a file that describes only a card."""
     costs = machine.cpu_costs
     if costs is None:
         return []

@@ -1,4 +1,4 @@
-"""How the page names files, and the commands that make those which were not given."""
+"""The names of files on the page, and the commands that make those not given."""
 
 import shlex
 
@@ -9,7 +9,8 @@ PROFILE, MACHINE, PLAN = "model.profile.safetensors", "machine.json", "model.spl
 
 
 class Names:
-    """Of the files given, else of those that the README's commands write; never their folders."""
+    """The names of the files given, else of those that the README's commands write; never their
+    folders."""
 
     def __init__(self, config: ReportConfig) -> None:
         self.model = shlex.quote(config.model.name)

@@ -1,7 +1,7 @@
-"""What a page holds, and its HTML: one file that fetches nothing.
+"""The content of a page, and its HTML: one file that fetches nothing.
 
-Every text is escaped by the template (page.html); only the plots' SVG, which is our own, goes in as
-it is. What this module does not know: models."""
+The template (page.html) escapes every text; only the plots' SVG, which is our own, is inserted
+unescaped."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ MAX_ROWS = 256  # of a table
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A headline number: what it is, the number, and what to compare it with."""
+    """A headline number: its label, value and unit, and what to compare it with."""
 
     label: str
     value: str
@@ -26,8 +26,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The first `num_texts` columns are words, the others numbers; `head` is () where the words say
-    it all. A folded one is opened by a click, and on paper; a wide one has no plot beside it."""
+    """A table. The first `num_texts` columns are words, the others numbers; `head` is () if it
+    needs none. A folded one opens on a click, and in print; a wide one has no plot beside it."""
 
     caption: str
     head: tuple[str, ...]
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """What is not here, and the command that makes it; "" where none does."""
+    """A note on a missing input, and the command that makes it; "" if none does."""
 
     line: str
     command: str = ""
@@ -55,7 +55,7 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    name: str  # of its place in the page
+    name: str  # its anchor in the page
     title: str
     lead: str
     plots: tuple[Plot, ...] = ()

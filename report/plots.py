@@ -1,4 +1,4 @@
-"""The report's plots. No text of a file is drawn: names stand in the page, escaped.
+"""The report's plots. They contain no text from files: names stand in the page, escaped.
 
 Letters: L layers, F neurons, R columns of ranks, N plotted shares of the neurons."""
 
@@ -34,8 +34,8 @@ from sparkinfer.solver.sweep import Sweep
 from sparkinfer.split_file import Split
 
 NUM_SHARES = 101
-MAX_THIN = 12  # layers that each have a line
-MAX_LINEAR = 15  # times the lowest speed that the highest may be, on an axis from zero
+MAX_THIN = 12  # most layers with a line each
+MAX_LINEAR = 15  # highest ratio of speeds on a linear axis
 MEANINGS = {
     "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values",
     "head": "output head", "embedding": "embedding", "neurons": "neurons",
@@ -44,8 +44,8 @@ MEANINGS = {
 
 
 def firing_curves(profile: Profile) -> np.ndarray:
-    """Share of a layer's firings that its hottest neurons take, f64 [L, N], at 0 to 100% of the
-    neurons; 0 where none fires."""
+    """Share of a layer's firings that its hottest neurons have, f64 [L, N], at 0 to 100% of the
+    neurons; 0 if none fires."""
     counts_LF = -np.sort(-profile.active_count_LF, axis=1)
     taken_LF = np.cumsum(counts_LF, axis=1) / np.maximum(1, counts_LF.sum(axis=1, keepdims=True))
     taken_LF = np.concatenate([np.zeros((len(counts_LF), 1)), taken_LF], axis=1)
@@ -54,7 +54,7 @@ def firing_curves(profile: Profile) -> np.ndarray:
 
 
 def plot_firings(profile: Profile) -> Plot:
-    """The mean over the layers, in the band of all of them."""
+    """Plots the mean firing curve within the band of all layers."""
     curve_LN = 100 * firing_curves(profile)
     share_N = np.linspace(0, 100, NUM_SHARES)
     mean_N = curve_LN.mean(axis=0)
@@ -83,7 +83,7 @@ def plot_firings(profile: Profile) -> Plot:
 
 
 def plot_density(profile: Profile) -> Plot:
-    """A bar for each layer."""
+    """Plots density as a bar per layer."""
     density_L = 100 * profile.density_L
     mean = density_L.mean()
     with style():
@@ -106,7 +106,7 @@ def plot_density(profile: Profile) -> Plot:
 
 
 def plot_curve(curve: Sweep, split: Split | None) -> Plot:
-    """Tokens a second over the GPU memory granted, the plan and what it is compared with."""
+    """Plots tokens per second over GPU memory, with the plan and its alternatives."""
     label, unit = unit_of(max(point.budget_bytes for point in curve.points))
     budget = [point.budget_bytes / unit for point in curve.points]
     first, last = (1 / curve.points[i].objective_s for i in (0, -1))
@@ -145,7 +145,7 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
 
 
 def plot_map(split: Split, profile: Profile) -> Plot:
-    """A row for each layer: its dense block, its neurons by hotness, and its firings, by device."""
+    """Plots a row per layer, by device: dense block, neurons by hotness, and firings."""
     device_LR = device_of_ranks(split, profile, num_columns=200)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
@@ -183,7 +183,7 @@ def plot_map(split: Split, profile: Profile) -> Plot:
 
 
 def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
-    """A bar for each item, divided by device."""
+    """Plots a bar per item, divided by device."""
     items = [item for item in ITEMS if cpu[item] or any(gpu[item] for gpu in gpus)][::-1]
     totals = {item: cpu[item] + sum(gpu[item] for gpu in gpus) for item in items}
     label, unit = unit_of(max(totals.values()))
@@ -214,7 +214,7 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
 
 
 def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
-    """Recall and precision of each layer above, the lost norm below."""
+    """Plots recall and precision per layer, above the lost norm."""
     at_L = np.arange(len(quality_L))
     recall_L = 100 * np.array([q.chosen.recall for q in quality_L])
     precision_L = 100 * np.array([q.chosen.precision for q in quality_L])
@@ -243,7 +243,7 @@ def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
 
 
 def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
-    """(name, increase of the perplexity, half of its interval) of each measurement."""
+    """Plots measurements, each a (name, increase of the perplexity, half of its interval)."""
     with style():
         figure = new_figure(76 + 26 * len(rows))
         axes = figure.add_subplot()
@@ -268,7 +268,7 @@ def _layers_below(axes: Axes) -> None:
 
 
 def _rows(axes: Axes, device_LR: np.ndarray, num_gpus: int) -> None:
-    """Runs of one device as bars; one outline for each device, however many runs."""
+    """Draws runs of ranks on the same device as bars, as one outline per device."""
     num_columns = device_LR.shape[1]
     for device in range(num_gpus + 1):
         boxes = []

@@ -1,4 +1,4 @@
-"""What the modes cost against the dense model, by every record that there is."""
+"""The section on the quality of modes against the dense model, from all available records."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ NONE = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One mode by one source. Half widths are None where they are not known."""
+    """A mode measured by one source. Half widths are None if unknown."""
 
     mode: RunMode
-    source: str  # in a few words of ours
+    source: str  # described in a few words
     increase: float
     increase_half_width: float | None
     kl_mean: float
@@ -64,7 +64,7 @@ class Measured:
 
 
 def measured_of(found: Artifacts) -> list[Measured]:
-    """Comparisons first, then the records of the model, the predictors and the profile, each once."""
+    """Comparisons, then the records of model, predictors and profile, without duplicates."""
     measured = []
     for number, report in enumerate(found.evals, 1):
         name = "eval" if len(found.evals) == 1 else f"eval {number}"
@@ -85,7 +85,7 @@ def cost_of(found: Artifacts, mode: RunMode) -> Measured | None:
 
 
 def costs_nothing(found: Artifacts, mode: RunMode) -> bool:
-    """Whether a mode computes what the dense model does, whatever was measured."""
+    """Whether a mode by definition computes the same as the dense model."""
     return mode == "dense" or (mode == "exact" and not is_smooth(found.model))
 
 
@@ -112,7 +112,7 @@ def quality_section(found: Artifacts, names: Names) -> Section:
 
 
 def _own_table(found: Artifacts) -> Table:
-    """What only a comparison says."""
+    """The table of figures that only comparisons have."""
     rows = []
     for number, one in enumerate(found.evals, 1):
         p99 = f"{one.kl_p99:.4f}"

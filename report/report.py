@@ -1,6 +1,6 @@
-"""One page for all that is known of a model on a machine: the command, from files to a file.
+"""Makes one page of everything known about a model on a machine: the command, from files to a file.
 
-What this module does not know: any section (sections and its neighbours), or HTML (page)."""
+The sections are in module sections and its neighbours, HTML in page."""
 
 from importlib.metadata import version
 
@@ -96,7 +96,7 @@ def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
 
 
 def _summary(found: Artifacts, speeds: Speeds, mode: RunMode) -> str:
-    """Headline in a sentence or two."""
+    """The headline, in a sentence or two."""
     split, cost = found.split, cost_of(found, mode)
     parts = [f"Runs in mode {mode}"]
     if split is not None:

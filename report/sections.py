@@ -1,7 +1,6 @@
 """The report's sections, from loaded files to words, tables and plots.
 
-A section whose input is absent says which command makes it. What this module does not know: HTML, or
-how plots are drawn. Letters: L layers."""
+A section whose input is absent names the command that makes it. Letters: L layers."""
 
 from collections.abc import Sequence
 
@@ -22,7 +21,7 @@ NONE = "–"
 
 
 def rate(seconds: float) -> str:
-    """Tokens a second."""
+    """Tokens per second, as text."""
     speed = 1 / seconds
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:,.1f}"
 
@@ -92,7 +91,7 @@ def placement_section(found: Artifacts, names: Names) -> Section:
 
 
 def _device_table(split: Split, profile: Profile) -> Table:
-    """Shares of neurons and firings, and what else is there, by device."""
+    """Shares of neurons and firings, dense blocks and the head, by device."""
     home = np.array(split.home or (0,) * (len(split.hot) + 1))
     total, fired_LF = profile.active_count_LF.size, profile.active_count_LF
     rows, left, left_fired = [], total, int(fired_LF.sum())
@@ -228,7 +227,7 @@ def _predictor_table(found: Artifacts) -> Table:
 
 
 def _stored_predictors(found: Artifacts) -> Table | None:
-    """Of the predictors' file, or those in the model; what their quality was they do not say."""
+    """The predictors of their file or of the model, which have no record of their quality."""
     if found.predictors is not None:
         info = found.predictors.info
         sizes = [sum(matrix.data.nbytes for matrix in layer.matrices(n).values())

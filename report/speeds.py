@@ -1,7 +1,6 @@
-"""What a plan's speed is to be compared with, and the curve of speed over the GPU's memory.
+"""Predicted speeds: alternatives to a plan, and the curve of speed over GPU memory.
 
-Everything here is the solver's own model of seconds, and comes out the same every time. What this
-module does not know: how it is drawn."""
+All of them come from the solver's time model, and are reproducible."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,12 @@ from sparkinfer.solver.sweep import Sweep, sweep_of
 from sparkinfer.split_file import PlanMode, Split
 
 NUM_BUDGETS = 25
-BEYOND = 1.08  # of the memory that holds everything, where the curve ends
+BEYOND = 1.08  # end of the curve, relative to the memory that holds everything
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """`why_not` is a line where there are none; `curve` is None on a machine without a GPU."""
+    """The predicted speeds. `why_not` says why there are none; `curve` is None without a GPU."""
 
     advice: Advice | None = None  # on the plan
     curve: Sweep | None = None
@@ -36,7 +35,7 @@ class Speeds:
 
 
 def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
-    """Of the plan where there is one, else of the fastest of the modes that may be run."""
+    """Speeds of the plan if there is one, else of the fastest allowed mode."""
     profile, machine = config.profile, config.machine
     if profile is None or machine is None:
         return Speeds()
@@ -46,7 +45,7 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
         if not inputs.machine.gpus:
             return Speeds(advice=advice, why_not="The machine file has no GPU to plan for.")
         return Speeds(advice=advice, curve=_curve(inputs, found.split))
-    except SparkinferError as error:  # of files that are right: a model or machine without plans
+    except SparkinferError as error:  # the files are valid, but the model or machine has no plans
         line = str(error)
         for path in (config.model, profile, machine):  # the page names files, not folders
             line = line.replace(str(path), path.name)
@@ -54,7 +53,7 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
 
 
 def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> Inputs:
-    """As the plan was made; without one, for the first GPU."""
+    """The solver's inputs as the plan was made; without a plan, for the first GPU."""
     if split is None:
         return load_inputs(
             model=model, profile=profile, machine=machine, budgets=(0,), host_budget=None,
@@ -76,7 +75,7 @@ def _advice(inputs: Inputs, split: Split) -> Advice:
 
 
 def placement_of(split: Split, pipeline: Pipeline) -> Placement:
-    """The plan's neurons by rank, as the solver has them."""
+    """The plan's placement with neurons by rank, as in the solver."""
     order_LF = pipeline.model.order_LF
     hot_LF = np.stack(
         [np.isin(order_F, ids) for order_F, ids in zip(order_LF, split.hot, strict=True)]
@@ -87,7 +86,7 @@ def placement_of(split: Split, pipeline: Pipeline) -> Placement:
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
-    """From no memory to all that helps, or all that the GPU has."""
+    """The speed curve from no memory to as much as helps, or as the GPU has."""
     if split is None:
         modes: tuple[PlanMode, ...] = tuple(allowed_modes(inputs, MAX_LOSS)[0])
     else:
