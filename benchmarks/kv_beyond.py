@@ -1,11 +1,11 @@
-"""A model far behind the context that it was trained with: perplexity of the second half of long texts.
+"""Measures perplexity far beyond a model's training context, on the second half of long texts.
 
     python benchmarks/kv_beyond.py MODEL TEXT [--tokens 16384] [--texts 3]
 
-In the window: every token is predicted from half a context to a whole one of tokens before it, as the
-model was trained. The others go through the text once, with capped positions: a window and the first
-tokens alone (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453; `top` is the least that there can be, one
-block), and with keys that are searched for in all of the text. All read no more positions than the
+The baseline stays in the window: it predicts every token from half a context to a whole one of
+preceding tokens, as in training. The others go through the text once, with capped positions: with
+only a window and the first tokens (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453; `top` has its
+minimum, one block), and with keys selected from the whole text. None reads more positions than the
 context has."""
 
 import argparse
@@ -23,7 +23,7 @@ from sparkinfer.files import partial_file
 
 
 def ways_of(context: int) -> dict[str, str]:
-    """Sizes of which sinks, window, top and block are the context."""
+    """Selections whose sinks, window, top and block add up to the context."""
     common = "block=16,sinks=16,positions=capped"
     half = f"{common},window={context // 2}"
     return {
@@ -40,7 +40,7 @@ def loss_of(logits_TV: torch.Tensor, next_T: torch.Tensor) -> torch.Tensor:
 
 
 def in_window(engine: Engine, ids: list[int], context: int) -> torch.Tensor:
-    """Losses of the tokens from half a context on."""
+    """Losses of the tokens from half a context on, each predicted within a window."""
     half, losses = context // 2, []
     for start in range(0, len(ids) - context + 1, half):
         logits_TV = engine.logits(ids[start : start + context])[half - 1 : -1]
@@ -49,7 +49,7 @@ def in_window(engine: Engine, ids: list[int], context: int) -> torch.Tensor:
 
 
 def through(engine: Engine, ids: list[int]) -> torch.Tensor:
-    """Losses of all tokens but the first, of one text."""
+    """Losses of all tokens of a text but the first."""
     losses = []
     with engine.sequence() as text:
         for start in range(0, len(ids), 512):

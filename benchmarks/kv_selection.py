@@ -7,19 +7,19 @@ Queries and keys are a real model's own, after the rotary embedding, over whole 
 may read a share of the bytes of a cache in f16: bytes of summaries and codes are subtracted first,
 and the rest goes to keys and values of the positions it selects. The selection is judged by the
 exact attention of each query head: the share of its mass on these positions. Heads that share keys
-share a choice. SINKS first positions and a window of the last ones are always read (a quarter of
-the share, but for the sliding window, which has all of it).
+share a selection. SINKS first positions and a window of the last ones are always read (a quarter of
+the share; for the sliding window, all of it).
 
-    window       the last positions alone (StreamingLLM, arXiv 2309.17453)
-    infllm       units of 128 by four representative keys, those that the queries after them liked best
-                 (arXiv 2402.04617)
+    window       only the last positions (StreamingLLM, arXiv 2309.17453)
+    infllm       units of 128 by four representative keys, those with the largest products with the
+                 queries that follow (arXiv 2402.04617)
     mean N       blocks of N by the mean of their keys (ShadowKV's landmarks, arXiv 2410.21465)
-    minmax N     blocks of N by the largest product that their keys' bounds allow (Quest, arXiv 2406.10774)
-    codes B      every key by a code of B bits a value, turned by Hadamard's matrix first
-    N > codes B  blocks of N by minmax, in four times as many as are wanted at last keys by their codes
-    N > rest     blocks of N by bounds in bytes, and what is left of a key from the middle of its block's
-                 bounds in codes of two bits: what the runtime does (sparkinfer.key_selection)
-    oracle       the positions with most mass, found for nothing: no rule can do better"""
+    minmax N     blocks of N by the largest product within their keys' bounds (Quest, arXiv 2406.10774)
+    codes B      every key by a code of B bits per value, rotated by the Hadamard matrix first
+    N > codes B  four times as many keys as needed, in blocks of N by minmax, then keys by their codes
+    N > rest     blocks of N by bounds in bytes, then the residual of each key from the middle of its
+                 block's bounds in codes of two bits: the runtime's rule (sparkinfer.key_selection)
+    oracle       the positions with most mass, found at no cost: an upper bound for all rules"""
 
 import argparse
 import json
@@ -66,30 +66,29 @@ Score = Callable[[Tensor, int], Tensor]  # (queries [G, W], positions there are)
 
 @dataclass(frozen=True)
 class Rule:
-    """`score` of each position, constant within a block; `bytes_of` what a token reads to compute
-    it."""
+    """A rule: `score` of each position, constant within a block, and `bytes_of`, what a token reads
+    to compute it."""
 
     score: Score
     bytes_of: Callable[[int], float]
-    # For a second stage that looks only into the best blocks: its bytes per position, and its
-    # score.
+    # A second stage, which looks only into the best blocks: its bytes per position, and its score.
     then: Score | None = None
     then_bytes: float = 0.0
 
 
 def mass(query_GW: Tensor, key_TW: Tensor) -> Tensor:
-    """[G, T] of exact attention."""
+    """Weights of exact attention, [G, T]."""
     return (query_GW @ key_TW.T / math.sqrt(key_TW.shape[1])).softmax(dim=-1)
 
 
 def shared(score_GT: Tensor, width: int) -> Tensor:
-    """One score for the heads of a group: the sum of the mass that their scores would give."""
+    """Combines the scores of a group's heads: the sum of their softmax mass."""
     return (score_GT / math.sqrt(width)).softmax(dim=-1).sum(dim=0)
 
 
 def codes(head: Head, bits: int) -> Score:
-    """Keys in `bits` a value with a scale each: one bit is the sign, more are evenly spaced levels,
-    with the best of a few scales for that key."""
+    """Keys quantised to `bits` per value with a scale each: one bit is the sign, more are evenly
+    spaced levels, with the best of a few scales for that key."""
     turned_NW = turn_by_hadamard(head.key_NW)
     levels = 2 ** (bits - 1)
     best_NW, least_N1 = torch.zeros_like(turned_NW), torch.full((len(turned_NW), 1), torch.inf)
@@ -111,7 +110,8 @@ def codes(head: Head, bits: int) -> Score:
 
 
 def rests(head: Head, size: int) -> Score:
-    """Keys by the middle of their block's bounds and a code of the rest, as the runtime has them."""
+    """Keys approximated by the middle of their block's bounds and a code of the residual, as in the
+    runtime."""
     blocks_BSW = blocks_of(head, size)
     middle_B1W = (blocks_BSW.amax(dim=1) + blocks_BSW.amin(dim=1))[:, None] / 2
     code, factor = encode_keys(turn_by_hadamard(blocks_BSW - middle_B1W))
@@ -122,13 +122,13 @@ def rests(head: Head, size: int) -> Score:
 
 
 def blocks_of(head: Head, size: int) -> Tensor:
-    """[blocks, size, W]; an incomplete last block is left out: it is in the window."""
+    """Keys in whole blocks, [blocks, size, W]; an incomplete last block is in the window."""
     whole = len(head.key_NW) // size * size
     return head.key_NW[:whole].unflatten(0, (-1, size))
 
 
 def by_block(score_GB: Tensor, size: int, t: int, width: int) -> Tensor:
-    """The score of each position's block [t]; 0 for positions in no whole block."""
+    """The score of each position's block [t]; 0 for positions outside whole blocks."""
     found = torch.zeros(t)
     score_B = shared(score_GB[:, : t // size], width)
     found[: t // size * size] = score_B.repeat_interleave(size)

@@ -1,11 +1,11 @@
-"""Facts from a long document of records, told again under each way of choosing keys.
+"""Measures recall of facts from a long document under each method of selecting keys.
 
     python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 3]
 
-A document is of lines "The code of WORD is CODE." with words of TEXT and random codes; then some of its
-lines are begun again, and what counts is the probability of the code's tokens, the line before them
-given. A model that copies does this well with full attention. Each way reads `bytes` a token of a head's keys,
-values and tables, at the end of the document; full attention's are all of them."""
+A document consists of lines "The code of WORD is CODE." with words of TEXT and random codes. Then
+some lines are started again; the score is the probability of the code's tokens given the line before
+them. A model that copies does this well with full attention. `bytes` is what each method reads per
+token of a head's keys, values and tables at the end of the document; full attention reads all."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ from sparkinfer.key_selection import KeySelection
 from sparkinfer.runtime.step.sequences import Sequence
 
 F16 = 2
-# Of some 7,000 tokens: 5 % of the bytes of keys and values of 64 values a head, and 10 %.
+# For some 7,000 tokens, these read 5 % and 10 % of the bytes of keys and values with head width 64.
 WAYS = {
     "full attention": None,
     "two stages, 5 %": "block=64,sinks=64,window=64,top=128,candidates=4,summary=bounds",
@@ -38,7 +38,7 @@ WAYS = {
 
 
 def bytes_of(rule: KeySelection | None, tokens: int, width: int) -> float:
-    """Read by one head for a token."""
+    """Bytes that one head reads for a token."""
     row = 2 * F16 * width
     if rule is None:
         return tokens * row
@@ -51,7 +51,7 @@ def bytes_of(rule: KeySelection | None, tokens: int, width: int) -> float:
 def document(
     engine: Engine, words: list[str], tokens: int, chance: random.Random
 ) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-    """(ids, (begun, rest) of each line as ids)."""
+    """The document's ids, and each line's as (beginning, rest)."""
     ids: list[int] = []
     lines = []
     for word in chance.sample(words, len(words)):
@@ -105,7 +105,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path, help="whose words are asked for")
+    parser.add_argument("text", type=Path, help="text whose words name the facts")
     parser.add_argument("--tokens", type=int, default=7000)
     parser.add_argument("--facts", type=int, default=20)
     parser.add_argument("--documents", type=int, default=3)

@@ -1,12 +1,12 @@
-"""A token's time behind long texts: all keys read, the keys chosen by tables, and llama.cpp.
+"""Measures decode time after long texts: reading all keys, reading selected keys, and llama.cpp.
 
     python benchmarks/long_context.py MODEL STOCK --rival PYTHON
 
-MODEL is a model file and STOCK the same in llama.cpp's layout. Nothing is computed to fill the caches:
-ours gets random keys and values, llama.cpp those of 256 tokens over and over, which take the same time
-as any. At each depth each of our two ways runs in turns with llama.cpp (flash attention), on the same
-token ids; a figure is the median of the rounds. The model's own context length is overruled: what it
-would say is not asked here."""
+MODEL is a model file and STOCK the same in llama.cpp's layout. The caches are filled without
+computing: ours with random keys and values, llama.cpp's by repeating those of 256 tokens, which take
+the same time to read. At each depth each of our two modes alternates with llama.cpp (flash attention)
+on the same token ids; a figure is the median of the rounds. The model's context length is overridden,
+since its output does not matter here."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ from sparkinfer.runtime.step.sequences import Sequence
 DEPTHS = (8192, 32768, 131072)
 STEPS = 8
 ROOM = 256
-PIECE = 8192  # random rows that are repeated
+PIECE = 8192  # random rows, repeated to fill the cache
 
 
 @contextmanager
