@@ -1,10 +1,9 @@
-"""Builds default.txt.xz, the text that `sparkinfer run` profiles a model with where nobody gives one.
+"""Builds default.txt.xz, the text that `sparkinfer run` profiles on if none is given.
 
     python build.py --python-docs FOLDER --brotli FOLDER
 
-FOLDER of the first is the HTML of Python's documentation (Debian's python3.11-doc), of the second
-Brotli's source, whose tests hold two books. NOTICE.md beside it says what may be done with them.
-What this module does not know: who reads the text (sparkinfer.run.corpora)."""
+The first FOLDER is the HTML of Python's documentation (Debian's python3.11-doc), the second
+Brotli's source, whose tests contain two books. NOTICE.md beside it states their licences."""
 
 import argparse
 import hashlib
@@ -26,7 +25,7 @@ SKIPPED = {"script", "style", "nav", "head", "table"}
 
 
 class Page(HTMLParser):
-    """The paragraphs of a page, code with its lines and prose without."""
+    """The paragraphs of a page; code keeps its line breaks, prose does not."""
 
     def __init__(self) -> None:
         super().__init__()
