@@ -117,7 +117,7 @@ def main() -> int:
 
 
 def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
-    """For a model entirely on the first GPU that reads all its neurons: no plan describes that."""
+    """The limit for a model entirely on the first GPU that reads all neurons: no plan has that."""
     total = head_bytes(model)
     for layer in range(model.shape.num_layers):
         sizes = layer_bytes(model, layer)
@@ -155,8 +155,8 @@ class Bench:
         return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
     def _calibrated(self) -> Path:
-        """Once per run, after a model is written: some machines get all of their memory only when
-        it is used, and buffers are sized by free memory."""
+        """The machine file, made once per run and after a model is written: some machines get all
+        of their memory only when it is used, and buffers are sized by free memory."""
         if self.machine_path is None:
             path = self.results / "machine.json"
             with self.timed("calibrate"):

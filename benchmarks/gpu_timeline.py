@@ -61,7 +61,7 @@ def _span(event: dict, start: float) -> Span:
 
 
 def _between(copies: Sequence[dict], start: float) -> list[Span]:
-    """From the last of several copies to the host to the first one back."""
+    """Spans from the last of several copies to the host to the first one back."""
     spans, there = [], None
     for event in copies:
         if "DtoH" in event["name"]:

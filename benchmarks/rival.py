@@ -50,7 +50,7 @@ class Rival:
         return statistics.median(self._ask("deep", threads, flash, ids, depth=depth))
 
     def grown_s(self, threads: int, ids: list[int], depth: int) -> float:
-        """As `deep_s`, with flash attention, behind a text that was not computed whole."""
+        """Measures `deep_s` with flash attention, after a text that was not computed whole."""
         return statistics.median(self._ask("grown", threads, True, ids, depth=depth))
 
     def close(self) -> None:

@@ -85,8 +85,9 @@ class Checkpoint:
         return compute_model_id(self.config, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
-        """For tied weights, which only a pickle stores under two names, the last name counts: the
-        embedding's, and not `lm_head`, which save_pretrained leaves out of safetensors."""
+        """Samples of the tensors. Of tied weights, which only a pickle stores under two names, the
+        last name counts: the embedding's, not `lm_head`, which save_pretrained leaves out of
+        safetensors."""
         for name, tensor in self.tensors.items():
             if tensor.same_as is None:
                 raw = self.read(name).reshape(-1).view(torch.uint8).numpy()

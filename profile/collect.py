@@ -130,7 +130,8 @@ def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | Non
 def _stream_plan(
     config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
 ) -> StreamPlan | None:
-    """None for a model that fits. Raises SparkinferError for several processes."""
+    """The plan for streaming, None for a model that fits. Raises SparkinferError for several
+    processes."""
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(
         model,

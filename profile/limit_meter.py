@@ -37,7 +37,7 @@ class Closeness:
 def fitting(
     windows: Sequence[Tensor], vocab_size: int, most_bytes: int = KEPT_BYTES
 ) -> list[Tensor]:
-    """As many windows as `most_bytes` of log probabilities allow; at least one."""
+    """The windows whose log probabilities fit into `most_bytes`; at least one."""
     chosen: list[Tensor] = []
     for ids_T in windows:
         size = sum(map(len, chosen)) + len(ids_T)

@@ -103,9 +103,9 @@ class EngineModel(TemplateLM):
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
         on_requests: Callable[[float], None] = lambda count: None,
     ) -> list[Scored]:
-        """In the order of the requests. They are computed in the order of their tokens: neighbours
-        then share the longest prefixes, examples before a question and the question before its
-        answers, and shared prefixes are computed once."""
+        """Scores in the order of the requests. They are computed in the order of their tokens:
+        neighbours then share the longest prefixes, examples before a question and the question
+        before its answers, and shared prefixes are computed once."""
         self.is_asked = True
         texts = [self._cut(context, more) for _, context, more in requests]
         found: list[Scored | None] = [None] * len(texts)
@@ -127,7 +127,7 @@ class EngineModel(TemplateLM):
         return context[-room:], more
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """As many at a time as there is room for, and only those with equal options together."""
+        """Answers as many at a time as there is room for, only those with equal options together."""
         self.is_asked = True
         found = [""] * len(requests)
         alike: dict[str, list[int]] = {}

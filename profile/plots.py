@@ -82,7 +82,7 @@ def _predictors(pyplot: Any, quality_L: Sequence[LayerQuality]) -> Any:
 
 
 def _chosen(quality: LayerQuality) -> Quality:
-    """As it was when it was chosen: a candidate of the same form, on the same text as the others."""
+    """Its quality when chosen: as a candidate of that form, on the same text as the others."""
     chosen = quality.chosen
     return next(
         (q for q in quality.candidates if (q.name, q.is_trained, q.threshold)

@@ -51,7 +51,7 @@ class PredictorCheck:
 
 
 def check_predictors(path: Path) -> PredictorCheck | None:
-    """None for a model without predictors, or if too many neurons fire to judge."""
+    """Checks predictors; None for a model without, or if too many neurons fire to judge."""
     model = ModelFile.load(path)
     if model.predictor is None:
         return None

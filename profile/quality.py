@@ -118,7 +118,7 @@ class EvalReport:
         return f"{', '.join(told)} of the neurons"
 
     def record(self, corpus_sha256: str) -> ModeQuality | None:
-        """For the artifacts; None if the text was too short, or the mode is broken."""
+        """The record for artifacts; None if the text was too short, or the mode is broken."""
         if self.perplexity_half_width is None:
             return None
         quality = ModeQuality(

@@ -32,7 +32,7 @@ def report_paths(output: Path) -> tuple[Path, Path]:
 
 
 def short_lines(report: "ProfileReport") -> list[str]:
-    """For the terminal: predictors and thresholds, if there are any."""
+    """Lines for the terminal on predictors and thresholds, if there are any."""
     if not report.quality_L:
         return [_of_model(report.quality), *warnings(report)] if report.quality else []
     forms = [q.chosen.name for q in report.quality_L]

@@ -61,7 +61,7 @@ def plan_stream(
     choices: Choices | None,
     folder: Path,
 ) -> StreamPlan | None:
-    """None if the whole model fits. `choices`: of the predictors to train; None trains none.
+    """Plans streaming; None if the whole model fits. `choices` of predictors to train; None: none.
 
     Raises SparkinferError if not even one layer fits."""
     longest = model.shape.context_length
@@ -120,7 +120,7 @@ class LayerStream:
         self.rotary = self._builder.rotary(plan.device) if model.graph.rotary else None
 
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
-        """As Engine.observe."""
+        """Does what Engine.observe does."""
         return self.observers.add(observe, wants)
 
     def __enter__(self) -> Self:
@@ -132,7 +132,7 @@ class LayerStream:
 
     @staticmethod
     def output_norm(model: ModelFile) -> Norm | None:
-        """On the CPU."""
+        """The model's output norm, on the CPU."""
         placement = Placement.on_one_device(model.shape.num_layers, CPU)
         builder = Builder(model, placement, "dense", 1, Observers(), Traffic(), lambda line: None)
         return builder.norm("output_norm", CPU)

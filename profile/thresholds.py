@@ -204,7 +204,7 @@ class ThresholdReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Where a search ends: at whichever is reached first. Infinity, or one, sets no end."""
+    """The goals of a search, which ends at the first one reached. Infinity, or one, sets no end."""
 
     perplexity_budget: float  # relative increase
     sparsity: float  # mean over the layers

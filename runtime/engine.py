@@ -169,7 +169,7 @@ class Engine(TextEngine):
         cache_type_v: str | None = None,
         kv_offload: str | None = None,
     ) -> "Engine":
-        """As `load`, for a model that is already open or not in a file at all."""
+        """Does what `load` does, for a model that is already open or not in a file at all."""
         began = time.perf_counter()
         notice = partial(_notice, file)
         mode = mode_of(file.row_major, mode, plan, max_loss, notice)

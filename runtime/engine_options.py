@@ -31,7 +31,7 @@ Notice = Callable[[str], None]
 def residence_of(
     model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
 ) -> Residence | None:
-    """Where weights on the CPU go; None leaves them in the file."""
+    """The memory for weights on the CPU; None leaves them in the file."""
     if is_resident and not library.is_available():
         raise SparkinferError(
             f"{model.path}: weights can be arranged in memory (is_resident) by the C++ kernels alone,"

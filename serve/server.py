@@ -146,7 +146,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without uvicorn's signal handling, which closes the port before answers are finished."""
+    """A uvicorn server without its signal handling, which closes the port before answers finish."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -135,7 +135,7 @@ class Text:
 
     @property
     def first_token_s(self) -> float:
-        """From its arrival to its first token."""
+        """Seconds from its arrival to its first token."""
         return self._first_s - self._submitted_s
 
     def report(self) -> Report:

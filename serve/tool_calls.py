@@ -39,7 +39,7 @@ class ToolForm:
 
 
 def form_of(template: str) -> ToolForm | None:
-    """None if the template has no tools, or none in a known form."""
+    """The form of a template's tool calls; None if it has no tools, or no known form."""
     if "tools" not in template:
         return None
     return next((form for marks, form in _FORMS if all(mark in template for mark in marks)), None)

@@ -114,7 +114,7 @@ def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: fl
 
 
 def whole_layers(inputs: Inputs) -> list[PipelinePlacement]:
-    """In mode dense: the split by whole layers, an upper bound for the plan's time."""
+    """The split by whole layers if the mode is dense, an upper bound for the plan's time."""
     return [as_plan(inputs, layer_split(inputs))] if inputs.mode == "dense" else []
 
 

@@ -36,7 +36,7 @@ class Signals:
         self.number = number
 
     def train(self, ranks: Ranks) -> None:
-        """From here on a signal ends the run after the step."""
+        """Makes a signal end the run after the current step, from here on."""
         self.is_training, self.num_processes = True, ranks.size
 
     def wants_stop(self, ranks: Ranks) -> bool:

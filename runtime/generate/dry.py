@@ -81,7 +81,7 @@ def dry(
 def repeats(
     tokens_N: np.ndarray, allowed_length: int, max_exponent: int, breakers: Breakers
 ) -> dict[int, int]:
-    """For each token that would continue a repetition of `allowed_length` tokens or more: the
+    """Maps each token that would continue a repetition of `allowed_length` tokens or more to the
     length of the longest such repetition, up to the length from which the penalty is constant.
 
     llama.cpp finds all lengths by the Z-algorithm. Here the ends of possible repetitions are

@@ -22,8 +22,8 @@ def penalties(
     frequency: float,
     presence: float,
 ) -> Candidates:
-    """For a token that occurs c > 0 times among the last n: logit * repeat if it is not positive,
-    logit / repeat if it is, then - c * frequency - presence.
+    """Penalises a token that occurs c > 0 times among the last n: logit * repeat if it is not
+    positive, logit / repeat if it is, then - c * frequency - presence.
 
     Keskar et al. 2019 (arXiv:1909.05858) only divide, which would favour negative logits; the other
     two are OpenAI's. llama_sampler_init_penalties."""

@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a tensor's rows are: bytes `start` to `stop` of a span's rows."""
+    """The place of a tensor's rows: bytes `start` to `stop` of a span's rows."""
 
     span: int
     start: int

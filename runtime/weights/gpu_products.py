@@ -51,13 +51,13 @@ def kernels() -> "Kernels":
 
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None) -> None:
-    """As kernels.Unpack, on the device of the matrix."""
+    """Does kernels.Unpack on the device of the matrix."""
     with _on_device_of(out_AD):
         kernels().unpack(matrix, out_AD, index_A)
 
 
 def dot(matrix: StoredMatrix, x_D: Tensor, out_N: Tensor) -> None:
-    """As kernels.Dot, on the device of the matrix."""
+    """Does kernels.Dot on the device of the matrix."""
     with _on_device_of(out_N):
         kernels().dot(matrix, None, x_D, out_N)
 

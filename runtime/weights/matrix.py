@@ -90,8 +90,8 @@ class Matrix(StoredMatrix):
         return sum_TD
 
     def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """As `_tiles`, in the type that tensor cores multiply. A float matrix taken whole is a tile
-        itself; otherwise rows are copied or unpacked."""
+        """Yields `_tiles` in the type that tensor cores multiply. A float matrix taken whole is
+        itself a tile; otherwise rows are copied or unpacked."""
         dtype = gpu_products.tile_dtype(self.kind)
         count = self.num_rows if index_A is None else len(index_A)
         if not count:

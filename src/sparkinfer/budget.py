@@ -76,7 +76,7 @@ def is_predictor(name: str) -> bool:
 
 
 def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
-    """From the tensor table of a model file, exact to the byte."""
+    """The bytes of a layer, from the tensor table of its model file and exact to the byte."""
     entries = layer_tensors(model, layer)
     down = entries.get("ffn_down_t.weight")
 

@@ -143,7 +143,7 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
 
 
 def open_gguf(path: Path, what: str) -> GgufFile:
-    """As `read_gguf`, with the magic, which may be PowerInfer's.
+    """Does what `read_gguf` does, and returns the magic, too, which may be PowerInfer's.
 
     The mapping is copy-on-write, because torch takes no read-only arrays."""
     require_file(path, what)

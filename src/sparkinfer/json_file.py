@@ -43,7 +43,7 @@ def read_object(path: Path, what: str) -> dict[str, object]:
 
 
 def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
-    """As `read_object`, for a text that `path` names in an error."""
+    """Does what `read_object` does, for a text that `path` names in an error."""
     if sum(text.count(sign) for sign in ",[{") > MAX_VALUES:
         raise SparkinferError(f"{path}: has over {MAX_VALUES} values; wanted a {what}")
     try:

@@ -66,7 +66,7 @@ class LayerLimits:
         return any(limit is not None for limit in (self.qkv_D, self.output_H, self.ffn_D))
 
     def arrays(self, layer: int) -> dict[str, np.ndarray]:
-        """By their names in a model file."""
+        """A layer's limits by their names in a model file."""
         return {f"blk.{layer}.{PLACES[name].tensor}": v for name, v in self.present.items()}
 
 

@@ -105,8 +105,9 @@ def predictor_bytes(model: ModelFile) -> int:
 
 
 def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
-    """By the record; None without one. If the file's types are not those it was measured with, all
-    bytes but the predictors', which keep their types, are scaled with the dense bytes."""
+    """Bytes per token by the record; None without one. If the file's types are not those it was
+    measured with, all bytes but the predictors', which keep their types, are scaled with the dense
+    bytes."""
     quality = model.quality.get(mode)
     if quality is None:
         return None

@@ -64,7 +64,7 @@ def is_recordable(quality: ModeQuality) -> bool:
 
 
 def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
-    """By mode, from the output of `quality_values`; `name` stands for it in an error.
+    """Reads the qualities by mode from the output of `quality_values`; errors call it `name`.
 
     Raises SparkinferError for other modes, other fields, and impossible numbers."""
     read = Fields(values, name)

@@ -100,7 +100,7 @@ class LayerPredictor:
         up_bias_F: np.ndarray | None = None,
         kind: str = "f32",
     ) -> "LayerPredictor":
-        """From f32 weights, rounded to the type."""
+        """A predictor from f32 weights, rounded to the type."""
         return cls(
             down=None if down_RD is None else StoredMatrix.of(down_RD, kind),
             up=StoredMatrix.of(up_FR, kind),
@@ -124,17 +124,17 @@ class LayerPredictor:
         return (self.up if self.down is None else self.down).shape[1]
 
     def matrices(self, layer: int) -> dict[str, StoredMatrix]:
-        """By their names in a model file."""
+        """The matrices by their names in a model file."""
         named = {"ffn_pred_down.weight": self.down, "ffn_pred_up.weight": self.up}
         return {f"blk.{layer}.{name}": m for name, m in named.items() if m is not None}
 
     def biases(self, layer: int) -> dict[str, np.ndarray]:
-        """By their names in a model file."""
+        """The biases by their names in a model file."""
         named = {"ffn_pred_down.bias": self.down_bias_R, "ffn_pred_up.bias": self.up_bias_F}
         return {f"blk.{layer}.{name}": a for name, a in named.items() if a is not None}
 
     def entries(self, layer: int) -> dict[str, TensorEntry]:
-        """As tensors of a model file."""
+        """Its tensors as in a model file."""
         found = {name: matrix.entry() for name, matrix in self.matrices(layer).items()}
         return found | {n: array_entry(a, "f32") for n, a in self.biases(layer).items()}
 

@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """In the largest binary unit that is at least one, e.g. 1.50 GiB."""
+    """Formats bytes in the largest binary unit that gives at least one, e.g. 1.50 GiB."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= _UNITS[unit.upper()]:
             return f"{count / _UNITS[unit.upper()]:.2f} {unit}"

@@ -33,8 +33,8 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _left_by_groups(root: Path) -> list[int]:
-    """For each control group with a memory limit that this process is in, at any depth: the limit
-    minus its use, not counting inactive page cache."""
+    """The memory left in each control group with a limit that this process is in, at any depth: the
+    limit minus its use, not counting inactive page cache."""
     found = [_left(group, *names) for group, names in _groups(root)]
     return [left for left in found if left is not None]
 

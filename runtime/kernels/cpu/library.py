@@ -236,7 +236,7 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
 
 
 def parts_bytes(step: ctypes.Structure) -> int:
-    """As step_bytes, for a step run part by part."""
+    """Does what step_bytes does, for a step run part by part."""
     return int(_built().spark_parts_bytes(ctypes.addressof(step)))
 
 
@@ -251,7 +251,7 @@ def part_function() -> int:
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
-    """As step_bytes, for a block of neurons described by native_neurons.py."""
+    """Does what step_bytes does, for a block of neurons described by native_neurons.py."""
     return int(_built().spark_neurons_bytes(ctypes.addressof(neurons)))
 
 

@@ -36,7 +36,8 @@ def write_index(split: Split, num_neurons: int, path: Path) -> int:
 
 
 def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str, np.ndarray]]:
-    """In PowerInfer's order: a layer's gpu_idx [F] (1 is hot), then its gpu_bucket [H], ascending.
+    """The tensors in PowerInfer's order: a layer's gpu_idx [F] (1 is hot), then its gpu_bucket [H],
+    ascending.
 
     A layer without hot neurons has an empty bucket, as export_split.py writes it: the loader
     counts the ones of gpu_idx first, and never opens the bucket of such a layer."""

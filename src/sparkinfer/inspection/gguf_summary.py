@@ -162,7 +162,7 @@ def _tensor_fact(name: str, entry: TensorEntry) -> TensorFact:
 
 
 def _amounts(facts: Iterable[TensorFact], key_of: Callable[[TensorFact], str]) -> dict[str, Amount]:
-    """By key, the largest first."""
+    """Amounts by key, the largest first."""
     groups: dict[str, list[int]] = {}
     for fact in facts:
         groups.setdefault(key_of(fact), []).append(fact.num_bytes)

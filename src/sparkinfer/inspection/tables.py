@@ -365,7 +365,7 @@ def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
 
 
 def _printable(value: object) -> str:
-    """Without control characters or what stdout cannot encode: a file may hold anything."""
+    """Text without control characters or what stdout cannot encode: a file may hold anything."""
     encoding = sys.stdout.encoding or "utf-8"
     text = str(value).encode(encoding, "backslashreplace").decode(encoding)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
