@@ -130,7 +130,7 @@ class Service:
     async def while_there(
         self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
     ) -> Result:
-        """As exchange.while_there; if it ends early, so do the texts."""
+        """Does what exchange.while_there does; if it ends early, so do the texts."""
         try:
             return await while_there(request.receive, work)
         finally:

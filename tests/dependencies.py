@@ -39,7 +39,7 @@ CUDA build of torch brings NVIDIA's libraries under NVIDIA's own terms.
 
 
 def normal(name: str) -> str:
-    """As package registries compare names."""
+    """A package's name in the form that registries compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -52,7 +52,7 @@ class AbsentDevice:
 
 
 def compile_instead_of_launching(kernels: list) -> None:
-    """From now on every launch of a kernel appends (its name, its compiled form) to a list."""
+    """Makes every launch of a kernel append (its name, its compiled form) to a list instead."""
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):

@@ -129,7 +129,7 @@ def conversation(engine: Engine, length: int = LENGTH) -> Conversation:
 
 
 def margin(model: LlamaForCausalLM, prompt: list[int], said: list[int], ours: int) -> float:
-    """By how much their next token is ahead of ours."""
+    """The difference in logits between their next token and ours."""
     with torch.inference_mode():
         logits_V = model(torch.tensor([prompt + said])).logits[0, -1]
     return float(logits_V.max() - logits_V[ours])

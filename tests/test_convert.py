@@ -723,7 +723,7 @@ def test_only_known_pre_tokenizers_are_named(silu, tmp_path, arguments, name):
 
 
 def sentencepiece(is_metaspace: bool) -> Tokenizer:
-    """As Llama 2's: bytes, words made by merges, a control token, an added token."""
+    """A tokenizer like Llama 2's: bytes, words made by merges, a control and an added token."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     merges = [("h", "e"), ("l", "o"), ("he", "l"), ("\u2581", "hel"), ("l", "lo"), ("\u2581", "w")]
     letters = ["\u2581", *"helowrd"]

@@ -536,9 +536,9 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
 @pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
 def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_heads, neurons,
                                        width, context):  # fmt: skip
-    """By torch's account of what was alive at once. The tile that the bound has is not needed for
-    f32, so the rest must do without it; products and unpacking of tiles take what they take on
-    CUDA, where they are no more than a result, and compute nothing."""
+    """Torch's account of what was alive at once is the measure. The tile that the bound has is not
+    needed for f32, so the rest must do without it; products and unpacking of tiles take what they
+    take on CUDA, where they are no more than a result, and compute nothing."""
     shape = make_shape(
         width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
         vocab_size=3000, context_length=context,

@@ -51,7 +51,7 @@ def named(path: Path) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """As the site and the usual hosts make them of headings."""
+    """The anchors that the site and the usual hosts make of headings."""
     titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
     kept = (re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles)
     return {title.replace(" ", "-") for title in kept}
@@ -81,8 +81,8 @@ def missing_paths(text: str) -> list[str]:
 
 
 def is_there(name: str) -> bool:
-    """From the root, or from a stage's folder as its own pages name files. What commands make
-    (build/...), names to be filled in and other projects' files are none of ours."""
+    """Whether a file exists, seen from the root, or from a stage's folder as its own pages name
+    files. Outputs of commands (build/...), placeholders and other projects' files are not ours."""
     if "NAME" in name:
         return True
     first = name.partition("/")[0]

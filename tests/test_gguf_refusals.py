@@ -24,7 +24,7 @@ def silu(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stock(silu, tmp_path_factory):
-    """By type, a file of the stock layout."""
+    """A function from a type to a file of the stock layout."""
     folder = tmp_path_factory.mktemp("stock")
 
     def get(kind: str = "f32") -> Path:

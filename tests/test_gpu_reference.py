@@ -38,7 +38,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("kind", PLANAR_KIND)
 def test_planar_rows_have_the_values_of_the_file(kind):
-    """By the gguf package. As many bytes, and back to the same."""
+    """The gguf package is the oracle. The number of bytes is the same, and so is the way back."""
     raw = make_matrix(kind, 3, 768).data.cpu()
     rows, made = planar(raw, kind)
     assert made == PLANAR_KIND[kind] and rows.shape == raw.shape

@@ -297,7 +297,7 @@ def test_a_score_that_is_no_number_names_its_neuron(tmp_path):
 
 
 def test_all_neurons_on_the_cpu(tmp_path):
-    """As a plan with none on the GPU, bytes too; with a plan beside it, it is refused."""
+    """cpu_ffn equals a plan with no neuron on the GPU, bytes too; together they are refused."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "no neuron on the GPU")

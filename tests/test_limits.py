@@ -471,7 +471,7 @@ def test_the_measure_rejects_wrong_results(wrong):
 
 
 def bytes_wanted(model, fields, reference: Reference, rows: slice) -> dict[str, int]:
-    """From the masks of the reference."""
+    """The bytes that follow from the masks of the reference."""
 
     def row(layer: int, name: str) -> int:
         full = f"blk.{layer}.{name}.weight"

@@ -24,7 +24,7 @@ BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3,
 
 
 def watched(engine, ids):
-    """As `decoded`, by the ordinary path, which an observer that wants nothing is enough to
+    """Does `decoded` by the ordinary path, which an observer that wants nothing suffices to
     select."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):
         return decoded(engine, ids)

@@ -82,7 +82,7 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
 
 @pytest.mark.parametrize("least", [-0.02, -0.5, -3.0])
 def test_rounding_goes_by_a_moment_that_rounding_errors_left_negative(least):
-    """As that of fewer tokens than values, seen through rows of very different lengths."""
+    """Such is the moment of fewer tokens than values, with rows of very different lengths."""
     x_TD = inputs(WIDTH // 2)
     moment_DD = x_TD.T @ x_TD / len(x_TD)
     direction_D = torch.linalg.eigh(moment_DD)[1][:, 0]
@@ -365,7 +365,7 @@ def test_an_unknown_type_in_the_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
 def test_a_file_has_the_bytes_of_the_type(tmp_path, kind):
-    """As gguf packs them, not unpacked values."""
+    """The file holds values as gguf packs them, not unpacked ones."""
     values = weights(192, 64).numpy()
     layer = LayerPredictor.of(down_RD=None, up_FR=values, kind=kind)
     info = PredictorInfo(kind="linear", rank_L=(0,), threshold_L=(0.0,))

@@ -106,7 +106,7 @@ def test_a_browser_is_asked_for_the_key_of_the_page_alone():
 
 
 def test_the_page_runs_its_own_script_alone():
-    """By hashes, computed here once more."""
+    """The policy names hashes, which are computed here once more."""
     _, headers, page = ask(service_of(), "GET", "/")
     policy = headers["content-security-policy"]
     assert policy == page_policy(page.decode()) and "unsafe" not in policy

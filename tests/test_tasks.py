@@ -135,7 +135,7 @@ def test_log_likelihoods_are_those_of_transformers(ours, theirs):
 
 
 def requests(arguments: list[tuple]) -> list:
-    """As lm-eval makes them."""
+    """Requests in the form that lm-eval makes."""
     from lm_eval.api.instance import Instance
 
     return [

@@ -84,7 +84,7 @@ def additive(table_LK):
 
 
 def best_by_total(table_LK):
-    """By brute force: the least cost of every sum of levels."""
+    """The least cost of every sum of levels, by brute force."""
     best = {}
     for levels in itertools.product(*(range(len(row)) for row in table_LK)):
         cost = sum(row[level] for row, level in zip(table_LK, levels, strict=True))

@@ -27,6 +27,7 @@ PHRASES = {
     r"\bby and by\b": "It becomes ReLU by and by.",
     r"\b(nobody|somebody|someone|who) watches\b": "None where nobody watches.",
 }
+FRAGMENTS = ("Of ", "As ", "By ", "From ")  # a docstring's first words that make no sentence
 BANNED = re.compile("|".join(PHRASES), re.IGNORECASE)
 COMMENT = re.compile(r"(?:^|\s\s)\s*# (.*)$")
 CPP_COMMENT = re.compile(r"(?:^|\s)// ?(.*)$")
@@ -50,7 +51,7 @@ def faults(path: Path, source: str) -> list[str]:
     texts, found = [source], list[str]()
     if path.suffix == ".py":
         texts = docstrings(source)
-        found = [text[:60] for text in texts if text.startswith("Of ")]
+        found = [text[:60] for text in texts if text.startswith(FRAGMENTS)]
         texts += comments(source, COMMENT)
     elif path.suffix in (".cpp", ".h"):
         texts = comments(source, CPP_COMMENT)
@@ -89,6 +90,7 @@ def test_each_phrase_is_found_wherever_it_stands(sentence):
     assert not faults(Path("a.py"), f'x = "{sentence}"\n')
 
 
-def test_a_docstring_begins_with_a_sentence():
-    assert faults(Path("a.py"), 'def f():\n    """Of what is left."""\n')
+@pytest.mark.parametrize("first", FRAGMENTS)
+def test_a_docstring_begins_with_a_sentence(first):
+    assert faults(Path("a.py"), f'def f():\n    """{first}what is left."""\n')
     assert not faults(Path("a.py"), 'def f():\n    """Bytes of what is left."""\n')

@@ -79,7 +79,7 @@ def of_layer(layer):
 
 
 def test_hot_weights_and_cache_take_the_plans_bytes(planned):
-    """By the blocks that the tensors of the loaded engine really have, to the byte."""
+    """The blocks that the tensors of the loaded engine really have are counted, to the byte."""
     model, path = planned
     plan = Split.load(path)
     with Engine.load(model, path, device="cpu") as engine:

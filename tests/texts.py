@@ -98,7 +98,7 @@ def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
 
 
 def sentencepiece_tokenizer(vocab_size: int, is_complete: bool = True) -> Tokenizer:
-    """As Llama 2's was published: bytes, merges in order of a score, a space put before.
+    """A tokenizer as Llama 2's was published: bytes, merges by score, a space put before.
 
     `is_complete`: every pair of tokens whose texts make a third is a merge, as in those made of
     SentencePiece models; otherwise only the merges of the training, as tokenizers trains them."""
