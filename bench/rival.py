@@ -1,4 +1,4 @@
-"""Runs llama.cpp beside ours: through a Python that has llama_cpp, or a llama-bench.
+"""Runs llama.cpp beside sparkinfer: through a Python that has llama_cpp, or a llama-bench.
 
 The Python is one process that runs tests on request and idles in between; a llama-bench is started
 for each test, loads its model and measures one repetition."""
@@ -74,7 +74,7 @@ def program_of(path: Path) -> Literal["python", "llama-bench"]:
     """The kind of program at `path`. Raises SparkinferError for anything else."""
     path = located(path)
     if not path.is_file() or not os.access(path, os.X_OK):
-        what = "is no program" if path.exists() else "no such file"
+        what = "is not a program" if path.exists() else "no such file"
         raise SparkinferError(
             f"{path}: {what}; wanted a Python that has llama_cpp (pip install llama-cpp-python), or"
             " a llama-bench"
@@ -173,7 +173,7 @@ class PythonRival:
             said = self._errors.read().decode(errors="replace").strip().splitlines()
             last = f": {said[-1][:MOST_LETTERS]}" if said else ""
             raise SparkinferError(
-                f"{self._path}: llama.cpp ended in the middle (code {self._process.wait()}){last}"
+                f"{self._path}: llama.cpp ended unexpectedly (code {self._process.wait()}){last}"
             ) from None
 
 
@@ -200,7 +200,8 @@ class LlamaBench:
             return int(found["samples_ns"][0])
         except (KeyError, IndexError, TypeError, ValueError):
             raise SparkinferError(
-                f"{self._options.path}: says no samples_ns for {test.name}; use a newer llama-bench"
+                f"{self._options.path}: reports no samples_ns for {test.name}; use a newer"
+                " llama-bench"
             ) from None
 
     def close(self) -> None:

@@ -314,7 +314,7 @@ class Bench:
                                    "overlapped": timeline.overlapped}  # fmt: skip
         if timeline.kernels:
             gpu_timeline.draw(timeline, picture)
-            self.note(f"timeline: {timeline.overlapped:.0%} of the CPU's time beside kernels")
+            self.note(f"timeline: {timeline.overlapped:.0%} of the CPU's time overlaps kernels")
         else:
             self.note("timeline: no kernels in the trace")
         self.save()

@@ -56,7 +56,7 @@ class Case:
 
 
 def load(cases: Sequence[Case]) -> None:
-    """Loads them one by one: each reads all of the file."""
+    """Loads the cases one by one, because each reads the whole file."""
     for case in cases:
         try:
             case.load_s = case.process.ask("load")["load_s"]
@@ -174,7 +174,7 @@ def _beside(case: Case) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A table: one line per case, then what each must reach."""
+    """A table: one line per case, then the targets."""
     lines = [
         f"{'case':22} {'tok/s':>8} {'limit':>6} {'pred.':>6} {'rival':>7} {'prefill':>8}"
         f" {'rival':>7}  VRAM of budget"
@@ -192,8 +192,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"  {_memory(found)}"
         )
     lines.append(
-        "limit: of what the plan could reach at best (wanted 60 %); pred.: predicted over measured"
-        " seconds (wanted 85-115 %); rival: times llama.cpp's speed"
+        "limit: share of what the plan could reach at best (wanted 60 %); pred.: predicted over"
+        " measured seconds (wanted 85-115 %); rival: times llama.cpp's speed"
         " (wanted 5x by a budget; resident 0.9x dense, 1.5x predicted)"
     )
     return "\n".join(lines)

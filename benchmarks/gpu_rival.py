@@ -12,8 +12,8 @@ from processes import Process, ProcessError
 
 PROGRAM = Path(__file__).with_name("llamacpp_gpu.py")
 MOST_LOADS = 4
-# load_tensors:        CUDA0 model buffer size =  3577.56 MiB; likewise those of the cache and of
-# computing. CUDA_Host is pinned main memory.
+# load_tensors:        CUDA0 model buffer size =  3577.56 MiB; the lines for the cache and for
+# computing are alike. CUDA_Host is pinned main memory.
 BUFFER = re.compile(r"\bCUDA\d+\s.*buffer size\s*=\s*([0-9.]+) MiB")
 
 
@@ -44,7 +44,7 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
     while count not in tried and len(tried) < MOST_LOADS:
         tried.add(count)
         found = _loaded(rival, count, log)
-        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: as many too many
+        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: that many too many
         worse = best if room >= 0 else found
         best = found if room >= 0 else best
         if worse is not None:

@@ -101,9 +101,9 @@ def draw(timeline: Timeline, picture: Path) -> None:
 def main(trace: str, picture: str, num_steps: str = "3") -> None:
     timeline = timeline_of(json.loads(Path(trace).read_text())["traceEvents"], int(num_steps))
     if not timeline.kernels:
-        sys.exit(f"{trace}: no kernels in it; take it on a CUDA device")
+        sys.exit(f"{trace}: contains no kernels; record it on a CUDA device")
     draw(timeline, Path(picture))
-    print(f"{timeline.length:.0f} us, {timeline.overlapped:.0%} of the CPU's time beside kernels")
+    print(f"{timeline.length:.0f} us, {timeline.overlapped:.0%} of the CPU's time overlaps kernels")
 
 
 if __name__ == "__main__":

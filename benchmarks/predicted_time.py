@@ -65,10 +65,16 @@ class Row:
 
 
 @click.command()
-@click.option("--scratch", type=click.Path(path_type=Path), help="Kept; else a temporary folder.")
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path),
+    help="Folder for models and profiles, which are kept; a temporary one unless given.",
+)
 @click.option("--outtype", default="f16", show_default=True)
-@click.option("--rounds", default=3, show_default=True, help="Of calibrating and decoding in turn.")
-@click.option("--processor-time", is_flag=True, help="On one core: see the module.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds of calibration and decoding.")
+@click.option(
+    "--processor-time", is_flag=True, help="Count processor time, on one core; see the docstring."
+)
 @click.option("--sizes", multiple=True, default=tuple(SIZES), show_default=True)
 def main(
     scratch: Path | None, outtype: str, rounds: int, processor_time: bool, sizes: tuple[str, ...]

@@ -73,7 +73,7 @@ def _counter(engine: Engine) -> Counter:
 def _round(
     engine: Engine, plain: Callable[[], None], counted: Callable[[], None]
 ) -> tuple[float, float]:
-    """(processor time, elapsed time) with counting over without."""
+    """(processor time, elapsed time) with counting, relative to those without."""
     without, with_counts = _timed(engine, plain), _timed(engine, counted)
     return with_counts[0] / without[0], with_counts[1] / without[1]
 
@@ -94,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     default = Path(__file__).parent / "results" / f"profile-overhead-{_slug(_processor())}.json"
     parser.add_argument("--output", type=Path, default=default)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--windows", type=int, default=2, help="of 512 tokens, in a round")
+    parser.add_argument("--windows", type=int, default=2, help="windows of 512 tokens per round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device")
     return parser.parse_args()

@@ -7,8 +7,8 @@ The logits are synthetic: like those of a language model, a few tokens stand out
 sampler alone starts from the whole vocabulary. With --rival (the Python of build/llamacpp-venv)
 llama.cpp's default chain and its greedy one run on the same logits in the same rounds, filling its
 array of candidates included, in a Python loop whose own time is included. Times are processor time
-of one thread, so that other load matters less; medians of the rounds, in turns. The last line on
-stdout is one JSON object, which also goes to results/."""
+of one thread, so that other load matters less. Cases take turns within a round; figures are medians
+of the rounds. The last line on stdout is one JSON object, which also goes to results/."""
 
 import argparse
 import io
@@ -57,7 +57,7 @@ CASES = {
     "mirostat_2": OFF | {"mirostat": 2},
     "logit_bias": OFF | {"logit_bias": tuple((i, 1.0) for i in range(100, 130)), "top_k": 40},
 }  # fmt: skip
-ROWS = 8  # of logits, in turns, as no step finds its logits in the cache
+ROWS = 8  # of logits, used in turn: in generation, too, a step's logits are not in the cache
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def _microseconds(call: Callable[[int], object], min_seconds: float = 0.03) -> f
     return 1e6 * passed / count
 
 
-# Run by the rival's Python: [rows, V] of float32 on stdin, microseconds a token as JSON on stdout.
+# Run by the rival's Python: float32 [rows, V] on stdin, microseconds per token as JSON on stdout.
 _RIVAL = """
 import ctypes, io, json, sys, time
 import llama_cpp as llama, numpy as np

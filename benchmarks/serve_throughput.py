@@ -3,10 +3,10 @@ the cost of a prompt with a known prefix, alternating in one run.
 
     python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
 
-MODEL is ours, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is asked at
-a time; llama-server runs with and without its flash attention, and the faster counts. A round: all
-clients ask at the same moment for --tokens tokens after a text of their own of some 100 tokens,
-greedy, end tokens ignored, kept prompts unused; a figure is all tokens over the time from the first
+MODEL is ours, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is queried
+at a time; llama-server runs with and without its flash attention, and the faster counts. In a round
+all clients request --tokens tokens at the same moment, each after its own text of some 100 tokens:
+greedy, end tokens ignored, no kept prompts. A figure is all tokens over the time from the first
 request to the last answer, prompts included. Texts are the same on both sides and new in each
 round.
 
@@ -14,7 +14,7 @@ Prefix: the time to the first token of a prompt that begins with 1,000 new token
 question after the same 1,000. Ratios are medians of the rounds' ratios.
 
 llama-server is built from the llama.cpp that llama-cpp-python (tests/llamacpp/requirements.txt)
-ships, with its mend (tests/llamacpp/mend.sh): cmake with Release, GGML_NATIVE=ON,
+ships, patched by tests/llamacpp/mend.sh: cmake with Release, GGML_NATIVE=ON,
 BUILD_SHARED_LIBS=OFF, LLAMA_OPENSSL=OFF, LLAMA_USE_PREBUILT_UI=OFF, target llama-server."""
 
 import argparse
@@ -167,7 +167,7 @@ async def _together(port: int, texts: list[str], num_tokens: int) -> dict[str, f
 
 
 async def _prefix(port: int, beginning: str) -> dict[str, float]:
-    """A first and a second text with a common prefix."""
+    """Milliseconds to the first token of a text, and of a second one with the same prefix."""
     await asyncio.sleep(PAUSE_S)
     found = {}
     for name, ending in (("new 1,000 tokens, first token ms", "one two"),
@@ -196,7 +196,7 @@ def _words(draw: random.Random, count: int) -> str:
 
 
 def ratios(samples: Samples) -> dict[str, float]:
-    """Above 1 ours is better; against the better of the rival's two in that figure."""
+    """Our figures relative to the better of the rival's two servers; above 1 ours is better."""
     found = {}
     for name, ours in samples[OURS].items():
         is_rate = name.startswith("tokens/s")
@@ -225,7 +225,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--port", type=int, default=18080, help="and the next: llama-server's")
+    parser.add_argument(
+        "--port", type=int, default=18080, help="of one llama-server; the other takes the next"
+    )
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 

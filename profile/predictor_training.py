@@ -51,7 +51,7 @@ def train_whole(
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
-    A resumed run recomputes what earlier phases made of the parts."""
+    A resumed run recomputes from the stored parts what earlier phases derived from them."""
     model, ranks = run.engine.model, run.ranks
     layers = [
         layer_trainer(model, index, layer, gate, config)
@@ -107,7 +107,7 @@ def train_streamed(
                 step.advance(piece.start, piece.stop)
         return trainer.finish()
 
-    # A separate function per layer: nothing of it is left when the next is loaded.
+    # `train` is a function of its own so that nothing of a layer is left when the next is loaded.
     all_steps = stream.steps(windows, on_tokens, keeps_inputs=config.input_layer_offset == 1)
     return _together([train(step) for step in all_steps], stream.model, config)
 

@@ -87,7 +87,7 @@ def test_a_comparison(bench_files, tmp_path, small_buffer, text, first):
     (FAKE_PYTHON, ABOUT % 299, "has 299 tokens in llama.cpp.*another model"),
     (FAKE_BENCH, "sys.exit('error: no such model')", "cannot measure tg1 .*no such model"),
     (FAKE_BENCH, "print('[]'); sys.exit()", "cannot measure"),
-    (FAKE_BENCH, "print(json.dumps([{}])); sys.exit()", "says no samples_ns"),
+    (FAKE_BENCH, "print(json.dumps([{}])); sys.exit()", "reports no samples_ns"),
     ("#!{python}\nprint('hello')\n{first}", "", "neither a Python nor a llama-bench"),
 ])  # fmt: skip
 def test_a_rival_that_cannot_be_used_is_refused(
