@@ -65,7 +65,9 @@ def bench(
     prompt_lengths: tuple[tuple[int, ...], ...], gen_lengths: tuple[tuple[int, ...], ...],
     depths: tuple[tuple[int, ...], ...], as_markdown: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Measure a model's speed on this machine: prompts and generation, against the memory's limit."""
+    """Measure the speed of prompts and generation on this machine.
+
+    Speeds are given against the memory's limit and, if the step is native, part by part."""
     from sparkinfer.bench.bench import bench as run
     from sparkinfer.bench.config import BenchConfig
     from sparkinfer.bench.fields import to_json

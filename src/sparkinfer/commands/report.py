@@ -31,7 +31,9 @@ from sparkinfer.sizes import format_bytes
 @force_option
 @json_option
 def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
-    """Write everything known about a model to one HTML page, which works offline."""
+    """Write everything known about a model to one HTML page.
+
+    The page needs no network."""
     let_threads_sleep()
     from sparkinfer.report.config import ReportConfig
     from sparkinfer.report.report import report as run

@@ -106,7 +106,7 @@ def run(
     outtype: Any, activation: str | None, is_verified: bool, dry_run: bool, yes: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Run a model: prepare whatever is needed, then write a text or talk.
+    """Prepare whatever a model needs, then write a text or talk.
 
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
     Everything made on the way is kept for the next time: sparkinfer cache list."""
