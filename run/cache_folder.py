@@ -26,18 +26,27 @@ from sparkinfer.run.keys import STAGES, digest
 FORMAT, VERSION = "sparkinfer.cache-entry", 1
 VARIABLE = "SPARKINFER_CACHE"
 ENTRY, LOCK = "entry.json", "lock"
+# Neither follows a link to a file elsewhere nor waits for a pipe.
+LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 Say = Callable[[str], None]
 # Makes an artifact in a folder; its result is stored in the entry as facts.
 Make = Callable[[Path], Mapping[str, Any]]
 
 
 def cache_folder() -> Path:
-    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification."""
+    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification. Raises SparkinferError
+    for a user without a home."""
     own = os.environ.get(VARIABLE)
-    if own:
-        return Path(own).expanduser().absolute()
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one must be ignored
-    return (base if base.is_absolute() else Path.home() / ".cache") / "sparkinfer"
+    try:
+        if own:
+            return Path(own).expanduser().absolute()
+        return (base if base.is_absolute() else Path.home() / ".cache") / "sparkinfer"
+    except RuntimeError as error:  # no such user, or one without a home
+        raise SparkinferError(
+            f"{own or '~'}: there is no such home folder; {VARIABLE} names a cache folder by a whole"
+            " path"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +70,11 @@ class Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its files still have their original sizes."""
-        return all(_size(self.folder / name) == size for name, size in self.sizes.items())
+        """Whether its files still have their original sizes, and the stage's facts are there."""
+        facts = STAGES[self.kind].facts if self.kind in STAGES else ()
+        return all(_size(self.folder / name) == size for name, size in self.sizes.items()) and all(
+            _is_number(self.facts.get(name), least) for name, least in facts
+        )
 
 
 def current_version(kind: str) -> tuple[int, ...]:
@@ -72,6 +84,8 @@ def current_version(kind: str) -> tuple[int, ...]:
 def read_entry(folder: Path) -> Entry | None:
     """The entry in a folder, of any version; None if there is none or it is damaged."""
     try:
+        if not (folder / ENTRY).is_file():  # a pipe would be waited for
+            return None
         values = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             return None
@@ -84,7 +98,8 @@ def read_entry(folder: Path) -> Entry | None:
             sizes={str(name): int(size) for name, size in values["sizes"].items()},
             facts=dict(values["facts"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError,
+            RecursionError):  # fmt: skip
         return None
 
 
@@ -133,8 +148,10 @@ class Cache:
 
         Waits if another run is making it. Raises what `make` raises."""
         folder = self.place(kind, key)
-        if folder in self._held and (found := self.find(kind, key)) is not None:
-            return found
+        if folder in self._held:
+            if (found := self.find(kind, key)) is not None:
+                return found
+            self._release(folder)  # it was damaged meanwhile; its maker needs the lock alone
         while True:
             self._lock(folder, fcntl.LOCK_SH)
             if (found := self.find(kind, key)) is not None:
@@ -178,7 +195,7 @@ class Cache:
         while True:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+                descriptor = os.open(folder / LOCK, LOCKING, 0o666)
             except FileNotFoundError:  # another run is removing it
                 continue
             except OSError as error:
@@ -234,8 +251,12 @@ def _remove_if_empty(folder: Path) -> None:
             folder.rmdir()
 
 
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, int | float) and least <= value < float("inf")
+
+
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return None

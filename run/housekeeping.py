@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.run.cache_folder import ENTRY, LOCK, read_entry, try_lock
+from sparkinfer.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
 from sparkinfer.run.keys import STAGES
 from sparkinfer.run.rates import FILE as RATES
 
@@ -118,7 +118,7 @@ def _shelved(folder: Path) -> Shelved:
 
 def _is_in_use(folder: Path) -> bool:
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -130,7 +130,7 @@ def _is_in_use(folder: Path) -> bool:
 def _remove(folder: Path) -> str | None:
     """Removes an artifact; returns why it could not, None if it is gone."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / LOCK, LOCKING, 0o666)
     except FileNotFoundError:
         return None
     except OSError as error:

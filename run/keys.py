@@ -28,6 +28,7 @@ class Stage:
     what: str  # for messages
     version: tuple[int, ...]
     files: tuple[str, ...]  # patterns of file names that it may write
+    facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and the least each
 
 
 STAGES = {
@@ -39,6 +40,7 @@ STAGES = {
         what="a first look at the model",
         version=(1, profile_file.VERSION),
         files=("look.*",),
+        facts=(("density", 0.0), ("tokens_per_s", 1e-9)),
     ),
     "profile": Stage(
         what="the profile and the predictors",

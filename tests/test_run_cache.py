@@ -120,7 +120,49 @@ def test_a_damaged_entry_is_made_again(cache):
         (folder / ENTRY).write_text(content)
         assert housekeeping.list_cache(cache)[0].state == "unfinished"
     (folder,) = filled(cache)
-    assert json.loads((folder / ENTRY).read_text())["format"] == "sparkinfer.cache-entry"
+    whole = (folder / ENTRY).read_text()
+    assert json.loads(whole)["format"] == "sparkinfer.cache-entry"
+    for old, new in ((": 2", ": Infinity"), ("machine.json", "a\\u0000"), ("[", "[Infinity,")):
+        assert old in whole
+        (folder / ENTRY).write_text(whole.replace(old, new, 1))
+        assert housekeeping.list_cache(cache)[0].state == "unfinished"
+        filled(cache)
+
+
+@pytest.mark.parametrize("facts", [{}, {"density": 0.1}, {"density": 0.1, "tokens_per_s": 0},
+                                   {"density": float("nan"), "tokens_per_s": 1}])  # fmt: skip
+def test_a_look_without_its_numbers_is_made_again(cache, facts):
+    good = {"density": 0.0, "tokens_per_s": 5.0}
+    with Cache.open() as each:
+        made = each.obtain("look", {}, "here", lambda folder: good)
+        content = json.loads((made.folder / ENTRY).read_text())
+        (made.folder / ENTRY).write_text(json.dumps(content | {"facts": facts}))
+        assert each.obtain("look", {}, "here", lambda folder: good).facts == good
+
+
+def test_an_artifact_that_is_cut_while_it_is_used_is_made_again(cache):
+    with Cache.open() as each:
+        for _ in range(2):
+            entry = each.obtain("machine", {}, "here", _write_machine)
+            assert entry.path("machine.json").read_text() == "{}"
+            (entry.folder / "machine.json").write_text("cut")
+
+
+def test_links_and_pipes_in_the_place_of_our_files(cache, tmp_path):
+    """A lock that is a link is neither followed nor removed, and nobody waits for a pipe."""
+    (folder,) = filled(cache)
+    (folder / ENTRY).unlink()
+    os.mkfifo(folder / ENTRY)
+    assert housekeeping.list_cache(cache)[0].state == "unfinished"
+    (folder / LOCK).unlink()
+    (folder / LOCK).symlink_to(tmp_path / "none" / "mine")
+    with pytest.raises(SparkinferError, match="cannot be written"):
+        filled(cache)
+    (folder / LOCK).unlink()
+    os.mkfifo(folder / LOCK)
+    filled(cache)
+    assert not housekeeping.list_cache(cache)[0].is_in_use
+    assert (folder / ENTRY).is_file() and not (tmp_path / "none").exists()
 
 
 def test_what_is_in_use_stays(cache):
@@ -181,6 +223,10 @@ def test_the_command_lists_and_clears(capsys, cache):
     assert {e["source"] for e in json.loads(capsys.readouterr().out)["entries"]} == {
         "source 0", "source 1",
     }  # fmt: skip
+    with Cache.open() as each:
+        each.obtain("corpus", {}, "a\n\x1b[2Jb\udcff", lambda folder: {})
+    assert main(["cache", "list"]) == 0
+    assert "a\\n\\x1b[2Jb\\udcff" in capsys.readouterr().out
     assert main(["cache", "clear", "source 1"]) == 0
     assert one.exists() and not two.exists()
     assert main(["cache", "clear", "nothing"]) == 1
@@ -201,6 +247,9 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     for ignored in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         assert cache_folder() == tmp_path / ".cache" / "sparkinfer"
+    monkeypatch.setenv("SPARKINFER_CACHE", "~nobody-of-this-name/mine")
+    with pytest.raises(SparkinferError, match="no such home folder"):
+        cache_folder()
 
 
 # ---- keys ---------------------------------------------------------------------------------------

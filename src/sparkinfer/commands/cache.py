@@ -44,7 +44,7 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
     rows = [("what", "size", "last use", "state", "from")]
     rows += [
         (s.name, format_bytes(s.num_bytes), ago(time.time() - s.last_used),
-         "in use" if s.is_in_use else s.state, s.source or "-")
+         "in use" if s.is_in_use else s.state, _printable(s.source) or "-")
         for s in found
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -52,6 +52,11 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         click.echo("  ".join(cells).rstrip())
     say(f"{len(found)} in {folder}, {format_bytes(total)}")
+
+
+def _printable(text: str) -> str:
+    """Text without line breaks and control characters: a folder may have any name."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def ago(seconds: float) -> str:
