@@ -1,6 +1,8 @@
-// Runs every kernel of every usable level at sizes round the block edges, and a whole decode step, on
-// buffers that end where they must not be read past. Compiled by test_sanitizers.py with the address and
-// undefined-behaviour sanitizers, which end the program on an error.
+// Runs every kernel of every usable level at sizes round the block edges, and whole decode steps, with
+// all keys and with selected ones, on buffers that end where they must not be read past. Compiled by
+// test_sanitizers.py with the address and undefined-behaviour sanitizers, which end the program on an
+// error.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -8,6 +10,7 @@
 
 #include "../runtime/kernels/cpu/dispatch.h"
 #include "../runtime/kernels/cpu/probe.h"
+#include "../runtime/kernels/cpu/select.h"
 #include "../runtime/kernels/cpu/step.h"
 
 namespace {
@@ -203,6 +206,125 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
            pages(step, layer, logits);
 }
 
+// A model of one layer whose tokens read selected keys, in a cache for two sequences.
+struct Selecting {
+    static constexpr int64_t D = 32, F = 5, H = 4, K = 2, V = 7, ROWS = 9;
+    SparkLayer layer = {};
+    SparkBlock block = {};
+    SparkStep step = {};
+    double frequency[64];
+    std::vector<int32_t> table;
+
+    Selecting(int32_t cache_kind, int64_t W, int64_t C) {
+        layer.attn_norm = norm(D, false), layer.ffn_norm = norm(D, false);
+        layer.input[0] = matrix(KIND_F32, H * W, D, false);
+        for (int i : {1, 2}) layer.input[i] = matrix(KIND_F32, K * W, D, false);
+        layer.output = matrix(KIND_F32, D, H * W, false);
+        block.gate = block.down = matrix(KIND_F32, F, D, false);
+        block.num_neurons = F, layer.block = &block, layer.num_blocks = 1;
+        for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
+        step.embedding = step.head = matrix(KIND_F32, V, D, false);
+        step.output_norm = norm(D, false), step.frequency = frequency;
+        step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = F;
+        step.num_heads = H, step.num_kv_heads = K, step.head_width = W;
+        step.context_length = C, step.max_rows = ROWS, step.epsilon = 1e-5f;
+        step.activation = ACTIVATION_RELU;
+        step.key_kind = step.value_kind = cache_kind;
+    }
+
+    // Turns at every capped position, and at none behind.
+    void cap() {
+        const SparkSelect& rule = step.select;
+        const int64_t count = (rule.sinks + rule.top + rule.window + rule.block) * step.head_width / 2;
+        step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
+    }
+
+    // A cache in blocks of `length`, backwards; all of it and its tables is `fill`, which a step that
+    // read what was not written would show.
+    bool keep(int64_t length, int fill) {
+        const int64_t W = step.head_width, N = (step.context_length + length - 1) / length;
+        const SparkSelect& rule = step.select;
+        const int64_t heads = 2 * N * K;
+        const int64_t tables = rule.block ? heads * ((length + rule.block - 1) / rule.block) : 0;
+        auto filled = [&](int64_t count) {
+            uint8_t* data = bytes(count);
+            std::memset(data, fill, count);
+            return data;
+        };
+        layer.key = filled(heads * length * cache_row_bytes(step.key_kind, W));
+        layer.value = filled(heads * length * cache_row_bytes(step.value_kind, W));
+        layer.summary = filled(tables * summary_width(rule, W));
+        layer.summary_unit = reinterpret_cast<float*>(filled(tables * 4));
+        if (rule.is_coded) {
+            layer.code = filled(tables * rule.block * (select_width(W) / 4));
+            layer.code_factor = reinterpret_cast<float*>(filled(tables * rule.block * 4));
+        }
+        table.resize(2 * N);
+        for (int64_t i = 0; i < 2 * N; ++i) table[i] = static_cast<int32_t>(2 * N - 1 - i);
+        step.table = {table.data(), 2, N, length, 2 * N};
+        const int64_t size = spark_step_bytes(&step);
+        if (size < 0) return false;
+        uint8_t* memory = bytes(size + 63);
+        step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
+        return true;
+    }
+
+    // The last logits of a text, `rows` tokens a step; the second sequence takes over all keys, and its
+    // last logits must be the same.
+    bool write(int64_t rows, float* logits) {
+        const int64_t C = step.context_length;
+        for (int64_t begin = 0; begin < C; begin += rows) {
+            const int64_t count = std::min(rows, C - begin);
+            SparkRow row[2 * ROWS];
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t at = begin + i;
+                row[i] = {at * at % V, at, 0, at == C - 1, -1, 0};
+                row[count + i] = {at * at % V, at, 1, 0, static_cast<int32_t>(i), 0};
+            }
+            if (spark_step(&step, row, 2 * count, logits)) return false;
+        }
+        float again[V];
+        const SparkRow last = {(C - 1) * (C - 1) % V, C - 1, 1, 1, -1, 0};
+        return !spark_step(&step, &last, 1, again) && !std::memcmp(again, logits, sizeof(again));
+    }
+};
+
+// Selected keys give the same bits however long the blocks and steps are, and others than all keys do.
+bool selects(int32_t cache_kind, int64_t W, const SparkSelect& rule, bool is_capped, int64_t C) {
+    Selecting model(cache_kind, W, C);
+    model.step.is_key_rotated = !is_capped && cache_kind >= KIND_Q8_0;
+    model.step.is_value_rotated = cache_kind >= KIND_Q8_0;
+    float all_keys[Selecting::V], want[Selecting::V], got[Selecting::V];
+    if (!model.keep(C, 0) || !model.write(Selecting::ROWS, all_keys)) return false;
+    model.step.select = rule;
+    if (is_capped) model.cap();
+    if (!model.keep(C, 0) || !model.write(1, want)) return false;
+    if (!std::memcmp(all_keys, want, sizeof(want))) return false;
+    for (int64_t length : {C, int64_t{32}, int64_t{64}})
+        if (!model.keep(length, 255) || !model.write(Selecting::ROWS, got) ||
+            std::memcmp(got, want, sizeof(want)))
+            return false;
+    return true;
+}
+
+bool selections() {
+    const struct {
+        int32_t kind;
+        int64_t W, C;
+        SparkSelect rule;
+    } cases[] = {{KIND_F32, 24, 109, {16, 16, 16, 32, 2, SUMMARY_BOUNDS, 1}},
+                 {KIND_BF16, 64, 93, {16, 0, 32, 16, 1, SUMMARY_MEAN, 1}},
+                 {KIND_Q8_0, 96, 93, {16, 16, 16, 16, 1, SUMMARY_BOUNDS, 1}},
+                 {KIND_Q4_0, 32, 149, {32, 32, 32, 32, 1, SUMMARY_BOUNDS, 0}},
+                 // More keys than a part has, before the window.
+                 {KIND_F16, 24, 389, {32, 0, 32, 288, 1, SUMMARY_BOUNDS, 1}}};
+    for (const auto& c : cases)
+        for (bool is_capped : {false, true})
+            if (!selects(c.kind, c.W, c.rule, is_capped, c.C)) return false;
+    all.clear();
+    return true;
+}
+
 bool level() {
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
@@ -273,7 +395,8 @@ int main() {
     for (const char* name : {"generic", "avx2", "avx512", "avx512vnni", "amx"}) {
         if (spark_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {
-            if (spark_set_threads(threads) != STATUS_OK || !level()) {
+            const bool is_last = threads > 1;
+            if (spark_set_threads(threads) != STATUS_OK || !level() || (is_last && !selections())) {
                 std::printf("%s with %d threads: wrong\n", name, threads);
                 return 1;
             }
