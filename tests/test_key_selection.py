@@ -107,6 +107,27 @@ def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences)
                     assert torch.equal(found, wanted)
 
 
+@native
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_key_that_is_not_finite_spoils_its_own_head_alone(path, rule, bad):
+    """By the kernels, which summarise the block again at its last position, and by torch."""
+    size = KeySelection.parse(rule).block
+    with load(path, rule) as engine, engine.sequence() as text:
+        text.extend(IDS, "none")
+        first = engine.layers[0].attention.cache
+        first.key_BKPX[0, 1, size + 3, 5] = bad
+        text.rollback(2 * size - 1)
+        text.extend(IDS[2 * size - 1 : 2 * size], "none")
+        found = [table[0, :, 1].clone() for table in first.tables.tensors]
+        for table in first.tables.tensors:
+            table.fill_(7)
+        first._summarise(text.number, size, 2 * size)
+        for ours, theirs in zip(found, first.tables.tensors, strict=True):
+            assert torch.equal(ours.nan_to_num(-9), theirs[0, :, 1].nan_to_num(-9))
+        assert found[1][1].isnan() and found[1][0] > 0
+
+
 def tables_of(layer, text) -> list[torch.Tensor]:
     """The tables of all whole key blocks of a text."""
     tables = layer.attention.cache.tables
@@ -284,7 +305,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(path, tmp_path, at):
         restore_prompt(text, tmp_path / "s", engine.prompt_key())
         assert torch.equal(text.extend(IDS[at:], "all"), expected[at:])
     with load(path, RULES[1]) as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="cache"):
+        with pytest.raises(SparkinferError, match="another cache: .*bounds.*, this is .*mean"):
             restore_prompt(text, tmp_path / "s", engine.prompt_key())
 
 
@@ -306,6 +327,7 @@ def test_bytes_are_those_announced(path, rule, num_sequences):
     [
         ("", "wanted on or NAME=VALUE"),
         ("off", "wanted on or NAME=VALUE"),
+        (5, "wanted on or NAME=VALUE"),
         ("top=", "wanted on or NAME=VALUE"),
         ("tops=4", "'tops=4'"),
         ("top=64,top=64", "'top=64'"),

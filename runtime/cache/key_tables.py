@@ -67,7 +67,7 @@ class KeyTables:
         block_N, at_N = self.places(sequence, begin // size, begin // size + len(key_NPKW))
         part_NSKW = self._parts(key_NPKW)
         unit_NK = part_NSKW.abs().amax(dim=(1, 3)) / SUMMARY_LARGEST
-        is_finite_NK = key_NPKW.isfinite().flatten(1).all(dim=1)[:, None]
+        is_finite_NK = key_NPKW.isfinite().all(dim=3).all(dim=1)
         unit_NK = torch.where(is_finite_NK, unit_NK, math.nan)
         whole_NSKW = _whole(part_NSKW * _inverse(unit_NK)[:, None, :, None])
         extra = padded(self.width) - self.width

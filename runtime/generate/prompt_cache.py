@@ -19,6 +19,7 @@ from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 FORMAT, VERSION = "sparkinfer.prompt", 2
 MAX_HEADER_BYTES = 1 << 20  # searched for the format
+SHOWN_DIGITS, MAX_SHOWN = 12, 120  # of a digest and of other values, in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ def _check_key(path: Path, found: Mapping[str, object], key: PromptKey) -> None:
         if name == "thresholds":
             wanted, value = list(wanted), value if isinstance(value, list) else [value]
         if value != wanted:
-            shown = f"{str(value)[:12]!r}, this is {str(wanted)[:12]!r}"
+            most = SHOWN_DIGITS if name in ("model_id", "weights") else MAX_SHOWN
+            shown = f"{str(value)[:most]!r}, this is {str(wanted)[:most]!r}"
             raise SparkinferError(f"{path}: made with another {name}: {shown}; make it again")
 
 

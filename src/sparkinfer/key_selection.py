@@ -62,7 +62,7 @@ class KeySelection:
             return cls()
         found: dict[str, int | str] = {}
         names = [field.name for field in fields(cls)]
-        for part in text.split(","):
+        for part in str(text).split(","):
             name, _, value = part.partition("=")
             if name not in names or name in found or not value:
                 raise SparkinferError(
