@@ -91,6 +91,9 @@ def translated(command: str, *arguments: str) -> tuple[list[str], list[str]]:
         ("generate a -p -m -f -", "a -p -m -f -", ""),  # a prompt, not an option
         ("generate a -n5 -t2", "a -n5 -t2", ""),
         ("generate a -- -m", "a -- -m", ""),
+        ("generate --kv-offload -m a -fa", "--kv-offload a", ""),
+        ("generate --kv-offload top=64 -m a", "--kv-offload top=64 a", ""),
+        (f"generate a -ngl {'9' * 5000}", "a", ""),
     ],
 )
 def test_options_of_llamacpp_that_mean_the_same(given, taken, noted):

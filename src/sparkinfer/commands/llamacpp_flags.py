@@ -146,7 +146,7 @@ def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], 
         if flag is None:
             _refuse_a_cluster(ctx, argument, own)
             taken.append(argument)
-            if not has_value and rest and _takes_value(own.get(name)):
+            if not has_value and rest and _takes_value(own.get(name), rest[0]):
                 taken.append(rest.pop(0))
             continue
         values = [value] if has_value else _values(flag, rest)
@@ -178,7 +178,7 @@ def _gpu_layers(name: str, values: list[str]) -> list[str]:
     text = values[0] if values else ""
     if text == "0":
         return ["--device", "cpu"]
-    if text in ("all", "auto", "-1") or (text.isdecimal() and int(text) >= ALL_LAYERS):
+    if text in ("all", "auto", "-1") or (text.isdecimal() and int(text[:9]) >= ALL_LAYERS):
         return []
     raise click.UsageError(f"{name} {text} is llama.cpp's: {_PLAN}")
 
@@ -190,8 +190,12 @@ def _values(flag: Flag, rest: list[str]) -> list[str]:
     return [rest.pop(0)] if flag.values == "one" or rest[0] in WORDS else []
 
 
-def _takes_value(option: click.Option | None) -> bool:
-    return option is not None and not option.is_flag and not option.count
+def _takes_value(option: click.Option | None, following: str) -> bool:
+    """Whether an option takes the argument that follows it; one with a value of its own does so as
+    in click, unless that is another option."""
+    if option is None or option.is_flag or option.count:
+        return False
+    return not (option._flag_needs_value and following[:1] == "-" and len(following) > 1)
 
 
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
