@@ -115,7 +115,7 @@ SCHEMA_REFUSALS = [
     ([], "is list; wanted an object"),
     ("{", "is not JSON"),
     ("", "is not JSON"),
-    ('{"const": NaN}', "NaN is no number"),
+    ('{"const": NaN}', "NaN is not a JSON number"),
     ('{"type": "string", "type": "null"}', "has the name 'type' twice"),
     ("[" * 100_000, "is not JSON"),
 ]

@@ -228,7 +228,7 @@ def test_texts_without_paragraphs_and_templates_that_change_them_are_refused(tmp
         evaluate(config)
     (tmp_path / "t.txt").write_text("This is a paragraph of enough tokens.")
     (tmp_path / "upper").write_text("{{ messages[0]['content'] | upper }}")
-    with pytest.raises(SparkinferError, match="does not write a message as it is"):
+    with pytest.raises(SparkinferError, match="changes messages"):
         evaluate(dataclasses.replace(config, chat_template=str(tmp_path / "upper")))
 
 

@@ -13,6 +13,7 @@ from sparkinfer import Engine, system_memory
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime import engine_options
+from sparkinfer.runtime.device import huge_pages
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.weights import resident
 from sparkinfer.runtime.weights.matrix import matrix_of
@@ -114,11 +115,24 @@ def test_a_limit_on_addresses_is_told_in_one_line(monkeypatch):
     def refuses(*arguments):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(resident, "PinnableMemory", refuses)
+    monkeypatch.setattr(huge_pages, "PinnableMemory", refuses)
     entry = next(iter(make_model().tensors.values()))
     with pytest.raises(SparkinferError, match=r"raise the limit \(ulimit -v\)") as raised:
         Residence().matrix(entry)
     assert "\n" not in str(raised.value)
+    with pytest.raises(SparkinferError, match="2.00 MiB for the cache .* a smaller context"):
+        huge_pages.zeros((1 << 20,), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("rows", [3, 9000])
+def test_zeros_in_huge_pages_are_zeros(dtype, rows):
+    found = huge_pages.zeros((2, rows, 256), dtype)
+    assert found.shape == (2, rows, 256) and found.dtype == dtype and found.is_contiguous()
+    assert not found.any()
+    found[1, -1, -1] = 1
+    is_large = found.nbytes >= huge_pages.HUGE_PAGE_BYTES
+    assert not is_large or found.data_ptr() % huge_pages.HUGE_PAGE_BYTES == 0
 
 
 def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys):

@@ -21,6 +21,7 @@ from sparkinfer.limits import LayerLimits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.cache.kv_cache import KVCache, LayerCache
+from sparkinfer.runtime.device import huge_pages
 from sparkinfer.runtime.model.attention import Attention, Norm, Rotary
 from sparkinfer.runtime.model.feed_forward import (
     FeedForward,
@@ -326,6 +327,8 @@ class Builder:
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if device in self.uploaders:
             return self.uploaders[device].zeros(shape, dtype, "kv_cache")
+        if device == CPU:
+            return huge_pages.zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def predictor(self, index: int, device: torch.device) -> Predictor:

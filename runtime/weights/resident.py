@@ -11,7 +11,6 @@ Measured on two cores of a Cascade Lake, a tenth of the neurons, against mapped 
 
 Letters: N rows, A chosen rows."""
 
-import mmap
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,13 +19,13 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, prefetch, release
+from sparkinfer.runtime.device.huge_pages import untouched
 from sparkinfer.runtime.device.pinned import PinnableMemory
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.weights.matrix import Matrix, matrix_of
 from sparkinfer.sizes import format_bytes
 
 SEGMENT_BYTES = 256 << 20
-HUGE_PAGE_BYTES = 2 << 20
 _ALIGNMENT = 64
 _CPU = torch.device("cpu")
 
@@ -121,18 +120,10 @@ def _copy(entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice
 
 def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     """Zeros that take no memory until written, aligned to a huge page."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        mapping = PinnableMemory(-1, num_bytes + HUGE_PAGE_BYTES, flags)
+        return untouched(num_bytes)
     except OSError as error:  # addresses are limited, not memory: that was checked before
         raise SparkinferError(
             f"no {format_bytes(num_bytes)} of addresses for weights ({error.strerror}): raise the"
             " limit (ulimit -v), or load with is_resident=False, which leaves them in the file"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a system without huge pages: the same, slower
-            pass
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    return mapping, memory[-memory.data_ptr() % HUGE_PAGE_BYTES :]

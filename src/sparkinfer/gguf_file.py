@@ -19,6 +19,7 @@ from gguf import (
     GGUFValueType,
     GGUFWriter,
 )
+from gguf.quants import dequantize
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file, require_file
@@ -70,6 +71,16 @@ class TensorEntry:
 
 def type_of(kind: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[kind.upper()]
+
+
+def can_unpack(kind: str) -> bool:
+    """True if `gguf` can turn blocks of this type into values."""
+    block = np.zeros((1, GGML_QUANT_SIZES[type_of(kind)][1]), np.uint8)
+    try:
+        dequantize(block, type_of(kind))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def is_whole_blocks(width: int, kind: str) -> bool:

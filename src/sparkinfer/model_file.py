@@ -34,6 +34,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import (
     TensorEntry,
     Value,
+    can_unpack,
     is_whole_blocks,
     open_gguf,
     type_of,
@@ -147,8 +148,8 @@ class ModelFile:
             if entry.shape != shape or entry.kind not in KINDS:
                 if entry.shape == shape:
                     raise SparkinferError(
-                        f"{self.path}: {name} is in {entry.kind}, which is not computed with; first"
-                        " sparkinfer convert FILE -o model.gguf, which makes q8_0 of it"
+                        f"{self.path}: {name} is in {entry.kind}, which is not computed with"
+                        f" {_next_step(entry.kind)}"
                     )
                 raise SparkinferError(
                     f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
@@ -408,6 +409,13 @@ def sample_bytes(raw: np.ndarray) -> bytes:
     flat = raw.reshape(-1).view(np.uint8)
     middle = len(flat) // 2
     return b"".join(flat[a : a + 4096].tobytes() for a in (0, middle, max(0, len(flat) - 4096)))
+
+
+def _next_step(kind: str) -> str:
+    """What to do about a block type that is not computed with."""
+    if can_unpack(kind):
+        return "; first sparkinfer convert FILE -o model.gguf, which makes q8_0 of it"
+    return " and cannot be converted; take a file of another type"
 
 
 def _is_extra(key: str, architecture: str) -> bool:
