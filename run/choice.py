@@ -9,13 +9,16 @@ from typing import get_args
 
 import torch
 
-from sparkinfer.budget import DEFAULT_CONTEXT, head_bytes, layer_bytes, plan_bytes, workspace_bytes
+from sparkinfer.budget import head_bytes, layer_bytes, plan_bytes, workspace_bytes
 from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
+from sparkinfer.key_selection import KeySelection
 from sparkinfer.mode_choice import can_silence, is_smooth
 from sparkinfer.mode_quality import MAX_LOSS, RunMode
 from sparkinfer.model_file import ModelFile
 from sparkinfer.run.source import Source
+from sparkinfer.runtime.engine_options import cache_types_of, device_of
+from sparkinfer.runtime.engine_options import context_of as longest_text
 from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.sizes import format_bytes
 from sparkinfer.system_memory import memory_limit_bytes
@@ -53,6 +56,9 @@ class Wishes:
     max_loss: float = MAX_LOSS
     device: str | None = None
     tokens: int | None = None  # to profile on
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    kv_offload: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in get_args(RunMode):
@@ -109,6 +115,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     budgets = () if fits or limited or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(model, wishes, is_on_gpu=fits and bool(room.gpus))
     device = "cpu" if limited or not room.gpus else wishes.device
+    _check_cache(model, wishes, budgets, device)
     where = _where_line(model, wishes, room, budgets, context)
     lines = (type_line, mode_line, where)
     return Choice(
@@ -127,10 +134,17 @@ def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
     """The context length to use. Raises SparkinferError for more than the model supports."""
-    longest, asked = model.shape.context_length, wishes.context_length
-    if asked is not None and not 1 <= asked <= longest:
-        raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
-    return asked or min(longest, DEFAULT_CONTEXT)
+    selection = None if wishes.kv_offload is None else KeySelection.parse(wishes.kv_offload)
+    return longest_text(model, None, wishes.context_length, selection)
+
+
+def _check_cache(
+    model: ModelFile, wishes: Wishes, budgets: tuple[int, ...], device: str | None
+) -> None:
+    """Raises SparkinferError for a cache that the engine would refuse after all the work."""
+    asked = (wishes.cache_type_k, wishes.cache_type_v, wishes.kv_offload)
+    if any(option is not None for option in asked):
+        cache_types_of(model, *asked, has_plan=bool(budgets), device=device_of(device))
 
 
 def run_bytes(model: ModelFile, context_length: int) -> int:

@@ -178,8 +178,9 @@ class Engine(TextEngine):
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
         num_sequences = sequences_of(num_sequences, plan, gpu)
         cache_types = cache_types_of(
-            file.row_major, cache_type_k, cache_type_v, kv_offload, plan, gpu
-        )
+            file.row_major, cache_type_k, cache_type_v, kv_offload, has_plan=plan is not None,
+            device=gpu,
+        )  # fmt: skip
         context_length = context_of(file, plan, context_length, cache_types.selection)
         bytes_by_role = bytes_by_role_of(
             file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,

@@ -221,7 +221,8 @@ def cache_types_of(
     key: str | None,
     value: str | None,
     offload: str | None,
-    plan: Split | None,
+    *,
+    has_plan: bool,
     device: torch.device,
 ) -> CacheTypes:
     """How keys and values are stored, and which are read; None is the model's own type, for values
@@ -232,7 +233,7 @@ def cache_types_of(
     types = replace(CacheTypes.of(key, value), selection=selection)
     if types == CacheTypes.of(own):
         return types
-    if plan is not None:
+    if has_plan:
         raise SparkinferError(
             f"a cache in {types} asked for, but a plan budgets it in {own}; leave one of the two out"
         )

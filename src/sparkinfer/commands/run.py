@@ -119,7 +119,8 @@ def run(
     from sparkinfer.runtime.kernels.threads import use_threads
 
     use_threads(options["threads"])
-    names = ("context_length", "mode", "max_loss", "device")
+    names = ("context_length", "mode", "max_loss", "device", "cache_type_k", "cache_type_v",
+             "kv_offload")  # fmt: skip
     wishes = Wishes(
         vram=vram or None, outtype=outtype, tokens=tokens, **{n: options[n] for n in names}
     )

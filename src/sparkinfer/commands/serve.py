@@ -176,7 +176,7 @@ def _check_memory(
     from sparkinfer.system_memory import free_memory_bytes
 
     file, device = ModelFile.load(model), torch.device("cpu")
-    types = cache_types_of(file.row_major, *cache, None, device)
+    types = cache_types_of(file.row_major, *cache, has_plan=False, device=device)
     context_length = context_of(file, None, context_length, types.selection)
     items = bytes_by_role_of(
         file.row_major, None, context_length, device, num_sequences=num_places, cache_types=types
