@@ -36,7 +36,7 @@ def report(config: ReportConfig) -> ReportSummary:
     check_outputs([config.output], force=config.force, inputs=(*config.inputs, *beside))
     found = load_artifacts(config)
     page = page_of(config, found)
-    content = render(page).encode()
+    content = render(page).encode(errors="backslashreplace")  # names may have any bytes
     if len(content) > MAX_BYTES:
         raise SparkinferError(
             f"{config.output}: the page has {format_bytes(len(content))}, more than the"

@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -84,6 +86,14 @@ def config_of(folder, output, **changes) -> ReportConfig:
         evals=(folder / "eval.json",), output=output,
     )  # fmt: skip
     return dataclasses.replace(config, **changes)
+
+
+def test_a_name_of_odd_bytes_is_written_out(folder, tmp_path):
+    odd = tmp_path / os.fsdecode(b"odd \xff.gguf")
+    shutil.copy(folder / "base.gguf", odd)
+    output = tmp_path / "page.html"
+    report(ReportConfig(model=odd, output=output))
+    assert "odd \\udcff.gguf" in output.read_bytes().decode()
 
 
 @pytest.fixture(scope="module")
