@@ -42,6 +42,12 @@ bool spin_until(const Ready& ready) {
     return ready();
 }
 
+// std::condition_variable's own wait, as gcc 12 compiles it, is missing in older C++ libraries.
+template <class Ready>
+void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock, const Ready& ready) {
+    while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
+}
+
 // All atomics are sequentially consistent: in each hand-over below one side writes A then reads B while
 // the other writes B then reads A, and one of the two must see the other.
 class Pool {
@@ -73,7 +79,7 @@ class Pool {
         if (spin_until(all_out)) return;
         std::unique_lock<std::mutex> lock(mutex_);
         caller_sleeps_ = true;
-        done_.wait(lock, all_out);
+        sleep_until(done_, lock, all_out);
         caller_sleeps_ = false;
     }
 
@@ -103,7 +109,7 @@ class Pool {
             if (!spin_until(news)) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 ++num_asleep_;
-                start_.wait(lock, news);
+                sleep_until(start_, lock, news);
                 --num_asleep_;
             }
             seen = round_;
