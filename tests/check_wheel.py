@@ -1,0 +1,235 @@
+"""Installs a wheel into fresh environments and runs it there, as a user would.
+
+    python tests/check_wheel.py WHEEL                       only what it holds; no network
+    python tests/check_wheel.py WHEEL python3.12 ...        and in an environment of each Python
+    python tests/check_wheel.py WHEEL --installed PYTHON    in one that has it already
+
+An environment takes PyTorch from pip, on Linux the build for CUDA with several GB, and is removed at
+the end. Nothing may be compiled there. The pipeline runs on the bundled model; its files and its
+greedy text must be those of the Python that runs this. A line for each step on stdout; the exit code
+is 1 if one failed."""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples" / "tiny-relu"
+CARD = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
+LIBRARIES = ("_mapped.so", "convert/_encode.so", "profile/_count.so", "runtime/_cpu.so")
+LIMIT_S = 900.0  # a step; minutes only on a busy machine
+PROMPT = ("-p", "def parse_args(argv=None):", "-n", "8", "--temp", "0")
+# A program that uses the package, for a type checker that finds no types if py.typed is missing.
+TYPED = "from sparkinfer import Engine\nreveal_type(Engine.load)\n"
+SERVED = """
+from pathlib import Path
+from sparkinfer.report import page
+from sparkinfer.run import corpora
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.serve import app
+import lzma, sparkinfer
+assert library.is_available(), "the C++ kernels do not load"
+assert len(lzma.decompress(corpora.PACKED.read_bytes())) > 100_000, "the default corpus is cut"
+print(Path(sparkinfer.__file__).parent)
+"""
+
+
+class CheckError(Exception):
+    """What is wrong with the wheel."""
+
+
+# ---- what it holds --------------------------------------------------------------------------------
+
+
+def expected_names() -> set[str]:
+    """All files of the package's folders but the C++, by their names in a wheel."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = {f"sparkinfer/{library}" for library in LIBRARIES}
+    for name, folder in project["tool"]["scikit-build"]["wheel"]["packages"].items():
+        for path in (ROOT / folder).rglob("*"):
+            is_source = path.suffix in (".cpp", ".h", ".pyc") or path.name == "CMakeLists.txt"
+            if path.is_file() and not is_source:
+                names.add(f"{name}/{path.relative_to(ROOT / folder).as_posix()}")
+    return names
+
+
+def content_faults(names: Iterable[str], wanted: set[str]) -> Iterator[str]:
+    """A line for each file that is missing in a wheel, or should not be in it."""
+    inside = {name for name in names if not name.endswith("/")}
+    own = {name for name in inside if name.split("/")[0].endswith(".dist-info")}
+    for name in sorted(wanted - inside):
+        yield f"lacks {name}"
+    for name in sorted(inside - own - wanted):
+        yield f"has {name}, which is not the package's"
+    if not any("LICENSE" in name for name in own):
+        yield "lacks the licence"
+
+
+def check_content(wheel: Path) -> None:
+    if "-py3-none-" not in wheel.name:
+        raise CheckError(f"{wheel.name} serves one Python alone, wanted py3-none")
+    faults = list(content_faults(zipfile.ZipFile(wheel).namelist(), expected_names()))
+    if faults:
+        raise CheckError("; ".join(faults))
+
+
+# ---- what it does ---------------------------------------------------------------------------------
+
+
+class Environment:
+    """A Python that has the wheel, and an empty folder to run it in."""
+
+    def __init__(self, python: Path, folder: Path) -> None:
+        self.python, self.folder = python, folder
+        folder.mkdir()
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self._variables = kept | {
+            "PYTHONNOUSERSITE": "1",
+            "PYTHONWARNINGS": "default",
+            "SPARKINFER_CACHE": str(folder / "cache"),
+            "CC": "false",
+            "CXX": "false",
+        }
+
+    def ask(self, *words: object) -> str:
+        """stdout of a Python program. Raises CheckError if it fails, or our code warns."""
+        command = [str(self.python), *map(str, words)]
+        ended = subprocess.run(
+            command, cwd=self.folder, env=self._variables, capture_output=True, text=True,
+            check=False, timeout=LIMIT_S, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        warned = [line for line in ended.stderr.splitlines() if is_our_warning(line)]
+        if ended.returncode or warned:
+            told = "\n".join(warned or ended.stderr.splitlines()[-20:])
+            raise CheckError(f"{' '.join(command)[:300]}: exit code {ended.returncode}\n{told}")
+        return ended.stdout
+
+    def run(self, *words: object) -> str:
+        return self.ask("-m", "sparkinfer", *words)
+
+    def digest(self, name: str) -> str:
+        return hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
+
+
+def is_our_warning(line: str) -> bool:
+    """Python's own, such as that something will be gone in the next version."""
+    return "/sparkinfer/" in line and "Warning: " in line
+
+
+def install(python: str, wheel: Path, folder: Path) -> Path:
+    """The Python of a new virtual environment that has the wheel and what `serve` needs."""
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    made = folder / "bin" / "python"
+    subprocess.run(
+        [made, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir",
+         "--only-binary=:all:", "-c", ROOT / "constraints.txt", f"{wheel}[grammar,parquet,serve]"],
+        check=True, env=os.environ | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    return made
+
+
+def check_package(environment: Environment, wheel: Path) -> None:
+    """It is the wheel's package that is imported, whole, and the program starts."""
+    place = Path(environment.ask("-c", SERVED).strip())
+    if ROOT in place.parents or place.parent.name not in ("site-packages", "dist-packages"):
+        raise CheckError(f"{place} is not what the wheel installed")
+    version = wheel.name.split("-")[1]
+    said = environment.run("--version")
+    if version not in said:
+        raise CheckError(f"--version says {said!r}, wanted {version}")
+    for shell in ("bash", "zsh", "fish"):
+        if "sparkinfer" not in environment.run("completion", shell):
+            raise CheckError(f"completion {shell} prints no script")
+
+
+def check_types(environment: Environment) -> None:
+    """mypy, of the Python that runs this, finds the types without settings."""
+    (environment.folder / "user.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--python-executable", environment.python,
+               "--follow-imports=silent", "--cache-dir=mypy", "user.py"]  # fmt: skip
+    ended = subprocess.run(
+        command, cwd=environment.folder, capture_output=True, text=True, check=False
+    )
+    if ended.returncode or "-> sparkinfer.runtime.engine.Engine" not in ended.stdout:
+        raise CheckError(f"mypy: {ended.stdout}{ended.stderr}")
+
+
+def pipeline(environment: Environment, corpus: Path) -> dict[str, str]:
+    """All stages on the bundled model: what each gave that does not depend on the machine."""
+    run, few = environment.run, ("--yes", "--tokens", "6144")
+    run("convert", MODEL, "-o", "base.gguf")
+    run("profile", "base.gguf", "--corpus", corpus, "-o", "counts", "--tokens", "1024")
+    run("calibrate", "-o", "machine.json", "--gpu-from", CARD)
+    run("solve", "base.gguf", "--profile", "counts", "--machine", "machine.json", "-vb", "4MiB",
+        "-o", "plan.gguf")  # fmt: skip
+    planned = run("generate", "base.gguf", "--split", "plan.gguf", *PROMPT)
+    run("report", "base.gguf", "--profile", "counts", "-o", "page.html")
+    return {
+        "convert": environment.digest("base.gguf"),
+        "generate": run("generate", "base.gguf", *PROMPT),
+        "by a plan": planned,
+        "run": run("run", MODEL, *PROMPT, *few),
+        "run, from its cache": run("run", MODEL, *PROMPT, *few),
+    }
+
+
+def differences(found: dict[str, str], wanted: dict[str, str]) -> Iterator[str]:
+    for step, value in wanted.items():
+        if found[step] != value:
+            yield f"{step} gave {found[step]!r}, here {value!r}"
+
+
+def check_runs(python: Path, wheel: Path, folder: Path, wanted: dict[str, str]) -> None:
+    environment = Environment(python, folder / "run")
+    name = environment.ask("-c", "import sys; print(sys.version.split()[0])").strip()
+    check_package(environment, wheel)
+    print(f"Python {name}: installed, starts", flush=True)
+    check_types(environment)
+    print(f"Python {name}: types are found", flush=True)
+    if wrong := list(differences(pipeline(environment, folder.parent / "text.txt"), wanted)):
+        raise CheckError("; ".join(wrong))
+    print(f"Python {name}: convert, profile, solve, generate, report and run as here", flush=True)
+
+
+def check_all(wheel: Path, pythons: Sequence[str], installed: Sequence[Path]) -> None:
+    with tempfile.TemporaryDirectory(prefix="sparkinfer-wheel-") as name:
+        folder = Path(name)
+        text = [MODEL / "corpus.py", "--part", "held-out", "--bytes", "50000"]
+        subprocess.run([sys.executable, *text, "-o", folder / "text.txt"], check=True)
+        here = Environment(Path(sys.executable), folder / "here")
+        wanted = pipeline(here, folder / "text.txt")
+        for number, python in enumerate((*pythons, *installed)):
+            place = folder / str(number)
+            place.mkdir()
+            is_new = number < len(pythons)
+            made = install(str(python), wheel, place / "venv") if is_new else Path(python)
+            check_runs(made, wheel, place, wanted)
+            shutil.rmtree(place)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("pythons", nargs="*", help="in a fresh environment of each")
+    parser.add_argument("--installed", type=Path, action="append", default=[], metavar="PYTHON")
+    arguments = parser.parse_args()
+    try:
+        check_content(arguments.wheel)
+        print(f"{arguments.wheel.name}: holds what it should", flush=True)
+        if arguments.pythons or arguments.installed:
+            installed = [path.absolute() for path in arguments.installed]
+            check_all(arguments.wheel.resolve(), arguments.pythons, installed)
+    except CheckError as error:
+        sys.exit(f"check_wheel: {error}")
+
+
+if __name__ == "__main__":
+    main()
