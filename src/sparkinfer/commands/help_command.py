@@ -25,9 +25,10 @@ def help_command(ctx: click.Context, names: Sequence[str]) -> None:
     group: click.Command = parent.command
     context = parent
     for name in names:
-        found = group.get_command(context, name) if isinstance(group, click.Group) else None
-        if found is None:
+        if not isinstance(group, click.Group):
             raise click.UsageError(f"no such command '{' '.join(names)}'", ctx=parent)
+        _, found, _ = group.resolve_command(context, [name])  # refuses what is not there
+        assert found is not None
         context = click.Context(found, info_name=name, parent=context)
         group = found
     click.echo(group.get_help(context))
