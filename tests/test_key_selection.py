@@ -338,7 +338,7 @@ def test_bytes_are_those_announced(path, rule, num_sequences):
         ("window=0", "multiple of the block"),
         ("top=-32", "multiple of the block"),
         ("sinks=-64", "multiple of the block"),
-        ("top=99999999999999", "multiple of the block"),
+        ("top=99999999999999", "multiple of the block of 32 positions, from 32 to 16777216"),
         ("candidates=65", "0 to 64"),
         ("summary=median", "known: mean, bounds"),
         ("positions=far", "known: original, capped"),

@@ -52,7 +52,7 @@ class KeySelection:
             if length % self.block or not least <= length <= MOST:
                 raise SparkinferError(
                     f"{name}={length}; wanted a multiple of the block of {self.block} positions,"
-                    f" from {least} on"
+                    f" from {least} to {MOST}"
                 )
 
     @classmethod
