@@ -111,7 +111,7 @@ def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_key_that_is_not_finite_spoils_its_own_head_alone(path, rule, bad):
-    """By the kernels, which summarise the block again at its last position, and by torch."""
+    """The kernels summarise the block again at its last position; so does torch."""
     size = KeySelection.parse(rule).block
     with load(path, rule) as engine, engine.sequence() as text:
         text.extend(IDS, "none")
