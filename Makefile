@@ -99,7 +99,7 @@ SPLIT := $(DIR)/model.split.gguf
 demo:
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory evaluate generate MODEL=examples/tiny-relu DIR=build/demo \
-	  VRAM=14MiB TEMPERATURE=0.7 SEED=4 MODE=predicted
+	  VRAM=17MiB TEMPERATURE=0.7 SEED=4 MODE=predicted
 
 convert: build $(BASE)
 profile: build $(FULL)
