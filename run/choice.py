@@ -196,7 +196,10 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
         return f"type {source.own_type}: the file's own ({fits})"
     if kind is None:
         made = source.draft(None).tensors["blk.0.ffn_up.weight"].kind
-        return f"type {made}: what keeps all of the file's {source.own_type} ({fits})"
+        return (
+            f"type {made}: the file's {source.own_type} is not computed with, and this one keeps its"
+            f" quality ({fits})"
+        )
     if kind == BY_QUALITY[0]:
         return (
             f"type {kind}: nearly the same model as in {source.own_type}, and fewer bytes to read a"
@@ -293,7 +296,7 @@ def _where_line(
     if room.gpus:
         return f"on the GPU, all of it, a context of {context:,} tokens"
     if not any(wishes.vram or ()):
-        return "on the CPU, without a plan: no GPU to be used"
+        return "on the CPU, without a plan: no GPU here, or none asked for"
     if not torch.cuda.is_available():
         return "on the CPU, without a plan: torch sees no GPU here, so --vram is of no use"
     return (

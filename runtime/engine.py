@@ -182,6 +182,9 @@ class Engine(TextEngine):
             device=gpu,
         )  # fmt: skip
         context_length = context_of(file, plan, context_length, cache_types.selection)
+        if cache_types.selection is not None and context_length > cache_types.selection.longest:
+            notice(f"a token reads at most {cache_types.selection.longest:,} positions of a text"
+                   " (--kv-offload), so long texts are computed approximately")  # fmt: skip
         bytes_by_role = bytes_by_role_of(
             file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,
             cache_types=cache_types,
