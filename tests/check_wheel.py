@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-relu"
 CARD = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
 LIBRARIES = ("_mapped.so", "convert/_encode.so", "profile/_count.so", "runtime/_cpu.so")
-LIMIT_S = 900.0  # a step; minutes only on a busy machine
+LIMIT_S = 900.0  # a step; seconds on an idle machine
 PROMPT = ("-p", "def parse_args(argv=None):", "-n", "8", "--temp", "0")
 # A program that uses the package, for a type checker that finds no types if py.typed is missing.
 TYPED = "from sparkinfer import Engine\nreveal_type(Engine.load)\n"
