@@ -1,18 +1,17 @@
-"""Benchmarks decode and prefill on a CUDA device with plans of several budgets, beside llama.cpp at
-the same budgets.
+"""Benchmarks decode and prefill on a CUDA device against llama.cpp, at several VRAM budgets.
 
     python benchmarks/gpu.py FOLDER [--rival build/gpu-rival] [--minutes 8]
     python benchmarks/gpu.py FOLDER --smoke [--machine machine.json]     (anywhere, at toy scale)
 
 Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one, f16, with planted
-sparsity. Calibrates, then for each shape writes the model, solves at each budget (a share of the
-model's bytes, mode predicted) and for a budget that holds all of it, loads each plan in a process
-of its own, and takes turns (gpu_cases.py). The plan's limit is the solver's own: the bytes that a
-token touches on each side over the measured bandwidth of that side, both overlapped, without fixed
-costs.
+sparsity. For each shape the benchmark writes the model, calibrates (once, after the first model),
+solves at each budget (a share of the model's bytes, mode predicted) and at one that holds the whole
+model, loads each plan in a separate process, and measures them in turns (gpu_cases.py). A plan's
+limit is the solver's: the bytes that a token touches on the GPU and on the CPU, over the measured
+bandwidth of each, with both overlapped and without fixed costs.
 
-It prints a table last, writes gpu.json as it goes and timeline.png of one step. It stops by itself
-before the time is over, and then reports what was not measured."""
+It writes gpu.json as it goes, timeline.png of one step, and at the end prints a table, notes and a
+line of JSON. It stops before --minutes are over, and then reports what was not measured."""
 
 import argparse
 import json
@@ -47,18 +46,19 @@ from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.split_file import PlanMode
 
-# For a model entirely on the GPU: its bytes, plus these for cache and workspace.
+# The budget of a model entirely on the GPU: WHOLE times its bytes, plus BESIDE_BYTES for cache and
+# workspace.
 WHOLE, BESIDE_BYTES = 1.1, 1 << 30
 CARD = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 PLAN = ("status", "gap", "solve_s", "objective_s", "num_hot", "num_neurons", "num_dense_on_gpu",
         "head_on_gpu", "hot_traffic_share", "gpu_bytes", "cpu_bytes")  # fmt: skip
-NO_HOST_LIMIT = 1 << 40  # main memory is not measured here
-LEAST_SECONDS = 150.0  # with less time left no further shape is begun
+NO_HOST_LIMIT = 1 << 40  # main memory must not limit a plan here
+LEAST_SECONDS = 150.0  # with less time left, no further shape is started
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """One model, its budgets, and the amount to measure."""
+    """One model, its budgets, and how much to measure."""
 
     name: str
     shape: ModelShape
@@ -84,7 +84,7 @@ def _workspace_of(path: Path, context_length: int, mode: PlanMode) -> int:
 
 
 def _workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
-    """Measured once for all budgets."""
+    """Workspace of a model in bytes, measured once for all budgets."""
     return _workspace_of(model.path, context_length, mode)
 
 
@@ -101,12 +101,12 @@ SMOKE = Scale(
 
 
 def main() -> int:
-    """0 unless something failed; the table lists what was not reached or not measured."""
+    """0 unless a case failed; the table and the notes after it list what was not measured."""
     arguments = _arguments()
     bench = Bench(arguments)
     for scale in (SMOKE,) if arguments.smoke else SCALES:
         if bench.seconds_left < LEAST_SECONDS and not arguments.smoke:
-            bench.note(f"{scale.name}: not begun, {bench.seconds_left:.0f} s left")
+            bench.note(f"{scale.name}: not started, {bench.seconds_left:.0f} s left")
             continue
         bench.run(scale)
     print(gpu_cases.table(bench.result["rows"]))
@@ -117,7 +117,8 @@ def main() -> int:
 
 
 def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
-    """The limit for a model entirely on the first GPU that reads all neurons: no plan has that."""
+    """Least seconds per token of a model entirely on the first GPU that reads all neurons; no plan
+    has this limit, as every plan skips inactive neurons."""
     total = head_bytes(model)
     for layer in range(model.shape.num_layers):
         sizes = layer_bytes(model, layer)
@@ -147,7 +148,7 @@ class Bench:
             "is_smoke": arguments.smoke,
             "seconds": {},
             "rows": [],
-            "notes": [] if arguments.rival else ["no rival: make gpu-rival, then RIVAL=..."],
+            "notes": [] if arguments.rival else ["no rival; run make gpu-rival, then give --rival"],
         }
         self.machine_path: Path | None = self.asked.machine
 
@@ -155,8 +156,8 @@ class Bench:
         return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
     def _calibrated(self) -> Path:
-        """The machine file, made once per run and after a model is written: some machines get all
-        of their memory only when it is used, and buffers are sized by free memory."""
+        """The machine file, made once per run, after the first model is written: some machines get
+        their memory only as it is used, and calibration sizes its buffers by free memory."""
         if self.machine_path is None:
             path = self.results / "machine.json"
             with self.timed("calibrate"):
@@ -189,7 +190,7 @@ class Bench:
         self.save()
 
     def run(self, scale: Scale) -> None:
-        """One shape, from nothing to rows; its files are removed afterwards."""
+        """Measures one shape, from writing its model to its rows; removes its files afterwards."""
         folder = self.folder / scale.name.replace("/", "-")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -214,7 +215,8 @@ class Bench:
         return model
 
     def _cases(self, scale: Scale, folder: Path, model: ModelFile) -> list[Case]:
-        """A case for each budget and each mode, its process started but nothing loaded."""
+        """One case per budget in mode predicted, and one per resident mode. Their processes are
+        started, but nothing is loaded."""
         size = model.path.stat().st_size
         whole = int(WHOLE * size) + BESIDE_BYTES
         wanted = [
@@ -245,8 +247,9 @@ class Bench:
             limit, predicted = dense_limit_seconds(model, figures, scale.context_length), None
         self.say(
             f"{name} {mode}: {report.status}, {report.num_hot:,} of {report.num_neurons:,} hot,"
-            f" {report.num_dense_on_gpu} dense blocks and head {report.head_on_gpu} on the GPU,"
-            f" {1e3 * report.objective_s:.2f} ms predicted, {1e3 * limit:.2f} at best"
+            f" {report.num_dense_on_gpu} dense blocks on the GPU, head on the GPU:"
+            f" {report.head_on_gpu}, {1e3 * report.objective_s:.2f} ms predicted,"
+            f" {1e3 * limit:.2f} ms at best"
         )
         program = Path(__file__).with_name("gpu_worker.py")
         command = (sys.executable, program, model.path, "--mode", mode, "--split", plan,
@@ -278,7 +281,7 @@ class Bench:
             gpu_cases.close(cases)
 
     def _add_rivals(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
-        """One rival per budget; modes that share a budget share the rival of the first of them."""
+        """Starts one rival per budget; modes with the same budget share it."""
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
             folder=self.asked.rival, model=folder / "stock.gguf",
@@ -295,7 +298,7 @@ class Bench:
                 self.note(str(error))
 
     def _timeline(self, cases: list[Case], amount: Amount) -> None:
-        """The timeline of the first plan that divides the model, once per run."""
+        """Draws the timeline of the middle one of the plans that split a model, once per run."""
         picture = self.results / "timeline.png"
         divided = [case for case in cases if case.is_measured and "%" in case.name]
         if "timeline" in self.result or not divided:
@@ -322,13 +325,13 @@ class Bench:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="for models (30 GB, removed) and logs")
-    parser.add_argument("--output", type=Path, help="for results, where they go elsewhere")
-    parser.add_argument("--rival", type=Path, help="what gpu_rival.sh built; without it no rival")
-    parser.add_argument("--machine", type=Path, help="a machine file; else it is measured")
+    parser.add_argument("folder", type=Path, help="for models (30 GB, removed afterwards) and logs")
+    parser.add_argument("--output", type=Path, help="folder for results, else FOLDER")
+    parser.add_argument("--rival", type=Path, help="folder built by gpu_rival.sh; else no rival")
+    parser.add_argument("--machine", type=Path, help="machine file; calibrated if omitted")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--smoke", action="store_true", help="a toy on the CPU: does it all run?")
+    parser.add_argument("--smoke", action="store_true", help="a toy on the CPU, as a check")
     return parser.parse_args()
 
 

@@ -1,19 +1,19 @@
-"""Compares predicted with measured seconds per token, for plans of the CPU alone.
+"""Compares predicted with measured seconds per token, for plans on the CPU alone.
 
-For each of three shapes: a random checkpoint with ReLU (half of its neurons fire for a token,
-unlike in a trained one; prediction and measurement see the same), converted, profiled on tokens
-that it generates, solved with a budget of 0 by a machine file measured in the same run, and decoded
-at the middle of its context, where the solver's assumption of a half-full cache holds.
+For each of three shapes, a random checkpoint with ReLU is converted, profiled on tokens that it
+generates, solved with a VRAM budget of 0 and a machine file measured in the same run, and decoded
+in the middle of its context, where the solver's assumption of a half-full cache holds. Half of the
+neurons fire for a token, unlike in a trained model, but prediction and measurement see the same.
 
-Both sides take their best round: the machine file's figures are the best of theirs, and other load
-only makes a round slower. Medians are listed beside them. Calibration and decoding take turns
-(`--rounds`), so that a slow minute falls on both; the best of each is compared.
+Both sides count their best round, as other load only makes a round slower; the median of the
+measured times is listed too. Calibration and decoding take turns (`--rounds`), so that a slow
+minute affects both.
 
     python predicted_time.py [--scratch FOLDER] [--outtype f16] [--sizes 150m --sizes 400m]
 
 On a shared machine: `OMP_NUM_THREADS=1 taskset -c 0 python predicted_time.py --processor-time`.
-This uses one thread on one core, and both sides count processor time, not elapsed time: alone on a
-core the two are equal. Other load on the memory bandwidth still affects both."""
+This uses one thread on one core, and both sides count processor time, which equals elapsed time on
+a core without other load. Other load on the memory bandwidth still affects both."""
 
 import json
 import platform
@@ -68,13 +68,11 @@ class Row:
 @click.option(
     "--scratch",
     type=click.Path(path_type=Path),
-    help="Folder for models and profiles, which are kept; a temporary one unless given.",
+    help="Folder for models and profiles, which are kept; a temporary one if omitted.",
 )
 @click.option("--outtype", default="f16", show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Rounds of calibration and decoding.")
-@click.option(
-    "--processor-time", is_flag=True, help="Count processor time, on one core; see the docstring."
-)
+@click.option("--processor-time", is_flag=True, help="Count processor time; run it on one core.")
 @click.option("--sizes", multiple=True, default=tuple(SIZES), show_default=True)
 def main(
     scratch: Path | None, outtype: str, rounds: int, processor_time: bool, sizes: tuple[str, ...]
@@ -104,7 +102,7 @@ def run(folder: Path, outtype: str, rounds: int, sizes: tuple[str, ...]) -> dict
         machines.append(calibrate(CalibrateConfig(output=path, force=True), note))
         for size, (model, _) in models.items():
             seconds[size] += decode(model)
-            note(f"{size}: {1e3 * min(seconds[size]):.1f} ms at best, so far")
+            note(f"{size}: {1e3 * min(seconds[size]):.1f} ms at best so far")
     best = best_of(machines)
     best.save(folder / "machine.json")
     rows = [row(folder, size, models[size], seconds[size]) for size in sizes]
@@ -134,7 +132,7 @@ def note(line: str) -> None:
 
 
 def make_model(folder: Path, size: str, outtype: str) -> tuple[Path, Path]:
-    """(model file, profile), made if missing."""
+    """Returns the paths of model file and profile; makes them if missing."""
     checkpoint, model = folder / size, folder / f"{size}-{outtype}.gguf"
     profile = folder / f"{size}-{outtype}.profile.safetensors"
     if not model.exists():

@@ -2,12 +2,12 @@
 
     python benchmarks/prefill.py FOLDER --rival path/to/venv/bin/python
 
-Models and rounds as in decode.py: a Llama of 1.1 B parameters whose sparsity is planted, in all
-modes, against its SiLU twin of the same shape and type. A measurement is a prompt of --tokens up to
-the logits after it, llama.cpp's in one batch, with and without its flash attention; the faster
-counts. A figure is the median of the rounds.
+Models and rounds are those of decode.py: ours runs a Llama of 1.1 B parameters with planted
+sparsity in all modes, llama.cpp its SiLU twin of the same shape and type. A measurement is the time
+of a prompt of --tokens tokens, up to the logits after it. llama.cpp takes the prompt in one batch,
+with and without flash attention; the faster counts. Figures are medians of the rounds.
 
-To force the instruction set of an older processor, and to compare with a llama.cpp built for it
+To force the instruction set of an older processor, with a rival built for the same one
 (CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON ..."):
 
     SPARKINFER_CPU_LEVEL=avx2 python benchmarks/prefill.py FOLDER --rival ..."""
@@ -110,7 +110,7 @@ def _report(
     lines: dict[str, object] = {}
     for name, seconds in runs.items():
         median = statistics.median(seconds)
-        # Other load slows ours and theirs alike in a round, so ratios are taken per round too.
+        # Other load slows both engines alike within a round, so ratios are also taken per round.
         ratio = statistics.median(a / b for a, b in zip(theirs, seconds, strict=True))
         lines[name] = {
             "tokens_per_s": num_tokens / median,
@@ -121,7 +121,7 @@ def _report(
         }
         print(
             f"  {name:16} {num_tokens / median:7.2f} tokens/s, best {num_tokens / min(seconds):7.2f},"
-            f" {statistics.median(theirs) / median:.2f}x llama.cpp ({ratio:.2f}x in rounds)",
+            f" {statistics.median(theirs) / median:.2f}x llama.cpp ({ratio:.2f}x per round)",
             flush=True,
         )
     return lines
@@ -129,8 +129,8 @@ def _report(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the models are, or are to be made")
-    parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
+    parser.add_argument("folder", type=Path, help="folder of the models, made if missing")
+    parser.add_argument("--rival", required=True, help="Python with llama-cpp-python installed")
     parser.add_argument("--types", default="f16,bf16,q8_0,q4_0")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--threads", default="2,1")

@@ -1,14 +1,15 @@
-"""Benchmarks the samplers in microseconds, each alone and in chains, for four sizes of vocabulary.
+"""Benchmarks the samplers in microseconds, each alone and in chains, for four vocabulary sizes.
 
     OMP_NUM_THREADS=1 python benchmarks/samplers.py [--rounds N] [--rival PYTHON]
 
-The logits are synthetic: like those of a language model, a few tokens stand out of a broad bulk
-(Gumbel noise over a Zipf law; the entropy is printed). The history is 512 tokens of 40 words. Each
-sampler alone starts from the whole vocabulary. With --rival (the Python of build/llamacpp-venv)
-llama.cpp's default chain and its greedy one run on the same logits in the same rounds, filling its
-array of candidates included, in a Python loop whose own time is included. Times are processor time
-of one thread, so that other load matters less. Cases take turns within a round; figures are medians
-of the rounds. The last line on stdout is one JSON object, which also goes to results/."""
+The logits are synthetic: as in a language model, a few tokens stand out from a broad bulk (Gumbel
+noise over a Zipf law; the entropy is printed). The history is 512 tokens drawn from 40 ids. A
+sampler measured alone starts from the whole vocabulary. With --rival (the Python of
+build/llamacpp-venv), llama.cpp's default and greedy chains run on the same logits in the same
+rounds; their times include filling the array of candidates and the calls from Python. Times are
+processor time of one thread, so that other load matters less. Cases take turns within a round;
+figures are medians of the rounds. The last line on stdout is one JSON object, which is also written
+to results/."""
 
 import argparse
 import io
@@ -57,7 +58,7 @@ CASES = {
     "mirostat_2": OFF | {"mirostat": 2},
     "logit_bias": OFF | {"logit_bias": tuple((i, 1.0) for i in range(100, 130)), "top_k": 40},
 }  # fmt: skip
-ROWS = 8  # of logits, used in turn: in generation, too, a step's logits are not in the cache
+ROWS = 8  # of logits, used in turn, since in generation every step has new logits
 
 
 def main() -> None:

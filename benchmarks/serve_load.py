@@ -1,19 +1,20 @@
-"""Loads one server with many clients for minutes: every finished answer must be byte-identical to
-that of the same request alone; none may be lost, mixed up or stuck; the server's memory must not
-grow.
+"""Puts one server under the load of many clients, and checks its answers and its memory.
+
+Every finished answer must be byte-identical to that of the same request sent alone; no answer may
+be lost, mixed up or stuck; the server's memory must not grow.
 
     python benchmarks/serve_load.py MODEL [--clients 200] [--minutes 20] [--parallel 16]
 
 Each request of a pool (chats and completions, greedy and seeded, prompts and answers of random
-lengths, some with a common prefix) is answered alone first. Then each client asks for a random one,
-again and again; a third hang up at a random moment, before the first token or after some. A request
-that is refused because the queue is full is repeated. The queue's bound and the number of texts in
-progress are read from /metrics all the while. Times to the first token include the wait in the
-queue.
+lengths, some with a common prefix) is first answered alone. Then each client sends random ones, one
+after another; for a third of them it disconnects at a random moment, before the first token or
+later. After a refusal because the queue is full, it waits and sends another one. The numbers of
+running and waiting texts are read from /metrics twice a second and checked against their bounds.
+Times to the first token include the wait in the queue.
 
-Resident memory is that of the server and its child, twice a second, after texts as long as the
-context have filled all places: the mean of the last fifth against that of the second one. Clients
-run on the same processor."""
+Resident memory of the server and its child process is sampled twice a second, once texts as long as
+the context have filled all places. Its growth is the mean of the last fifth of the samples over
+that of the second fifth. Clients run on the same processor."""
 
 import argparse
 import asyncio
@@ -100,7 +101,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 
 async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[str, Any]:
-    """`arguments` holds the server's options."""
+    """The result of a run; `arguments` must hold the options that the server was started with."""
     pool = requests(arguments)
     alone = [await stream(server.port, each.path, each.body) for each in pool]
     wanted = [(answer.text, answer.finish) for answer in alone]
@@ -115,8 +116,8 @@ async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[
 
 
 async def _fill(server: ServerProcess, arguments: argparse.Namespace) -> None:
-    """Fills all places, those of kept texts too, with texts as long as the context: the memory of
-    the cache becomes resident when it is first written."""
+    """Fills all places, also those of kept texts, with texts as long as the context, because the
+    cache's memory becomes resident only when it is first written."""
     draw = random.Random(arguments.seed)
     for _ in range(2):
         texts = [
@@ -130,7 +131,7 @@ async def _fill(server: ServerProcess, arguments: argparse.Namespace) -> None:
 
 
 def requests(arguments: argparse.Namespace) -> list[Request]:
-    """Deterministic for a seed. Half of the prompts begin with a shared system prompt."""
+    """The pool, determined by the seed. About half of the chats share a system prompt."""
     draw = random.Random(arguments.seed)
     shared = " ".join(draw.choices(WORDS, k=60))
     return [
@@ -170,7 +171,7 @@ async def _load(
     watch.cancel()
     await asyncio.gather(watch, return_exceptions=True)
     if not watch.cancelled() and (error := watch.exception()):
-        tally.failures.append(f"the watch ended: {error!r}")
+        tally.failures.append(f"watching the server failed: {error!r}")
     return tally
 
 
@@ -185,7 +186,7 @@ async def _client(
     while time.monotonic() < deadline:
         number = draw.randrange(len(pool))
         patience = None
-        if draw.random() < 1 / 3:  # disconnects: after a time or after some pieces
+        if draw.random() < 1 / 3:  # disconnects, after some time or some pieces
             patience = draw.choice([draw.uniform(0, 2.0), draw.randint(1, 20)])
         try:
             answer = await _asked(port, pool[number], patience)
@@ -196,7 +197,7 @@ async def _client(
             await asyncio.sleep(draw.uniform(0.2, 1.0))
             continue
         except TimeoutError:
-            tally.failures.append(f"request {number} is stuck: nothing ended in {STUCK_S:.0f} s")
+            tally.failures.append(f"request {number} is stuck: not finished in {STUCK_S:.0f} s")
             continue
         except (Broken, OSError) as error:
             tally.failures.append(f"request {number}: {error!r}")
@@ -205,7 +206,7 @@ async def _client(
 
 
 async def _asked(port: int, request: Request, patience: float | int | None) -> Answer | None:
-    """None if the client disconnected."""
+    """The answer; None if the client disconnected."""
     most = patience if isinstance(patience, int) else None
     asked = stream(port, request.path, request.body, most_pieces=most, seconds=STUCK_S)
     if not isinstance(patience, float):
@@ -242,10 +243,10 @@ async def _watch(server: ServerProcess, arguments: argparse.Namespace, tally: Ta
         tally.most_running = max(tally.most_running, running)
         tally.most_waiting = max(tally.most_waiting, waiting)
         is_above = running + waiting > arguments.parallel + arguments.queue
-        # The two are not read at one moment: once proves nothing.
+        # The two gauges are not read at the same moment, so a single excess proves nothing.
         num_above = num_above + 1 if is_above else 0
         if num_above > 1 or running > arguments.parallel:
-            tally.failures.append(f"{running:g} texts run and {waiting:g} wait: above the bounds")
+            tally.failures.append(f"{running:g} texts run, {waiting:g} wait: above the bounds")
         await asyncio.sleep(0.5)
 
 
@@ -263,7 +264,7 @@ async def _check_rest(server: ServerProcess, tally: Tally) -> None:
 
 
 def growth(rss_bytes: list[int]) -> float:
-    """Growth from the second fifth of the samples to the last, as a share."""
+    """Relative growth from the mean of the second fifth of the samples to that of the last."""
     fifth = max(1, len(rss_bytes) // 5)
     return statistics.mean(rss_bytes[-fifth:]) / statistics.mean(rss_bytes[fifth : 2 * fifth]) - 1
 
@@ -299,7 +300,7 @@ def _thinned(values: list[int]) -> list[int]:
 
 
 def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
-    """Parses a list of arguments; None takes those of this process."""
+    """Parses a list of arguments; None means those of this process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--clients", type=int, default=200)
@@ -308,7 +309,7 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--queue", type=int, default=160)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--pool", type=int, default=48, help="different requests")
+    parser.add_argument("--pool", type=int, default=48, help="number of different requests")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)

@@ -1,4 +1,4 @@
-"""Options of a server, and its limits."""
+"""The options and limits of a server."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[A-Za-z0-9.-]+)
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """`parallel` texts are worked on at a time, `kept` more stay for prompts with the same
-    beginning, and `queue` more may wait. `max_tokens`: of an answer, unless a request wants fewer;
-    -1 for all that the context has room for. Times are in seconds: `timeout_s` of a request from
-    its arrival, `drain_s` for running answers at the end, `read_s` for a client to send its request
-    and to take a piece of the answer."""
+    """Options of one server. Up to `parallel` texts are generated at a time, `kept` finished ones
+    stay in the cache for prompts with the same prefix, and `queue` requests may wait. `max_tokens`
+    bounds every answer (-1: only the context does); a request may ask for fewer. Limits in seconds:
+    `timeout_s` for a request from its arrival, `drain_s` for running answers at shutdown, `read_s`
+    for a client to send its request, and to accept each piece of the answer."""
 
     model: Path
     host: str = "127.0.0.1"
@@ -34,7 +34,7 @@ class ServeConfig:
     max_connections: int = 1024
     api_key: str | None = field(default=None, repr=False)
     origins: tuple[str, ...] = ()  # allowed by CORS
-    hosts: tuple[str, ...] = ()  # names beside localhost that requests may address
+    hosts: tuple[str, ...] = ()  # Host headers accepted besides localhost
     alias: str | None = None
     template: str | None = None
     sampling: SamplingOptions = SamplingOptions()
@@ -52,7 +52,9 @@ class ServeConfig:
             raise SparkinferError(f"max_tokens is {self.max_tokens}, wanted 1 or more, or -1")
         for name in ("timeout_s", "drain_s", "read_s"):
             if not 0 < getattr(self, name) <= 1e6:
-                raise SparkinferError(f"{name} is {getattr(self, name)}, wanted a number over 0")
+                raise SparkinferError(
+                    f"{name} is {getattr(self, name)}, wanted more than 0 and at most 1e6"
+                )
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise SparkinferError(
@@ -60,9 +62,9 @@ class ServeConfig:
                     " https://example.org (no path), or *"
                 )
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise SparkinferError("the API key has characters that no header can have; use ASCII")
+            raise SparkinferError("the API key has characters not allowed in a header; use ASCII")
         if self.api_key == "":
-            raise SparkinferError("the API key is empty; leave it out, or give one")
+            raise SparkinferError("the API key is empty; omit it or give one")
 
     @property
     def num_kept(self) -> int:

@@ -1,4 +1,4 @@
-"""What `inspect` shows of every kind of file, against what was written to it."""
+"""Tests of `inspect`: what it shows for every kind of file, against what was written to it."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def refuse_constant(name):
 
 
 def inspected(path, capsys):
-    """The JSON object, checked to be strict and alone on stdout."""
+    """The JSON object; asserts that it is strict JSON and the only output."""
     assert main(["inspect", str(path), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.count("\n") == 1
@@ -192,7 +192,8 @@ def test_a_split_over_two_gpus_shows_all_that_it_holds(tmp_path, capsys):
     assert [gpu["layers"] for gpu in found["gpus"]] == [[0], [1]]
     assert [gpu["num_hot"] for gpu in found["gpus"]] == [3, 1]
     assert [gpu["has_head"] for gpu in found["gpus"]] == [False, True]
-    # Every field of the plan is shown: by its own name, or as the lengths of its lists of neurons.
+    # Every field of the plan is shown by its own name, except `hot`, of which only the lengths are
+    # shown, and `gpu_budget_bytes`, whose values are listed GPU by GPU.
     wanted = {field.name for field in dataclasses.fields(split)} - {"hot", "gpu_budget_bytes"}
     assert wanted <= found.keys()
     assert (found["host_budget_bytes"], found["home"]) == (7 << 30, [0, 1, 1])
@@ -245,7 +246,7 @@ def test_stdout_that_takes_only_ascii(tmp_path):
 
 
 def test_block_types_that_are_not_run_are_inspected_with_the_reason(tmp_path, capsys):
-    """84 bytes hold 256 values of q2_K."""
+    """A q2_K block of 256 values has 84 bytes."""
     model = make_model(shape=make_shape(num_layers=1, width=256, num_neurons=32))
     data = np.zeros((32, 84), np.uint8)
     q2_k = TensorEntry(shape=(32, 256), kind="q2_k", read_rows=lambda a, b: data[a:b])

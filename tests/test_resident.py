@@ -1,4 +1,4 @@
-"""Resident weights: the same values as in the file, interleaved."""
+"""Tests of resident weights: interleaved copies with the values of the file, and their memory."""
 
 import errno
 
@@ -62,7 +62,7 @@ def test_copies_have_the_values_of_the_file(model):
 def test_the_arrangement_suits_the_mode(model, mode):
     with Engine.load(model, mode=mode) as engine:
         for gate, up, down in neurons(engine):
-            if mode == "dense":  # each is read to its end
+            if mode == "dense":  # each matrix is read in full, so none are interleaved
                 assert all(m.stride_bytes == m.row_bytes for m in (gate, up, down))
                 continue
             together = gate.stride_bytes > gate.row_bytes
@@ -104,7 +104,7 @@ def test_memory_grows_by_segments(monkeypatch):
     model = make_model(shape=make_shape(width=64, num_neurons=96), kind="f32")
     entries = [e for name, e in model.tensors.items() if name.endswith(("up.weight", "_q.weight"))]
     home = Residence()
-    copies = [home.matrix(entry) for entry in entries]  # some larger than a segment
+    copies = [home.matrix(entry) for entry in entries]  # each larger than a segment
     for entry, copy in zip(entries, copies, strict=True):
         assert torch.equal(copy.data, torch.from_numpy(entry.read()))
         assert copy.data.data_ptr() % 64 == 0
@@ -149,16 +149,16 @@ def test_without_the_kernels_weights_cannot_be_arranged(model, monkeypatch, caps
     monkeypatch.setattr(library, "_lib", None)
     with pytest.raises(SparkinferError, match="by the C.. kernels alone, which are not built"):
         Engine.load(model, is_resident=True)
-    with Engine.load(model) as engine:  # nobody insisted
+    with Engine.load(model) as engine:  # is_resident was not requested
         assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
     assert "kernels are not built" in capsys.readouterr().err
 
 
-# ---- pinned memory, by a CUDA that is played --------------------------------------------------
+# ---- pinned memory, with a fake CUDA ----------------------------------------------------------
 
 
 class Cuda:
-    """Registers memory up to a limit, and knows what is registered."""
+    """A fake cudart: registers up to `most` bytes, and records what is registered."""
 
     def __init__(self, most):
         self.most, self.registered = most, {}
@@ -190,14 +190,14 @@ def test_all_that_is_used_is_pinned_until_it_is_given_back(monkeypatch, segment_
     kept = home.keep(torch.arange(5), is_weight=False)
     home.pin()
     assert kept.tolist() == [0, 1, 2, 3, 4]
-    assert home.num_bytes == sum(copy.num_bytes for copy in copies)  # ids are no weights
+    assert home.num_bytes == sum(copy.num_bytes for copy in copies)  # ids do not count as weights
     for tensor in [*(copy.data for copy in copies), kept]:
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         assert any(a <= start and stop <= a + size for a, size in cuda.registered.items())
     used = home.num_bytes + kept.nbytes
     assert used <= sum(cuda.registered.values()) <= used + 64 * (len(copies) + 1)
     del home, tensor
-    assert cuda.registered  # the matrices are still there
+    assert cuda.registered  # the matrices still hold the memory
     del copies, kept
     assert not cuda.registered
 
@@ -214,7 +214,7 @@ def test_memory_that_may_not_be_pinned_is_refused_in_one_line(monkeypatch):
     assert not cuda.registered
 
 
-# ---- how much memory there is -----------------------------------------------------------------
+# ---- free memory under limits -----------------------------------------------------------------
 
 
 def cgroups(root, lines, files):

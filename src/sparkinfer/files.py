@@ -1,4 +1,4 @@
-"""Writing files so that nothing half-written is ever seen under its own name."""
+"""Writes files and folders so that none is ever seen half-written under its final name."""
 
 import errno
 import fcntl
@@ -19,9 +19,9 @@ from sparkinfer.steady import changed_inputs, is_taken, wrote
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
 MODEL_SUFFIX = ".gguf"
-# Errors that only writing has: the disk is full, a quota or a limit is reached, or it is read-only.
+# Errors that only writing raises: disk full, quota or file size limit reached, read-only disk.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-_unfinished: set[Path] = set()  # of this process
+_unfinished: set[Path] = set()  # partial files and folders of this process
 
 
 # ---- whole or not at all --------------------------------------------------------------------
@@ -32,13 +32,13 @@ def partial_file(path: Path) -> Iterator[Path]:
     """Yields an empty file beside `path` to write to; renames it to `path` on success, otherwise
     removes it and the folders that were made for it.
 
-    Its name, `path`.xxxxxxxx.partial with eight random digits, is unique: two runs with one output
-    do not collide, and a user's file of such a name is never opened. It is locked while it is
-    written, so that the next run recognises and removes what a killed one left; so it must be
-    written in place, and not be replaced by another file of its name. It is on the disk before it
-    is renamed, and the name is before this returns: a power cut leaves the old file or the new one.
-    Raises SparkinferError if the folder cannot be written, if there is no room, and if an input of
-    `steady.reading` has changed."""
+    Its name, `path`.xxxxxxxx.partial with eight random hex digits, is unique, so two runs with the
+    same output do not collide. It is locked while it is written; the next run removes files of such
+    names that are not locked, since a killed run left them. The caller must therefore write it in
+    place, not replace it by another file. Its bytes are synced to disk before the rename, and the
+    rename before this returns: a power cut leaves either the old file or the new one. Raises
+    SparkinferError if the folder cannot be written, if the disk is full, if an input of
+    `steady.reading` has changed, or if another run has written `path`."""
     with _made(path, _new_file) as partial:
         yield partial
         _finish(path, lambda: _sync(partial))
@@ -49,8 +49,8 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder to fill, which replaces `path` with everything in it (see
-    check_output_folder); the two are exchanged atomically if the system can, which Linux does."""
+    """Like partial_file, for a folder to fill. An existing folder `path` is replaced whole (see
+    check_output_folder), atomically if the system can exchange two names, as Linux can."""
     with _made(path, _new_folder) as partial:
         yield partial
         _finish(path, lambda: _sync_all(partial))
@@ -60,8 +60,8 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_stale(path: Path) -> None:
-    """Removes what killed runs left of `path`: its partial files and folders that nobody has
-    locked. A folder that one had set aside and not replaced gets its name back."""
+    """Removes what killed runs left beside `path`: its partial files and folders that are not
+    locked. If such a run had moved the old folder aside without replacing it, renames it back."""
     if not path.parent.is_dir():
         return
     for other in path.parent.glob(f"{glob.escape(_stem(path))}.*"):
@@ -78,7 +78,7 @@ def remove_stale(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """True if a partial file's name ends in eight digits and the suffix."""
+    """True if `name`, without the stem, is eight hex digits and the suffix .partial or .old."""
     digits, dot, end = name.partition(".")
     return len(digits) == 8 and not set(digits) - set("0123456789abcdef") and (
         dot + end in (PARTIAL, OLD)
@@ -87,7 +87,7 @@ def _is_ours(name: str) -> bool:
 
 @contextmanager
 def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
-    """A new locked file or folder beside `path`, removed at the end."""
+    """Yields a new locked file or folder beside `path`; removes what has its name at the end."""
     with _folders_for(path):
         try:
             remove_stale(path)
@@ -110,15 +110,17 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Removes what this process is writing, or was when a signal came between two lines above;
-    called at exit."""
+    """Removes the partial files and folders of this process; called at exit, as a signal between
+    two lines above can leave some."""
     for partial in [*_unfinished]:
         _remove(partial)
 
 
 def no_room(path: Path, reason: str | None) -> SparkinferError:
-    """The error for a file that was not written because the disk is full, or the like."""
-    return SparkinferError(f"{path}: cannot be written ({reason or 'no room'}); make room for it")
+    """The error for a file that was not written because of one of NO_ROOM."""
+    return SparkinferError(
+        f"{path}: cannot be written ({reason or 'no room'}); free space or write elsewhere"
+    )
 
 
 def _finish(path: Path, sync: Callable[[], None]) -> None:
@@ -135,7 +137,7 @@ def _finish(path: Path, sync: Callable[[], None]) -> None:
 
 
 def _stem(path: Path) -> str:
-    """The beginning of a partial file's name; a name has at most 255 bytes."""
+    """The beginning of a partial file's name, cut so that the whole name has at most 255 bytes."""
     return os.fsdecode(os.fsencode(path.name)[: 255 - 9 - len(PARTIAL)])
 
 
@@ -152,7 +154,7 @@ def _create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
                 continue
             raise
         is_ours = _lock(descriptor)
-        # Another run may have taken it for a stale one before it was locked.
+        # Before it was locked, another run may have taken it for stale and removed it.
         if is_ours is None or (is_ours and partial.exists()):
             mapped_files.set_unfinished(_unfinished)
             return partial, descriptor
@@ -176,8 +178,8 @@ def _new_folder(partial: Path) -> int:
     partial.mkdir()
     try:
         return os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError as error:  # another run took it for a stale one
-        raise FileExistsError(errno.EEXIST, "was taken away", partial) from error
+    except FileNotFoundError as error:  # another run removed it as stale
+        raise FileExistsError(errno.EEXIST, "was removed", partial) from error
 
 
 @contextmanager
@@ -211,7 +213,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _folders_for(path: Path) -> Iterator[None]:
-    """Makes the folders above `path`; removes them again if that fails, or the work does."""
+    """Makes the missing folders above `path`; removes them again if that or the block fails."""
     try:
         missing = [folder for folder in path.parents if not folder.exists()]
     except OSError as error:  # a name that is too long
@@ -254,7 +256,7 @@ def require_file(path: Path, what: str) -> None:
 
 
 def known_as(path: Path) -> str | None:
-    """A description of a file of the wrong kind, by its first bytes; None if they are unknown."""
+    """Describes a file of the wrong kind from its first bytes; None if they are unknown."""
     with path.open("rb") as file:
         start = file.read(9)
     if start[:4] == b"GGUF":
