@@ -1,6 +1,6 @@
 """The process that renders chat templates: requests on its stdin, answers on its stdout.
 
-A template is a program by whoever made the model file. jinja2's sandbox keeps it from Python's
+A template is a program written by the author of the model file. jinja2's sandbox keeps it from Python's
 internals, and the operating system from the rest: this process limits the CPU time of each
 rendering and its memory, cannot open files or start processes, and holds nothing but the messages.
 An input line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":

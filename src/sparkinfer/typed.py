@@ -2,7 +2,7 @@
 third-party values in errors.
 
 A value of the wrong type is refused by its name: none is converted, and none reaches code that
-relies on its type. The file's name is left to whoever catches the error."""
+relies on its type. The caller that catches the error adds the file's name."""
 
 import math
 from collections.abc import Callable, Mapping
