@@ -97,6 +97,43 @@ SparkNorm norm(int64_t n, bool is_layer_norm) {
     return {floats(n, 1.0f), is_layer_norm ? floats(n) : nullptr};
 }
 
+// Room for the bits of some rows, and whether exactly those of neurons below F are set.
+uint32_t* words(int64_t count) { return reinterpret_cast<uint32_t*>(bytes(count * 4)); }
+
+bool are_all(const uint32_t* bits, int64_t F) {
+    for (int64_t j = 0; j < (F + 31) / 32 * 32; ++j)
+        if ((bits[j / 32] >> j % 32 & 1) != (j < F)) return false;
+    return true;
+}
+
+// Neurons alone, in mode exact: several tokens set the bits that each sets by itself, also where the
+// block's neurons have other numbers.
+bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) {
+    constexpr int64_t T = 3;
+    const int64_t W = (F + 31) / 32;
+    std::vector<int32_t> id(F);
+    for (int64_t j = 0; j < F; ++j) id[j] = static_cast<int32_t>(F - 1 - j);
+    for (const int32_t* ids : {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(id.data())}) {
+        SparkNeurons n = {};
+        n.block = whole, n.block.id = ids;
+        n.x = floats(T * D), n.y = floats(T * D), n.fired = words(T * W);
+        n.width = D, n.num_neurons = F, n.num_tokens = n.max_tokens = T;
+        n.activation = activation, n.mode = MODE_EXACT;
+        const int64_t size = spark_neurons_bytes(&n);
+        if (size < 0) return false;
+        uint8_t* memory = bytes(size + 63);
+        n.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
+        spark_neurons(&n);
+        const uint32_t* together = n.fired;
+        n.num_tokens = 1, n.fired = words(W);
+        for (int64_t t = 0; t < T; ++t, n.x += D) {
+            spark_neurons(&n);
+            if (std::memcmp(n.fired, together + t * W, W * 4)) return false;
+        }
+    }
+    return true;
+}
+
 // The parts of the step give the whole one's result for the last position.
 bool parts(SparkStep& step, const float* want) {
     const int64_t D = step.width, V = step.head.num_rows, token = step.context_length - 1;
@@ -186,6 +223,8 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     uint8_t* memory = bytes(size + 63);
     step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
     float *logits = floats(V), *together = floats(R * V);
+    uint32_t *fired = words(3), *fired_together = words(R * 3);
+    step.fired = fired;
     for (int64_t position = 0; position < C; ++position) {
         const SparkRow row = {position, position, 0, 1, -1, 0};
         if (spark_step(&step, &row, 1, logits)) return false;
@@ -193,10 +232,13 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     SparkRow rows[R];
     for (int64_t t = 0; t < R; ++t) rows[t] = {C - R + t, C - R + t, 0, 1, -1, 0};
     std::vector<int64_t> times(2 * NUM_TIMED * (step.num_layers + 1));
-    step.times = times.data();
+    step.times = times.data(), step.fired = fired_together;
     if (spark_step(&step, rows, R, together)) return false;
     step.times = nullptr;
     if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
+    if (std::memcmp(fired_together + (R - 1) * 3, fired, 3 * 4)) return false;
+    if (mode == MODE_DENSE && !are_all(fired, F)) return false;
+    if (mode == MODE_EXACT && !neurons(block, step.activation, D, F)) return false;
     const SparkRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
     rows[1].position += 1;
     return spark_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&

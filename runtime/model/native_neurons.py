@@ -1,8 +1,8 @@
-"""The neurons of one block for one token or several, in one native call: the CPU's share of a
-divided layer, from the normed input to the neurons' output.
+"""Computes the neurons of one block for one or several tokens in one native call: the CPU's share
+of a divided layer, from the normed input to the neurons' output.
 
 A call takes one bit per neuron, as a GPU's predictor writes them, and may come from any thread,
-also from a node of a CUDA graph (`node`). The reference is feed_forward.py.
+including a node of a CUDA graph (`node`). The reference is feed_forward.py.
 
 Letters: T tokens, D model width, F neurons of the layer, N of the block."""
 
@@ -27,14 +27,14 @@ from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
 
 class NeuronsStruct(Structure):
     _fields_ = [("block", BlockStruct), ("x", c_void_p), ("named", c_void_p), ("y", c_void_p),
-                ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
+                ("fired", c_void_p), ("workspace", c_void_p), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_tokens", c_int64), ("max_tokens", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("activation", c_int32), ("mode", c_int32), ("threshold", c_float)]  # fmt: skip
 
 
 class SharedWorkspace:
-    """Scratch shared by several blocks, no two of which run at a time."""
+    """Scratch shared by several blocks, no two of which run at the same time."""
 
     def __init__(self) -> None:
         self._structs: list[NeuronsStruct] = []
@@ -78,8 +78,8 @@ class NativeNeurons:
         room: SharedWorkspace | None = None,
     ) -> "NativeNeurons":
         """Makes a call. `num_neurons` is the layer's F; vectors that are not given are allocated.
-        With a `room`, it can run only once that is allocated. Raises NotNative for what the kernels
-        do not cover, and ImportError if they are not built."""
+        With a `room`, the call can run only once that is allocated. Raises NotNative for what the
+        kernels do not cover, and ImportError if they are not built."""
         structs = Structs()
         width = block.down.width
         x_D = torch.zeros(width) if x_D is None else x_D

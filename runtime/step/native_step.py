@@ -62,7 +62,7 @@ class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
                 ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
-                ("workspace", c_void_p), ("times", c_void_p),
+                ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
                 ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("context_length", c_int64), ("max_rows", c_int64),
@@ -125,7 +125,7 @@ class NativeStep:
 
 
 def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep | str:
-    """The native step of this model, or in a few words why there is none."""
+    """The native step of this model, or a few words on why there is none."""
     if not library.is_available():
         return "the C++ kernels are not built"
     try:

@@ -39,6 +39,8 @@ EXPORT void spark_neurons(void* data) {
     Named named[MAX_ROWS];
     for (int64_t t = 0; n.named && t < T; ++t) named[t] = {n.named + t * words, nullptr, 0.0f};
     NeuronBytes read;
-    room.neurons.run(n.block, gate, n.named ? named : nullptr, room.x, T, n.y, read);
+    const Fired fired = {n.fired, words};
+    if (n.fired) std::fill_n(n.fired, T * words, 0u);
+    room.neurons.run(n.block, gate, n.named ? named : nullptr, room.x, T, n.y, read, fired);
     n.gate_bytes += read.gate, n.up_bytes += read.up, n.down_bytes += read.down;
 }

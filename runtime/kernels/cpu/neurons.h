@@ -71,6 +71,14 @@ struct Named {
     }
 };
 
+// Where one bit a neuron of the layer is set, [T, stride] words; null: nowhere.
+struct Fired {
+    uint32_t* bits = nullptr;
+    int64_t stride = 0;
+
+    void set(int64_t t, int64_t j) const { bits[t * stride + j / 32] |= 1u << j % 32; }
+};
+
 // Weight bytes read.
 struct NeuronBytes {
     int64_t gate = 0, up = 0, down = 0;
@@ -95,12 +103,12 @@ class Neurons {
     }
 
     // Writes the output of the predicted neurons of a block (all, if `named` is null) for T tokens to
-    // out [T, D].
+    // out [T, D]; sets the bits of those whose row of `down` is read.
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
-             float* out, NeuronBytes& read) {
-        if (T > 1) return run_many(block, gate, named, x, T, out, read);
-        if (!named) return run_one(block, gate, nullptr, block.num_neurons, x, out, read);
-        run_one(block, gate, position_, list(block, *named, position_), x, out, read);
+             float* out, NeuronBytes& read, Fired fired = {}) {
+        if (T > 1) return run_many(block, gate, named, x, T, out, read, fired);
+        if (!named) return run_one(block, gate, nullptr, block.num_neurons, x, out, read, fired);
+        run_one(block, gate, position_, list(block, *named, position_), x, out, read, fired);
     }
 
   private:
@@ -124,7 +132,7 @@ class Neurons {
 
     // The neurons at `count` places of the block, or the first `count` if it is null.
     void run_one(const SparkBlock& block, const Gate& gate, const int32_t* position, int64_t count,
-                 Operand& x, float* out, NeuronBytes& read) {
+                 Operand& x, float* out, NeuronBytes& read, Fired fired) {
         const int64_t chunk = groups_of_chunk(block.num_neurons) * SUM_ROWS;
         const int64_t chunks = (block.num_neurons + chunk - 1) / chunk;
         const int32_t* rows = position;
@@ -154,7 +162,12 @@ class Neurons {
             if (block.up.data) read.up += opened[c].num_fired * row_bytes(block.up);
             read.down += (opened[c].end - opened[c].begin) * row_bytes(block.down);
         }
+        for (int64_t c = 0; fired.bits && c < chunks; ++c)
+            for (int64_t o = opened[c].begin; o < opened[c].end; ++o)
+                fired.set(0, id_of(block, open_position_[o]));
     }
+
+    static int64_t id_of(const SparkBlock& block, int64_t p) { return block.id ? block.id[p] : p; }
 
     // The contributing neurons of a chunk, open_[begin .. end-1], those of them not yet summed, and the
     // number that fired: more, if hidden values are silenced.
@@ -299,7 +312,7 @@ class Neurons {
     // First computes hidden values of the neurons that fire, by groups of neurons; then sums, by
     // columns.
     void run_many(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x,
-                  int64_t T, float* out, NeuronBytes& read) {
+                  int64_t T, float* out, NeuronBytes& read, Fired fired) {
         const int64_t groups = groups_of(block.num_neurons);
         const Input gate_x = x.as(block.gate.kind, T);
         const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
@@ -314,6 +327,10 @@ class Neurons {
             if (block.up.data) read.up += num_read_[g].up * row_bytes(block.up);
             read.down += num_read_[g].down * row_bytes(block.down);
         }
+        for (int64_t t = 0; fired.bits && t < T; ++t)
+            for (int64_t g = 0; g < groups; ++g)
+                for (uint64_t left = hidden_.mask[t * hidden_.groups + g]; left; left &= left - 1)
+                    fired.set(t, id_of(block, g * SUM_ROWS + __builtin_ctzll(left)));
     }
 
     // Rows of a group for the tokens that need them: y [T, stride].
@@ -398,7 +415,7 @@ class Neurons {
     static uint64_t names(const SparkBlock& block, const Named& named, int64_t p0, int64_t count) {
         uint64_t mask = 0;
         for (int64_t i = 0; i < count; ++i)
-            mask |= static_cast<uint64_t>(named.has(block.id ? block.id[p0 + i] : p0 + i)) << i;
+            mask |= static_cast<uint64_t>(named.has(id_of(block, p0 + i))) << i;
         return mask;
     }
 

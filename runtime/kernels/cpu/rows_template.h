@@ -14,7 +14,7 @@
 //   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16
 //   fused(a, b, c)                 a*b+c, rounded once
 //   add_floats(a, b)
-// and what k_quants_template.h, planar_template.h and blocks_template.h want.
+// and what k_quants_template.h, planar_template.h and blocks_template.h need.
 
 constexpr int VECTORS = BLOCK / LANES;
 
@@ -279,7 +279,7 @@ inline float exp_of(float x) {
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720, p = p * r + 1.0f / 120, p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6, p = p * r + 0.5f, p = p * r + 1.0f, p = p * r + 1.0f;
-    int32_t exponent;
+    uint32_t exponent;  // unsigned: a NaN's may be negative
     __builtin_memcpy(&exponent, &shifted, 4);
     exponent = (exponent - 0x4b400000 + 127) << 23;
     float power;

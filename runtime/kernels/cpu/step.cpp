@@ -164,7 +164,7 @@ class Step {
                 front(part.begin);
                 if (s.mode == MODE_PREDICTED) {
                     predict(s.layer[part.begin], named_by(part.begin, part.is_first));
-                    pack_named(s.layer[part.begin], part.named);
+                    pack_named(s.layer[part.begin], w.named, part.named);
                 }
                 std::memcpy(part.ffn_input, last.f32, bytes);
                 break;
@@ -231,7 +231,7 @@ class Step {
         for (int64_t i = begin; i < end; ++i) {
             clock.layer(i);
             front(i);
-            feed_forward(s.layer[i], w.ffn_input[i % 2], named_by(i, is_first && i == begin));
+            feed_forward(i, w.ffn_input[i % 2], named_by(i, is_first && i == begin));
             back(i);
             clock.ended(TIMED_OTHER);
         }
@@ -304,10 +304,30 @@ class Step {
 
     float* x(int64_t t) const { return w.x + t * D; }
 
-    void pack_named(const SparkLayer& l, uint32_t* named) {
-        std::fill_n(named, (s.num_neurons + 31) / 32, 0u);
-        for (int64_t j = 0; j < s.num_neurons; ++j)
-            named[j / 32] |= static_cast<uint32_t>(!(w.named[j] <= l.predictor_threshold)) << j % 32;
+    void pack_named(const SparkLayer& l, const float* score, uint32_t* named) {
+        const int64_t F = s.num_neurons;
+        for (int64_t first = 0; first < F; first += 32) {
+            const int64_t count = std::min<int64_t>(32, F - first);
+            uint32_t word = 0;
+            for (int64_t j = 0; j < count; ++j)
+                word |= static_cast<uint32_t>(!(score[first + j] <= l.predictor_threshold)) << j;
+            named[first / 32] = word;
+        }
+    }
+
+    // The bits of a layer's neurons for the rows of this step, see SparkStep; predicted ones are known.
+    Fired fired_of(int64_t index) {
+        if (!s.fired) return {};
+        const int64_t words = (s.num_neurons + 31) / 32;
+        const Fired fired = {s.fired + index * words, s.num_layers * words};
+        rows(s.num_neurons, [&](int64_t t) {
+            uint32_t* bits = fired.bits + t * fired.stride;
+            if (s.mode == MODE_PREDICTED)
+                pack_named(s.layer[index], w.named + t * s.num_neurons, bits);
+            else
+                std::fill_n(bits, words, 0u);
+        });
+        return s.mode == MODE_PREDICTED ? Fired{} : fired;
     }
 
     void attention(const SparkLayer& l, Operand& input) {
@@ -365,10 +385,12 @@ class Step {
         return w.masked;
     }
 
-    void feed_forward(const SparkLayer& l, Operand& input, Operand& named_by) {
+    void feed_forward(int64_t index, Operand& input, Operand& named_by) {
+        const SparkLayer& l = s.layer[index];
         const bool is_predicted = s.mode == MODE_PREDICTED;
         clock.ended(TIMED_OTHER);
         if (is_predicted) predict(l, named_by);
+        const Fired fired = fired_of(index);
         clock.ended(TIMED_PREDICTOR);
         const Gate gate = {s.activation, s.mode, l.threshold};
         Named named[MAX_ROWS];
@@ -378,12 +400,13 @@ class Step {
         const bool is_transposed = l.num_blocks == 1 && l.block->is_transposed;
         if (is_transposed)
             w.transposed.run(w.inputs, *l.block, gate, is_predicted ? named : nullptr, input.f32,
-                             applied(l.ffn_limit), T, w.ffn_out, read);
+                             applied(l.ffn_limit), T, w.ffn_out, read, fired);
         if (is_transposed) count(read, TIMED_NEURONS);
         Operand& seen = is_transposed ? input : without_silent(input, l.ffn_limit);
         for (int64_t b = 0; b < l.num_blocks && !is_transposed; ++b) {
             float* out = b == 0 ? w.ffn_out : w.sum;
-            w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, seen, T, out, read);
+            w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, seen, T, out, read,
+                          fired);
             if (b > 0) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, w.sum + t * D, D); });
             count(read, b == 0 ? TIMED_NEURONS : TIMED_NEURONS_2);
         }

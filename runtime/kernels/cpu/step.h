@@ -63,16 +63,16 @@ struct SparkTable {
 };
 
 // Which positions a token attends to, see select.h. Lengths are multiples of `block`, which divides the
-// blocks of a table of several; a token takes the first `sinks`, `top` that are searched for, and the
-// block that begins `window` positions before its end and all behind it.
+// blocks of a table of several; a token attends to the first `sinks` positions, to `top` positions found by
+// search, and to all from the key block of the `window`-th last position on.
 enum Summary : int32_t { SUMMARY_MEAN, SUMMARY_BOUNDS };
 struct SparkSelect {
     int64_t block;  // 0: all positions are taken
     int64_t sinks, window, top;
-    int64_t candidates;  // keys are searched by their codes among so many times `top`
+    int64_t candidates;  // keys are ranked by their codes among this many times `top`
     int32_t summary, is_coded;  // not coded: the best blocks are taken whole
     // Capped positions: keys are kept as they are before the rotary embedding. Those of the window are
-    // turned to their distances from its beginning, and all before it are `window` positions away
+    // rotated to their distances from its beginning, and all before it count as `window` positions away
     // (InfLLM, Xiao et al. 2024, arXiv 2402.04617). Null: original positions.
     const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
@@ -102,9 +102,13 @@ struct SparkStep {
     SparkSelect select;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
-    // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; last what is no
-    // layer's. Null: the clock is not read.
+    // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; the last row is for what
+    // belongs to no layer. Null: the clock is not read.
     int64_t* times;
+    // [max_rows, num_layers, F / 32 rounded up] one bit per neuron, written for each computed row, in
+    // order: mode predicted, the predicted neurons; otherwise those whose row of `down` is read (dense:
+    // all). Null: nothing is written.
+    uint32_t* fired;
     int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
@@ -153,6 +157,7 @@ struct SparkNeurons {
     const float* x;         // [T, D]
     const uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
     float* y;               // [T, D], written
+    uint32_t* fired;        // as `named`, written: those whose row of `down` is read; or null
     uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
     int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens

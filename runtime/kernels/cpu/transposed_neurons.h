@@ -13,9 +13,10 @@ class TransposedNeurons {
     }
 
     // Writes the output of the predicted neurons (all, if `named` is null) for T tokens x [T, D] to out
-    // [T, D].
+    // [T, D]; sets the bits of those whose row of `down` is read.
     void run(SparseInputs& inputs, const SparkBlock& block, const Gate& gate, const Named* named,
-             const float* x, const float* limit, int64_t T, float* out, NeuronBytes& read) {
+             const float* x, const float* limit, int64_t T, float* out, NeuronBytes& read,
+             Fired fired) {
         const SparkMatrix both[] = {block.gate, block.up};
         const int count = block.up.data ? 2 : 1;
         const int64_t D = block.down.num_columns;
@@ -32,6 +33,8 @@ class TransposedNeurons {
         const float* silent = limits.has_hidden() ? limits.hidden : no_limit_;
         if (gate.mode == MODE_DENSE) silent = nullptr;
         read.down += inputs.run(&block.down, 1, value_, silent, T, out, D);
+        for (int64_t i = 0; fired.bits && i < T * F; ++i)
+            if (!silent || passes(value_[i], silent, i % F)) fired.set(i / F, i % F);
     }
 
   private:
