@@ -1,0 +1,255 @@
+// See policy.h.
+#include "policy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr double RECENT = 0.95;         // decay of the averages over steps
+constexpr double ROOM = 0.9;            // the share of a step's spare time that copies may take
+constexpr double PRICE_UP = 1.1, PRICE_DOWN = 0.97, LEAST_PRICE = 1e-3;
+constexpr int64_t FIRST_STEPS = 16;     // before swapping starts
+constexpr double LEAST_LOSS = 0.002;    // the share of a step whose loss stops swapping
+
+inline int64_t padded(int64_t F) { return (F + 31) / 32 * 32; }
+inline bool has(const uint32_t* bits, int64_t j) { return bits[j / 32] >> (j % 32) & 1; }
+inline void put(uint32_t* bits, int64_t j) { bits[j / 32] |= 1u << (j % 32); }
+inline void remove(uint32_t* bits, int64_t j) { bits[j / 32] &= ~(1u << (j % 32)); }
+
+// Compiled for several instruction sets, with the same results: nothing is fused.
+#if defined(__x86_64__) && defined(__linux__)
+#define FOR_EACH_LEVEL __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_LEVEL
+#endif
+
+struct BitMasks {
+    constexpr BitMasks() : of{} {
+        for (int i = 0; i < 32; ++i) of[i] = 1u << i;
+    }
+    uint32_t of[32];
+};
+constexpr BitMasks MASKS;
+
+// average += rate * (value - average), in place, for the bits of one token; F is a multiple of 32.
+FOR_EACH_LEVEL void average(float* values, const uint32_t* bits, int64_t F, float rate) {
+    for (int64_t first = 0; first < F; first += 32) {
+        const uint32_t word = bits[first / 32];
+        float* value = values + first;
+        for (int64_t i = 0; i < 32; ++i) {
+            const float is_read = word & MASKS.of[i] ? 1.0f : 0.0f;
+            value[i] += rate * (is_read - value[i]);
+        }
+    }
+}
+
+// What neurons are worth in a slot, as frequencies.
+FOR_EACH_LEVEL void worths(const float* score, const float* burst, int64_t F, float weight, float* worth) {
+    for (int64_t j = 0; j < F; ++j) worth[j] = score[j] + weight * (burst[j] - score[j]);
+}
+
+// The step that just ran: the seconds of its layers with these numbers of hits.
+double layer_seconds(const CacheLayer& layer, int64_t read, int64_t hits) {
+    const double hot = layer.hot_s + hits * layer.hot_row_s;
+    const double cold = layer.cold_s + (read - hits) * layer.cold_row_s;
+    return std::max(hot, cold);
+}
+
+void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
+    const int64_t W = (c.num_neurons + 31) / 32;
+    double step = c.rest_s, planned = c.rest_s, busy = 0.0, gather = 0.0, copy = 0.0;
+    for (int64_t l = 0; l < c.num_layers; ++l) {
+        CacheLayer& layer = c.layer[l];
+        int64_t read = 0, hits = 0, planned_hits = 0;
+        for (int64_t w = 0; w < W; ++w) {
+            uint32_t word = 0;
+            for (int64_t r = 0; r < rows; ++r) word |= bits[(r * c.num_layers + l) * W + w];
+            read += __builtin_popcount(word);
+            hits += __builtin_popcount(word & layer.resident[w]);
+            planned_hits += __builtin_popcount(word & layer.planned[w]);
+        }
+        layer.read += read, layer.hits += hits, layer.planned_hits += planned_hits;
+        const double hot = layer.hot_s + hits * layer.hot_row_s;
+        const double cold = layer.cold_s + (read - hits) * layer.cold_row_s;
+        layer.cold_share = RECENT * layer.cold_share + (1.0 - RECENT) * (cold > hot ? 1.0 : 0.0);
+        step += layer_seconds(layer, read, hits);
+        planned += layer_seconds(layer, read, planned_hits);
+        busy += cold;
+    }
+    for (int64_t i = 0; i < c.num_swaps; ++i) {
+        const CacheLayer& layer = c.layer[c.swap[i].layer];
+        gather += layer.gather_row_s, copy += layer.copy_row_s;
+    }
+    const double free = std::max(0.0, step - busy), computed = step;
+    step += std::max(0.0, gather - free);
+    if (c.num_swaps) step = std::max(step, c.copy_s + copy);
+    c.cached_s += step, c.planned_s += planned;
+    const double recent = c.num_steps ? RECENT : 0.0;
+    c.step_s = recent * c.step_s + (1.0 - recent) * computed;
+    c.free_s = recent * c.free_s + (1.0 - recent) * free;
+}
+
+void take_swaps(NeuronCache& c) {
+    for (int64_t i = 0; i < c.num_swaps; ++i) {
+        const CacheSwap& swap = c.swap[i];
+        CacheLayer& layer = c.layer[swap.layer];
+        layer.slot[swap.in] = swap.slot, layer.slot[swap.out] = -1;
+        layer.id[swap.slot] = swap.in;
+        put(layer.resident, swap.in), remove(layer.resident, swap.out);
+    }
+    c.total_swaps += c.num_swaps;
+    c.num_swaps = 0;
+}
+
+struct Candidate {
+    float worth;
+    int32_t id;
+};
+
+// Pairs the most wanted cold neurons with the least wanted hot ones while the expected gain exceeds the
+// costs. With `to_plan`, neurons of the plan are wanted and no others. Appends to c.swap from `count` on
+// (most_rows a layer); adds the gain per step of all pairs, taken or not, to `gain_s`.
+class Pairing {
+  public:
+    int64_t run(NeuronCache& c, int64_t l, bool to_plan, int64_t count, double& gain_s) {
+        CacheLayer& layer = c.layer[l];
+        const double row_s = layer.cold_share * layer.cold_row_s - (1.0 - layer.cold_share) * layer.hot_row_s;
+        if (layer.num_slots == 0 || !(row_s > 0.0)) return count;
+        const double cost = layer.gather_row_s + c.price * layer.copy_row_s;
+        const float least = static_cast<float>(c.margin + cost / (row_s * c.stay));
+        cold_.clear(), hot_.clear();
+        worth_.resize(padded(c.num_neurons));
+        worths(layer.score, layer.burst, padded(c.num_neurons), c.burst_weight, worth_.data());
+        float lowest = INFINITY;
+        for (int64_t s = 0; s < layer.num_slots; ++s) {
+            const int32_t j = layer.id[s];
+            if (to_plan && has(layer.planned, j)) continue;
+            const float value = worth_[j];
+            hot_.push_back({value, j}), lowest = std::min(lowest, value);
+        }
+        for (int64_t j = 0; j < c.num_neurons; ++j) {
+            const float value = worth_[j];
+            if (to_plan ? !has(layer.planned, j) : !(value - lowest > least)) continue;
+            if (layer.slot[j] < 0) cold_.push_back({value, static_cast<int32_t>(j)});
+        }
+        const auto best = [](const Candidate& a, const Candidate& b) {
+            return a.worth > b.worth || (a.worth == b.worth && a.id < b.id);
+        };
+        const auto worst = [](const Candidate& a, const Candidate& b) {
+            return a.worth < b.worth || (a.worth == b.worth && a.id < b.id);
+        };
+        const int64_t pairs = std::min(cold_.size(), hot_.size());
+        std::partial_sort(cold_.begin(), cold_.begin() + pairs, cold_.end(), best);
+        std::partial_sort(hot_.begin(), hot_.begin() + pairs, hot_.end(), worst);
+        int64_t taken = 0;
+        for (int64_t i = 0; i < pairs; ++i) {
+            const float more = cold_[i].worth - hot_[i].worth;
+            if (!to_plan && !(more > least)) break;
+            const double gained = (static_cast<double>(more) - least) * row_s;
+            gain_s += to_plan ? 0.0 : gained;
+            if (taken++ < c.most_rows)
+                c.swap[count++] = {static_cast<int32_t>(l), layer.slot[hot_[i].id], cold_[i].id,
+                                   hot_[i].id, gained * c.stay};
+        }
+        return count;
+    }
+
+  private:
+    std::vector<Candidate> cold_, hot_;
+    std::vector<float> worth_;
+};
+
+// Keeps those with the most gain for the time they take, as far as a step has time and room for them.
+int64_t fitting(NeuronCache& c, int64_t count) {
+    std::sort(c.swap, c.swap + count, [&](const CacheSwap& a, const CacheSwap& b) {
+        const double x = a.gain_s * c.layer[b.layer].copy_row_s, y = b.gain_s * c.layer[a.layer].copy_row_s;
+        if (x != y) return x > y;
+        if (a.gain_s != b.gain_s) return a.gain_s > b.gain_s;
+        return a.layer < b.layer || (a.layer == b.layer && a.in < b.in);
+    });
+    double copy = c.copy_s, gather = 0.0;
+    int64_t kept = 0;
+    while (kept < count && kept < c.most_rows) {
+        const CacheLayer& layer = c.layer[c.swap[kept].layer];
+        copy += layer.copy_row_s, gather += layer.gather_row_s;
+        if (copy > ROOM * c.step_s || gather > ROOM * c.free_s) break;
+        ++kept;
+    }
+    return kept;
+}
+
+// Whether to swap at all: starts where scores promise enough, stops where the plan's own neurons would
+// have done as well lately.
+void switch_on_or_off(NeuronCache& c) {
+    if (c.is_always_on) {
+        c.is_on = 1;
+        return;
+    }
+    if (!c.is_on && c.num_steps >= FIRST_STEPS && c.gain_s > c.start_gain * c.step_s) {
+        c.is_on = 1, c.is_returning = 0, ++c.num_starts, c.saved_s = c.start_gain * c.step_s;
+    } else if (c.is_on && c.saved_s < -LEAST_LOSS * c.step_s) {
+        c.is_on = 0, c.is_returning = 1;
+    }
+}
+
+void decide(NeuronCache& c) {
+    static thread_local Pairing pairing;
+    int64_t count = 0;
+    double gain = 0.0;
+    for (int64_t i = 0; i < c.num_visited; ++i) {
+        const int64_t l = (c.next_layer + i) % c.num_layers;
+        const int64_t before = count;
+        count = pairing.run(c, l, false, count, gain);
+        if (c.is_on) continue;
+        count = before;
+        double nothing = 0.0;
+        if (c.is_returning) count = pairing.run(c, l, true, count, nothing);
+    }
+    c.next_layer = (c.next_layer + c.num_visited) % c.num_layers;
+    const double whole = gain * c.num_layers / c.num_visited;
+    c.gain_s = 0.8 * c.gain_s + 0.2 * whole;
+    c.num_swaps = fitting(c, count);
+    const bool is_cut = c.num_swaps < count;
+    c.price = is_cut ? std::max(LEAST_PRICE, c.price * PRICE_UP) : c.price * PRICE_DOWN;
+    if (c.price < LEAST_PRICE) c.price = 0.0;
+}
+
+void learn(NeuronCache& c, const uint32_t* bits, int64_t rows) {
+    const int64_t W = (c.num_neurons + 31) / 32;
+    for (int64_t r = 0; r < rows; ++r) {
+        const float first = 1.0f / (c.prior_tokens + static_cast<float>(c.num_rows + 1));
+        const float rate = std::max(1.0f - c.decay, first);
+        ++c.num_rows;
+        for (int64_t l = 0; l < c.num_layers; ++l) {
+            if (c.layer[l].num_slots == 0) continue;
+            const uint32_t* mine = bits + (r * c.num_layers + l) * W;
+            average(c.layer[l].score, mine, padded(c.num_neurons), rate);
+            if (c.burst_weight > 0.0f) average(c.layer[l].burst, mine, padded(c.num_neurons), 1.0f - c.burst_decay);
+        }
+    }
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void spark_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
+    learn(*cache, bits, rows);
+}
+
+EXPORT void spark_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
+    NeuronCache& c = *cache;
+    const double cached = c.cached_s, planned = c.planned_s;
+    measure(c, bits, rows);
+    const double saved = (c.planned_s - planned) - (c.cached_s - cached);
+    c.saved_s = 0.99 * c.saved_s + 0.01 * saved;
+    ++c.num_steps;
+    take_swaps(c);
+    learn(c, bits, rows);
+    switch_on_or_off(c);
+    c.steps_on += c.is_on;
+    decide(c);
+}

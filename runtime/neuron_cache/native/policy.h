@@ -1,0 +1,53 @@
+// The policy of the online neuron cache: after each step it decides which cold neurons take the slots of
+// which hot ones. policy.py mirrors these structs field by field; reference.py is the same in numpy, with
+// the same sequence of operations, so both decide alike.
+//
+// Letters: L layers, F neurons of a layer, N slots of a layer, W words of F bits: F / 32 rounded up.
+#pragma once
+#include <stdint.h>
+
+struct CacheLayer {
+    float *score, *burst;     // [32 W] moving averages of how often a step reads a neuron
+    int32_t* slot;            // [F], below 0: in main memory alone
+    int32_t* id;              // [N] the neuron in each slot
+    const uint32_t* planned;  // [W] the neurons that the plan has in slots
+    uint32_t* resident;       // [W] those that are in them
+    int64_t num_slots;
+    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, as CacheCosts in src/sparkinfer/neuron_cache.py
+    double copy_row_s, gather_row_s;
+    double cold_share;  // moving average: the share of steps whose cold neurons take longest
+    int64_t read, hits, planned_hits;  // neurons of all steps so far: read, in slots, in slots by plan
+};
+
+struct CacheSwap {
+    int32_t layer, slot, in, out;
+    double gain_s;  // expected over the stay, beyond the costs of the copy
+};
+
+struct NeuronCache {
+    CacheLayer* layer;
+    CacheSwap* swap;  // [L * most_rows] room for candidates; the first num_swaps are the decision
+    int64_t num_layers, num_neurons, most_rows, num_visited;
+    double rest_s, copy_s;
+    // Options, as CacheOptions.
+    float decay, burst_decay, burst_weight, prior_tokens, margin;
+    int32_t is_always_on;
+    double stay, start_gain;
+    // State.
+    int64_t num_swaps, next_layer, num_rows, num_steps;
+    double price;  // expected seconds gained that a second of the link must bring
+    double step_s, free_s;  // moving averages: of a step, and of the CPU's time to spare in it
+    double gain_s, saved_s;  // per step, moving averages: expected of more swaps; saved so far
+    int32_t is_on, is_returning;
+    // Totals.
+    double cached_s, planned_s;  // by the costs: as it was, and if the plan's neurons had stayed
+    int64_t total_swaps, steps_on, num_starts;
+};
+
+extern "C" {
+// Updates the scores by `rows` tokens' bits [rows, L, W], of a prompt for example; decides nothing.
+void spark_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows);
+// The boundary behind a step that ran these tokens (rows >= 1): counts its hits and seconds, takes the
+// last decision's swaps as done, and makes the next decision.
+void spark_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
+}

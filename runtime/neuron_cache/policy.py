@@ -1,0 +1,176 @@
+"""Decides which neurons are in the slots of the fast memory, from the neurons that steps read.
+
+The decisions are made in C++ (native/policy.cpp); reference.py defines them.
+
+Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer, W words of F bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkinfer.neuron_cache import CacheCosts, CacheOptions
+from sparkinfer.runtime.neuron_cache.native import library
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheReport:
+    """What a cache did so far. Seconds are by its costs; the plan's are those of a step whose slots
+    keep the plan's neurons."""
+
+    num_steps: int
+    steps_on: int
+    num_starts: int  # how often swapping was started
+    num_swaps: int
+    hit_rate: float  # of the rows read
+    planned_hit_rate: float
+    seconds: float
+    planned_seconds: float
+
+    @property
+    def line(self) -> str:
+        """One line for people."""
+        if not self.num_steps:
+            return "neuron cache: no step"
+        hits = f"hits {self.planned_hit_rate:.1%} by plan, {self.hit_rate:.1%} with the cache"
+        if not self.num_starts:
+            return f"neuron cache: nothing was swapped, since it would not pay; {hits}"
+        saved = 1 - self.seconds / self.planned_seconds
+        return (
+            f"neuron cache: {hits}; {self.num_swaps:,} swaps, on for {self.steps_on} of"
+            f" {self.num_steps} tokens, {abs(saved):.1%} {'less' if saved >= 0 else 'more'} time by"
+            " the plan's rates"
+        )
+
+
+class CachePolicy:
+    """The scores, slots and decisions of one model. `step` is called behind every step."""
+
+    def __init__(self, struct: library.CacheStruct, kept: tuple[object, ...]) -> None:
+        self._struct, self._kept = struct, kept
+        self._swaps: np.ndarray = kept[-1]  # type: ignore[assignment]
+
+    @classmethod
+    def of(
+        cls,
+        resident_LN: Sequence[np.ndarray],
+        frequency_LF: np.ndarray,
+        costs: CacheCosts,
+        options: CacheOptions,
+    ) -> "CachePolicy":
+        """`resident_LN`: for each layer the neurons in its slots, in order; none if it has no slots.
+        `frequency_LF`: how often a step reads each neuron, by the profile."""
+        num_layers, num_neurons = frequency_LF.shape
+        assert len(resident_LN) == num_layers == costs.num_layers
+        kept: list[object] = []
+        layers = (library.LayerStruct * num_layers)()
+        for index, resident_N in enumerate(resident_LN):
+            layers[index] = _layer(index, resident_N, frequency_LF[index], costs, kept)
+        swaps = np.zeros(max(1, num_layers * options.most_rows), library.SWAP)
+        struct = library.CacheStruct(
+            layer=layers,
+            swap=swaps.ctypes.data,
+            num_layers=num_layers,
+            num_neurons=num_neurons,
+            most_rows=options.most_rows,
+            num_visited=max(1, round(options.visited * num_layers)),
+            rest_s=costs.rest_s,
+            copy_s=costs.copy_s,
+            decay=options.decay,
+            burst_decay=options.burst_decay,
+            burst_weight=options.burst_weight,
+            prior_tokens=options.prior_tokens,
+            margin=options.margin,
+            is_always_on=options.is_always_on,
+            stay=options.stay,
+            start_gain=options.start_gain,
+        )
+        return cls(struct, (*kept, layers, swaps))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, W) of the bits of a token."""
+        return self._struct.num_layers, -(-self._struct.num_neurons // 32)
+
+    def learn(self, bits_RLW: np.ndarray) -> None:
+        """Updates the scores by tokens of a prompt; swaps nothing."""
+        library.learn(self._struct, *self._checked(bits_RLW))
+
+    def step(self, bits_RLW: np.ndarray) -> np.ndarray:
+        """The boundary behind a step of R tokens: returns the swaps to do during the next step, as a
+        view (fields layer, slot, in, out) that is valid until then. Those it returned before count
+        as done from here on.
+
+        bits_RLW: (u)int32, bit j % 32 of word j // 32 for neuron j."""
+        library.step(self._struct, *self._checked(bits_RLW))
+        return self._swaps[: self._struct.num_swaps]
+
+    def resident(self, layer: int) -> np.ndarray:
+        """The neuron in each slot [N], a copy."""
+        struct = self._struct.layer[layer]
+        return self._array(struct.id, struct.num_slots, np.int32)
+
+    def report(self) -> CacheReport:
+        struct = self._struct
+        layers = [struct.layer[index] for index in range(struct.num_layers)]
+        read = max(1, sum(layer.read for layer in layers))
+        return CacheReport(
+            num_steps=struct.num_steps,
+            steps_on=struct.steps_on,
+            num_starts=struct.num_starts,
+            num_swaps=struct.total_swaps,
+            hit_rate=sum(layer.hits for layer in layers) / read,
+            planned_hit_rate=sum(layer.planned_hits for layer in layers) / read,
+            seconds=struct.cached_s,
+            planned_seconds=struct.planned_s,
+        )
+
+    def _checked(self, bits_RLW: np.ndarray) -> tuple[int, int]:
+        is_right = bits_RLW.dtype in (np.int32, np.uint32) and bits_RLW.flags.c_contiguous
+        assert is_right and bits_RLW.shape[1:] == self.shape, (bits_RLW.dtype, bits_RLW.shape)
+        return bits_RLW.ctypes.data, len(bits_RLW)
+
+    @staticmethod
+    def _array(address: int, count: int, dtype: type) -> np.ndarray:
+        import ctypes
+
+        size = count * np.dtype(dtype).itemsize
+        return np.frombuffer(ctypes.string_at(address, size), dtype)
+
+
+def _layer(
+    index: int, resident_N: np.ndarray, frequency_F: np.ndarray, costs: CacheCosts, kept: list[object]
+) -> library.LayerStruct:
+    num_neurons = len(frequency_F)
+    score_F = np.pad(frequency_F.astype(np.float32), (0, -num_neurons % 32))
+    slot_F = np.full(num_neurons, -1, np.int32)
+    id_N = np.ascontiguousarray(resident_N, np.int32).copy()
+    slot_F[id_N] = np.arange(len(id_N), dtype=np.int32)
+    planned_W = packed(slot_F[None] >= 0)[0]
+    arrays = {
+        "score": score_F,
+        "burst": score_F.copy(),
+        "slot": slot_F,
+        "id": id_N,
+        "planned": planned_W,
+        "resident": planned_W.copy(),
+    }
+    kept.extend(arrays.values())
+    return library.LayerStruct(
+        **{name: array.ctypes.data for name, array in arrays.items()},
+        num_slots=len(id_N),
+        hot_s=costs.hot_s_L[index],
+        hot_row_s=costs.hot_row_s_L[index],
+        cold_s=costs.cold_s_L[index],
+        cold_row_s=costs.cold_row_s_L[index],
+        copy_row_s=costs.copy_row_s_L[index],
+        gather_row_s=costs.gather_row_s_L[index],
+        cold_share=1.0,
+    )
+
+
+def packed(is_read_XF: np.ndarray) -> np.ndarray:
+    """bool [X, F] as uint32 [X, W], bit j % 32 of word j // 32 for neuron j."""
+    padding = -is_read_XF.shape[-1] % 32
+    padded = np.pad(is_read_XF, [(0, 0)] * (is_read_XF.ndim - 1) + [(0, padding)])
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)

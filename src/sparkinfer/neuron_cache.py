@@ -1,0 +1,130 @@
+"""The online neuron cache's settings, and the times it decides by.
+
+Hot neurons lie in slots of the fast memory (the GPU's), all neurons of their layers also in main
+memory. After each step the cache may put a cold neuron in a slot in place of another. It decides from
+which neurons the steps read and from times measured beforehand, never from a clock, so a text gives
+the same swaps every time.
+
+The policy is in runtime/neuron_cache/native/policy.cpp, and once more, slowly, in
+runtime/neuron_cache/reference.py.
+
+Letters: L layers."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+
+DEFAULT = "on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How the cache estimates and when it swaps. Raises SparkinferError for values out of range.
+
+    A neuron's score S is the frequency at which steps read it, as a moving average:
+    S <- S + r (A - S), where A is 1 if the step reads it, and r is 1 - decay, or larger during the
+    first tokens: 1 / (prior_tokens + tokens so far), so that the scores start as the plan's
+    frequencies and move to the text's own. A second average with `burst_decay` reacts faster; of
+    the difference, `burst_weight` is added. A swap needs an advantage of `margin` (a frequency)
+    beside what the copy costs, and pays off over the next `stay` tokens."""
+
+    decay: float = 0.99
+    burst_decay: float = 0.9
+    burst_weight: float = 0.2
+    prior_tokens: float = 32.0
+    margin: float = 0.03
+    stay: float = 100.0
+    most_rows: int = 256  # neurons swapped in one step at most; staging memory is sized by it
+    visited: float = 0.25  # the share of the layers that each step considers, in turn
+    start_gain: float = 0.005  # swapping begins where it saves this share of a step
+    is_always_on: bool = False  # for tests: never stops swapping
+
+    _RANGES = {
+        "decay": (0.0, 0.999999),
+        "burst_decay": (0.0, 0.999999),
+        "burst_weight": (0.0, 1.0),
+        "prior_tokens": (1.0, 1e9),
+        "margin": (0.0, 1.0),
+        "stay": (1.0, 1e9),
+        "most_rows": (1, 1 << 16),
+        "visited": (1e-6, 1.0),
+        "start_gain": (0.0, 1.0),
+        "is_always_on": (0, 1),
+    }
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in self._RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # NaN is not
+                raise SparkinferError(f"{name}={value:g}; wanted {low:g} to {high:g}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parses "on" for the defaults, or e.g. "decay=0.995,margin=0.05"."""
+        if text == DEFAULT:
+            return cls()
+        types = {field.name: type(field.default) for field in fields(cls)}
+        found: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            if name not in types or name in found or not value:
+                raise SparkinferError(
+                    f"{part!r} in {text!r}; wanted {DEFAULT} or NAME=VALUE,... with"
+                    f" {', '.join(types)}"
+                )
+            try:
+                found[name] = types[name](int(value) if types[name] is bool else value)
+            except ValueError as error:
+                raise SparkinferError(f"{name}={value!r}; wanted a number") from error
+        return replace(cls(), **found)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name):g}" for field in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCosts:
+    """The times of a step that the cache decides by, in seconds: of its layers (f64 [L]), and of
+    what it copies. A "row" is all that a neuron has: of gate, up and down.
+
+    A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
+    read), and a step takes the sum of that over its layers, plus `rest_s`. A swap takes gather_row_s
+    of the CPU, which costs nothing while the CPU waits for the GPU, and copy_row_s of the link,
+    which costs nothing while the step runs; `copy_s` is the link's fixed time for a step's swaps.
+    Gathering does not start if the step leaves no time for it."""
+
+    hot_s_L: np.ndarray
+    hot_row_s_L: np.ndarray
+    cold_s_L: np.ndarray
+    cold_row_s_L: np.ndarray
+    copy_row_s_L: np.ndarray
+    gather_row_s_L: np.ndarray
+    rest_s: float
+    copy_s: float
+
+    def __post_init__(self) -> None:
+        arrays = {name: value for name, value in vars(self).items() if name.endswith("_L")}
+        if len({array.shape for array in arrays.values()}) != 1 or self.hot_s_L.ndim != 1:
+            raise SparkinferError("the cache's times are not of the same number of layers")
+        for name, value in vars(self).items():
+            if not np.isfinite(value).all() or np.any(np.asarray(value) < 0):
+                raise SparkinferError(f"{name} of the cache has a time that is negative or no number")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.hot_s_L)
+
+    def scaled(self, *, link: float = 1.0, cpu: float = 1.0) -> "CacheCosts":
+        """The same with a link and a CPU that are so many times as fast."""
+        if not (0 < link < math.inf and 0 < cpu < math.inf):
+            raise SparkinferError("a link or a CPU that is infinitely fast or slow")
+        return replace(
+            self,
+            copy_row_s_L=self.copy_row_s_L / link,
+            cold_row_s_L=self.cold_row_s_L / cpu,
+            gather_row_s_L=self.gather_row_s_L / cpu,
+        )
