@@ -6,7 +6,7 @@
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
 the state that an interrupted stage resumes from. Its lock is shared by users of the artifact and
 exclusive to makers and removers, so that concurrent runs make nothing twice and nothing in use is
-removed. Module keys defines the keys."""
+removed. `keys` defines the keys."""
 
 import fcntl
 import json
@@ -19,34 +19,18 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from sparkinfer.cache_place import VARIABLE, cache_folder
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file
 from sparkinfer.run.keys import STAGES, digest
 
 FORMAT, VERSION = "sparkinfer.cache-entry", 1
-VARIABLE = "SPARKINFER_CACHE"
 ENTRY, LOCK = "entry.json", "lock"
 # Neither follows a link to a file elsewhere nor waits for a pipe.
 LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 Say = Callable[[str], None]
 # Makes an artifact in a folder; its result is stored in the entry as facts.
 Make = Callable[[Path], Mapping[str, Any]]
-
-
-def cache_folder() -> Path:
-    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification. Raises SparkinferError
-    for a user without a home."""
-    own = os.environ.get(VARIABLE)
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one must be ignored
-    try:
-        if own:
-            return Path(own).expanduser().absolute()
-        return (base if base.is_absolute() else Path.home() / ".cache") / "sparkinfer"
-    except RuntimeError as error:  # no such user, or one without a home
-        raise SparkinferError(
-            f"{own or '~'}: there is no such home folder; {VARIABLE} names a cache folder by a whole"
-            " path"
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +68,7 @@ def current_version(kind: str) -> tuple[int, ...]:
 def read_entry(folder: Path) -> Entry | None:
     """The entry in a folder, of any version; None if there is none or it is damaged."""
     try:
-        if not (folder / ENTRY).is_file():  # a pipe would be waited for
+        if not (folder / ENTRY).is_file():  # reading a pipe would wait
             return None
         values = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
@@ -151,7 +135,7 @@ class Cache:
         if folder in self._held:
             if (found := self.find(kind, key)) is not None:
                 return found
-            self._release(folder)  # it was damaged meanwhile; its maker needs the lock alone
+            self._release(folder)  # it was damaged meanwhile; its maker needs the lock exclusively
         while True:
             self._lock(folder, fcntl.LOCK_SH)
             if (found := self.find(kind, key)) is not None:

@@ -29,12 +29,14 @@ from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.mode_choice import mode_meant
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.check.device_check import DeviceLost, checked
 from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
     cache_types_of,
     context_of,
     device_of,
+    gpus_of,
     mode_of,
     placement_of,
     residence_of,
@@ -55,6 +57,8 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.loader import Layer, Weights, limited, load_weights
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
+from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
+from sparkinfer.runtime.neuron_cache.setup import CacheSetup, slot_bytes
 from sparkinfer.runtime.step.batch import rows_of
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
@@ -77,12 +81,14 @@ class Engine(TextEngine):
         step_of: Callable[[Weights], DecodeStep | str],
         load_s: float,
         memories: Memories,
+        neuron_cache: NeuronCache | None = None,
     ) -> None:
         super().__init__(model, decoder, mode, traffic)
         self.bytes_by_role, self.device = bytes_by_role, device
         self._step_of = step_of
         self.load_s = load_s  # seconds from an open file to weights in place
         self.memories = memories  # per GPU, for memory reports
+        self.neuron_cache = neuron_cache
 
     @classmethod
     def load(
@@ -102,34 +108,39 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
         kv_offload: str | None = None,
+        neuron_cache: CacheSetup | None = None,
     ) -> "Engine":
         """Loads a model file, with or without a plan.
 
         mode: "dense", "exact" or "predicted"; None takes the plan's. Without a plan it takes the
         mode that reads the fewest bytes among those that cost at most `max_loss` of the perplexity
-        by the file's record (mode_choice); with `thresholds`, the mode these and the predictors are
-        for. device: "cpu" or "cuda[:n]" for everything the plan does not put on the CPU; None takes
+        by the file's record (mode_choice); with `thresholds`, the mode that these and the predictors are
+        made for. device: "cpu" or "cuda[:n]" for everything the plan does not put on the CPU; None takes
         CUDA if there is a device. context_length: tokens the cache holds per text; None takes the
         plan's, or the model's up to 4,096. thresholds: a profile whose thresholds replace those of
         a SiLU or GELU model; mode "dense" uses none. is_resident: whether weights on the CPU are
         copied into memory in the layout for decoding, or stay in the mapped file, which loads at
         once and decodes slower; None copies them if they fit into free memory. graph: whether a
-        step on CUDA is captured into a graph; without one, results are the same and slower, and can
-        be debugged. cpu_ffn: in place of a plan, puts all feed-forward neurons on the CPU and
+        step on CUDA is captured into a graph; without a graph, results are the same and decoding is
+        slower, but it can be debugged. cpu_ffn: in place of a plan, puts all feed-forward neurons on the CPU and
         everything else on the device. num_sequences: texts kept at a time, each of up to
         context_length tokens; more than one on the CPU only. limits: a limits file
         (sparkinfer.limits) that replaces the limits of a SiLU or GELU model; mode "dense" uses
         none. cache_type_k, cache_type_v: storage types of keys and values (sparkinfer.cache_types),
         on the CPU only; None takes f32 for a model in f32 and f16 for others, and for values the
         type of the keys. kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long
-        text reads only the keys that promise most (sparkinfer.key_selection), on the CPU only.
+        text reads only the keys with the largest estimated weights (sparkinfer.key_selection), on
+        the CPU only.
+
+        neuron_cache: lets the neurons in the slots of the fast memory follow the text; they are at
+        first the plan's hot ones.
 
         Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         file = ModelFile.load(Path(model))
         if thresholds is not None:
             if mode == "dense":
                 raise SparkinferError(
-                    f"{thresholds}: mode dense does without thresholds; leave one of the two out"
+                    f"{thresholds}: mode dense uses no thresholds; leave one of the two out"
                 )
             file = with_thresholds(file, Path(thresholds))
             if mode is None and split is None:
@@ -137,7 +148,7 @@ class Engine(TextEngine):
         if limits is not None:
             if mode == "dense":
                 raise SparkinferError(
-                    f"{limits}: mode dense does without limits; leave one of the two out"
+                    f"{limits}: mode dense uses no limits; leave one of the two out"
                 )
             file = file.with_limits(Limits.load(Path(limits)), str(limits))
             if mode is None and split is None:
@@ -148,7 +159,7 @@ class Engine(TextEngine):
             plan.check_against(file.row_major, Path(split))
         return cls.of(
             file, plan, mode, device, context_length, is_resident, graph, cpu_ffn, num_sequences,
-            max_loss, cache_type_k, cache_type_v, kv_offload,
+            max_loss, cache_type_k, cache_type_v, kv_offload, neuron_cache,
         )  # fmt: skip
 
     @classmethod
@@ -168,12 +179,45 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
         kv_offload: str | None = None,
+        neuron_cache: CacheSetup | None = None,
     ) -> "Engine":
         """Does what `load` does, for a model that is already open or not in a file at all."""
+        rest = (
+            context_length, is_resident, graph, cpu_ffn, num_sequences, max_loss, cache_type_k,
+            cache_type_v, kv_offload, neuron_cache,
+        )  # fmt: skip
+        try:
+            return cls._of(file, plan, mode, device, *rest)
+        except DeviceLost as lost:
+            _notice(file, str(lost))
+            return cls._of(file, plan, mode, "cpu", *rest)
+
+    @classmethod
+    def _of(
+        cls,
+        file: ModelFile,
+        plan: Split | None,
+        mode: Mode | None,
+        device: str | None,
+        context_length: int | None,
+        is_resident: bool | None,
+        graph: bool,
+        cpu_ffn: bool,
+        num_sequences: int,
+        max_loss: float,
+        cache_type_k: str | None,
+        cache_type_v: str | None,
+        kv_offload: str | None,
+        neuron_cache: CacheSetup | None,
+    ) -> "Engine":
+        """Raises DeviceLost if a GPU fails its check and does not answer any more."""
         began = time.perf_counter()
         notice = partial(_notice, file)
         mode = mode_of(file.row_major, mode, plan, max_loss, notice)
         gpu = device_of(device)
+        gpus = (gpu,) if plan is None else gpus_of(plan, gpu)
+        check = checked(gpus, notice, has_budget=plan is not None)
+        gpu = torch.device("cpu") if check is None else gpu
         _check_limits(file, plan, gpu)
         placement = placement_of(file, plan, gpu, cpu_ffn=cpu_ffn)
         num_sequences = sequences_of(num_sequences, plan, gpu)
@@ -189,29 +233,50 @@ class Engine(TextEngine):
             file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,
             cache_types=cache_types,
         )  # fmt: skip
+        resident_LN = None
+        if neuron_cache is not None:
+            resident_LN = neuron_cache.resident(file.row_major, plan, gpu)
+            bytes_by_role["cpu"]["neurons"] += slot_bytes(file.row_major, resident_LN)
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
+        if neuron_cache is not None:
+            neuron_cache.check(file.row_major, mode, is_resident=residence is not None)
         observers, traffic = Observers(), Traffic()
-        memories = memories_of(file, plan, placement, bytes_by_role, context_length, notice)
-        with uploading(memories, residence) as uploaders:
+        memories = memories_of(
+            file, plan, placement, bytes_by_role, context_length, notice,
+            keeps_budget=check is None or check.keeps_budget,
+        )  # fmt: skip
+        with uploading(memories, residence, notice) as uploaders:
             weights = load_weights(
                 file, placement, mode, context_length, observers, traffic, notice, residence,
-                uploaders, num_sequences, cache_types,
+                uploaders, num_sequences, cache_types, resident_LN,
             )  # fmt: skip
         if not library.is_available():
-            print(f"{file.path}: the C++ kernels are not built, torch computes in their place, many"
+            print(f"{file.path}: the C++ kernels are not built; torch computes in their place, many"
                   " times slower; run make build", file=sys.stderr)  # fmt: skip
         offset = file.predictor.input_layer_offset if file.predictor else 0
         chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
+        if check is not None:
+            check.check_kernels(weights, placement, offset, step_takes(memories))
         weights, chunk = with_cold_streams(
             file, weights, memories, placement, mode, context_length, bytes_by_role, chunk, notice
         )
-        step_of = partial(
-            decode_step, placement=placement, input_layer_offset=offset, traffic=traffic,
-            has_graph=graph, take=step_takes(memories),
-        )  # fmt: skip
+        step_by = partial(decode_step, placement=placement, input_layer_offset=offset,
+                          traffic=traffic)  # fmt: skip
+        cache = None
+        if neuron_cache is not None and resident_LN is not None:
+            cache = neuron_cache.cache(weights, resident_LN, is_joined=gpu.type == "cpu")
+        backend = None
+        if check is not None:
+            plain = Decoder(weights=weights, input_layer_offset=offset, observers=Observers(),
+                            native="this is layer by layer")  # fmt: skip
+            backend = check.backend(
+                lambda backend: step_by(weights, backend=backend), plain.step,
+                step_takes(memories), has_graph=graph,
+            )  # fmt: skip
+        step_of = partial(step_by, backend=backend, neuron_cache=cache)
         step = step_of(weights)
         set_aside(memories)
-        if isinstance(step, str) and gpu.type == "cuda":
+        if isinstance(step, str) and check is not None:
             print(f"{file.path}: {step}: tokens go through torch layer by layer, several times"
                   " slower", file=sys.stderr)  # fmt: skip
         decoder = Decoder(
@@ -231,6 +296,7 @@ class Engine(TextEngine):
             step_of=step_of,
             load_s=time.perf_counter() - began,
             memories=memories,
+            neuron_cache=cache,
         )
 
     @told_out_of_memory()
@@ -345,7 +411,7 @@ def _check_limits(file: ModelFile, plan: Split | None, gpu: torch.device) -> Non
     """Raises SparkinferError for sparsity rules that the devices cannot run."""
     if gpu.type == "cuda" and file.has_limits:
         raise SparkinferError(
-            f"{file.path}: limits of neurons and inputs run on the CPU alone so far; use device cpu,"
+            f"{file.path}: limits of neurons and inputs run only on the CPU so far; use device cpu,"
             " or convert the model without them"
         )
     gate = file.gate_name

@@ -18,6 +18,7 @@ from sparkinfer.budget import FLOAT_BYTES, Items
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.progress import progress
+from sparkinfer.runtime.device import pinned
 from sparkinfer.runtime.device.device_memory import (
     ALIGNMENT,
     LEAST_BUDGET_BYTES,
@@ -54,8 +55,11 @@ def memories_of(
     bytes_by_role: dict[str, Items],
     context_length: int,
     notice: Callable[[str], None],
+    *,
+    keeps_budget: bool = True,
 ) -> Memories:
-    """A slab for each GPU of a placement, for what the plan puts there for good.
+    """A slab for each GPU of a placement, for everything that stays there. Without `keeps_budget`,
+    torch's allocator is not held to the budget.
 
     Raises SparkinferError if a GPU does not have that much memory."""
     if placement.homes[0].type != "cuda":
@@ -67,11 +71,11 @@ def memories_of(
         items, budgets = plan.items_of_gpus(model)[0], list(plan.budgets)
     found: Memories = {}
     for device, number in dict(zip(placement.homes, placement.numbers, strict=True)).items():
-        budget = budgets[number]
+        budget = budgets[number] if keeps_budget else None
         if budget is not None and budget < LEAST_BUDGET_BYTES:
             notice(
-                f"a budget of {format_bytes(budget)} on {device} is less than torch's allocator"
-                f" can be held to: it is held to {format_bytes(LEAST_BUDGET_BYTES)}"
+                f"torch's allocator cannot keep a budget of {format_bytes(budget)} on {device};"
+                f" {format_bytes(LEAST_BUDGET_BYTES)} is enforced instead"
             )
         size = slab_bytes(model, items[number], context_length, _num_ids(plan, device, placement))
         found[device] = DeviceMemory.of(device, size, budget)
@@ -87,7 +91,7 @@ def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> 
 
 
 def slab_bytes(model: ModelFile, items: Items, context_length: int, num_ids: int = 0) -> int:
-    """Permanent bytes on a GPU: the plan's weights and cache to the byte; of its workspace the
+    """Permanent bytes on a GPU: the plan's weights and cache to the byte, and from its workspace the
     vectors of a decode step, the ids of hot neurons, and a gap before each tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
     num_tensors = len(model.tensors) + 4 * model.shape.num_layers
@@ -108,8 +112,13 @@ def set_aside(memories: Memories) -> None:
 
 
 @contextmanager
-def uploading(memories: Memories, residence: Residence | None) -> Iterator[dict]:
-    """Uploaders that fill the slabs, by device; on exit everything is there and pinned."""
+def uploading(
+    memories: Memories,
+    residence: Residence | None,
+    notice: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict]:
+    """Uploaders that fill the slabs, by device; on exit, uploads are complete and `residence` is
+    pinned."""
     if not memories:
         yield {}
         return
@@ -129,7 +138,17 @@ def uploading(memories: Memories, residence: Residence | None) -> Iterator[dict]
     if any(device.type == "cuda" for device in memories):
         torch.cuda.empty_cache()  # the pieces' memory would otherwise count as taken
         if residence is not None:
-            residence.pin()
+            pin(residence, notice)
+
+
+def pin(residence: Residence, notice: Callable[[str], None]) -> None:
+    """Pins the weights on the CPU; where the system refuses, they are copied through two buffers."""
+    if not pinned.is_possible():
+        return
+    try:
+        residence.pin()
+    except SparkinferError as error:
+        notice(f"{error}; until then prompts copy cold weights by a detour, slower")
 
 
 def with_cold_streams(
@@ -223,7 +242,8 @@ def cold_stream(
 def brought(
     weights: Weights, stream: ColdStream, chunk: int, least_tokens: int | None = None
 ) -> Weights:
-    """Weights with streaming attached to the stream's layers, from `least_tokens` (or measured)."""
+    """Weights with streaming attached to the stream's layers, for passes of at least `least_tokens`;
+    None measures that number."""
     layers = tuple(
         replace(layer, ffn=replace(layer.ffn, cold=stream)) if index in stream.blocks else layer
         for index, layer in enumerate(weights.layers)

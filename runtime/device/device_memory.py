@@ -4,16 +4,16 @@ Under a plan, a GPU holds at most its budget. Whatever stays while an engine liv
 the buffers of a decode step) is cut out of one slab; temporaries of a prefill pass come from
 torch's allocator. Two things keep that within the budget:
 
-- torch refuses to reserve more than the fraction set by `limit`. It compares what it has
-  reserved, its own rounding included (pieces of 2 MiB, or 20 MiB for tensors of 1 to 10 MiB),
-  before it asks the driver. This is true of its native allocator without expandable segments:
-  with any other, `limit` refuses.
+- torch refuses to reserve more than the fraction set by `limit`. It checks the
+  sum of its reservations, its own rounding included (pieces of 2 MiB, or 20 MiB for tensors of 1
+  to 10 MiB), before it asks the driver. This holds for its native allocator without expandable
+  segments; `limit` refuses any other.
 - `set_aside` reserves the budget's remainder beside the slab, in one or two pieces, so that
   temporaries are cut out of memory that the process already has: other programs on the card cannot
   take it in the middle of a text, and small tensors do not scatter over many segments.
 
-Outside the budget, and reported separately: the context, kernel code, and what libraries take from
-the driver themselves."""
+Outside the budget, and reported separately: the context, kernel code, and what libraries allocate
+from the driver directly."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -50,8 +50,8 @@ _living: "WeakSet[DeviceMemory]" = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Bytes on one device. `outside` is what the card has in use beyond torch's allocator: this
-    process's context and kernels, and other programs."""
+    """Bytes on one device. `outside` is the card's memory in use outside torch's allocator: by this
+    process's context and kernels, and by other programs."""
 
     device: str
     budget: int | None
@@ -116,8 +116,8 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes for temporaries: beside the slab and the workspace of products; without a budget,
-        what the device has free."""
+        """Bytes left for temporaries beside the slab and the workspace of products; without a
+        budget, the device's free memory."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
         allowed = allowed_bytes(self.device)
@@ -126,7 +126,8 @@ class DeviceMemory:
         return max(0, allowed - torch.cuda.memory_allocated(self.device) - SMALL_BYTES)
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
-        """Returns a zeroed buffer for a decode step; those of the previous step become invalid."""
+        """Returns an allocator of zeroed buffers for a decode step; the previous step's buffers become
+        invalid."""
         self.step_start = self.used_bytes if self.step_start is None else self.step_start
         self.used_bytes = self.step_start
         return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
@@ -150,7 +151,7 @@ class DeviceMemory:
             num_bytes = min(num_bytes, allowed - reserved - SMALL_BYTES)
         num_bytes -= num_bytes % SEGMENT_BYTES
         if num_bytes >= LEAST_OWN_BYTES:
-            # Freed into the allocator's cache, from which only this process gets it.
+            # Freed at once into the allocator's cache, where only this process can take it.
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def report(self) -> MemoryReport:
@@ -225,14 +226,32 @@ def limit(device: torch.device, budget_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
 
 
-def _warm_up(device: torch.device) -> None:
-    """Makes products take their permanent workspace now, so that the rest is known afterwards.
+def has_bf16(device: torch.device) -> bool:
+    """Whether a CUDA device multiplies bf16 itself: from compute capability 8.0 on."""
+    return bool(torch.cuda.get_device_properties(device).major >= 8)
 
-    cuBLAS has a workspace in torch's memory for each stream, which counts against the budget: 4
-    MiB, where torch would take 32 on an H100 or H200 unless the environment says otherwise."""
+
+@contextmanager
+def limited_for_a_moment(device: torch.device, num_bytes: int) -> Iterator[None]:
+    """Within the block, lets torch's allocator reserve `num_bytes` more than it has."""
+    limit(device, torch.cuda.memory_reserved(device) + num_bytes)
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache()
+        _limit_all(device)
+
+
+def _warm_up(device: torch.device) -> None:
+    """Makes matrix products allocate their permanent workspace now, so that the rest is known.
+
+    cuBLAS has a workspace per stream in torch's memory, which counts against the budget: 4 MiB as
+    set here, 32 MiB by torch's default on an H100 or H200. Variables already set are kept."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # in KiB
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "4096")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype == torch.bfloat16 and not has_bf16(device):
+            continue
         square = torch.zeros(64, 64, dtype=dtype, device=device)
         square @ square
     torch.cuda.synchronize(device)
@@ -247,7 +266,7 @@ def told_out_of_memory(
     device: torch.device | None = None, num_bytes: int | None = None
 ) -> Iterator[None]:
     """Turns out-of-memory errors of torch, the driver (kernel code, graphs) and cuBLAS into one
-    line; a device of None is the fullest one that has a DeviceMemory."""
+    line; a device of None is the one with the least free memory among those of all engines."""
     try:
         yield
     except RuntimeError as error:

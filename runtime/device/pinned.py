@@ -11,10 +11,20 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import format_bytes
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+_refused: list[str] = []  # why, if a check of this process's devices found that nothing can be pinned
+
+
+def refuse(why: str) -> None:
+    """Pins nothing from here on: copies take a detour in the driver."""
+    _refused.append(why)
+
+
+def is_possible() -> bool:
+    return not _refused
 
 
 class PinnableMemory(mmap.mmap):
-    """Lives as long as the last tensor in it."""
+    """Memory that can be pinned; it lives as long as the last tensor in it."""
 
     _pinned_at: int | None = None
     _runtime: Any = None
@@ -30,8 +40,7 @@ class PinnableMemory(mmap.mmap):
             raise SparkinferError(
                 f"{format_bytes(num_bytes)} of main memory cannot be pinned for the GPU (CUDA error"
                 f" {status}); the limit on locked memory is {_limit_on_locked()}: raise it (ulimit"
-                " -l unlimited, or --ulimit memlock=-1 for a container), or load with"
-                " is_resident=False, which copies by a detour"
+                " -l unlimited, or --ulimit memlock=-1 for a container)"
             )
         self._pinned_at, self._runtime = address, runtime
 

@@ -9,18 +9,23 @@ import torch
 from torch import Tensor
 
 from sparkinfer.runtime.device.streams import CudaStream, Stream
-from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels, triton_kernels
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.hybrid_step import Backend
 
 
-def cuda_backend(take: Callable[[torch.device], Take] | None = None, *, has_graph: bool) -> Backend:
+def cuda_backend(
+    take: Callable[[torch.device], Take] | None = None,
+    *,
+    has_graph: bool,
+    kernels: Kernels | None = None,
+) -> Backend:
     """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
     every kernel is launched for every token: the same numbers, slower, for debugging.
 
     Raises ImportError if Triton is not installed."""
     return Backend(
-        kernels=triton_kernels(),
+        kernels=kernels or triton_kernels(),
         streams=lambda device: (CudaStream(device), CudaStream(device)),
         take=take or _allocated,
         prepare=_captured if has_graph else _submitted,

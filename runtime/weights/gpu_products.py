@@ -10,6 +10,7 @@ Letters: T tokens, D row width, A rows of a tile, N all rows."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -37,13 +38,37 @@ def tile_dtype(kind: str) -> torch.dtype:
     return {"f32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float16)
 
 
-@cache
-def kernels() -> "Kernels":
-    """The Triton kernels. Raises SparkinferError if Triton is missing."""
-    from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
+# What a check of this process's devices found wrong (runtime.check), for all of its engines.
+_replaced: set[str] = set()  # names of kernels that torch computes
+_in_f32_only: set[torch.dtype] = set()  # types that tensor cores do not multiply
 
+
+def replace_kernels(names: Iterable[str]) -> None:
+    """Lets torch compute these kernels from here on."""
+    _replaced.update(names)
+
+
+def multiply_in_f32(dtype: torch.dtype) -> None:
+    """Converts tiles of this type to f32 before they are multiplied from here on."""
+    _in_f32_only.add(dtype)
+
+
+def kernels() -> "Kernels":
+    """Triton's kernels, except those replaced by torch's. Raises SparkinferError if Triton is
+    needed and missing."""
+    return _kernels(frozenset(_replaced))
+
+
+@cache
+def _kernels(replaced: frozenset[str]) -> "Kernels":
+    from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
+    from sparkinfer.runtime.kernels.gpu.torch_kernels import mixed, torch_kernels
+
+    plain = torch_kernels()
+    if all(each.name in replaced for each in fields(plain)):
+        return plain
     try:
-        return triton_kernels()
+        return mixed(triton_kernels(), plain, replaced)
     except ImportError as error:
         raise SparkinferError(
             f"a GPU needs Triton, which is missing ({error}); install it or use --device cpu"
@@ -51,13 +76,13 @@ def kernels() -> "Kernels":
 
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None) -> None:
-    """Does kernels.Unpack on the device of the matrix."""
+    """Runs kernels.unpack on the device of the matrix."""
     with _on_device_of(out_AD):
         kernels().unpack(matrix, out_AD, index_A)
 
 
 def dot(matrix: StoredMatrix, x_D: Tensor, out_N: Tensor) -> None:
-    """Does kernels.Dot on the device of the matrix."""
+    """Runs kernels.dot on the device of the matrix."""
     with _on_device_of(out_N):
         kernels().dot(matrix, None, x_D, out_N)
 
@@ -113,7 +138,7 @@ class _Factor:
 
 
 def _in_f32(left: Tensor, right: Tensor) -> Tensor:
-    """A product of two 16-bit types with f32 sums and results: torch has it on CUDA alone."""
-    if left.is_cuda:
+    """A product of two 16-bit types with f32 sums and results, which torch has only on CUDA."""
+    if left.is_cuda and left.dtype not in _in_f32_only:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

@@ -1,0 +1,288 @@
+"""Checks a GPU at the first load of a plan, part by part, and takes each part that fails to its
+fallback with one line.
+
+    part                  fallback
+    device                the CPU
+    pinned memory         copies by a detour, and tokens layer by layer
+    memory limit          the budget is planned with, but not enforced
+    kernel ...            torch's kernels on that device, and no graph
+    products ...          products of prompts in f32
+    host function, step   tokens go through torch layer by layer
+    graph                 the step is submitted kernel by kernel
+
+Results are kept (sparkinfer.device_checks), so later loads check nothing and print the same lines.
+A part fails by an exception, a wrong result, a time limit, or the end of the process, which the
+next load finds. If the device no longer answers after a failure, this load goes to the CPU; the
+next one takes the part's own fallback."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from sparkinfer.device_checks import CheckBook, Verdict
+from sparkinfer.progress import progress
+from sparkinfer.runtime.check import parts as device_parts
+from sparkinfer.runtime.check import step_check
+from sparkinfer.runtime.check.kernels import check_launch
+from sparkinfer.runtime.check.launches import NAMES, Launch, launches_of
+from sparkinfer.runtime.check.parts import DeviceParts
+from sparkinfer.runtime.device import pinned
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.torch_kernels import mixed
+from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.step.hybrid_device import Take
+from sparkinfer.runtime.step.hybrid_step import Backend
+from sparkinfer.runtime.weights import gpu_products
+
+Notice = Callable[[str], None]
+Takes = Callable[[torch.device], Take]
+# Seconds for a part: compiling a kernel takes some on a slow machine, and so does a large graph.
+PART_S = 60.0
+ANSWER_S = 10.0  # for a device that is idle
+MOST_LETTERS = 160  # of an error
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_MORE = "sparkinfer doctor says more"
+
+
+class DeviceLost(Exception):
+    """A device failed and no longer answers: what is on it is lost. The message is for the user."""
+
+
+class _NotChecked(Exception):
+    """There was no memory for a check, from which nothing follows."""
+
+
+@dataclass(eq=False)
+class DeviceCheck:
+    """The checks of one load; made by `checked`."""
+
+    parts: tuple[DeviceParts, ...]
+    notice: Notice
+    keeps_budget: bool = True
+    _no_pinning: str = ""
+    _fast: Kernels | None = None  # Triton's; None if it is missing
+    _replaced: set[str] = field(default_factory=set)  # names of kernels that torch computes
+    _variants: list[str] = field(default_factory=list)
+
+    def check_devices(self, *, has_budget: bool) -> bool:
+        """False if a device must not be used."""
+        for parts, book in self._books():
+            why = self._try(book, parts, "device", parts.use, is_last=True)
+            if why:
+                self._say(parts, "device", why, "everything runs on the CPU")
+                return False
+            self._no_pinning = self._no_pinning or self._pinning(book, parts)
+            if not has_budget or not self.keeps_budget:
+                continue
+            why = self._try(book, parts, "memory limit", parts.limit)
+            if why:
+                self.keeps_budget = False
+                self._say(parts, "memory limit", why,
+                          "the budget is planned with, but not enforced")  # fmt: skip
+        return True
+
+    def _pinning(self, book: CheckBook, parts: DeviceParts) -> str:
+        """Why nothing can be pinned; `backend` passes it on."""
+        why = self._try(book, parts, "pinned memory", parts.pin)
+        if why:
+            pinned.refuse(why)
+            why = f"{_words(parts, 'pinned memory')}: {why} (copies take a detour); {_MORE}"
+        return why
+
+    def check_kernels(
+        self, weights: Weights, placement: Placement, input_layer_offset: int, take: Takes | None
+    ) -> None:
+        """Compiles and compares what the plan launches. Raises DeviceLost."""
+        first = self.parts[0]
+        try:
+            self._fast = first.kernels()
+        except ImportError as error:
+            self._replace(NAMES)
+            self._say(first, "kernels", _line(error), "torch computes them, slower")
+            return
+        take = take or first.backend(None, has_graph=False, kernels=self._fast).take
+        launches = launches_of(weights, placement, input_layer_offset, take)
+        for parts, book in self._books():
+            mine = [each for each in launches if each.device == parts.device]
+            self._variants += sorted(each.variant for each in mine)
+            self._check_launches(parts, book, mine)
+            self._check_products(parts, book, mine)
+
+    def backend(
+        self,
+        build: step_check.BuildStep,
+        plain: step_check.Plain,
+        take: Takes | None,
+        *,
+        has_graph: bool,
+    ) -> Backend | str:
+        """The backend of a decode step by the best way that works: captured, submitted, or a reason
+        why there is none. `plain` computes a token layer by layer. Raises DeviceLost."""
+        if self._no_pinning:
+            return self._no_pinning
+        first = self.parts[0]
+        submitting = first.backend(take, has_graph=False, kernels=self._kernels)
+        book = CheckBook(first.key, self.notice)
+        with book:
+            for part, run in (
+                ("host function", partial(step_check.echo, submitting, first.device)),
+                (f"step {self._plan}", partial(step_check.submitted, build, submitting, plain)),
+            ):
+                why = self._try(book, first, part, run)
+                if why:
+                    return f"{_words(first, part)}: {why}; {_MORE}"
+            if not has_graph or self._replaced:
+                return submitting
+            capturing = first.backend(take, has_graph=True, kernels=self._kernels)
+            why = self._try(book, first, f"graph {self._plan}",
+                            partial(step_check.captured, build, submitting, capturing))  # fmt: skip
+            if why:
+                self._say(first, "graph", why, "steps are submitted kernel by kernel, slower")
+            return submitting if why else capturing
+
+    def _check_launches(
+        self, parts: DeviceParts, book: CheckBook, launches: Sequence[Launch]
+    ) -> None:
+        """Checks all variants of the kernels; a line for each kernel that fails, or one for all that
+        fail for the same reason."""
+        assert self._fast is not None
+        count = sum(book.known(f"kernel {each.variant}") is None for each in launches)
+        first: dict[str, tuple[str, str]] = {}  # by kernel: why, of which variant
+        with progress("check GPU kernels", max(1, count), "kernels") as advance:
+            for launch in launches:
+                run = partial(check_launch, launch, self._fast, parts.plain_kernels, parts.wait)
+                is_known = book.known(f"kernel {launch.variant}") is not None
+                why = self._try(book, parts, f"kernel {launch.variant}", run)
+                advance(0 if is_known else 1)
+                if why:
+                    first.setdefault(launch.kernel, (why, launch.variant))
+        self._replace(list(first))
+        for reason in dict.fromkeys(why for why, _ in first.values()):
+            names = sorted(name for name, (why, _) in first.items() if why == reason)
+            part = f"kernels {', '.join(names)}" if names[1:] else f"kernel {first[names[0]][1]}"
+            self._say(parts, part, reason, "torch computes it, and steps without a graph, slower")
+
+    def _check_products(
+        self, parts: DeviceParts, book: CheckBook, launches: Sequence[Launch]
+    ) -> None:
+        """Products of prompts in the 16-bit types that tiles of the plan have."""
+        types = {each.arguments["out_AD"].dtype for each in launches if each.kernel == "unpack"}
+        for dtype in sorted(types - {torch.float32}, key=str):
+            name = str(dtype).removeprefix("torch.")
+            why = self._try(book, parts, f"products {name}", partial(parts.multiply, dtype))
+            if why:
+                gpu_products.multiply_in_f32(dtype)
+                self._say(parts, f"products {name}", why, "prompts are multiplied in f32, slower")
+
+    def _replace(self, names: Sequence[str]) -> None:
+        self._replaced |= set(names)
+        gpu_products.replace_kernels(self._replaced)
+
+    @property
+    def _kernels(self) -> Kernels:
+        plain = self.parts[0].plain_kernels
+        return plain if self._fast is None else mixed(self._fast, plain, self._replaced)
+
+    @property
+    def _plan(self) -> str:
+        """A short name of everything that the step launches."""
+        text = "\n".join([*self._variants, *sorted(self._replaced)])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def _books(self) -> Iterator[tuple[DeviceParts, CheckBook]]:
+        for parts in self.parts:
+            with CheckBook(parts.key, self.notice) as book:
+                yield parts, book
+
+    def _try(
+        self,
+        book: CheckBook,
+        parts: DeviceParts,
+        part: str,
+        run: Callable[[], None],
+        *,
+        is_last: bool = False,
+    ) -> str:
+        """Why the part fails, "" if it does not: as stored, or by running it. With `is_last` it
+        does not matter whether the device answers afterwards."""
+        known = book.known(part)
+        if known is not None:
+            return known.why
+        book.start(part)
+        began = time.perf_counter()
+        try:
+            why = outcome(run, PART_S)
+        except _NotChecked:
+            book.give_up()
+            self._say(parts, part, "no memory is left to check it", "it is used unchecked")
+            return ""
+        except BaseException:
+            book.give_up()
+            raise
+        book.finish(Verdict(part=part, why=why, seconds=time.perf_counter() - began))
+        if why and not is_last and outcome(parts.use, ANSWER_S):
+            raise DeviceLost(
+                f"{_words(parts, part)}: {why}, and the device no longer answers: everything runs on"
+                f" the CPU this time; {_MORE}"
+            )
+        return why
+
+    def _say(self, parts: DeviceParts, part: str, why: str, fallback: str) -> None:
+        self.notice(f"{_words(parts, part)}: {why}: {fallback}; {_MORE}")
+
+
+def checked(
+    devices: Sequence[torch.device], notice: Notice, *, has_budget: bool
+) -> DeviceCheck | None:
+    """The checks of these devices; None if there is nothing to check, or a device fails."""
+    found = [device_parts.parts_of(device) for device in dict.fromkeys(devices)]
+    parts = tuple(each for each in found if each is not None)
+    if not parts:
+        return None
+    check = DeviceCheck(parts, notice)
+    return check if check.check_devices(has_budget=has_budget) else None
+
+
+def outcome(run: Callable[[], None], limit_s: float) -> str:
+    """Why a function fails, "" if it does not. It runs in a thread of its own, which is abandoned
+    at the limit: a call that waits for a device cannot be ended."""
+    found: list[str | _NotChecked] = []
+
+    def call() -> None:
+        try:
+            with torch.inference_mode():
+                run()
+        except Exception as error:  # whatever fails, the part does: see the top of this file
+            is_memory = any(words in str(error).lower() for words in _NO_MEMORY)
+            found.append(_NotChecked() if is_memory else _line(error))
+        else:
+            found.append("")
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not found:
+        return f"takes longer than {limit_s:g} s"
+    if isinstance(found[0], _NotChecked):
+        raise found[0]
+    return found[0]
+
+
+def _line(error: Exception) -> str:
+    """The type and first line of an error."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = " ".join((lines[0] if lines else "no message").split())
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)[:MOST_LETTERS]
+    name = type(error).__name__
+    return text if name in ("Wrong", "ImportError", "SparkinferError") else f"{name}: {text}"
+
+
+def _words(parts: DeviceParts, part: str) -> str:
+    """A part in the user's words; plans have no names."""
+    name = part.partition(" ")[0] if part.startswith(("step ", "graph ")) else part
+    return f"{parts.device}: the {name}" if name != "device" else str(parts.device)

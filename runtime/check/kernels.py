@@ -1,0 +1,148 @@
+"""Compares a launch of a fast kernel with the same launch by torch, on the launch's own weights and
+shapes and on random vectors.
+
+Letters: see runtime.kernels.gpu.kernels."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.check.launches import Launch
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+
+# The largest |got - want| / |want| of a right kernel. Sums of 16,384 terms in f32 are off by about
+# 1e-6 of that; the rest is room for the device's exp and sin.
+BOUND = 1e-4
+ROUNDED_BOUND = 2e-3  # of results stored in 16 bits: bf16 has 8 bits, of which the last may differ
+# Where a value is close to a threshold, a neuron may be silent in one and not in the other.
+FIRING_BOUND = 1e-3
+# The share of predicted neurons that may differ for the same reason, and the least number.
+BITS_SHARE, LEAST_BITS = 1e-3, 2
+_INPUTS = {
+    "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD"),
+    "rotate_append": ("qkv", "position_1"),
+    "attend": ("qkv", "key_CKW", "value_CKW", "position_1"), "predict": ("inner_R",),
+    "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
+}  # fmt: skip
+_OUTPUTS = {
+    "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
+    "add_norm": ("out_D", "x_out_D"), "rotate_append": ("qkv", "key_CKW", "value_CKW"),
+    "attend": ("out_HW",), "predict": ("named_B",), "gate_up": ("hidden_N",), "down": ("parts_SD",),
+}  # fmt: skip
+
+
+class Wrong(Exception):
+    """A part of the runtime that gives something else than it should; the message says what."""
+
+
+def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[], None]) -> None:
+    """Raises Wrong, or whatever the kernel raises, unless both write the same.
+
+    Overwrites the launch's vectors; caches are zeros again afterwards. `wait` waits for the device
+    and raises what went wrong there."""
+    with torch.inference_mode(), _current(launch.device), _filled(launch):
+        before = [values.clone() for values in _outputs(launch)]
+        got = _results(launch, fast, before, wait)
+        want = _results(launch, plain, before, wait)
+    for name, mine, right in zip(_OUTPUTS[launch.kernel], got, want, strict=False):
+        why = difference(mine, right, _bound(launch, right))
+        if why:
+            raise Wrong(f"{name.partition('_')[0]} {why}")
+
+
+def difference(got: Tensor, want: Tensor, bound: float) -> str:
+    """In what the two differ by more than the bound; "" if they do not."""
+    if want.dtype == torch.int32:
+        count = int(_bits(got ^ want))
+        most = max(LEAST_BITS, int(BITS_SHARE * 32 * want.numel()))
+        return f"differs in {count:,} bits, at most {most:,} wanted" if count > most else ""
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isnan(), want.isnan()):
+        return f"is NaN in {int((got.isnan() ^ want.isnan()).sum()):,} values that should not be"
+    got, want = got.nan_to_num(), want.nan_to_num()
+    error, size = float((got - want).norm()), float(want.norm())
+    if error <= bound * size:
+        return ""
+    return f"is off by {error / size if size else float('inf'):.2g}, at most {bound:g} wanted"
+
+
+def _bits(words: Tensor) -> Tensor:
+    shifts = torch.arange(32, device=words.device)
+    return (words.flatten()[:, None] >> shifts & 1).sum()
+
+
+def _bound(launch: Launch, want: Tensor) -> float:
+    if want.dtype in (torch.float16, torch.bfloat16):
+        return ROUNDED_BOUND
+    return FIRING_BOUND if launch.kernel == "gate_up" else BOUND
+
+
+def _results(
+    launch: Launch, kernels: Kernels, before: list[Tensor], wait: Callable[[], None]
+) -> list[Tensor]:
+    """Copies of what a launch writes."""
+    for target, values in zip(_outputs(launch), before, strict=True):
+        target.copy_(values)
+    launch.run(kernels)
+    wait()
+    return [values.clone() for values in _outputs(launch)]
+
+
+def _outputs(launch: Launch) -> list[Tensor]:
+    """The memory that a launch writes."""
+    given = launch.arguments
+    found = [given[name] for name in _OUTPUTS[launch.kernel] if given[name] is not None]
+    if launch.kernel != "rotate_append":
+        return found
+    qkv, key_CKW, value_CKW = found
+    last = len(key_CKW) - 1
+    queries = given["num_heads"] * key_CKW.shape[2]
+    return [qkv[:queries], key_CKW[last], value_CKW[last]]
+
+
+@contextmanager
+def _filled(launch: Launch) -> Iterator[None]:
+    """Random inputs; outputs that are not also inputs hold what no kernel should leave."""
+    random = torch.Generator(device=launch.device).manual_seed(len(launch.variant))
+    given = launch.arguments
+    inputs = [given[name] for name in _INPUTS[launch.kernel] if given[name] is not None]
+    for target in _outputs(launch):
+        target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)
+    if given.get("is_added"):
+        given["out_D"].normal_(generator=random)
+    for name in _INPUTS[launch.kernel]:
+        if given[name] is not None:
+            _fill(launch, name, random)
+    yield
+    for values in inputs:
+        values.zero_()
+    for values in _outputs(launch):
+        values.zero_()
+
+
+def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
+    given = launch.arguments
+    values: Tensor = given[name]
+    if name == "index_1":
+        values.fill_(given["matrix"].num_rows // 2)
+    elif name == "position_1":  # all of the cache is read
+        values.fill_(len(given["key_CKW"]) - 1)
+    elif name == "named_B":
+        low, high = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
+        values.random_(low, high, generator=random)
+    else:
+        values.normal_(generator=random)
+    if name == "hidden_N" and given["skips_zeros"]:
+        values[::3] = 0
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Makes a CUDA device current, as Triton launches there."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield

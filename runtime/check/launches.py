@@ -1,0 +1,172 @@
+"""The kernel launches of a plan's step, found by submitting a step that runs nothing.
+
+Launches that the compiler turns into the same machine code are one variant: a kernel with the
+kinds, widths and types of its arguments, and for matrices the number of rows a program takes, which
+follows from the number of rows.
+
+Letters: see runtime.kernels.gpu.kernels."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.device.streams import HostNode
+from sparkinfer.runtime.kernels.gpu import reference
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.launch import rows_of_program
+from sparkinfer.runtime.kernels.stored import StoredMatrix
+from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
+from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.model.native_structs import NotNative
+from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.hybrid_device import Take
+from sparkinfer.runtime.step.hybrid_step import Backend
+from sparkinfer.runtime.weights import gpu_products
+from sparkinfer.runtime.weights.matrix import Linear, Matrix
+
+NAMES = tuple(each.name for each in fields(Kernels))
+_PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}
+_SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
+          torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
+_WIDE_LOAD = 16  # bytes; pointers to less are another variant
+_UNPACKED_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A launch of a kernel with its arguments by name. `variant` names its machine code."""
+
+    kernel: str
+    arguments: dict[str, Any]
+    variant: str
+    device: torch.device
+
+    @classmethod
+    def of(cls, kernel: str, *arguments: Any, **options: Any) -> "Launch":
+        bound = _PARAMETERS[kernel].bind(*arguments, **options)
+        bound.apply_defaults()
+        words = [_words(name, value) for name, value in bound.arguments.items()]
+        tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
+        return cls(
+            kernel=kernel,
+            arguments=dict(bound.arguments),
+            variant=" ".join([kernel, *(word for word in words if word)]),
+            device=tensors[0].device,
+        )
+
+    def run(self, kernels: Kernels) -> None:
+        getattr(kernels, self.kernel)(**self.arguments)
+
+
+def _words(name: str, value: Any) -> str:
+    """What of an argument makes another variant; "" for what is always the same."""
+    if isinstance(value, StoredMatrix):
+        stride = "" if value.stride_bytes % _WIDE_LOAD == 0 else f"/{_gcd(value.stride_bytes)}"
+        return f"{value.kind}[{value.width}]{stride}x{rows_of_program(value.num_rows)}"
+    if isinstance(value, Tensor):
+        dims = value.shape if value.dim() > 1 else ()
+        dims = dims[1:] if name == "out_AD" else dims
+        size = "x".join(map(str, dims))
+        aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else "!"
+        return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
+    if value is None or isinstance(value, float):  # thresholds and epsilons are arguments
+        return ""
+    return (name if value else "") if isinstance(value, bool) else f"{value}"
+
+
+def _gcd(stride: int) -> int:
+    return math.gcd(stride, _WIDE_LOAD)
+
+
+class NoStream:
+    """Calls what launches kernels, and does nothing else."""
+
+    def launch(
+        self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None:
+        run()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        pass
+
+    def host(self, node: HostNode) -> None:
+        pass
+
+    def record(self) -> None:
+        return None
+
+    def wait(self, event: None) -> None:
+        pass
+
+    def follow(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def launches_of(
+    weights: Weights,
+    placement: Placement,
+    input_layer_offset: int,
+    take: Callable[[torch.device], Take],
+) -> tuple[Launch, ...]:
+    """One launch of each variant, per device, that a token or a prompt needs; nothing is run."""
+    found: dict[tuple[str, torch.device], Launch] = {}
+
+    def note(kernel: str) -> Callable[..., None]:
+        def noted(*arguments: Any, **options: Any) -> None:
+            launch = Launch.of(kernel, *arguments, **options)
+            found.setdefault((launch.variant, launch.device), launch)
+
+        return noted
+
+    noting = Kernels(**{name: note(name) for name in NAMES})
+    backend = Backend(
+        kernels=noting,
+        streams=lambda device: (NoStream(), NoStream()),
+        take=take,
+        prepare=lambda stream, submit: submit,
+        is_pinned=False,
+    )
+    with suppress(NotNative):  # such a model has no step, but prompts
+        hybrid_builder.build(weights, placement, input_layer_offset, Traffic(), backend)
+    for matrix, device in _multiplied(weights, placement):
+        _note_unpack(noting, matrix, device)
+    return tuple(found.values())
+
+
+def _multiplied(
+    weights: Weights, placement: Placement
+) -> Iterable[tuple[StoredMatrix, torch.device]]:
+    """Matrices that prompts multiply on a GPU, with that GPU: those that lie there, and the cold
+    neurons that are streamed to it."""
+    for index, layer in enumerate(weights.layers):
+        home = placement.homes[index]
+        for linear in (*layer.attention.inputs, layer.attention.output):
+            if placement.dense_on_gpu[index]:
+                yield linear.weight, home
+        for block in layer.ffn.blocks:
+            for matrix in _matrices(block):
+                yield matrix, home
+    if placement.head_on_gpu:
+        yield weights.head.weight, placement.homes[-1]
+
+
+def _matrices(block: NeuronBlock) -> tuple[Matrix, ...]:
+    linears: tuple[Linear | None, ...] = (block.gate, block.up)
+    return (*(each.weight for each in linears if each is not None), block.down)
+
+
+def _note_unpack(kernels: Kernels, matrix: StoredMatrix, device: torch.device) -> None:
+    """A tile of a matrix: its first rows, copied to the device if they are not there."""
+    data = matrix.data[:_UNPACKED_ROWS].to(device)
+    dtype = gpu_products.tile_dtype(matrix.kind)
+    tile = type(matrix)(data=data, kind=matrix.kind, width=matrix.width)
+    kernels.unpack(tile, torch.empty(len(data), matrix.width, dtype=dtype, device=device))

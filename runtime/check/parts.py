@@ -1,0 +1,148 @@
+"""The parts of the runtime on one GPU that a check tries one by one. A test passes parts that fail."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from sparkinfer.device_checks import DeviceKey
+from sparkinfer.runtime.check.kernels import Wrong
+from sparkinfer.runtime.device import device_memory
+from sparkinfer.runtime.device.streams import CudaStream
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels, triton_kernels
+from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
+from sparkinfer.runtime.step.cuda_backend import cuda_backend
+from sparkinfer.runtime.step.hybrid_device import Take
+from sparkinfer.runtime.step.hybrid_step import Backend
+from sparkinfer.runtime.weights import gpu_products
+
+_LIMIT_BYTES, _MORE_BYTES = 64 << 20, 512 << 20
+_SIZE = 256  # of the matrices of the first product
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class BackendOf(Protocol):
+    def __call__(
+        self,
+        take: Callable[[torch.device], Take] | None = None,
+        *,
+        has_graph: bool,
+        kernels: Kernels | None = None,
+    ) -> Backend: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceParts:
+    """What a check tries on a device. The functions raise what goes wrong; `kernels` raises
+    ImportError without Triton."""
+
+    device: torch.device
+    key: DeviceKey
+    kernels: Callable[[], Kernels]
+    plain_kernels: Kernels
+    backend: BackendOf
+    use: Callable[[], None]  # a product, a copy there and back
+    pin: Callable[[], None]
+    limit: Callable[[], None]  # memory beyond a limit is refused
+    multiply: Callable[[torch.dtype], None]  # products of tiles of this type
+    wait: Callable[[], None]
+
+
+def parts_of(device: torch.device) -> DeviceParts | None:
+    """None on the CPU, which has nothing to check."""
+    if device.type != "cuda":
+        return None
+    return DeviceParts(
+        device=device,
+        key=key_of(device),
+        kernels=triton_kernels,
+        plain_kernels=torch_kernels(),
+        backend=cuda_backend,
+        use=lambda: use_device(device),
+        pin=lambda: _pin(device),
+        limit=lambda: _limit(device),
+        multiply=lambda dtype: multiply(device, dtype),
+        wait=lambda: torch.cuda.synchronize(device),
+    )
+
+
+def key_of(device: torch.device) -> DeviceKey:
+    """What the results on a CUDA device hold for."""
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceKey(
+        index=device.index or 0,
+        device=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        memory_bytes=int(properties.total_memory),
+        driver=driver_version(),
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        package=_version("sparkinfer"),
+    )
+
+
+def driver_version() -> str:
+    """e.g. 580.65.06; under WSL, whose kernel has no such file, the CUDA version it supports."""
+    try:
+        words = _DRIVER.read_text().split("\n", 1)[0].split()
+        return next(word for word in words if word[:1].isdigit() and "." in word)
+    except (OSError, StopIteration):
+        found = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+        return f"CUDA {found // 1000}.{found % 1000 // 10}" if found else "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def use_device(device: torch.device) -> None:
+    """Multiplies, copies on a stream of ours, and compares with the CPU."""
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(_SIZE, _SIZE, generator=random) for _ in range(2))
+    there = left.to(device) @ right.to(device)
+    back = torch.empty_like(there)
+    if device.type == "cuda":
+        stream = CudaStream(device)  # loads the CUDA runtime
+        stream.follow()
+        stream.copy(back, there)
+        stream.finish()
+    else:
+        back.copy_(there)
+    error = float((back.cpu() - left @ right).norm() / (left @ right).norm())
+    if not error < 1e-2:  # TF32, if the user allows it, has 10 bits
+        raise Wrong(f"a product of two matrices is off by {error:.2g}")
+
+
+def _pin(device: torch.device) -> None:
+    """Copies from pinned memory."""
+    values = torch.arange(_SIZE, dtype=torch.float32).pin_memory()
+    if not torch.equal(values.to(device, non_blocking=True).cpu(), values):
+        raise Wrong("pinned memory is copied wrongly")
+
+
+def multiply(device: torch.device, dtype: torch.dtype) -> None:
+    """A product of several tokens with a tile, in the way of prompts."""
+    random = torch.Generator().manual_seed(0)
+    x_TD, tile_AD = (torch.randn(_SIZE, _SIZE, generator=random) for _ in range(2))
+    tile_AD = tile_AD.to(dtype)
+    got = gpu_products.product(x_TD.to(device), _SIZE, [(0, tile_AD.to(device))]).cpu()
+    want = x_TD.double() @ tile_AD.double().T
+    error = float((got - want).norm() / want.norm())
+    if not error < 1e-2:  # of the factors' rounding to 8 or 11 bits
+        raise Wrong(f"a product in {str(dtype).removeprefix('torch.')} is off by {error:.2g}")
+
+
+def _limit(device: torch.device) -> None:
+    """Whether torch's allocator keeps to a limit."""
+    with device_memory.limited_for_a_moment(device, _LIMIT_BYTES):
+        try:
+            torch.empty(_MORE_BYTES, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return
+    raise Wrong("torch's allocator gives more memory than its limit allows")

@@ -1,0 +1,25 @@
+"""Where the user's cache folder is. What lies in it: sparkinfer.run.cache_folder (artifacts) and
+sparkinfer.device_checks (results of checks of GPUs)."""
+
+import os
+from pathlib import Path
+
+from sparkinfer.errors import SparkinferError
+
+VARIABLE = "SPARKINFER_CACHE"
+
+
+def cache_folder() -> Path:
+    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification. Raises SparkinferError
+    for a user without a home."""
+    own = os.environ.get(VARIABLE)
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one must be ignored
+    try:
+        if own:
+            return Path(own).expanduser().absolute()
+        return (base if base.is_absolute() else Path.home() / ".cache") / "sparkinfer"
+    except RuntimeError as error:  # no such user, or one without a home
+        raise SparkinferError(
+            f"{own or '~'}: there is no such home folder; {VARIABLE} names a cache folder by a whole"
+            " path"
+        ) from error

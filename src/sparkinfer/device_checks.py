@@ -1,0 +1,202 @@
+"""Results of the checks of GPUs, kept in the user's cache folder.
+
+    CACHE/device-checks/0123456789abcdef01234567.json   one file per key (DeviceKey)
+
+A verdict is on one part: the device itself, a kernel in one variant, the graph of a plan's step.
+Before a part is tried its name is stored as `started`, and removed with its verdict. A name that
+is there when nobody holds the file's lock was left by a process that ended in the middle, and its
+part counts as failed. A damaged file, or one of another format, version or key, is ignored and
+rewritten. The checks themselves: sparkinfer.runtime.check."""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from sparkinfer.cache_place import cache_folder
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import partial_file
+
+FORMAT, VERSION = "sparkinfer.device-check", 1
+FOLDER = "device-checks"
+DIED = "the process ended during an earlier check of it"
+MOST_BYTES = 4 << 20
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKey:
+    """What the verdicts of a file hold for; with another value of any of these, parts are checked
+    anew."""
+
+    index: int  # of the device among those of its process
+    device: str  # its name
+    capability: str  # e.g. "8.9"
+    memory_bytes: int
+    driver: str
+    torch: str
+    triton: str  # "" without Triton
+    package: str  # this package's version
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of checking one part; `why` is "" if it is fine."""
+
+    part: str
+    why: str
+    seconds: float
+
+    @property
+    def is_fine(self) -> bool:
+        return not self.why
+
+
+R = TypeVar("R", DeviceKey, Verdict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """The content of one file."""
+
+    key: DeviceKey
+    started: str | None
+    verdicts: dict[str, Verdict]
+
+
+def read_checks(path: Path) -> Checks | None:
+    """None for a file that is damaged, foreign or not there."""
+    try:
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            return None
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if (values["format"], values["version"]) != (FORMAT, VERSION):
+            return None
+        key = _record(DeviceKey, values["key"])
+        found = [_record(Verdict, each) for each in values["verdicts"]]
+        started = values["started"]
+        if key.digest != path.stem or not isinstance(started, str | None):
+            return None
+        return Checks(key=key, started=started, verdicts={each.part: each for each in found})
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _record(kind: type[R], values: dict[str, Any]) -> R:
+    """Raises TypeError or ValueError unless these are the values of such a record, texts of one
+    line among them."""
+    made = kind(**values)
+    for each in fields(kind):
+        value = getattr(made, each.name)
+        if type(value) is not each.type or (isinstance(value, str) and not value.isprintable()):
+            raise ValueError(each.name)
+    return made
+
+
+def stored_checks() -> list[Checks]:
+    """Every readable file of the cache, most recently written first; none without a cache."""
+    try:
+        paths = list((cache_folder() / FOLDER).glob("*.json"))
+        paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    except (OSError, SparkinferError):
+        return []
+    return [checks for path in paths if (checks := read_checks(path)) is not None]
+
+
+def forget_checks() -> int:
+    """Removes all results, so that the next load checks everything; returns how many files."""
+    count = 0
+    with suppress(SparkinferError):
+        for path in (cache_folder() / FOLDER).glob("*.json"):
+            with suppress(OSError):
+                path.unlink()
+                count += 1
+    return count
+
+
+@dataclass(eq=False)
+class CheckBook:
+    """The results on one device, open for checks: it holds the file's lock in its `with` block.
+
+    Without a folder that can be written, results last as long as the book."""
+
+    key: DeviceKey
+    say: Say = lambda line: None
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    _path: Path | None = None
+    _lock: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            folder = cache_folder() / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{self.key.digest}.json"
+            self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+            self._wait()
+            self._path = path
+        except (OSError, SparkinferError) as error:
+            reason = getattr(error, "strerror", None) or error
+            self.say(f"the cache folder cannot be written ({reason}): the GPU is checked at every"
+                     " load")  # fmt: skip
+            return self
+        found = read_checks(path)
+        if found is not None:
+            self.verdicts = dict(found.verdicts)
+            if found.started is not None:
+                self.finish(Verdict(part=found.started, why=DIED, seconds=0.0))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    def known(self, part: str) -> Verdict | None:
+        return self.verdicts.get(part)
+
+    def start(self, part: str) -> None:
+        """Notes that a part is being checked, should the process not survive it."""
+        self._save(part)
+
+    def finish(self, verdict: Verdict) -> None:
+        self.verdicts[verdict.part] = verdict
+        self._save(None)
+
+    def give_up(self) -> None:
+        """Removes the note of `start` without a verdict."""
+        self._save(None)
+
+    def _wait(self) -> None:
+        """Takes the lock; where files cannot be locked, two processes check the same."""
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.say("another process is checking this GPU; waiting for it")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+
+    def _save(self, started: str | None) -> None:
+        if self._path is None:
+            return
+        content = {
+            "format": FORMAT, "version": VERSION, "key": asdict(self.key), "started": started,
+            "verdicts": [asdict(verdict) for verdict in self.verdicts.values()],
+        }  # fmt: skip
+        try:
+            with partial_file(self._path) as partial:
+                partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        except (OSError, SparkinferError) as error:
+            self._path = None
+            self.say(f"the results of the check of the GPU cannot be kept: {error}")

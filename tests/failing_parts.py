@@ -1,0 +1,119 @@
+"""A fake GPU for the runtime's checks: both roles on the CPU, with parts that fail on purpose."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparkinfer.device_checks import DeviceKey
+from sparkinfer.runtime.check import parts as device_parts
+from sparkinfer.runtime.check.parts import DeviceParts
+from sparkinfer.runtime.device.streams import HostNode, PlainStream
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
+from sparkinfer.runtime.step.hybrid_step import Backend, Prepare
+from sparkinfer.runtime.step.plain_backend import plain_backend
+
+CPU = torch.device("cpu")
+KEY = DeviceKey(
+    index=0, device="Fake GPU", capability="8.9", memory_bytes=8 << 30, driver="1.2", torch="0",
+    triton="0", package="0",
+)  # fmt: skip
+
+
+def nothing() -> None:
+    """A part that works."""
+
+
+def failing(message: str = "Fake error: no\nmore of it") -> Callable[..., None]:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError(message)
+
+    return fail
+
+
+def fake_parts(
+    *,
+    kernels: Callable[[], Kernels] = reference_kernels,
+    stream: type[PlainStream] = PlainStream,
+    prepare: Prepare | None = None,
+    **changes: object,
+) -> DeviceParts:
+    """Parts that work; `prepare` is that of a step with a graph."""
+
+    def backend(take=None, *, has_graph: bool, kernels: Kernels | None = None) -> Backend:
+        made = plain_backend(kernels or reference_kernels())
+        return dataclasses.replace(
+            made,
+            streams=lambda device: (stream(), stream()),
+            prepare=prepare if has_graph and prepare else made.prepare,
+        )
+
+    parts = DeviceParts(
+        device=CPU, key=KEY, kernels=kernels, plain_kernels=torch_kernels(), backend=backend,
+        use=lambda: device_parts.use_device(CPU), pin=nothing, limit=nothing,
+        multiply=lambda dtype: device_parts.multiply(CPU, dtype), wait=nothing,
+    )  # fmt: skip
+    return dataclasses.replace(parts, **changes)
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+def with_kernel(name: str, wrong: Callable[[Callable], Callable]) -> Callable[[], Kernels]:
+    """The reference with one kernel changed."""
+    right = reference_kernels()
+    return lambda: dataclasses.replace(right, **{name: wrong(getattr(right, name))})
+
+
+def raising(kernel: Callable) -> Callable:
+    def run(*arguments: object, **options: object) -> None:
+        raise ValueError("no such instruction\nand much more")
+
+    return run
+
+
+def idle(kernel: Callable) -> Callable:
+    return lambda *arguments, **options: None
+
+
+def halved(kernel: Callable) -> Callable:
+    """Halves what the kernel writes: floats, or the bits of integers."""
+
+    def run(*arguments, **options) -> None:
+        tensors = [each for each in (*arguments, *options.values()) if isinstance(each, Tensor)]
+        before = [each.clone() for each in tensors]
+        kernel(*arguments, **options)
+        for values, was in zip(tensors, before, strict=True):
+            if values.is_floating_point() and not torch.equal(
+                values.nan_to_num(), was.nan_to_num()
+            ):
+                values.mul_(0.5)
+            elif values.dtype == torch.int32 and not torch.equal(values, was):
+                values.bitwise_right_shift_(16)
+
+    return run
+
+
+# ---- streams ------------------------------------------------------------------------------------
+
+
+class DeafStream(PlainStream):
+    """Host functions do not run."""
+
+    def host(self, node: HostNode) -> None:
+        pass
+
+
+class HalfDeafStream(PlainStream):
+    """Only a host function without an argument runs: not those of a step."""
+
+    def host(self, node: HostNode) -> None:
+        if not node.argument:
+            node.run()
+
+
+def forgetful(stream, submit: Callable[[], None]) -> Callable[[], None]:
+    """A graph that gives nothing when it is replayed."""
+    return lambda: None
