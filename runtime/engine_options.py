@@ -34,8 +34,8 @@ def residence_of(
     """The memory for weights on the CPU; None leaves them in the file."""
     if is_resident and not library.is_available():
         raise SparkinferError(
-            f"{model.path}: weights can be arranged in memory (is_resident) by the C++ kernels alone,"
-            " which are not built; run make build, or leave is_resident out"
+            f"{model.path}: only the C++ kernels, which are not built, can arrange weights in memory"
+            " (is_resident); run make build, or leave is_resident out"
         )
     if is_resident is False or not library.is_available():
         return None
@@ -63,7 +63,7 @@ def mode_of(
 
     Raises SparkinferError for a mode the model or the plan does not support."""
     if not max_loss >= 0:
-        raise SparkinferError(f"a loss of {max_loss} is allowed, wanted 0 or more, e.g. 0.01")
+        raise SparkinferError(f"max_loss is {max_loss}, wanted 0 or more, e.g. 0.01")
     if mode is None:
         choice = choose_mode(model, max_loss)
         line = choice.line
@@ -211,7 +211,7 @@ def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
         )
     if asked > 1 and device.type != "cpu":
         raise SparkinferError(
-            f"{asked} sequences asked for, which run on the CPU alone so far; use device cpu"
+            f"{asked} sequences asked for, which run only on the CPU so far; use device cpu"
         )
     return asked
 
@@ -225,8 +225,8 @@ def cache_types_of(
     has_plan: bool,
     device: torch.device,
 ) -> CacheTypes:
-    """How keys and values are stored, and which are read; None is the model's own type, for values
-    that of keys, and all of them."""
+    """How keys and values are stored and which are read. None means the model's own type for keys,
+    the keys' type for values, and that all are read."""
     own = kv_kind(model)
     key = own if key is None else key
     selection = None if offload is None else KeySelection.parse(offload)
@@ -239,7 +239,7 @@ def cache_types_of(
         )
     if device.type != "cpu":
         raise SparkinferError(
-            f"a cache in {types} asked for, which runs on the CPU alone so far; use device cpu"
+            f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
         )
     for kind in (types.key, types.value):
         kind.check(model.shape.head_width)
@@ -251,16 +251,15 @@ def cache_types_of(
 def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) -> None:
     if model.graph.rotary is None:
         raise SparkinferError(
-            "positions=capped asked for, but this model learned its positions; leave it out"
+            "positions=capped asked for, but this model has learned positions; leave it out"
         )
     if types.key.is_rotated:
         raise SparkinferError(
-            f"positions=capped asked for with keys in {types.key.name}, which are turned by"
-            f" Hadamard's matrix; use f16, bf16 or {types.key.name}-plain"
+            f"positions=capped asked for with keys in {types.key.name}, which are rotated by a"
+            f" Hadamard matrix; use f16, bf16 or {types.key.name}-plain"
         )
     if selection.longest > model.shape.context_length:
         raise SparkinferError(
-            f"positions=capped with sinks, top, window and block of {selection.longest} positions in"
-            f" all, more than the {model.shape.context_length} that the model has; make window or"
-            " top smaller"
+            f"positions=capped: sinks, top, window and block are {selection.longest} positions together,"
+            f" but the model's context is {model.shape.context_length}; make window or top smaller"
         )

@@ -167,7 +167,7 @@ def test_saved_and_loaded(engine, tmp_path):
             other.write_text(wrong)
             with pytest.raises(SparkinferError):
                 chat.load(other)
-            with pytest.raises(SparkinferError, match="no saved conversation"):
+            with pytest.raises(SparkinferError, match="not a saved conversation"):
                 chat.save(other)
             assert other.read_text() == wrong and roles(chat) == "uaua"
         with pytest.raises(SparkinferError):

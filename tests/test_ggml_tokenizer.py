@@ -180,7 +180,7 @@ def test_equal_scores_are_refused_only_where_they_leave_something_open():
     ]  # fmt: skip
     with pytest.raises(SparkinferError, match="'ab' and 'bc' have the same score"):
         merges_of_scores(WHERE, {**letters, "ab": -1.0, "bc": -1.0})
-    with pytest.raises(SparkinferError, match="'xa' is made with 'x', which is no token"):
+    with pytest.raises(SparkinferError, match="'xa' is made with 'x', which is not a token"):
         merges_of_scores(WHERE, {**letters, "xa": -1.0})
 
 
@@ -208,9 +208,9 @@ REFUSALS = [
     ("few words", {"pre": None}, "is None; known are"),
     ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
     ("few words", {"tokens": ["a", "a"], "token_type": None}, "1 tokens have the text of another"),
-    ("few words", {"token_type": [1]}, "token_type is not of"),
+    ("few words", {"token_type": [1]}, "token_type does not have"),
     ("few words", {"merges": None}, "tokenizer.ggml.merges is missing"),
-    ("few words", {"merges": ["a bb"]}, "the merge 'a bb' is not of three tokens"),
+    ("few words", {"merges": ["a bb"]}, "the merge 'a bb' does not join two tokens to a third"),
     ("few words", {"add_bos_token": np.uint32(1)}, "wanted true or false"),
     ("few words", {"add_bos_token": True, "bos_token_id": None}, "wanted the number of a token"),
     ("few words", {"add_eos_token": True, "eos_token_id": np.uint32(999)}, "wanted the number"),

@@ -450,7 +450,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
             (Limits(model_id=None, layers=(LayerLimits(gate_F=np.zeros(3, np.float32)),) * L),
              r"is \[3\], wanted \[224\]"),
             (Limits(model_id=None, layers=(LayerLimits(gate_F=-np.ones(F, np.float32)),) * L),
-             "not all finite and from 0 on"),
+             "not all finite and at least 0"),
         ):  # fmt: skip
             with pytest.raises(SparkinferError, match=message):
                 engine.set_limits(wrong)
@@ -459,7 +459,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
     )
     with pytest.raises(SparkinferError, match="leave the plan out"):
         Engine.load(path, split=tmp_path / "s.gguf")
-    with pytest.raises(SparkinferError, match="mode dense does without limits"):
+    with pytest.raises(SparkinferError, match="mode dense uses no limits"):
         limits.save(tmp_path / "l.safetensors")
         Engine.load(path, mode="dense", limits=tmp_path / "l.safetensors")
 

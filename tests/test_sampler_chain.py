@@ -252,7 +252,9 @@ def test_logit_bias_bans_forces_and_adds():
     assert chain_of(4, logit_bias=((3, INF),)).sample(logits_V, []) == 3
     both = chain_of(4, logit_bias=((3, INF), (3, -INF), (2, INF)))
     assert set(both.distribution(logits_V, []).ids_A.tolist()) == {0, 1}
-    with pytest.raises(SparkinferError, match="logit_bias has token 4, the model's go up to 3"):
+    with pytest.raises(
+        SparkinferError, match="logit_bias has token 4; the model's tokens are 0 to 3"
+    ):
         chain_of(4, logit_bias=((4, 1.0),))
 
 

@@ -331,7 +331,7 @@ def test_wrong_thresholds_are_refused(made, tmp_path):
         with pytest.raises(SparkinferError, match=message):
             convert(ConvertConfig(source=model, output=tmp_path / "out", thresholds=path))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(SparkinferError, match="dense does without thresholds"):
+    with pytest.raises(SparkinferError, match="dense uses no thresholds"):
         Engine.load(model, mode="dense", thresholds=folder / "p")
     with Engine.load(model) as engine:
         with pytest.raises(SparkinferError, match=f"wanted {num_layers} finite"):

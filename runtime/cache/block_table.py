@@ -17,8 +17,8 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True)
 class Change:
-    """Replaces block `number` of a sequence by `block`, into which `source`, a block that other
-    sequences share, is copied first; None copies nothing."""
+    """Replaces block `number` of a sequence with `block`. If `source`, a block shared with other
+    sequences, is given, it is copied there first."""
 
     number: int
     block: int
@@ -62,7 +62,7 @@ class BlockTable:
             block = int(self.block_SN[sequence, number])
             if block != NO_BLOCK and self._num_users[block] == 1:
                 continue
-            own = next(free)  # never runs out: there are blocks for full sequences
+            own = next(free)  # never runs out: there are blocks for all sequences at full length
             is_copied = block != NO_BLOCK and number * self.block_length < start
             changes.append(Change(number, own, block if is_copied else None))
         return changes

@@ -1,6 +1,6 @@
-"""Summaries and codes of keys, and the search in them for the keys a token reads; select.h in torch.
+"""Summaries and codes of keys, and the search for the keys that a token reads: select.h in torch.
 
-Tables equal those of the kernels to the bit. Scores differ by rounding, so that near ties may be
+The tables are bit-identical to those of the kernels. Scores differ by rounding, so near ties may be
 decided differently.
 Letters: B blocks of the cache, K key-value heads, N key blocks of a block of the cache, P positions of a
 key block, W head width, S summary bytes, C code bytes, G queries that share a head, M candidates."""
@@ -61,7 +61,7 @@ class KeyTables:
         return block_N, position_N % length // self.rule.block
 
     def summarise(self, sequence: int, begin: int, key_TKW: Tensor) -> None:
-        """Enters whole key blocks from position `begin` on; `key_TKW` are their keys as stored, f32."""
+        """Adds the key blocks from position `begin` on; `key_TKW` are their keys as stored, f32."""
         size = self.rule.block
         key_NPKW = key_TKW.unflatten(0, (-1, size))
         block_N, at_N = self.places(sequence, begin // size, begin // size + len(key_NPKW))
@@ -103,7 +103,8 @@ class KeyTables:
 
     def choose(self, sequence: int, position: int, query_KGW: Tensor) -> Tensor:
         """The positions that a token at `position` reads for these queries, int64 [K, positions],
-        ascending. The token must not take all; queries are rotated as the stored keys are."""
+        ascending. The token must not be one that reads all keys (`takes_all`); queries are rotated
+        as the stored keys are."""
         rule, window = self.rule, self.window_begin(position)
         always = [torch.arange(rule.sinks), torch.arange(window, position + 1)]
         found = []
@@ -181,7 +182,7 @@ def _mass(score_GN: Tensor) -> Tensor:
 
 
 def _largest(score_N: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest, ascending; the first of equals wins; NaN counts as largest."""
+    """Indices of the `count` largest, ascending; ties go to the first; NaN counts as largest."""
     order_N = torch.where(score_N.isnan(), math.inf, score_N).argsort(descending=True, stable=True)
     return order_N[:count].sort().values
 

@@ -1,7 +1,7 @@
 """The KV cache: keys and values of computed tokens, per layer, in blocks.
 
 Letters: B blocks, K key-value heads, P positions of a block, C positions of a sequence, W head
-width, X its stored form (stored_rows), T tokens."""
+width, X width of a row as stored (see stored_rows), T tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ SUMMARISED = 8192  # positions whose keys are unpacked at a time
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """The cache of one layer. Within a block, the positions of a head are contiguous, so that a
-    step reads them as one run; interleaved by head, each position would be on another page."""
+    step reads them as one run; with heads interleaved, each position would be on a different
+    page."""
 
     key_BKPX: Tensor
     value_BKPX: Tensor
@@ -58,7 +59,7 @@ class LayerCache:
 
     @property
     def key_CKW(self) -> Tensor:
-        """The keys of the only sequence, unquantised."""
+        """The keys of the only sequence; not for quantised types."""
         assert self.table.is_whole and not self.types.key.is_blocks
         return self.key_BKPX[0].transpose(0, 1)
 
@@ -99,7 +100,7 @@ class LayerCache:
         return found[0], found[1]
 
     def _summarise(self, sequence: int, start: int, end: int) -> None:
-        """Enters into the tables the key blocks that end within positions start .. end-1."""
+        """Adds to the tables the key blocks that end within positions start .. end-1."""
         if self.tables is None:
             return
         size = self.tables.rule.block
@@ -118,7 +119,7 @@ class LayerCache:
 
     def read(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Copies of keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as
-        int16, which files have a type for."""
+        int16, because numpy has no bf16."""
         block_T, place_T = self._places(sequence, start, end)
         return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[
             block_T, :, place_T

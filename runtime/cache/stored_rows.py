@@ -1,8 +1,8 @@
 """Encodes and decodes rows of keys and values as the cache stores them; kernels/cpu/cache_rows.h in
 torch.
 
-Letters: W values of a row, X its stored form (W values, or the bytes of its blocks), N blocks of a
-row."""
+Letters: W values of a row, X its width as stored (W values, or the bytes of its blocks), N blocks
+of a row."""
 
 import torch
 from torch import Tensor

@@ -8,11 +8,11 @@ from torch.nn import functional
 
 
 def pack_bits(is_set_F: Tensor) -> Tensor:
-    """int32 [..., ceil(F / 32)] of bool [..., F]; bits past F are 0."""
+    """Packs bool [..., F] into int32 [..., ceil(F / 32)]; bits past F are 0."""
     padded = functional.pad(is_set_F.long(), (0, -is_set_F.shape[-1] % 32)).unflatten(-1, (-1, 32))
     return (padded << torch.arange(32, device=is_set_F.device)).sum(dim=-1).to(torch.int32)
 
 
 def unpack_bits(named_B: Tensor) -> Tensor:
-    """bool [32 B]: the inverse of `pack_bits`."""
+    """Unpacks int32 [B] to bool [32 B]."""
     return (named_B[:, None] >> torch.arange(32, device=named_B.device) & 1).bool().flatten()

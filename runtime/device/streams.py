@@ -2,7 +2,7 @@
 
 A stream runs its submissions in order, asynchronously; only events order two streams. Each
 submission declares the memory it reads and writes, so that a test can prove that nothing is read
-before it is there."""
+before it is written."""
 
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, c_void_p
@@ -32,7 +32,7 @@ class HostNode:
 
 
 class Stream(Protocol):
-    """A stream. `Event` is what `record` returns; only streams of the same kind understand it."""
+    """A stream. An event that `record` returns can only be used with streams of the same kind."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -51,14 +51,15 @@ class Stream(Protocol):
         """Holds everything submitted later until the event."""
 
     def follow(self) -> None:
-        """Holds everything submitted later until torch's current stream has run what it has now."""
+        """Holds everything submitted later until torch's current stream has run its present
+        work."""
 
     def finish(self) -> None:
         """Blocks the caller until everything submitted so far has run."""
 
 
 class PlainStream:
-    """Runs everything immediately, in call order: on the CPU."""
+    """Runs everything on the CPU, immediately and in call order."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]

@@ -9,7 +9,7 @@ _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
 def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...]:
     """Names of the samplers, or of Mirostat and the temperature before it, as in llama.cpp.
 
-    After a temperature that leaves one token nothing runs, and before it nothing that would keep
+    Nothing runs after a temperature that leaves one token, nor directly before it if it would keep
     that token anyway."""
     if options.mirostat:
         names = ["temperature", f"mirostat_{options.mirostat}"]

@@ -1,4 +1,4 @@
-"""Adaptive-p: prefers tokens whose probability is near a target, and moves the target with what was
+"""Adaptive-p: prefers tokens whose probability is near a target, and adjusts the target to what was
 drawn.
 
 llama.cpp pull request 17927, llama_sampler_init_adaptive_p. The state, which belongs to the chain,

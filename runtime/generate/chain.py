@@ -51,13 +51,13 @@ class SamplerChain:
         for token_id, _ in options.logit_bias:
             if token_id >= vocab_size:
                 raise SparkinferError(
-                    f"logit_bias has token {token_id}, the model's go up to {vocab_size - 1}"
+                    f"logit_bias has token {token_id}; the model's tokens are 0 to {vocab_size - 1}"
                 )
         self.options, self.vocab_size = options, vocab_size
         self.steps = active_samplers(options, vocab_size)
         if "dry" in self.steps and options.dry_sequence_breakers and dry_breakers is None:
             raise SparkinferError(
-                "DRY is on and its sequence breakers have no tokens: pass dry_breakers (of"
+                "DRY is on and its sequence breakers have no tokens: pass dry_breakers (from"
                 " dry.dry_breakers), or leave dry_sequence_breakers empty"
             )
         self._breakers = dry_breakers or {}

@@ -43,7 +43,7 @@ PIECE = 512
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """`variables` are template variables beside the messages: enable_thinking, ... `drops_oldest`:
+    """`variables` are template variables besides the messages: enable_thinking, ... `drops_oldest`:
     when the conversation outgrows the context, its oldest turns are no longer rendered, so that a
     quarter of the context is free; without it this is an error."""
 
@@ -60,7 +60,7 @@ class Conversation:
     answer. `messages` has all but the system message, which is `system`; both may be changed
     between turns.
 
-    `run` is the latest answer's. Closes the sequence and the template at the end of its block."""
+    `run` is the latest answer's. A `with` block closes the sequence and the template at its end."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Conversation:
         try:
             yield from self._computed(generation, said)
         finally:
-            if self._sequence.is_open:  # also after an interruption in mid-step
+            if self._sequence.is_open:  # even after an interruption in mid-step
                 self._sequence.rollback(self._sequence.length)
             text = "".join(said)
             if text:
@@ -140,7 +140,7 @@ class Conversation:
 
         Raises SparkinferError if there is none."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise SparkinferError("there is no answer yet that could be made again")
+            raise SparkinferError("there is no answer yet to regenerate")
         old = self.messages.pop()
         count = len(self.messages)
         try:
@@ -155,7 +155,7 @@ class Conversation:
         Raises SparkinferError if there is none."""
         asked = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
-            raise SparkinferError("there is no message that could be taken back")
+            raise SparkinferError("there is no message to take back")
         text = str(self.messages[asked[-1]].get("content", ""))
         del self.messages[asked[-1] :]
         self.num_dropped = min(self.num_dropped, len(self.messages))
@@ -168,13 +168,13 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Writes the messages as JSON, whole or not at all. Raises SparkinferError if the file
-        exists and is no saved conversation."""
+        exists and is not a saved conversation."""
         if path.exists():
             try:
                 _read(path)
             except SparkinferError:
                 raise SparkinferError(
-                    f"{path}: exists and is no saved conversation; give another name"
+                    f"{path}: exists and is not a saved conversation; give another name"
                 ) from None
         content = {
             "format": FORMAT,
@@ -219,7 +219,7 @@ class Conversation:
                 if len(ids) <= context - context // 4:
                     break
         if not ids:
-            raise SparkinferError("the chat template makes no text of these messages")
+            raise SparkinferError("the chat template renders these messages to an empty text")
         if len(ids) >= context:
             raise SparkinferError(
                 f"the conversation has {len(ids)} tokens for a context of {context}: begin another"

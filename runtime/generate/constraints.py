@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
 
 # As in llama.cpp: a space between the parts of a document, or a new line with its indent. An unsure
-# model would otherwise put in whitespace without end.
+# model could otherwise emit whitespace forever.
 _WHITESPACE = r" |\n[ \t]{0,20}"
 # Without \uXXXX, which could disguise one key as another.
 _ESCAPES = 'nrbtf\\"'
@@ -171,7 +171,7 @@ def gbnf_constraint(grammar: str, codec: TextCodec) -> Constraint:
         regex = gbnf.as_regex(rules)
         lark = gbnf.as_lark(rules) if regex is None else _lark_of_regex(regex)
     except RecursionError as error:
-        raise SparkinferError("GBNF grammar: a thousand rules or so call one another") from error
+        raise SparkinferError("GBNF grammar: about a thousand rules call one another") from error
     return _constraint("GBNF grammar", lark, codec)
 
 

@@ -38,8 +38,8 @@ class StepCosts:
         return rows in self._median
 
     def curve(self, most: int) -> list[float]:
-        """Costs of 0, 1, ... `most` rows, once a single row is measured. Beyond the measured counts
-        the line from a single row to the largest continues."""
+        """Costs of 0, 1, ... `most` rows, once a single row is measured. Beyond the measured counts,
+        the line from a single row to the largest count is extended."""
         single = self._median[1]
         knots = sorted(self._median.items())
         found = [0.0, single]

@@ -68,7 +68,7 @@ def _step_s(sequence: TextSequence) -> float:
 
 
 def most_probable(logits_V: Tensor) -> tuple[int, float]:
-    """(token, its probability); a NaN has no probability."""
+    """(token, its probability, NaN if any logit is)."""
     token = int(logits_V.argmax())
     return token, float(torch.softmax(logits_V, 0)[token])
 

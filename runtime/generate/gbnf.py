@@ -1,6 +1,6 @@
 """Translates GBNF rules for llguidance: into one regex, or Lark.
 
-A grammar without recursion becomes one regex, which is as fast as regexes are. Any other becomes
+A grammar without recursion becomes one regex, the fastest form. Any other becomes
 Lark, whose terminals llguidance lexes, longest match first. Keeping a grammar's own terminals would
 lose texts (`("a" | "ab") "bc"` would not give abc) or never end (`word word` with `word ::= "x"+`);
 llguidance's own converter has these faults. Here terminals are single characters, with which
@@ -29,7 +29,7 @@ from sparkinfer.runtime.generate.gbnf_regular import (
 )
 
 MAX_PARTS = 40  # of a sequence; in longer ones not all parts are examined
-MAX_ROUNDS = 8  # of taking back lexemes that begin as others do; after that none is made
+MAX_ROUNDS = 8  # of withdrawing lexemes that begin like others; after that there are none
 
 
 def as_regex(rules: dict[str, Node]) -> str | None:

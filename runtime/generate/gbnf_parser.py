@@ -139,7 +139,7 @@ class _Parser:
         self._skip(across_lines=True)
         while self._at < len(self._text):
             if len(rules) == MAX_RULES:
-                raise self._error(f"over {MAX_RULES:,} rules; write some of them in one")
+                raise self._error(f"over {MAX_RULES:,} rules; merge some of them")
             name = self._name("the name of a rule")
             self._skip()
             if not self._take("::="):
@@ -155,7 +155,7 @@ class _Parser:
 
     def _choice(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise self._error(f"over {MAX_DEPTH} groups in one another")
+            raise self._error(f"over {MAX_DEPTH} nested groups")
         nodes = [self._sequence(depth)]
         while self._take("|"):
             self._skip(across_lines=True)
@@ -220,7 +220,7 @@ class _Parser:
         if not is_negated:
             found = without(ANY, found)
         if not found:
-            raise self._error("a class of no characters")
+            raise self._error("a class without characters")
         return Character(ranges=found)
 
     def _character(self, end: str) -> str:
@@ -241,7 +241,7 @@ class _Parser:
         except (ValueError, OverflowError):  # no digits, too large, half a surrogate pair
             found = ""
         if not found:
-            raise self._error(f"a backslash and {kind + digits!r} is no character")
+            raise self._error(f"a backslash and {kind + digits!r} is not a character")
         self._at += len(digits)
         return found
 

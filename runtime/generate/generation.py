@@ -63,8 +63,8 @@ class Run:
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     """When a text ends. `stops`: strings that end it and are not part of it. `ignores_end`: end
-    tokens count as ordinary ones. `num_logprobs`: log probabilities of that many tokens beside the
-    drawn one; None gives none at all. `shift_keep`: at the end of the context the text continues
+    tokens count as ordinary ones. `num_logprobs`: log probabilities of that many tokens besides
+    the drawn one; None gives none at all. `shift_keep`: at the end of the context the text continues
     with that many tokens of its beginning and the last half of the rest; None: it ends there."""
 
     max_tokens: int = 128
@@ -156,8 +156,8 @@ class Generation:
         return self.run.stopped_by != NOT_STOPPED
 
     def tokens(self) -> Iterator[Token]:
-        """Yields tokens as they are made. Raises SparkinferError where the model, the constraint or
-        the context fails."""
+        """Yields tokens as they are made. Raises SparkinferError if the model, the constraint or the
+        context fails."""
         try:
             while not self.is_over:
                 part = self.part()
@@ -247,7 +247,7 @@ class Generation:
         their new positions."""
         if self.sequence.length < LEAST_SHIFTED:
             raise SparkinferError(
-                f"a context of {self.sequence.length} has no half that could be left out; load with a"
+                f"a context of {self.sequence.length} is too short to drop half of it; load with a"
                 " longer one"
             )
         keep = min(self.options.shift_keep or 0, self.sequence.length - 2)

@@ -1,4 +1,4 @@
-"""Checks that a constraint enforces a JSON schema (Draft 2020-12) in full; refuses all others.
+"""Accepts only JSON schemas (Draft 2020-12) that a constraint enforces in full.
 
 llguidance raises for some unknown keywords and ignores others ("nullable", misspelt ones, formats
 beside numbers), so this module lists what a schema may contain."""
@@ -38,8 +38,8 @@ def parse_schema(text: str) -> object:
 
 
 def check_schema(schema: object) -> dict[str, object]:
-    """The schema, every keyword of which is enforced. Raises SparkinferError with the first keyword
-    that is not, and its place as a JSON pointer."""
+    """Returns the schema if all its keywords are enforced. Otherwise raises SparkinferError with the
+    first one that is not, and its place as a JSON pointer."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -52,7 +52,7 @@ def check_schema(schema: object) -> dict[str, object]:
         _check_numbers(place, part)
         target = part.get("$ref", "#")
         if not isinstance(target, str) or unquote(target) not in {*schemas, *anchors}:
-            raise _refused(place, "$ref", f"{shown(target)} is no schema inside this one")
+            raise _refused(place, "$ref", f"{shown(target)} is not a schema inside this one")
     if "#" not in _ending(schemas):
         raise SparkinferError(
             "the JSON schema can never end: what it requires refers to itself without a way out"
@@ -119,7 +119,9 @@ def _check_numbers(place: str, schema: dict[str, object]) -> None:
             elif isinstance(value, list):
                 waiting += value
             elif isinstance(value, int | float) and not abs(value) <= _MAX_WHOLE:
-                raise _refused(place, keyword, f"numbers beyond 2^53 are not kept, found {value}")
+                raise _refused(
+                    place, keyword, f"numbers beyond 2^53 are not kept exactly, found {value}"
+                )
 
 
 def _ending(schemas: dict[str, dict[str, object]]) -> set[str]:

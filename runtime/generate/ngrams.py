@@ -1,4 +1,4 @@
-"""Guesses from the text itself: what followed its latest tokens the last time.
+"""Guesses from the text itself: what followed its latest tokens when they last occurred.
 
 There are two ways. `NgramDrafter` looks the end of the text up in the text before it and takes the
 longest match (prompt lookup decoding, Saxena 2023; llama.cpp's ngram-simple) of any length, through
@@ -57,7 +57,7 @@ class NgramDrafter:
         return length, end
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Enters the n-grams that have a successor."""
+        """Indexes the n-grams that have a successor."""
         known = self._num_known
         is_same = ids is self._ids or ids[:known] == self._ids[:known]
         if not is_same or len(ids) < known:
@@ -79,7 +79,7 @@ class NgramDrafter:
 
 
 def _match(ids: Sequence[int], end: int, length: int) -> int:
-    """Number of tokens before `end` that equal the text's last ones; `length` are known to."""
+    """Number of tokens before `end` that equal the text's last ones; at least `length` do."""
     longest = min(end, _LONGEST_MATCH)
     while length < longest and ids[end - 1 - length] == ids[-1 - length]:
         length += 1
@@ -104,7 +104,7 @@ class NgramPool:
         self._size = size
         self._entries = array("i", [_EMPTY]) * num_entries
         self._highest = pow(_FACTOR, size, _WORD + 1)
-        # Hash of the text's last n-gram. Before its beginning stand tokens 0.
+        # Hash of the text's last n-gram. The text counts as preceded by tokens 0.
         self._start = sum(pow(_FACTOR, age, _WORD + 1) for age in range(size)) & _WORD
         self._hash = self._start
         self._ids: Sequence[int] = ()

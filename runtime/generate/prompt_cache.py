@@ -1,8 +1,8 @@
 """Saves the state of a text to a file: its tokens, and the keys and values of every layer.
 
 A text with the same beginning need not compute it again. The state depends on the model, on how it
-is run and on the processor's arithmetic; a file made otherwise is refused, as its numbers would
-differ from those computed here."""
+is run and on the processor's arithmetic; a file made under other conditions is refused, as its
+numbers would differ from those computed here."""
 
 import hashlib
 from collections.abc import Mapping
@@ -84,7 +84,9 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     count = (len(arrays) - 1) // 2
     names = {"ids", *(f"{kind}.{n}" for kind in ("key", "value") for n in range(count))}
     if arrays.keys() != names or arrays["ids"].dtype != np.int64 or arrays["ids"].ndim != 1:
-        raise SparkinferError(f"{path}: not the tensors of a prompt's state; make it again")
+        raise SparkinferError(
+            f"{path}: its tensors are not those of a prompt's state; make it again"
+        )
     ids = arrays["ids"].tolist()
     if not all(0 <= token < key.vocab_size for token in ids):
         raise SparkinferError(f"{path}: has tokens that the model does not have; make it again")

@@ -55,8 +55,8 @@ class SamplingOptions:
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     adaptive_target: float = (
         -1.0
-    )  # a probability; below 0: off. Needs adaptive_p among the samplers,
-    adaptive_decay: float = 0.90  # where it comes last wherever it is named
+    )  # a probability; below 0: off. Needs adaptive_p among the samplers, always run last
+    adaptive_decay: float = 0.90
     mirostat: int = 0  # 1 and 2 replace all samplers but logit bias and temperature
     mirostat_lr: float = 0.10  # eta
     mirostat_ent: float = 5.0  # tau, in bits

@@ -1,8 +1,8 @@
 """The draft controller: decides how far ahead it pays to guess, between a drafter and the steps
 that check its guesses.
 
-A step of r rows takes c(r) seconds and gives one token more than were guessed right. With a(i) the
-probability that the i-th guess is right if those before it were, a draft of n tokens yields
+A step of r rows takes c(r) seconds and yields one token more than it had right guesses. With a(i)
+the probability that the i-th guess is right if those before it were, a draft of n tokens yields
 
     E(n) = 1 + a(1) + a(1) a(2) + ... + a(1) ... a(n)   tokens in   c(n + 1)   seconds,
 
@@ -49,8 +49,8 @@ def check_rows(decoder: Decoder) -> None:
     native = decoder.native
     reason = native if isinstance(native, str) else "a part of the model is on a GPU"
     raise SparkinferError(
-        f"speculation could change the text here: only a step that is native and on the CPU"
-        f" gives several tokens the bits of single ones ({reason}); leave --speculate out"
+        f"speculation could change the text here: only native steps on the CPU compute several"
+        f" tokens bit-identically to single ones ({reason}); leave --speculate out"
     )
 
 
@@ -107,7 +107,7 @@ class Totals:
 
 
 class Speculation:
-    """The drafts of one Generation, or of many in succession. See the module."""
+    """The drafts of one Generation, or of many in succession: see the module's docstring."""
 
     def __init__(self, drafter: Drafter, options: SpeculationOptions) -> None:
         self.options, self._drafter = options, drafter
@@ -210,7 +210,7 @@ class Speculation:
         return self._costly_guess(ids, length) if length else ()
 
     def _free_guess(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Examined in full, so that tokens not computed are learnt from as well."""
+        """Returns the tokens worth computing; the whole guess is compared with the text later."""
         if not self._account.can_pay(0.0):
             return ()
         self._prepare(ids)
@@ -235,7 +235,7 @@ class Speculation:
         return tokens
 
     def _prepare(self, ids: Sequence[int]) -> None:
-        """A new text is read for free, as the model's own reading of it does not count."""
+        """Lets the drafter read the text: free for a new text, as is the model's own prefill."""
         began = time.perf_counter()
         self._drafter.prepare(ids)
         took = time.perf_counter() - began
@@ -279,14 +279,14 @@ class Speculation:
         ]
 
     def _can_pay(self, length: int, cost_s: Sequence[float]) -> bool:
-        """True if the account can afford a draft of which nothing is right. Where no cost is known,
-        rows may cost as much as single steps."""
+        """True if the account can afford a draft that is all wrong. While no cost is known, each row
+        is taken to cost a single step."""
         loss_s = cost_s[length] - cost_s[0]
         unknown_s = 0.0 if self.costs.is_known else length * cost_s[0]
         return self._account.can_pay(max(loss_s, unknown_s))
 
     def _varied(self, length: int, most: int) -> int:
-        """Occasionally another length nearby whose cost is unknown."""
+        """The length, or occasionally one nearby whose cost is unknown."""
         self._since_varied += 1
         if self._since_varied < _VARY_EVERY:
             return length

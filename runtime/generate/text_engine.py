@@ -36,7 +36,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class TextEngine:
-    """Engine's base class. Not for several threads at a time."""
+    """Engine's base class. Not thread-safe."""
 
     def __init__(self, model: ModelFile, decoder: Decoder, mode: Mode, traffic: Traffic) -> None:
         self.model, self.mode, self.traffic = model, mode, traffic

@@ -1,5 +1,5 @@
-"""Everything that decides the last bit of a result beside model and text, as one line: for
-artifacts and for the check that a resumed run matches the one before."""
+"""Everything besides model and text that decides the last bit of a result, as one line: for
+artifacts, and for the check that a resumed run matches the one before."""
 
 import torch
 

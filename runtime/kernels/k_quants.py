@@ -1,4 +1,4 @@
-"""Unpacks llama.cpp's K-quants by torch, on any device, where there is no kernel for it.
+"""Unpacks llama.cpp's K-quants with torch, on any device, where there is no kernel for it.
 
 Blocks of 256 values, laid out as in dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c;
 runtime/kernels/cpu/k_quants_template.h describes the layout.

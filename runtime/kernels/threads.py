@@ -1,4 +1,4 @@
-"""Thread counts of the runtime: the C++ kernels' and torch's alike.
+"""Sets the thread counts of the C++ kernels and of torch.
 
 The kernels' threads sleep while torch computes and vice versa, so both may have all cores."""
 

@@ -42,8 +42,8 @@ class Norm:
 class Rotary:
     """Rotates pairs of a head's values by position times frequency (Su et al. 2021).
 
-    A pair is either adjacent values or values half a head apart. For adjacent pairs, as llama has
-    them in llama.cpp, `convert` permutes the rows of q and k."""
+    A pair is either adjacent values or values half a head apart. For adjacent pairs, as llama
+    models have in llama.cpp, `convert` permutes the rows of q and k."""
 
     frequency_W: Tensor  # f64 [W / 2]
     is_adjacent: bool
@@ -106,8 +106,8 @@ def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
 
 
 def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """Does `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time, from keys and
-    values as the cache stores them.
+    """Computes `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time, from keys
+    and values as the cache stores them.
 
     torch's f32 kernels for shared heads would repeat every key and keep every score."""
     num_tokens, num_heads, width = query_THW.shape
@@ -148,7 +148,7 @@ def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
 def attend_to_chosen(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int
 ) -> Tensor:
-    """Does `attend` with each token restricted to the positions it chooses: f32 [T, H * W]."""
+    """Computes `attend` with each token restricted to its chosen positions: f32 [T, H * W]."""
     num_kv, outs = key_CKW.shape[1], []
     for query_HW, position in zip(
         query_THW, range(len(key_CKW) - len(query_THW), len(key_CKW)), strict=True
@@ -169,7 +169,7 @@ def attend_capped(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
     rotary: Rotary,
 ) -> Tensor:  # fmt: skip
-    """Does `attend_to_chosen` at capped positions, for queries and keys not yet rotated."""
+    """Computes `attend_to_chosen` at capped positions, for queries and keys not yet rotated."""
     num_kv, outs, rule = key_CKW.shape[1], [], tables.rule
     num_far = rule.sinks + rule.top
     for query_HW, position in zip(
@@ -194,7 +194,7 @@ def attend_capped(
 def _attend_two(
     far_HW: Tensor, far_CKW: Tensor, near_HW: Tensor, near_CKW: Tensor, value_CKW: Tensor
 ) -> Tensor:
-    """Does `_attend_one` over far and near keys, each with its own rotation of the query."""
+    """Computes `_attend_one` over far and near keys, each with its own rotation of the query."""
     scores = [
         query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1]) @ key_CKW.permute(1, 2, 0)
         for query_HW, key_CKW in ((far_HW, far_CKW), (near_HW, near_CKW))
@@ -234,7 +234,7 @@ class Attention:
         is_capped = tables is not None and tables.rule.is_capped
         if turn and not is_capped:
             query, key = turn.apply(query), turn.apply(key)
-        if types.key.is_rotated:  # as the cache turns its keys
+        if types.key.is_rotated:  # as the cache rotates its keys
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)
         if gpu_products.is_gpu(keys.device):

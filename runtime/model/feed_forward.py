@@ -7,9 +7,9 @@ is that up projection.
 
 `exact` computes every gate and the rest only where the gate is open; `predicted` computes the
 predicted gates and the rest where such a gate is open. Both give the results of `dense`, except for
-neurons that the predictor misses. One token reads only the rows it needs; of several on the CPU,
-each uses its own rows, as it would alone (native_neurons). Without the C++ kernels, the rows that
-any token needs are read, and the others masked.
+neurons that the predictor misses. A single token reads only the rows it needs. Several
+tokens on the CPU each use their own rows, as they would alone (native_neurons). Without the C++
+kernels, every row that any of the tokens needs is read, and the values of the others are masked.
 
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.
@@ -32,8 +32,8 @@ from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock, above, without_silent
 
-# The share of a block's neurons that several tokens must need for all rows to be taken: choosing
-# rows costs a copy of the tokens' values of the chosen ones.
+# If several tokens need more than this share of a block's neurons, all rows are taken: a selection
+# costs a copy of the tokens' values of the chosen neurons.
 MOST_CHOSEN = 0.9
 
 
@@ -77,8 +77,8 @@ class Predictor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockResult:
-    """Output [T, D], and gate and hidden values [T, A] of the neurons at `position_A`: None unless
-    observed."""
+    """Output [T, D], and, if kept for observers, gate and hidden values [T, A] of the neurons at
+    `position_A`."""
 
     y_TD: Tensor
     gate_TA: Tensor | None = None
@@ -87,7 +87,7 @@ class BlockResult:
 
 
 class ColdNeurons(Protocol):
-    """Streams neurons of the CPU to a GPU if there are enough tokens: cold_stream."""
+    """Streams neurons of the CPU to a GPU if there are enough tokens: see cold_stream."""
 
     device: torch.device
     least_tokens: int
@@ -99,7 +99,7 @@ class ColdNeurons(Protocol):
         """Calls `add` with the neurons on the device, piece by piece: reads `x`, adds to `y`."""
 
 
-# What observers see of a layer's neurons, and the value where it was not computed.
+# Tensors of a layer's neurons that observers see, with the value of neurons not computed.
 _SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
 
 
@@ -181,15 +181,15 @@ class FeedForward:
         )
 
     def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, unobserved: natively all neurons at once, otherwise one part at a
-        time, whose values stay in the cache."""
+        """Any number of tokens, unobserved: all neurons at once if native, otherwise one part at a
+        time, so that its values stay in the processor's cache."""
         y_TD = torch.zeros_like(x_TD)
         self._add_parts(y_TD, block, x_TD, named_TN)
         return BlockResult(y_TD=y_TD)
 
     def _is_brought(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
-        """True if the block is streamed to a GPU; never while observed: every value is wanted
-        then."""
+        """True if the block is streamed to a GPU; never while observed, when every value is
+        wanted."""
         is_many = num_tokens >= cold.least_tokens and not self.observers.active
         return is_many and cold.has(self.layer, block)
 
@@ -317,7 +317,7 @@ class FeedForward:
         self.traffic.down += num_downs * block.down.row_bytes
 
     def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
-        """Shows observers the values of all blocks in layer order."""
+        """Shows observers the values of all blocks, neurons in the layer's order."""
         for name, unknown in _SHOWN.items():
             if not self.observers.want(name, self.layer):
                 continue
@@ -337,7 +337,7 @@ class FeedForward:
 
 
 def _dot(linear: Linear, x_D: Tensor, rows_A: Tensor | None) -> Tensor:
-    """f32 [A]: some rows (None: all) for one token."""
+    """f32 [A]: some rows (None: all) times one token."""
     y_A = linear.weight.dot(x_D, rows_A)
     if linear.bias_N is None:
         return y_A
@@ -345,7 +345,7 @@ def _dot(linear: Linear, x_D: Tensor, rows_A: Tensor | None) -> Tensor:
 
 
 def _product(linear: Linear, x_TD: Tensor, rows_A: Tensor | None) -> Tensor:
-    """f32 [T, A]: some rows (None: all) for several tokens."""
+    """f32 [T, A]: some rows (None: all) times several tokens."""
     y_TA = linear.weight.product(x_TD, rows_A)
     if linear.bias_N is None:
         return y_TA

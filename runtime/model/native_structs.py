@@ -38,7 +38,7 @@ class BlockStruct(Structure):
 
 
 class NotNative(Exception):
-    """Why a model's decode step cannot be one native call."""
+    """The reason why a model's decode step cannot be one native call."""
 
 
 class Structs:

@@ -71,7 +71,7 @@ class ColdBlock:
             width = max(places[number].stop for number in group)
             spans.append(Span(host_NS=_bytes_of(first, width), row_N=block.row_N))
         for number in range(num_matrices, len(tensors)):
-            # A block's spans. Ids are those of the block; biases are per row of the matrices.
+            # Ids have one entry per neuron of the block, biases one per row of the matrices.
             is_id = number == len(tensors) - 1
             size = tensors[number].element_size()
             places[number] = _Place(span=len(spans), start=0, stop=size)

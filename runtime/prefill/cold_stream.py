@@ -132,7 +132,7 @@ class ColdStream:
         self._end()
         self._slots = [_Slot(_buffer(self.piece_bytes, self.device)) for _ in range(2)]
         for slot in self._slots:
-            slot.free = self.compute.record()  # whatever had this memory before must finish
+            slot.free = self.compute.record()  # earlier users of this memory must finish
 
     def _start(self, number: int) -> None:
         """Starts the copy of a piece, if there is one more."""
@@ -150,7 +150,7 @@ class ColdStream:
         slot.ready = self.staging.send(target, lambda host: block.fill(host, start, stop))
 
     def _end(self) -> None:
-        """Frees the buffers for what is launched after their last copies."""
+        """Frees the buffers; later launches wait for their last copies."""
         for slot in self._slots:
             self._arrive(slot)
         self._slots = []

@@ -1,7 +1,7 @@
 """Measures, once per engine, from how many tokens on it pays to stream cold weights to a GPU.
 
-The copy of a piece takes as long for any number of tokens, and the GPU's product is overlapped with
-it; the CPU's product takes longer with more tokens. Copies are timed as in a pass, products on the
+The copy of a piece takes the same time for any number of tokens, and the GPU's product is
+overlapped with it; the CPU's product takes longer with more tokens. Copies are timed as in a pass, products on the
 same neurons with the layer's own code.
 
 Letters: T tokens, D model width, F neurons."""

@@ -18,7 +18,7 @@ from sparkinfer.runtime.weights import gpu_products
 
 # Maximum partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32
-_DECODE_TENSORS = 64  # at most, with a gap each
+_DECODE_TENSORS = 64  # upper bound on their number; each may have an alignment gap
 
 
 def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mode) -> int:
@@ -34,7 +34,7 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
     hidden = tokens * 5 * width  # before, between and after the blocks, and their inputs
     attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
     part = 6 * min(neurons, part_neurons(width, tokens))
-    if mode == "predicted":  # scores of all neurons; then masks of a byte each, twice
+    if mode == "predicted":  # scores of all neurons, and two masks of one byte a neuron
         part = max(part + neurons // 2, 4 * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)

@@ -1,8 +1,8 @@
 """Measures the memory that a forward pass takes beside weights and cache.
 
-A prefill chunk at the end of the context passes through two layers and the head, on the CPU, while
-torch reports every allocation and release. That is where the runtime takes most: only the shape of
-the layers matters, and they run one after the other.
+A prefill chunk at the end of the context, where a pass takes most, runs through two layers and the
+head on the CPU while torch reports every allocation and release. Two layers are enough: only their
+shape matters, and they run in sequence.
 
 Memory inside the libraries behind torch's matrix products is not reported. Letters: T tokens, D
 model width."""
@@ -97,8 +97,8 @@ def _two_layers(
         step = round(1 / hot_share)
         ids = np.arange(0, model.shape.num_neurons, step, dtype=np.int32)
         placement = replace(placement, hot=(ids,) * num_layers)
-    # As in an engine whose weights fit into memory; rows picked out of a file take one more copy of
-    # each tile.
+    # As in an engine whose weights fit into memory. (Rows picked out of a file take one more copy of
+    # each tile.)
     residence = Residence() if library.is_available() else None
     builder = Builder(
         model, placement, mode, context_length, observers, Traffic(), lambda line: None, residence

@@ -40,7 +40,7 @@ class Decoder:
 
     @property
     def _native_rows(self) -> NativeStep | None:
-        """The step that takes several rows natively, with the bits of single steps; None if it
+        """The step that takes several rows natively, bit-identical to single steps; None if it
         cannot be used."""
         native = self.native
         return native if isinstance(native, NativeStep) and not self.observers.active else None
@@ -65,7 +65,7 @@ class Decoder:
         return torch.cat([none, *(self._run_one(rows, run) for run in runs_of(rows))])
 
     def _run_one(self, rows: Sequence[Row], run: Sequence[Row]) -> Tensor:
-        """Does `run` for one run of rows of the same sequence."""
+        """Computes consecutive rows of one sequence; see `run`."""
         for row in run:
             if row.source is not None:
                 self._copy(rows[row.source], row)

@@ -1,4 +1,4 @@
-"""Builds a hybrid decode step from loaded weights and a plan: where the hidden state is when.
+"""Builds a hybrid decode step from loaded weights and a plan, following where the hidden state is.
 
 Layers whose attention is on a GPU run there, their cold neurons concurrently on the CPU;
 neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence: each has its own

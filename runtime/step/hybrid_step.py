@@ -61,7 +61,7 @@ class HybridStep:
             host.x_D.copy_(self.positions[position])
         try:
             self._submit()
-        finally:  # after an interrupt, too, nothing keeps running
+        finally:  # even after an interrupt, nothing keeps running
             for segment in self.segments:
                 segment.main.finish()
         if self.after:

@@ -54,8 +54,8 @@ class Sequences:
         return self.live.weights.cache
 
     def open(self, *, yields: bool = False, beside: "Sequence | None" = None) -> "Sequence":
-        """Opens an empty sequence. If no place is free, a sequence that `yields` is closed for it,
-        except the one it is opened `beside`.
+        """Opens an empty sequence. If no place is free, a sequence that `yields` is closed to make
+        room, except the one it is opened `beside`.
 
         Raises SparkinferError if all places are in use."""
         num_places = self.cache.table.num_sequences
@@ -107,12 +107,12 @@ class Sequences:
             if not _are_tokens(part.tokens):
                 raise not_tokens(part.tokens)
             if part.wanted not in get_args(Wanted):
-                raise SparkinferError(f"wanted is {part.wanted!r}, known: {get_args(Wanted)}")
+                raise SparkinferError(f"wanted={part.wanted!r}; known: {get_args(Wanted)}")
             if not len(part.tokens):
                 raise SparkinferError("no tokens to compute; give one or more")
             part.sequence.check_room(len(part.tokens))
         if len({part.sequence.number for part in parts}) < len(parts):
-            raise SparkinferError("a sequence is in two parts of one step; make one of them")
+            raise SparkinferError("a sequence is in two parts of one step; join them into one part")
 
     def _rows(self, part: Part) -> list[Row]:
         sequence, count = part.sequence, len(part.tokens)
@@ -133,8 +133,8 @@ def _are_tokens(tokens: object) -> bool:
 def not_tokens(found: object) -> SparkinferError:
     """The error for anything but token ids; says how to get them from text."""
     return SparkinferError(
-        f"{shown(found)} given as token ids; wanted a list of integers: engine.codec.encode(text)"
-        " makes it"
+        f"{shown(found)} given as token ids; wanted a list of integers, as engine.codec.encode(text)"
+        " returns"
     )
 
 
@@ -208,7 +208,7 @@ class Sequence:
     def check_room(self, count: int) -> None:
         if count > self.room:
             raise SparkinferError(
-                f"{count} more tokens behind {self.length} for a context of"
+                f"{count} more tokens after {self.length} exceed the context of"
                 f" {self._live.context_length}; shorten the text or load with a longer context"
             )
 
@@ -237,6 +237,6 @@ class Sequence:
     def _live(self) -> Sequences:
         if self._owner is None:
             raise SparkinferError(
-                "the sequence is closed, or the engine was used for something else meanwhile"
+                "the sequence is closed, or the engine has been used for something else since"
             )
         return self._owner

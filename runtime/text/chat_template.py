@@ -40,7 +40,7 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     """A chat template. `name` is for error messages. `tool_text` is for messages with tools, if the
-    file has a separate one. `turn_end` ends an answer beside the model's own end tokens."""
+    file has a separate one. `turn_end` ends an answer in addition to the model's own end tokens."""
 
     name: str
     text: str
@@ -90,7 +90,7 @@ class ChatTemplate:
         return self._cut(rendered) if continue_final_message else rendered
 
     def close(self) -> None:
-        """Ends the rendering process; another rendering starts another."""
+        """Ends the rendering process; the next rendering starts a new one."""
         self.process.close()
 
     def _cut(self, rendered: str) -> str:
@@ -175,7 +175,7 @@ def _normal(message: Message) -> dict[str, object]:
     reasoning under the names that templates know."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise SparkinferError(
-            f"{str(message)[:80]!r} is no message; wanted an object with role and content"
+            f"{str(message)[:80]!r} is not a message; wanted an object with role and content"
         )
     known = {key: value for key, value in message.items() if value is not None}
     reasoning = next((known[name] for name in _REASONING if name in known), None)

@@ -13,7 +13,7 @@ from sparkinfer.tokenizer_text import read_tokenizer, refused
 from sparkinfer.typed import shown
 
 _MAX_HELD = 8  # tokens without a character; no character has more than 4 bytes
-REPLACEMENT = "\ufffd"  # the decoding of bytes that are no whole character
+REPLACEMENT = "\ufffd"  # the decoding of bytes that are not a whole character
 END_KINDS = ("eos", "eot", "eom")  # for the end of a text, a turn, a message
 # Special tokens that end a text or a turn in every model that has them (llama.cpp,
 # llama-vocab.cpp): third-party GGUF files often name only one of several.
@@ -44,7 +44,8 @@ class TextCodec:
         return cls(tokenizer, _token_id(model, "bos"), _end_ids(model, tokenizer))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids as by the checkpoint's own tokenizer; for an empty text, the begin token.
+        """Token ids as the checkpoint's own tokenizer makes them; for an empty text, the begin
+        token.
 
         Raises SparkinferError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)
@@ -99,7 +100,7 @@ class TextStream:
         return self._given_out(*self._cut())
 
     def _cut(self) -> tuple[int, str]:
-        """How many tokens to emit if too many are held, and their text: none of a possibly
+        """How many tokens to emit if too many are held, and their text, without those of a possibly
         incomplete character, which on its own would decode to replacement characters."""
         ends = range(len(self._ids), len(self._ids) - 4, -1)
         texts = ((end, self._tokenizer.decode(self._ids[:end])) for end in ends)

@@ -96,7 +96,7 @@ class _Vocabulary:
         )
         if not isinstance(values, list) or not is_right:
             raise SparkinferError(
-                f"{self.path}: {key} is not of {len(self.tokens)} numbers, as there are tokens;"
+                f"{self.path}: {key} does not have {len(self.tokens)} numbers, one for each token;"
                 " get the file again"
             )
         return [float(value) for value in values]
@@ -149,7 +149,8 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
         left, _, right = merge.partition(" ")
         if left not in ids or right not in ids or left + right not in ids:
             raise SparkinferError(
-                f"{vocabulary.path}: the merge {shown(merge)} is not of three tokens; get the file again"
+                f"{vocabulary.path}: the merge {shown(merge)} does not join two tokens to a third;"
+                " get the file again"
             )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind.whole_words_first))

@@ -37,7 +37,7 @@ def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[st
         lone = [part for part in (left, right) if len(part) == 1 and part not in scores]
         if lone and (left in scores or right in scores or len(token) == 2):
             raise SparkinferError(
-                f"{path}: the token {shown(token)} is made with {lone[0]!r}, which is no token, and"
+                f"{path}: the token {shown(token)} is made with {lone[0]!r}, which is not a token, and"
                 " BPE by merges cannot do that; convert a checkpoint that has a tokenizer.json"
             )
     return pairs
@@ -53,6 +53,6 @@ def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> 
         for _, right in cuts:
             for other in sorted(by_left.get(right, set()) - {token}):
                 raise SparkinferError(
-                    f"{path}: the tokens {shown(token)} and {shown(other)} have the same score, so which of"
-                    " them a text gets is open; convert a checkpoint that has a tokenizer.json"
+                    f"{path}: the tokens {shown(token)} and {shown(other)} have the same score, so it is open"
+                    " which of them a text gets; convert a checkpoint that has a tokenizer.json"
                 )

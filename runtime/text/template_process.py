@@ -25,10 +25,10 @@ _START = (
 _PACKAGES = ("jinja2", "markupsafe")
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 _REASONS = {
-    "syntax": "is not a Jinja template that can be read",
+    "syntax": "is not a valid Jinja template",
     "template": "rejects these messages",
     "other": "fails with these messages",
-    "size": "writes more than a text can be",
+    "size": "writes too long a text",
 }
 
 
@@ -58,7 +58,7 @@ class TemplateProcess:
         )
 
     def close(self) -> None:
-        """Ends the process. Another rendering starts another."""
+        """Ends the process; the next rendering starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             _end(process)

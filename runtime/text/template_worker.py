@@ -10,7 +10,7 @@ Environment, filters and globals match transformers' apply_chat_template
 (utils/chat_template_utils.py), whose outputs are to be reproduced. template_process runs this file
 as a script; it imports only jinja2 and the standard library."""
 
-import encodings.unicode_escape  # noqa: F401  as the others: later no file may be opened
+import encodings.unicode_escape  # noqa: F401  like the others: later, no file can be opened
 import json
 import resource
 import signal

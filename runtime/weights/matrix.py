@@ -1,4 +1,4 @@
-"""The three products a decoder needs, of weights in the type they have in the file.
+"""The three products a decoder needs, for weights in the type they have in the file.
 
 Sums are f32. On the CPU, products go through the C++ kernels, which take vectors in blocks of
 16-bit integers if the weights are in blocks, or through torch if they are not built. On a GPU,
@@ -111,9 +111,9 @@ class Matrix(StoredMatrix):
             yield start, out_AD
 
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """(first position, rows f32 [A, D]) of pieces small enough for the workspace.
+        """Yields (first position, rows f32 [A, D]) of pieces small enough for the workspace.
 
-        A piece is overwritten by the next."""
+        Each piece is overwritten by the next."""
         count = self.num_rows if index_A is None else len(index_A)
         if self.kind == "f32" and index_A is None:
             yield 0, self.data

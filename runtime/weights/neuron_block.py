@@ -149,7 +149,7 @@ class NeuronBlock:
 
 
 def above(value: Tensor, limit: Tensor) -> Tensor:
-    """True where a magnitude is above its limit; NaN is."""
+    """True where a magnitude is above its limit or NaN."""
     return ~(value.abs() <= limit)
 
 

@@ -6,8 +6,8 @@ neuron is contiguous; in mode "exact", which reads all gates but few of the othe
 contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. q4_0 and q8_0
 rows get their scales first, which halves the instructions of products and sums.
 
-Measured on two cores of a Cascade Lake, a tenth of the neurons, against mapped rows: q8_0 5.4 and
-10.0 GB/s a thread, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log.md).
+Measured on two cores of a Cascade Lake, reading a tenth of the neurons, in GB/s per thread, mapped
+and resident: q8_0 5.4 and 10.0, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log/kernels.md).
 
 Letters: N rows, A chosen rows."""
 
@@ -122,8 +122,8 @@ def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     """Zeros that take no memory until written, aligned to a huge page."""
     try:
         return untouched(num_bytes)
-    except OSError as error:  # addresses are limited, not memory: that was checked before
+    except OSError as error:  # the address space is limited; free memory was checked before
         raise SparkinferError(
-            f"no {format_bytes(num_bytes)} of addresses for weights ({error.strerror}): raise the"
+            f"no address space for {format_bytes(num_bytes)} of weights ({error.strerror}); raise the"
             " limit (ulimit -v), or load with is_resident=False, which leaves them in the file"
         ) from error

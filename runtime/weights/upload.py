@@ -1,8 +1,8 @@
 """Uploads matrices of a model file into a device's slab, piece by piece, in the device's layout.
 
-Beside their place in the slab this takes two pinned buffers on the host and, for a type that is
-rearranged (runtime.kernels.planar), two pieces on the device meanwhile; mapped pages are dropped
-after each matrix.
+Besides space in the slab, an upload takes two pinned buffers on the host and, for types that are
+rearranged (runtime.kernels.planar), two pieces on the device; mapped pages are dropped after each
+matrix.
 
 Letters: N rows."""
 
@@ -34,7 +34,7 @@ class Uploader:
     _ranges: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def matrix(self, entry: TensorEntry, item: str, rows: np.ndarray | None = None) -> Matrix:
-        """A matrix of a model file, or some of its rows; its size is that in the file."""
+        """A matrix of a model file, or some of its rows; it takes as many bytes as in the file."""
         raw = entry.read()
         count = raw.shape[0] if rows is None else len(rows)
         target = self.memory.take((count, entry.row_bytes), torch.uint8, item)
@@ -66,7 +66,7 @@ class Uploader:
         return self.memory.take_zeros(shape, dtype, item)
 
     def finish(self) -> None:
-        """Waits until everything is there, and frees the buffers."""
+        """Waits until all copies are done, and frees the buffers."""
         if self._staging is not None:
             self._staging.finish()
         self._staging = None
@@ -101,7 +101,7 @@ class Uploader:
             staging.send(target.view(-1), fill)
             return
         piece = torch.empty_like(target)
-        # Work that had this memory before may still run, and the copy is in another stream.
+        # Earlier work on this memory may still be running, and the copy is in another stream.
         staging.stream.wait(_recorded(target.device))
         event = staging.send(piece.view(-1), fill)
         if event is not None:
@@ -118,8 +118,8 @@ class Uploader:
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:
-    """An event after everything launched so far by plain code; None on the CPU, where it has
-    run."""
+    """An event that follows everything launched so far on torch's current stream; None on the CPU,
+    where all of it has run."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

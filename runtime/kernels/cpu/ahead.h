@@ -1,9 +1,9 @@
 // Included inside the anonymous namespace of each rows_<level>.cpp, as rows_template.h is.
 
-// Prefetches ROWS rows, one line of each at a time; if they are contiguous, as many lines of the first
-// row, then of the second: the processor's prefetcher sees one stream then and joins in, where several
-// would alternate within a page. It stops at the end of a page, and cannot know which row of a list
-// comes next.
+// Prefetches ROWS rows, one line of each at a time. Contiguous rows are prefetched one after another
+// instead: the processor's own prefetcher then sees one stream and joins in, whereas several would
+// alternate within a page. (It stops at the end of a page and cannot know which row of a list comes
+// next.)
 template <int ROWS>
 class Ahead {
   public:

@@ -1,5 +1,5 @@
 // Storage of keys and values in the cache: a row of W values per head and position, in one of the first
-// five kinds. stored_rows.py is the same in torch, to the bit.
+// five kinds. stored_rows.py does the same in torch, to the bit.
 //
 // A rotated cache stores H x for x, H being the orthonormal Hadamard matrix over the largest power of
 // two that divides W. Dot products of keys with rotated queries are unchanged, mixed values are rotated

@@ -3,9 +3,10 @@
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked in
-// registers. Each operation moves A * row_bytes bytes of W; x, c, y stay in cache. dot_rows takes x in
-// blocks of 16-bit integers for the block kinds, see Input, and so does accumulate_rows c times scale of
-// q8_0 and q4_0; all other arithmetic is f32. A row stride may be more than the bytes of a row.
+// registers. Each operation moves A * row_bytes bytes of W; x, c, y stay in cache. For the
+// block kinds, dot_rows takes x in blocks of 16-bit integers, see Input; for q8_0 and q4_0,
+// accumulate_rows takes c times scale in such blocks. All other arithmetic is f32. A row stride may be
+// more than the bytes of a row.
 #pragma once
 #include <stdint.h>
 
@@ -50,7 +51,7 @@ enum Status : int32_t {
     STATUS_BAD_ARGUMENT,        // unknown kind, an impossible size, D not in whole blocks
     STATUS_INDEX_OUT_OF_RANGE,  // an index below 0 or not below num_rows; nothing was written
     STATUS_UNKNOWN_LEVEL,       // this build has no such instruction set
-    STATUS_UNUSABLE_LEVEL,      // it has, but this processor or its operating system does not
+    STATUS_UNUSABLE_LEVEL,      // the build has it, but not the processor or its system
     STATUS_NO_THREADS,          // the operating system refused to start that many threads
     STATUS_NO_MEMORY,
 };
@@ -159,8 +160,8 @@ using AddTo = void(float* y, const float* x, int64_t n);
 using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
 
 // out[g * stride + i] = row i . query[g], in whole numbers, for i < n and all queries; see
-// select_template.h. dot_bytes: row[i] are `width` bytes each, 0 to 127. dot_codes: at row[0] lie n rows
-// of `width` values of two bits.
+// select_template.h. dot_bytes: row[i] are `width` bytes each, 0 to 127. dot_codes: row[0] points to n
+// rows of `width` values of two bits.
 constexpr int64_t SELECT_WIDTH = 64;
 struct SelectDots {
     const uint8_t* const* row;

@@ -12,8 +12,8 @@
 //                          (after RaBitQ, Gao and Long 2024, arXiv 2405.12497)
 //
 // A block's estimate is its softmax mass among all blocks, summed over the queries that share it; a
-// key's likewise among the keys of the best blocks. Of equals the first is taken. Widths are padded
-// with zeros to multiples of SELECT_WIDTH.
+// key's likewise among the keys of the best blocks. Ties go to the first. Widths are padded with zeros
+// to multiples of SELECT_WIDTH.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -195,8 +195,8 @@ class Selector {
         return sum;
     }
 
-    // Finds the indices of the `k` largest of score [n], ascending; the first of equals wins. NaN counts
-    // as largest.
+    // Finds the indices of the `k` largest of score [n], ascending; ties go to the first. NaN
+    // counts as largest.
     static void largest(const float* score, int64_t n, int64_t k, std::vector<float>& order,
                         int32_t* chosen) {
         order.resize(n);

@@ -6,7 +6,7 @@
 
 #include "row_sums.h"
 
-// True if an input counts; `limit` null: all do. NaN does.
+// True if an input counts; if `limit` is null, all do. NaN always counts.
 inline bool passes(float value, const float* limit, int64_t i) {
     return !limit || !(std::fabs(value) <= limit[i]);
 }

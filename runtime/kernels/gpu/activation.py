@@ -12,7 +12,7 @@ def relu(x):
 
 @triton.jit
 def smooth(x, ACTIVATION: tl.constexpr):
-    """SiLU, GELU, or GELU by tanh, as x / (1 + e^-2y) with its (1 + tanh y) / 2."""
+    """SiLU, GELU, or tanh GELU, whose (1 + tanh y) / 2 is 1 / (1 + e^-2y)."""
     if ACTIVATION == "silu":
         value = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":

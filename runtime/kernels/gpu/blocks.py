@@ -179,8 +179,8 @@ def _half_at(pointer, is_live):
 @triton.jit
 def values(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part, scaled; see `quants`."""
-    # Loads scales first, as the compiler keeps the order of loads: after the quants it would wait
-    # twice.
+    # Scales are loaded first: the compiler keeps the order of loads, and loading them after the
+    # quants would wait twice.
     if KIND == "q4_k" or KIND == "q5_k":
         BLOCK_BYTES: tl.constexpr = 144 if KIND == "q4_k" else 176
         scale_low, scale_high, minimum_low, minimum_high = scales_and_minima(

@@ -165,7 +165,7 @@ def gate_up(
 ) -> None:
     layout = Layout.of(gate)
     up_layout = layout if up is None else Layout.of(up)
-    # With four neurons a program more often has a predicted one, so fewer would exit early.
+    # A program of four neurons more often has a predicted one, so fewer programs would exit early.
     rows = rows_of_program(gate.num_rows, 4 if named_B is None else 2)
     _gate_up[(triton.cdiv(gate.num_rows, rows),)](
         gate.data,
