@@ -93,7 +93,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
         if not isinstance(more, dict):
             raise fields.refuse("chat_template_kwargs", more, "an object")
         variables |= more
-    fields.only("chat_template", why="the server's --chat-template says it")
+    fields.only("chat_template", why="the server's --chat-template sets it")
     is_answered = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     begins = fields.flag("add_generation_prompt", True)
     continues = fields.flag("continue_final_message", is_answered and begins)
@@ -140,7 +140,7 @@ def _content(content: object, place: str) -> str:
         text = part.get("text") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
             shown = json.dumps(kind)[:40]
-            raise wrong(place, f"{place} has a part of type {shown}; this model reads text alone",
+            raise wrong(place, f"{place} has a part of type {shown}; this model only reads text",
                         "unsupported_content")  # fmt: skip
         texts.append(text)
     return "\n".join(texts)
@@ -182,15 +182,15 @@ def _tool_form(template: ChatTemplate) -> ToolForm:
     if form is None:
         raise wrong(
             "tools",
-            "tools: this model's chat template has none, or writes calls in a form that is not known"
-            " here; leave tools out, or start the server with --chat-template",
+            "tools: this model's chat template has no tools, or writes calls in an unknown form;"
+            " leave tools out, or start the server with --chat-template",
             "unsupported_value",
         )
     return form
 
 
 def _num_logprobs(fields: Fields) -> int | None:
-    """The logprobs of a chat: None, or the number of alternatives beside the token's own."""
+    """The logprobs of a chat: None, or the number of alternatives besides the token's own."""
     is_wanted = fields.flag("logprobs")
     count = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if count is not None and not is_wanted:

@@ -1,5 +1,5 @@
-"""A connection of the server: uvicorn's, with limits on their number, and on the time that a client
-may take for the head of a request and for the rest of an answer."""
+"""Connections of the server: uvicorn's, with limits on their number and on the time that a client
+may take to send the head of a request and to receive the rest of an answer."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -8,8 +8,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Connection(H11Protocol):
-    """One connection. `head_s`: from the connection to the end of a request's headers; and from the
-    end of an answer until all of it is sent."""
+    """One connection. `head_s` limits the seconds from the connection to the end of a request's
+    headers, and from the end of an answer until all of it is sent."""
 
     head_s: ClassVar[float] = 30.0
     most: ClassVar[int] = 1024
@@ -27,8 +27,8 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, "abort": self._abort}  # becomes scope["state"]
 
     def _abort(self) -> None:
-        """Aborts an unfinished answer that its client does not take. That is no fault of the
-        application, which uvicorn would log."""
+        """Aborts an unfinished answer that its client does not take, marked as disconnected: uvicorn
+        would otherwise log a fault of the application."""
         self.cycle.disconnected = True
         if not self.transport.is_closing():
             self.transport.abort()
@@ -46,7 +46,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def _cut_unsent(self, cycle: object) -> None:
-        """An answer that nobody reads would otherwise be kept for ever."""
+        """Drops an answer that nobody reads; it would otherwise be kept forever."""
         if self.cycle is cycle and self.transport.get_write_buffer_size():
             self.transport.abort()
 

@@ -1,7 +1,7 @@
 """A request's texts on asyncio's event loop: passes their events to the handlers that await them.
 
-The scheduler's thread hands over all events of a step at once; here they go to their requests. A
-client that disconnects, or takes nothing of its answer for too long, ends its texts."""
+The scheduler's thread hands over all events of a step at once; here they go to their requests. If a
+client disconnects, or stops reading its answer for too long, its texts are cancelled."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Said, Stoppi
 
 log = logging.getLogger("sparkinfer.serve")
 Result = TypeVar("Result")
-STATUS_GONE = 499  # nginx's for a client that closed the connection; for the log alone
+STATUS_GONE = 499  # nginx's code for a client that closed the connection; only for the log
 MAX_DROPPED_BYTES, DROP_S = 16 << 20, 1.0
 DONE = b"data: [DONE]\n\n"
 
@@ -71,8 +71,8 @@ class Exchange:
             yield batch
 
     def cancel(self) -> None:
-        """Ends unfinished texts, and drops the references: texts refer to their exchange, and only
-        Python's cycle collector, minutes later, would free either."""
+        """Ends unfinished texts and drops the references to them: texts and exchange refer to each
+        other, so only Python's cycle collector would free them, minutes later."""
         texts, self.texts = self.texts, []
         if self._num_open:
             self._scheduler.cancel(texts)
@@ -86,7 +86,7 @@ class Exchange:
 def error_of(error: Exception) -> ApiError:
     """The error sent to a client for a text that failed."""
     if isinstance(error, Late):
-        return ApiError(504, "the answer took longer than it may (--timeout)",
+        return ApiError(504, "the answer took longer than allowed (--timeout)",
                         kind="server_error", code="timeout")  # fmt: skip
     if isinstance(error, Stopping):
         return unavailable("the server is stopping")
@@ -96,7 +96,7 @@ def error_of(error: Exception) -> ApiError:
 
 
 async def while_there(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
-    """The result of some work, unless the client disconnects: then Gone, and it is cancelled."""
+    """The result of some work; if the client disconnects, cancels it and raises Gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))
     try:
@@ -108,12 +108,12 @@ async def while_there(receive: Receive, work: Coroutine[object, object, Result])
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-        del each, task, watch  # an error's traceback has this frame, and the task the error
+        del each, task, watch  # otherwise a cycle: task, its error, its traceback, this frame
 
 
 async def drop_body(receive: Receive) -> None:
-    """Reads the rest of a refused request, within bounds: if the connection were closed while the
-    client writes, it would see that and not the answer."""
+    """Reads the rest of a refused request, within bounds: a client whose connection closes while
+    it is still writing would not see the answer."""
     left = MAX_DROPPED_BYTES
     with suppress(TimeoutError):
         async with asyncio.timeout(DROP_S):
@@ -152,8 +152,8 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 class EventStream(Response):
-    """Server-sent events. `pieces` yields bytes, some of them b""; the status is 200 once there is
-    a first one, so that an earlier failure has a status of its own."""
+    """Server-sent events. `pieces` yields bytes, possibly b"". The status 200 is sent with the first
+    piece, so that an earlier failure can have a status of its own."""
 
     def __init__(
         self,
@@ -179,7 +179,8 @@ class EventStream(Response):
             await error_response(failed)(scope, receive, send)
 
     async def _write(self, send: Send) -> ApiError | None:
-        """Sends an error before anything was sent; later errors go into the stream."""
+        """Writes the stream. Returns an error that comes before the first piece; later ones are sent
+        in the stream."""
         has_begun = False
         try:
             async for piece in self._pieces:

@@ -1,8 +1,8 @@
 """The guard of the application: checks every request before it is read, and logs it.
 
-The API key is required for every path but /health. Without one, a server on this machine's own
-address only answers requests whose Host is that address: it refuses a page in a browser whose own
-name resolves to 127.0.0.1 (DNS rebinding)."""
+The API key is required for every path but /health. Without a key, a server on a loopback
+address only answers requests whose Host is localhost, an IP address or an allowed name: this
+refuses web pages whose own name resolves to 127.0.0.1 (DNS rebinding)."""
 
 import base64
 import binascii
@@ -65,12 +65,12 @@ class Guard:
         except Exception as error:  # a request never ends the process
             log.exception("%s failed", line.id)
             line.error = f"{type(error).__name__}: {error}"
-            failed = ApiError(500, "the request failed; the server's log says more by its id",
+            failed = ApiError(500, "the request failed; see the server's log under its id",
                               kind="server_error", code="internal_error")  # fmt: skip
             if line.status == 0:
                 await error_response(failed)(scope, receive, self._marked(scope, send, line))
             else:
-                raise  # the connection is closed in mid-answer
+                raise  # closes the connection in mid-answer
         finally:
             self._count(-1)
             line.seconds = time.perf_counter() - began
@@ -85,7 +85,7 @@ class Guard:
             self._check(scope, headers)
         except ApiError as error:
             scope["state"]["line"].error = error.message
-            if "expect" not in headers:  # otherwise clients wait to be asked for the body
+            if "expect" not in headers:  # clients with Expect have not sent the body yet
                 await drop_body(receive)
             await error_response(error)(scope, receive, send)
             return
@@ -96,8 +96,8 @@ class Guard:
             raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes",
                            code="headers_too_large", headers={"Connection": "close"})  # fmt: skip
         if self._is_local and not self._is_ours(headers.get("host", "")):
-            raise ApiError(403, "this server is for its own machine; give it an --api-key, or"
-                           " allow this host name (--allow-host)", code="wrong_host")  # fmt: skip
+            raise ApiError(403, "this server only serves its own machine; give it an --api-key,"
+                           " or allow this host name (--allow-host)", code="wrong_host")  # fmt: skip
         path = scope["path"]
         if path not in OPEN_PATHS:
             self._check_key(headers, is_page=path == "/")
@@ -161,7 +161,7 @@ class Guard:
 
 
 def _nothing() -> None:
-    """Stands in if the application is not called by a Connection."""
+    """A stand-in for `abort` if the application is not called by a Connection."""
 
 
 async def _preflight(send: Send) -> None:

@@ -25,17 +25,19 @@ PATHS = (
 
 class Metrics:
     def __init__(self) -> None:
-        disable_created_metrics()  # otherwise a second series of times for each
+        disable_created_metrics()  # a second series for each metric, with its creation time
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests answered.", "path", "status")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._cached = self._counter("cached_tokens", "Those of them that were kept.")
+        self._cached = self._counter("cached_tokens", "Tokens of prompts that were in the cache.")
         self._generated = self._counter("generated_tokens", "Tokens of answers.")
-        self._texts = self._counter("texts", "Texts that ended, by what ended them.", "reason")
+        self._texts = self._counter("texts", "Texts that ended, by reason.", "reason")
         self._rows = self._counter("step_rows", "Tokens computed in the engine's steps.")
-        self._first = self._histogram("time_to_first_token", "From a text's arrival.")
-        self._token = self._histogram("time_per_token", "Of a text's tokens but the first.")
-        self._step = self._histogram("step", "Of the engine's steps.")
+        self._first = self._histogram(
+            "time_to_first_token", "From a text's arrival to its first token."
+        )
+        self._token = self._histogram("time_per_token", "For the tokens of a text after its first.")
+        self._step = self._histogram("step", "For one step of the engine.")
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(name, what, labels, namespace=NAMESPACE, registry=self.registry)
@@ -45,7 +47,7 @@ class Metrics:
                          registry=self.registry)  # fmt: skip
 
     def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
-        """A number that is computed whenever it is read."""
+        """Adds a number that is computed whenever it is read."""
         found = Gauge(name, what, namespace=NAMESPACE, registry=self.registry)
         found.set_function(value)
 

@@ -100,7 +100,7 @@ def _biased(token: object, encode: Callable[[str], list[int]], *, is_key: bool) 
         return [int(token)]
     if isinstance(token, str) and not is_key and len(token) <= MAX_BIASED_LENGTH:
         return encode(token)
-    raise wrong("logit_bias", f"logit_bias: {str(token)[:40]!r} is no token id, or too long")
+    raise wrong("logit_bias", f"logit_bias: {str(token)[:40]!r} is not a token id, or too long")
 
 
 def texts_of(fields: Fields, name: str, most: int, longest: int) -> tuple[str, ...]:

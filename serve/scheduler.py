@@ -2,7 +2,7 @@
 
 A step computes the last token of every text in generation and, with the remaining rows, pieces of
 prompts, so that a long prompt does not hold up other answers. The engine gives a row the same bits
-whatever else is in the step, so a text is the one that its request would get alone. A text that
+whatever else is in the step, so every text is the one that its request would get alone. A text that
 shares a prefix with a prompt being read waits until that prefix is computed, and reuses it."""
 
 import logging
@@ -23,9 +23,9 @@ log = logging.getLogger("sparkinfer.serve")
 
 Batch = list[tuple[Text, Event]]
 STEP_ROWS = 128  # of a step; the native one reads each weight once for this many
-LEAST_ROWS = 16  # of prompts, beside texts in generation
+LEAST_ROWS = 16  # of prompts, besides texts in generation
 READ_S = 0.25  # that reading prompts may add to a step with texts in generation
-WORTH_WAITING = 64  # tokens of a prompt that another text is about to have read
+WORTH_WAITING = 64  # tokens of a prompt that another text will soon have read
 
 
 class QueueFull(Exception):
@@ -180,7 +180,7 @@ class Scheduler:
     def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
         try:
             return text, text.part(most)
-        except Exception as error:  # whatever it is, the other texts go on
+        except Exception as error:  # of any kind: the other texts go on
             self._fail(text, error)
             return None
 
@@ -201,7 +201,7 @@ class Scheduler:
         return [(text, share) for text, share in shares.items() if share]
 
     def _has_begun(self, text: Text) -> bool:
-        """True if the text has a place; gives it one unless a shared prefix is about to be read."""
+        """True if the text has a place; gives it one unless a prefix it shares is being read."""
         if text.sequence is not None:
             return True
         job = text.job
@@ -221,7 +221,7 @@ class Scheduler:
         return True
 
     def _is_being_read(self, ids: Sequence[int]) -> bool:
-        """True if waiting makes many more tokens of a prompt reusable than are now."""
+        """True if waiting would make many more tokens of a prompt reusable than are now."""
         coming = 0
         for other in self._running:
             if other.sequence is not None and not other.is_writing and other.job.reuses:
@@ -245,7 +245,7 @@ class Scheduler:
 
     def _compute_alone(self, parts: list[tuple[Text, Part]]) -> None:
         """Computes the parts one by one. A failed step adds nothing to any sequence, so only texts
-        that fail alone, too, are at fault."""
+        that also fail alone are at fault."""
         for text, part in parts:
             began = time.perf_counter()
             try:

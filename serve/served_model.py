@@ -17,7 +17,7 @@ from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.serve.api_error import ApiError, wrong
 
 LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
-MAX_BREAKER_SETS = 16  # cached: each is looked for in the whole vocabulary
+MAX_BREAKER_SETS = 16  # cached, because each is searched for in the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ class ServedModel:
             raise wrong(param, str(error)) from error
 
     def _long_ids(self, text: str, *, is_special: bool) -> list[int] | None:
-        """The tokens of a long text; None for a short one, and one that the codec must refuse.
+        """The tokens of a long text; None for a short one, and for one that the codec must refuse.
 
-        For one text tokenizers holds Python's lock, and with it every answer, for seconds per MiB;
-        for a batch it does not."""
+        For a single text, tokenizers holds Python's lock, which delays every answer by seconds per
+        MiB; for a batch it does not."""
         if len(text) < LONG_TEXT:
             return None
         try:
@@ -158,7 +158,7 @@ class ServedModel:
 
 
 def _byte_of() -> dict[str, int]:
-    """GPT-2's names of bytes: printable ones are themselves, the others follow at 256."""
+    """GPT-2's names of bytes: printable bytes are themselves, the others are numbered from 256."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     names = {chr(byte): byte for byte in printed}

@@ -78,7 +78,7 @@ class Server:
             await asyncio.to_thread(thread.join)
 
     def _run_engine(self, listener: socket.socket) -> None:
-        """The engine's thread, to its end."""
+        """The engine's thread, from loading the model to its end."""
         try:
             with self._open_engine() as engine:
                 served = served_of(self.config, engine)

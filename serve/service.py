@@ -40,9 +40,9 @@ class Service:
         self._served, self._scheduler = served, scheduler
         scheduler.on_step = self.metrics.step
         for name, what, value in (
-            ("running", "Texts that are worked on.", lambda: scheduler.num_running),
-            ("waiting", "Texts that wait.", lambda: scheduler.num_waiting),
-            ("kept_texts", "Texts kept for others.", lambda: scheduler.shelf.num_kept),
+            ("running", "Texts in progress.", lambda: scheduler.num_running),
+            ("waiting", "Texts in the queue.", lambda: scheduler.num_waiting),
+            ("kept_texts", "Finished texts in the cache.", lambda: scheduler.shelf.num_kept),
             ("kept_tokens", "Their tokens.", lambda: scheduler.shelf.num_kept_tokens),
         ):
             self.metrics.gauge(name, what, value)
@@ -78,8 +78,8 @@ class Service:
         self.num_active += change
 
     async def fields(self, request: Request) -> Fields:
-        """The fields of a POST. Raises ApiError for a body that is no object, too long, or too
-        slow."""
+        """The fields of a POST. Raises ApiError for a body that is not an object, too long, or
+        too slow."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             await drop_body(request.receive)
@@ -130,7 +130,7 @@ class Service:
     async def while_there(
         self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
     ) -> Result:
-        """Does what exchange.while_there does; if it ends early, so do the texts."""
+        """Same as exchange.while_there; if it ends early, so do the texts."""
         try:
             return await while_there(request.receive, work)
         finally:

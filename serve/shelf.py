@@ -5,9 +5,9 @@ if it continues all of them (the next turn of a conversation), else a fork of th
 is copy-on-write. If no place is empty, the least recently used text goes.
 
 The longest common prefix is found by comparing token lists: 32 kept texts of 4,096 tokens take 0.1
-ms if one is equal to its end and the others differ at once, and 2 ms if all are equal (Zen 4 core,
-shared), once per text; a step of a small model takes 30. A radix tree would save that and be a
-second record of what is kept. When texts begin and end is left to the scheduler."""
+ms if one is equal throughout and the others differ at once, and 2 ms if all are equal (shared Zen 4
+core), once per text; a step of a small model takes 30 ms. A radix tree would save that time, but
+would be a second record of what is kept. The scheduler decides when texts begin and end."""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,7 +22,7 @@ class Shelf:
 
     def __init__(self, engine: TextEngine, num_places: int) -> None:
         self._engine, self.num_places = engine, num_places
-        self._kept: list[TextSequence] = []  # the last used one is last
+        self._kept: list[TextSequence] = []  # least recently used first
         self._used: list[TextSequence] = []
 
     @property
@@ -96,7 +96,8 @@ class Shelf:
         return self.num_places > 1
 
     def _has_other(self, kept: TextSequence) -> bool:
-        """True if there is another place beside it: an empty one, or one whose text may go."""
+        """True if there is another place besides it: an empty one, or one whose text may be
+        dropped."""
         return len(self._used) + 1 < self.num_places
 
     def _empty(self) -> TextSequence:

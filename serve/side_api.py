@@ -1,4 +1,4 @@
-"""The paths beside the answers: models, tokens, templates, properties, health, metrics, the
+"""The paths besides the answers: models, tokens, templates, properties, health, metrics, the
 page."""
 
 import base64
@@ -49,7 +49,7 @@ async def page(service: Service, request: Request) -> Response:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """(the page, a Content-Security-Policy that allows its own style and script alone)"""
+    """(the page, a Content-Security-Policy that allows only its own style and script)."""
     text = PAGE.read_text(encoding="utf-8")
 
     def hashes(name: str) -> str:
@@ -116,7 +116,8 @@ async def props(service: Service, request: Request) -> Response:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """llama-server's: without special tokens before it unless asked; with_pieces returns texts."""
+    """llama-server's /tokenize: adds special tokens only if asked; with_pieces also returns
+    texts."""
     fields = await service.fields(request)
     content = _content(fields)
     is_special = fields.flag("add_special")
@@ -166,7 +167,7 @@ def _content(fields: Fields) -> str:
 
 
 def _piece(found: bytes) -> str | list[int]:
-    """Its text; if its bytes are not whole characters, the bytes."""
+    """A token's text; if its bytes are not whole characters, the bytes."""
     try:
         return found.decode("utf-8")
     except UnicodeDecodeError:

@@ -63,7 +63,7 @@ class TextRequest:
     """A completion, ready to be submitted."""
 
     wanted: Wanted
-    prompts: tuple[tuple[str, list[int]], ...]  # texts ("" where it came as ids) and their tokens
+    prompts: tuple[tuple[str, list[int]], ...]  # texts ("" if given as ids) and their tokens
     echoes: bool
     jobs: list[Job]
 
@@ -78,13 +78,11 @@ def completion_request(fields: Fields, served: ServedModel, timeout_s: float) ->
         count = number
     if echoes and count is not None:
         raise wrong("echo", "echo with logprobs is not supported: prompts have no logprobs here")
-    fields.only("suffix", "", why="filling a gap needs tokens that models mark gaps with")
+    fields.only("suffix", "", why="filling in the middle is not implemented")
     best_of = fields.whole("best_of", 1, MAX_CHOICES)
     wanted = take_wanted(fields, served, count, served.codec, timeout_s)
     if best_of not in (None, wanted.count):
-        raise wrong(
-            "best_of", f"best_of is {best_of}, n is {wanted.count}: both have to be the same"
-        )
+        raise wrong("best_of", f"best_of is {best_of}, n is {wanted.count}: both must be the same")
     fields.finish()
     jobs = [
         job for _, ids in prompts for job in jobs_of(served, ids, wanted, served.codec, "prompt")

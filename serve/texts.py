@@ -19,8 +19,8 @@ from sparkinfer.runtime.text.codec import TextCodec
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A text to be continued. `deadline`: when it fails, by time.monotonic. `reuses`: whether it
-    may reuse keys and values that others have computed, and leave its own for others."""
+    """A text to be continued. `deadline`: when it fails, on time.monotonic's clock. `reuses`:
+    whether it may reuse keys and values that others have computed, and leave its own for others."""
 
     ids: Sequence[int]
     codec: TextCodec
@@ -33,7 +33,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Statistics of a finished text; times in wall-clock seconds, so including shared steps."""
+    """Statistics of a finished text; times are wall-clock seconds, shared steps included."""
 
     stopped_by: str
     prompt_tokens: int

@@ -1,7 +1,7 @@
-"""Parses tool calls in answers, for templates whose form of them is known.
+"""Parses tool calls in answers, for templates that use a known form of calls.
 
 A template tells its model how to write a call, so the form is detected from the template's text. If
-it is not known, tools are refused: the calls would be text that no client understands."""
+the form is unknown, tools are refused: the calls would be text that no client understands."""
 
 import json
 import secrets
