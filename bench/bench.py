@@ -54,19 +54,19 @@ def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
         if test.depth + test.length > longest:
             raise SparkinferError(
                 f"{test.name} takes {test.depth + test.length} tokens, the model has a context of"
-                f" {longest}; give shorter lengths by -p, -n and -d"
+                f" {longest}; give shorter lengths with -p, -n and -d"
             )
 
 
 def _check_rival(config: BenchConfig, file: ModelFile) -> None:
-    """Refuses a comparison that cannot work before anything is loaded."""
+    """Refuses, before anything is loaded, a comparison that cannot work."""
     if config.compare is None:
         return
     program_of(config.compare)
     if config.compare_model is None and file.layout != "stock":
         raise SparkinferError(
-            f"{file.path}: llama.cpp cannot load the sparse layout; give the same weights as it loads"
-            " them by --compare-model FILE (sparkinfer convert --layout stock writes one)"
+            f"{file.path}: llama.cpp cannot load the sparse layout; give the same weights in a form"
+            " that it loads with --compare-model FILE (sparkinfer convert --layout stock writes one)"
         )
     if config.compare_model is not None and not config.compare_model.is_file():
         raise SparkinferError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
@@ -119,7 +119,7 @@ def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
         raise SparkinferError(
             f"{config.compare_model or config.model}: has {rival.about.vocab_size} tokens in"
             f" llama.cpp, {config.model} has {engine.model.shape.vocab_size}: another model;"
-            " give the same one by --compare-model"
+            " give the same one with --compare-model"
         )
     return rival
 

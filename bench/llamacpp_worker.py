@@ -1,8 +1,8 @@
 """llama.cpp's half of a comparison, run by a Python that has llama-cpp-python.
 
-It imports nothing of sparkinfer; its source is passed by -c. Its argument is a JSON object: model,
-context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout describes it, or
-is {"error": ...}; then each line on stdin is answered by one on stdout:
+It imports nothing from sparkinfer; its source is passed with -c. Its argument is a JSON object:
+model, context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout describes
+it, or is {"error": ...}; then each line on stdin is answered by one on stdout:
     {"do": "depth", "ids": [...]}     sets the cache to these tokens: {}
     {"do": "pp", "ids": [...]}        times a prompt after them, in one go: {"ns": ...}
     {"do": "tg", "ids": [...]}        times the tokens one by one: {"ns": ...}

@@ -136,7 +136,7 @@ class PythonRival:
         if not log and "log" not in found:
             raise SparkinferError(f"{words}; pip install llama-cpp-python there, or name another")
         words += f" {options.model}" + (f" ({log[0][:MOST_LETTERS]})" if log else "")
-        raise SparkinferError(f"{words}; give a file that it loads by --compare-model")
+        raise SparkinferError(f"{words}; give a file that it loads with --compare-model")
 
     def go_to(self, ids: Sequence[int]) -> None:
         if self._ids != list(ids):
@@ -236,5 +236,5 @@ class LlamaBench:
         words = f" ({told[0].strip()[:MOST_LETTERS]})" if told else ""
         return SparkinferError(
             f"{self._options.path}: cannot measure {test.name} of {self._options.model}{words}; give"
-            " a file that it loads by --compare-model"
+            " a file that it loads with --compare-model"
         )

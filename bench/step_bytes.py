@@ -120,7 +120,7 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Adds all of norms, biases and limits; those of predictors count as predictors."""
+    """Adds all norms, biases and limits; those of predictors count as predictors."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
             is_used = engine.mode != "dense" or not name.endswith(".limit")

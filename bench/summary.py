@@ -156,7 +156,7 @@ def _busy_note(load: float, setting: Setting, *, is_compared: bool) -> str:
     )
     if not is_compared:
         return note
-    return note + "; threads that spin while they wait, as llama.cpp's do, lose more by that"
+    return note + "; threads that spin while they wait, as llama.cpp's do, lose more from that"
 
 
 def _result_notes(result: Result, setting: Setting) -> list[str]:
@@ -165,7 +165,7 @@ def _result_notes(result: Result, setting: Setting) -> list[str]:
     if high - low > WIDE * result.ours.median_ts:
         found.append(
             "rounds differ by more than a fifth, so something else is using this machine; ratios and"
-            " shares of a round bear it better than speeds"
+            " shares of a round suffer less from it than speeds"
         )
     limit = result.limit
     if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:

@@ -1,5 +1,5 @@
-"""Blueprints: what a family derives from a checkpoint's config, a shape and the source of each
-tensor."""
+"""Blueprints: the model's shape and the source of each tensor, which a family derives from a
+checkpoint's config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ IGNORED = ("rotary_emb.inv_freq",)
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Reorders the rows of a tensor: row r of the model file is row `order[r]` of the checkpoint's
-    tensor at the place named `source`, which has `num_rows` rows."""
+    tensor that `name_of` calls `source`, which has `num_rows` rows."""
 
     source: str
     order: np.ndarray
@@ -29,9 +29,9 @@ class Blueprint:
     """The plan of a conversion. `name_of` returns the model file's name of a checkpoint's tensor,
     or None for an unknown one.
 
-    `rows` is by name within a layer, or by whole name outside; tensors not in it keep their rows.
-    `options` are the optional tensors of a layer that this checkpoint must have. Tensors named in
-    `constants` are not in the checkpoint and have this value everywhere."""
+    The keys of `rows` are names within a layer, or whole names outside; other tensors keep their
+    rows. `options` are the optional tensors of a layer that this checkpoint must have. Tensors
+    named in `constants` are not in the checkpoint and have this value everywhere."""
 
     architecture: str
     shape: ModelShape
@@ -66,7 +66,7 @@ def adjacent_pairs(num_rows: int, num_heads: int) -> np.ndarray:
 
 
 def rotary_rows(shape: ModelShape) -> dict[str, Rows]:
-    """Queries and keys (and their biases) for a graph that rotates adjacent pairs."""
+    """The rows of queries and keys (and their biases) for a graph that rotates adjacent pairs."""
     rows = {}
     for name, heads in (("attn_q", shape.num_heads), ("attn_k", shape.num_kv_heads)):
         count = heads * shape.head_width

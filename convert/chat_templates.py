@@ -15,10 +15,10 @@ OTHERS = "additional_chat_templates"
 
 
 def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
-    """The default template under GGUF's key, others under their names, which another key lists; and
-    notes.
+    """The keys: the default template under GGUF's, others under their names, which another key
+    lists; and notes.
 
-    Raises SparkinferError for templates that are not texts."""
+    Raises SparkinferError for templates that are not strings."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
     found = found or _of_json(folder / "chat_template.json")
     keys: dict[str, Value] = {}

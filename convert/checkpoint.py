@@ -43,7 +43,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Reads the config and every file's header, no weights.
+        """Reads the config and every file's header, but no weights.
 
         Raises SparkinferError for a missing, truncated or inconsistent file, and for weights of an
         unknown type."""
@@ -70,10 +70,10 @@ class Checkpoint:
         return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
 
     def read(self, name: str) -> Tensor:
-        """The stored weights: a view of the file, mapped as long as anyone holds it.
+        """The stored weights: a view of the file, which is mapped as long as the view exists.
 
-        Concurrent holders, in any thread, share one mapping: columns of a large matrix touch all
-        its pages."""
+        Concurrent holders, in any thread, share one mapping, since columns of a large matrix touch
+        all its pages."""
         with self._lock:
             tensor = self._mapped.get(name)
             if tensor is None:
@@ -122,7 +122,8 @@ def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
 
 
 def _is_file_name(name: str) -> bool:
-    """True if it stays in the folder; \\0 and long names make the operating system's calls fail."""
+    """True if the name stays in the folder; \\0 and long names make the operating system's calls
+    fail."""
     return Path(name).name == name and "\0" not in name and len(name.encode()) < 256
 
 

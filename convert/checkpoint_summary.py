@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, and whether `convert` would take it: headers are read, no weights."""
+"""What a checkpoint folder holds, and whether `convert` would accept it; reads only headers."""
 
 import tempfile
 from collections import Counter
@@ -16,7 +16,7 @@ from sparkinfer.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """`refusal` says why `convert` would not take it; then there is no shape and no activation."""
+    """`refusal` says why `convert` would refuse it; then there is no shape and no activation."""
 
     kind: str = "checkpoint"
     path: Path
@@ -61,7 +61,7 @@ class CheckpointSummary:
 
 
 def summarise_checkpoint(folder: Path) -> CheckpointSummary:
-    """Raises SparkinferError for a folder that is no whole checkpoint."""
+    """Raises SparkinferError for a folder that is not a complete checkpoint."""
     checkpoint = Checkpoint.open(folder)
     own = [tensor for tensor in checkpoint.tensors.values() if tensor.same_as is None]
     draft, refusal = _draft(folder)

@@ -71,7 +71,7 @@ class ConfigReader:
 
     def is_tied(self) -> bool | None:
         """True if the output head is the embedding; None if only transformers' default says so: it
-        then uses a head that is in the file nevertheless."""
+        then still uses a head that the file has."""
         is_tied = self.flag("tie_word_embeddings")
         return None if is_tied and "tie_word_embeddings" not in self.said else is_tied
 
@@ -95,7 +95,7 @@ class ConfigReader:
         return cast(Activation, known[found])
 
     def threshold(self, activation: Activation) -> float:
-        """FATReLU passes values above its threshold (ProSparse, arXiv 2402.13516)."""
+        """FATReLU's threshold, above which values pass (ProSparse, arXiv 2402.13516); else 0."""
         if activation != "fatrelu":
             return 0.0
         number = _number(self.values.get("hidden_act_param"))
@@ -108,7 +108,8 @@ class ConfigReader:
         return number
 
     def heads(self, heads_key: str, kv_heads: int | None = None) -> tuple[int, int, int]:
-        """(heads, key-value heads, width of a head); `kv_heads` if the key is not the usual one."""
+        """(heads, key-value heads, width of a head); `kv_heads` is given if its key is not the
+        usual one."""
         heads, width = self.count(heads_key), self.count("hidden_size")
         kv_heads = kv_heads or self.count("num_key_value_heads", heads)
         head_width = self.count("head_dim", max(1, width // heads))
@@ -121,8 +122,8 @@ class ConfigReader:
         return heads, kv_heads, head_width
 
     def check_size(self, shape: ModelShape, num_positions: int = 0) -> None:
-        """Raises SparkinferError for a matrix with more rows than any tensor of the checkpoint has:
-        called before anything of that size is allocated."""
+        """Raises SparkinferError for a matrix with more rows than any tensor of the checkpoint has.
+        Called before anything of that size is allocated."""
         sizes = {
             "hidden_size": shape.width,
             "vocab_size": shape.vocab_size,
@@ -134,7 +135,7 @@ class ConfigReader:
         if size > self.max_rows:
             raise SparkinferError(
                 f"{self.path}: {name} is {size}, but the largest tensor has {self.max_rows} rows;"
-                " config and weights are not of one model"
+                " config and weights belong to different models"
             )
 
     def with_rope(
@@ -142,8 +143,8 @@ class ConfigReader:
     ) -> tuple[ModelShape, np.ndarray | None]:
         """The shape with its rotary constants, and the divisors of the frequencies (f32 [W / 2]).
 
-        From `rope_scaling` (transformers 4) or `rope_parameters` (5); if both are given the first
-        counts, as in transformers."""
+        Both come from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are
+        given the first counts, as in transformers."""
         self.check_size(shape)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
@@ -168,10 +169,9 @@ class ConfigReader:
         return shape, _llama3_factors(rope, shape) if kind == "llama3" else None
 
     def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
-        """The context without a sliding window, and a note on it.
+        """The context length, cut to a sliding window, and a note if it is cut.
 
-        Within one window attention is the same with and without it, so a model with a window gets
-        that much context."""
+        Within one window, attention is the same with and without it."""
         window = self.values.get("sliding_window")
         self._check_layer_types(has_window=is_used and window is not None)
         if not is_used or window is None:
@@ -180,8 +180,8 @@ class ConfigReader:
         if length >= context_length:
             return context_length, ()
         return length, (
-            f"context {context_length:,} cut to {length:,}: attention slides over so many tokens,"
-            " and that is computed for the first window only",
+            f"context {context_length:,} cut to {length:,}: attention slides over that many tokens,"
+            " and only the first window is supported",
         )
 
     def _check_layer_types(self, *, has_window: bool) -> None:
@@ -198,20 +198,20 @@ class ConfigReader:
 def _instead(rope_type: object) -> str:
     """Phi-3 is published with and without its long context, as two checkpoints."""
     is_long = rope_type in ("longrope", "su", "yarn")
-    return "; take the checkpoint for the short context, where there is one" if is_long else ""
+    return "; take the checkpoint for the short context, if there is one" if is_long else ""
 
 
 def _number(value: object) -> float | None:
-    """A finite number of JSON, or None."""
+    """The value if it is a finite number in f32, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e38 else None  # a model file has f32
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
-    """f32 [W / 2]: long waves are slowed by `factor`, short ones not, and in between the inverse is
-    interpolated (transformers, modeling_rope_utils.py; llama.cpp stores the divisors of the
-    frequencies as rope_freqs.weight)."""
+    """f32 [W / 2]: long waves are slowed by `factor`, short ones are not, and between them the
+    inverse is interpolated (transformers, modeling_rope_utils.py; llama.cpp stores the divisors of
+    the frequencies as rope_freqs.weight)."""
     factor = rope.positive("factor")
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     context = rope.positive("original_max_position_embeddings")

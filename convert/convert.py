@@ -1,9 +1,9 @@
-"""Converts a checkpoint folder, or a model file to add to, to a model file.
+"""Converts a checkpoint folder, or any GGUF, to a model file.
 
     HF checkpoint (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
     model.gguf    (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
 
-No large tensor is ever in memory whole."""
+No large tensor is ever in memory as a whole."""
 
 import dataclasses
 import time
@@ -179,7 +179,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
 
 
 def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
-    """The limits asked for, or those of the checkpoint, which the stock layout cannot leave out."""
+    """The limits asked for, or the checkpoint's own, which its model is not the same without."""
     own = folder / LIMITS_NAME
     if config.limits is not None or not own.is_file():
         return config.limits
@@ -223,7 +223,7 @@ def _general_keys(folder: Path, outtype: Outtype) -> dict[str, Value]:
 
 
 def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
-    """Notes on what was guessed or done otherwise than asked for."""
+    """Notes on what was guessed, or done differently than asked."""
     notes = []
     matrices = [(n, e) for n, e in model.tensors.items() if len(e.shape) == 2]
     fallen = [n for n, e in matrices if e.kind != types.outtype and types.override(n) is None]
@@ -263,7 +263,7 @@ def _from_model_file(config: ConvertConfig) -> Draft:
 
 
 def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
-    """The model with a `general.file_type` that is true of its matrices, if it has one."""
+    """The model with a `general.file_type` that matches its matrices, if it has one."""
     number = model.extra_keys.get("general.file_type")
     kind = outtype or model.row_major.tensors["blk.0.ffn_up.weight"].kind
     if not isinstance(number, np.integer) or _is_of_type(int(number), kind):
@@ -273,7 +273,7 @@ def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
 
 
 def _is_of_type(number: int, kind: str) -> bool:
-    """True of MOSTLY_Q4_K_M and q4_k."""
+    """True if the file type is of this kind, e.g. MOSTLY_Q4_K_M of q4_k."""
     try:
         name = LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
     except ValueError:

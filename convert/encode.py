@@ -14,8 +14,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
 # The smallest magnitude that becomes infinite: where rounding overflows the type, and for blocks
-# where their f16 scale (the largest magnitude over 127 or 8) does. In K-quants the scale of a scale
-# or minimum overflows, which is over 63 and fitted; half of that is a safe limit.
+# where their f16 scale (the largest magnitude over 127 or 8) does. In K-quants the scale of the
+# fitted scales and minima (the largest over 63) overflows; half of its limit is safe.
 F16_LIMIT = 65520.0
 LIMITS = {
     "f32": math.inf,
@@ -44,7 +44,7 @@ def encode(
 
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
     in place. `name` identifies the tensor and its file in an error, and `wider` is the outtype that
-    would hold what `kind` does not. Raises SparkinferError for NaN and infinite values, and for
+    would hold what `kind` cannot. Raises SparkinferError for NaN and infinite values, and for
     values that `kind` cannot hold. The bytes are those of gguf.quants and of ggml."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape

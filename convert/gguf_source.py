@@ -36,7 +36,7 @@ DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     """The model in `config.source`, in the layout and types asked for, and notes.
 
-    Raises SparkinferError for a file that cannot be run, and if nothing is asked for."""
+    Raises SparkinferError for a file that cannot be run, and if there is nothing to change."""
     keys, tensors = read_model_gguf(config.source)
     tokenizer = keys.get(TOKENIZER_KEY)
     if isinstance(tokenizer, str):
@@ -92,7 +92,7 @@ def _targets(
 
 
 def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of a GGUF but predictors and limits, as in the file `written`."""
+    """Every tensor of a GGUF except predictors and limits, as in the file `written`."""
     _, tensors = read_model_gguf(source)
     for name, entry in tensors.items():
         if "ffn_pred_" in name or name.endswith(".limit"):
@@ -148,7 +148,8 @@ def _entry(
 
 
 def _checked(entry: TensorEntry, label: str) -> TensorEntry:
-    """A tensor that is copied unchanged; refused for values that `encode` would refuse."""
+    """A tensor that is copied unchanged; reading it raises SparkinferError for NaN and infinite
+    values."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         data = entry.read_rows(start, stop)
@@ -212,7 +213,7 @@ def _activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ..
 def _error_notes(
     tensors: dict[str, TensorEntry], entries: dict[str, TensorEntry], names: dict[str, str]
 ) -> tuple[str, ...]:
-    """The block types that were repacked, and the relative error of that in the first matrix."""
+    """The block types that were repacked, and the relative error in the first such matrix."""
     first: dict[tuple[str, str], str] = {}
     for target, entry in entries.items():
         old = tensors[names[target]]

@@ -17,7 +17,7 @@ PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
 
 def find_folder(source: Path) -> Path:
-    """`source` itself, unless it is no local path and has the form `org/name`: then the folder in
+    """`source` itself if it is a local path or not of the form `org/name`; otherwise the folder in
     the hub's usual cache, with missing files downloaded (an interrupted download resumes).
 
     Raises SparkinferError if the hub is unreachable or refuses."""
@@ -62,5 +62,5 @@ def _download(name: str) -> Path:
 
 def _refuse(name: str, what: str, next_step: str, error: Exception) -> NoReturn:
     raise SparkinferError(
-        f"{name}: no such folder here, and as a model of the hub: {what}; {next_step}"
+        f"{name}: no such folder; as a name on the hub: {what}; {next_step}"
     ) from error

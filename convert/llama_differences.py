@@ -25,7 +25,7 @@ def differences(tokenizer: Json) -> list[str]:
     lines = []
     if found:
         lines.append(
-            f"llama.cpp does not know that {found[0]!r} ({len(found)} such) takes the spaces"
+            f"llama.cpp ignores that {found[0]!r} ({len(found)} such) takes the spaces"
             " around it or stands alone"
         )
     if byte_level_kind(tokenizer) is None:
@@ -56,8 +56,9 @@ def _sentencepiece_differences(tokenizer: Json) -> list[str]:
 
 
 def _pairs_joined_otherwise(tokenizer: Json) -> list[tuple[str, str]]:
-    """llama.cpp joins any two tokens whose texts make a third, at one place in the order; the
-    merges may lack such a pair, or have the pairs of one token at several places."""
+    """Pairs that llama.cpp joins, but the merges do not, or elsewhere in the order. It joins any
+    two tokens whose texts make a third; the merges may lack such a pair, or have the pairs of one
+    token at several places."""
     vocabulary, added = tables_of(tokenizer)
     specials = {token["content"] for token in added}
     merges = cast(list, cast(Json, tokenizer["model"])["merges"])

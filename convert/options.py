@@ -28,8 +28,8 @@ class ConvertConfig:
     thresholds the model is to run with, and `limits` a limits file (sparkinfer.limits): matrices
     with input limits are stored transposed. A checkpoint's own limits are taken from its folder. An
     `outtype` of None is f16 for a checkpoint and "as it is" for a model file. `tensor_types` are
-    overrides of it, see tensor_types.py. `activation` is for a GGUF that does not say it: "relu",
-    "drelu", "fatrelu=0.01" and so on."""
+    overrides of it, see tensor_types.py. `activation` is for a GGUF that does not record it:
+    "relu", "drelu", "fatrelu=0.01" and so on."""
 
     source: Path
     output: Path
@@ -90,7 +90,7 @@ class ConvertReport:
     model_id: str
     num_tensors: int
     num_bytes: int
-    outtype: str  # one of KINDS: the type asked for, or of most matrices
+    outtype: str  # the type asked for, or the one that the source states
     layout: Layout
     activation: Activation
     has_predictors: bool

@@ -21,7 +21,7 @@ TORCH_TYPES = {
 
 
 def read_state_dict(path: Path) -> dict[str, SourceTensor]:
-    """Reads the description, no weights; the file stays mapped as long as its tensors live.
+    """Reads the description, but no weights; the file stays mapped as long as its tensors live.
 
     Raises SparkinferError for a missing, truncated or foreign file, and for anything in it but
     tensors inside their storages."""

@@ -56,7 +56,7 @@ def add_predictors(
 ) -> tuple[ModelFile, tuple[str, ...]]:
     """The model with the predictors of `folder` in place of its own, and notes for the user.
     Matrices get the type that the predictors declare, and `kind` if they declare none; biases
-    become f32. `input_layer_offset` is the user's statement of it, None for none.
+    become f32. `input_layer_offset` is what the user stated, or None.
 
     Raises SparkinferError for predictors of another model, for broken ones, and if the user and the
     folder contradict each other."""
@@ -78,8 +78,8 @@ def add_predictors(
 
 
 def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, ModeQuality]:
-    """The recorded quality of the model with these predictors: they were measured with thresholds,
-    so for SiLU and GELU models only if the model has those of the same run."""
+    """The recorded quality of the model with these predictors. They were measured together with
+    thresholds, so for SiLU and GELU models it holds only if the model has those of the same run."""
     if model.activation not in SMOOTH:
         return dict(source.quality)
     own = model.quality.get("exact")
@@ -184,10 +184,10 @@ def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
 def _dejavu_offset(
     path: Path, config: dict[str, object], stated: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """The layer whose input predictors read, and a note if nobody states which.
+    """The layer whose input predictors read, and a note if it is not stated.
 
     DejaVu's and PowerInfer's read their own layer's, SparkInfer's that of the layer before, and the
-    files of the two look alike: without a statement it cannot be found out."""
+    files of the two look alike, so it has to be stated."""
     written = config.get("input_layer_offset")
     if written not in (None, 0, 1) or isinstance(written, bool | float):
         raise SparkinferError(f"{path}: input_layer_offset is {str(written)[:60]}, wanted 0 or 1")

@@ -1,4 +1,4 @@
-"""Checks that the bytes of a tensor are the values they were made from, to the rounding of the
+"""Checks that the bytes of a tensor give the values they were made from, up to the rounding of the
 type.
 
 Letters: N rows, M values of a row."""
@@ -11,9 +11,9 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, type_of
 
 # The largest error of a value, as a share of the largest magnitude of its block, or for floats of
-# its own. Blocks add the rounding of their f16 scale; q4_0 goes from -8 to 7, so that the far end
-# is a step off. The scales of K-quants are fitted, and clip outliers: 0.13, 0.07 and 0.024 were the
-# maxima in 240,000 unusual blocks of each.
+# its own magnitude. Blocks add the rounding of their f16 scale; q4_0 goes from -8 to 7, so the far
+# end is a step off. The scales of K-quants are fitted, and clip outliers: 0.13, 0.07 and 0.024 were
+# the maxima in 240,000 unusual blocks of each.
 ERRORS = {
     "f32": 0.0,
     "f16": 2.0**-11,
@@ -24,9 +24,9 @@ ERRORS = {
     "q5_k": 0.15,
     "q6_k": 0.06,
 }
-# f16 has steps of 2^-24 near zero, and so has the scale of a block: up to 127 of them per value;
-# those of K-quants are multiplied by two numbers, up to 63 * 15, 63 * 31 and 128 * 32, and half a
-# step off.
+# f16 has steps of 2^-24 near zero, and so has the scale of a block, which values multiply by up to
+# 127. The scales of K-quants are multiplied by two numbers, up to 63 * 15, 63 * 31 and 128 * 32,
+# and are half a step off.
 TINY = {"f32": 0.0, "f16": 2.0**-24, "bf16": 1e-38, "q8_0": 127 * 2.0**-24, "q4_0": 8 * 2.0**-24,
         "q4_k": 2.0**-15, "q5_k": 2.0**-14, "q6_k": 2.0**-13}  # fmt: skip
 

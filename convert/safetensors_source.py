@@ -12,7 +12,7 @@ from sparkinfer.safetensors_file import check_header
 
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:
-    """Reads the header, no weights.
+    """Reads the header, but no weights.
 
     Raises SparkinferError for a missing, truncated or inconsistent file."""
     check_header(path, "safetensors file")
@@ -33,7 +33,8 @@ def read_safetensors(path: Path) -> dict[str, SourceTensor]:
 
 
 def _read(path: Path, name: str) -> Tensor:
-    """Opened anew for every tensor, so that no file stays mapped longer than its tensors."""
+    """Opens the file anew for every tensor, so that no file stays mapped longer than its
+    tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(name)

@@ -32,11 +32,11 @@ class TensorTypes:
                 re.compile(name)
             except re.error as error:
                 raise SparkinferError(
-                    f"tensor type {text!r}: {name!r} is no regular expression ({error})"
+                    f"tensor type {text!r}: {name!r} is not a regular expression ({error})"
                 ) from error
 
     def override(self, name: str) -> str | None:
-        """The type asked for by name."""
+        """The type that an override asks for; None if no override matches."""
         for text in self.overrides:
             pattern, _, kind = text.rpartition("=")
             if re.search(pattern, name):
@@ -44,7 +44,7 @@ class TensorTypes:
         return None
 
     def kind(self, name: str, shape: tuple[int, ...]) -> str:
-        """Raises SparkinferError for an override that the tensor's rows do not fit."""
+        """The type of a tensor. Raises SparkinferError for an override that its rows do not fit."""
         kind = self.override(name) if len(shape) > 1 else None
         if kind is None:
             return kind_for(shape, self.outtype)
@@ -57,7 +57,7 @@ class TensorTypes:
         return kind
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raises SparkinferError for an override that matches no tensor: a typing error."""
+        """Raises SparkinferError for an override that matches no tensor, most likely a typo."""
         every = list(names)
         for text in self.overrides:
             if not any(re.search(text.rpartition("=")[0], name) for name in every):

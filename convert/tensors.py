@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint, renamed, reordered and encoded when they are written. Families are
-in blueprint.py."""
+"""The tensors of a checkpoint, renamed, reordered and encoded when they are written, according to
+its blueprint."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -164,7 +164,7 @@ def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[st
         if tensor.shape != shapes[place]:
             raise SparkinferError(
                 f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted"
-                f" {list(shapes[place])} by config.json; the two are not of one model"
+                f" {list(shapes[place])} by config.json; the two belong to different models"
             )
         sources[place] = source
     return _tied(checkpoint, plan, sources, shapes.keys() - sources.keys())

@@ -1,6 +1,6 @@
 """The parts of a checkpoint's tokenizer that go into a model file.
 
-They go in twice: tokenizer.json whole, which our runtime reads, and llama.cpp's keys."""
+They go in twice: as the whole tokenizer.json, which our runtime reads, and as llama.cpp's keys."""
 
 import logging
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class TokenizerKeys:
 
 def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKeys:
     """Raises SparkinferError for a broken file, and for the stock layout if llama.cpp would have no
-    tokenizer or another one."""
+    tokenizer or a different one."""
     path = folder / "tokenizer.json"
     keys: dict[str, Value] = {}
     text, notes = _tokenizer_text(path)
@@ -88,7 +88,7 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
     ) as error:  # fmt: skip
         reason = one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
         return None, [
-            f"{path}: missing, and transformers cannot make it of the older files ({reason});"
+            f"{path}: missing, and transformers cannot make it from the older files ({reason});"
             " generate needs it: make it elsewhere"
         ]
 
@@ -100,9 +100,7 @@ def _check_older(folder: Path) -> None:
         return
     vocabulary = read_object(path, "vocab.json")
     if not all(type(n) is int and 0 <= n < MAX_TOKENS for n in vocabulary.values()):
-        raise SparkinferError(
-            f"{path}: a token without number, or with one from {MAX_TOKENS} on; get it again"
-        )
+        raise SparkinferError(f"{path}: a token without an id below {MAX_TOKENS}; get it again")
     path = folder / "merges.txt"
     lines = read_text(path, "merges.txt").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -110,7 +108,7 @@ def _check_older(folder: Path) -> None:
         is_merge = len(parts) == 2 and {*parts, "".join(parts)} <= vocabulary.keys()
         if line and not line.startswith("#version") and not is_merge:
             raise SparkinferError(
-                f"{path}: line {number} is no merge of two tokens of vocab.json; get both again"
+                f"{path}: line {number} is not a merge of two tokens of vocab.json; get both again"
             )
 
 
@@ -127,9 +125,7 @@ def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
         numbers = {i for i in many if type(i) is int}
         above = sorted(i for i in numbers if i >= vocab_size)
         if above:
-            notes.append(
-                f"{path}: eos_token_id {shown(above[0])} is not in the model, which has no such end"
-            )
+            notes.append(f"{path}: eos_token_id {shown(above[0])} is not a token of the model")
         ids |= numbers.difference(above)
     return sorted(ids), notes
 
@@ -145,9 +141,7 @@ def _check_special(path: Path, vocab_size: int) -> list[str]:
             continue
         _check_ids(path, key, [number])
         if isinstance(number, int) and number >= vocab_size:
-            notes.append(
-                f"{path}: {key} {shown(number)} is not in the model, which has no such token"
-            )
+            notes.append(f"{path}: {key} {shown(number)} is not a token of the model")
     return notes
 
 
@@ -155,7 +149,7 @@ def _check_ids(path: Path, key: str, numbers: list[object]) -> None:
     wrong = [number for number in numbers if type(number) is not int or number < 0]
     if wrong:
         raise SparkinferError(
-            f"{path}: {key} has {shown(wrong[0])}, wanted the numbers of tokens; mend it there"
+            f"{path}: {key} has {shown(wrong[0])}, wanted token ids; correct it there"
         )
 
 
@@ -177,19 +171,20 @@ def _special_keys(
 
 
 def _check_names(path: Path) -> None:
-    """Raises SparkinferError for special tokens that are not texts, and non-boolean flags."""
+    """Raises SparkinferError for special tokens that are not strings, and flags that are not
+    booleans."""
     values = read_object(path, path.name)
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = values.get(key)
         text = value.get("content") if isinstance(value, dict) else value
         if not isinstance(text, str) and value is not None:
             raise SparkinferError(
-                f"{path}: {key} is {shown(value)}, wanted the text of a token; mend it there"
+                f"{path}: {key} is {shown(value)}, wanted the text of a token; correct it there"
             )
     for key in ("add_bos_token", "add_eos_token"):
         if not isinstance(values.get(key), bool | None):
             raise SparkinferError(
-                f"{path}: {key} is {shown(values[key])}, wanted true or false; mend it there"
+                f"{path}: {key} is {shown(values[key])}, wanted true or false; correct it there"
             )
 
 

@@ -56,7 +56,7 @@ def read_views(pickle: bytes) -> dict[str, View]:
         for opcode, argument, _ in pickletools.genops(pickle):
             step = _STEPS.get(opcode.name)
             if step is None:
-                raise Broken(f"its pickle has the instruction {opcode.name}, no state dict has")
+                raise Broken(f"its pickle has {opcode.name}, which no state dict has")
             step(machine, argument)
     except (ValueError, IndexError) as error:  # genops; pops from an empty stack
         raise Broken(f"its pickle is damaged ({' '.join(str(error).split())[:80]})") from error
@@ -121,7 +121,7 @@ class _Machine:
             raise Broken("its pickle sets items of something other than a dict")
         for key, value in zip(keys, values, strict=True):
             if not isinstance(key, str) or key in target:
-                raise Broken("a name in it is no text, or is there twice")
+                raise Broken("a name in it is not a string, or appears twice")
             target[key] = value
 
     def append(self, values: list) -> None:
@@ -135,7 +135,7 @@ class _Machine:
         self.push(Global(name=f"{module} {name}"[:200]))
 
     def build(self) -> None:
-        """Attributes of a dict, where torch keeps version numbers of modules: ignored."""
+        """Ignores attributes of a dict, where torch keeps version numbers of modules."""
         self.pop_tuple(2)
         target, _ = self.stack.pop()
         if not isinstance(target, dict):
@@ -143,7 +143,8 @@ class _Machine:
         self.push(target)
 
     def persistent(self) -> None:
-        """A reference to a storage: ("storage", class, key, device, number of values)."""
+        """Replaces a reference by its storage: ("storage", class, key, device, number of
+        values)."""
         match self.stack.pop():
             case ("storage", Global(name=name), str(key), str(), int(count)) if count >= 0:
                 module, _, kind = name.partition(" ")
@@ -179,7 +180,7 @@ def _view(storage: Storage, offset: Any, shape: Any, stride: Any) -> View:
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if prod(shape) and not (last < storage.num_values and prod(shape) <= storage.num_values):
         raise Broken(
-            f"a tensor of shape {list(shape)} does not lie in its {storage.num_values} values"
+            f"a tensor of shape {list(shape)} does not fit into its {storage.num_values} values"
         )
     return View(storage=storage, offset=offset, shape=shape, stride=stride)
 

@@ -50,7 +50,7 @@ def open_torch_zip(path: Path, what: str) -> TorchZip:
             mapping = map_whole(stream)
             if mapping[:4] != b"PK\3\4":
                 raise SparkinferError(
-                    f"{path}: not a whole {what} (no zip file: saved before torch 1.6, or something"
+                    f"{path}: not a whole {what} (not a zip file: saved before torch 1.6, or something"
                     f" else); {RESAVE}"
                 )
             _check_directory_size(mapping)
@@ -70,7 +70,7 @@ def _line(error: Exception) -> str:
 
 
 def _check_directory_size(mapping: mmap.mmap) -> None:
-    """zipfile makes an object of every 46 bytes of a directory before any check of them."""
+    """zipfile makes an object for every 46 bytes of a directory before it checks them."""
     end = len(mapping) - END.size
     if end < 0:
         raise Broken("it is cut short")
@@ -89,7 +89,7 @@ def _checked(path: Path, archive: zipfile.ZipFile, mapping: mmap.mmap) -> TorchZ
     for entry in archive.infolist():
         _, _, name = entry.filename.partition("/")
         if name in places:
-            raise Broken(f"entry {entry.filename[:64]!r} is there twice")
+            raise Broken(f"entry {entry.filename[:64]!r} appears twice")
         places[name] = _place(entry, mapping, path)
     if "data.pkl" not in places:
         raise Broken("it has no data.pkl")

@@ -35,7 +35,7 @@ def check_tokenizer(path: Path, tokenizer: Json) -> None:
     ids += [item.get("id") if isinstance(item, dict) else None for item in added]
     has_text = all(isinstance(item, dict) and type(item.get("content")) is str for item in added)
     if not all(type(i) is int and i >= 0 for i in ids) or not has_text:
-        raise SparkinferError(f"{path}: a token without text or number; get tokenizer.json again")
+        raise SparkinferError(f"{path}: a token without text or id; get tokenizer.json again")
     if not is_bpe:
         return
     if not isinstance(merges, list) or not all(len(pair_of(merge)) == 2 for merge in merges):
@@ -43,7 +43,7 @@ def check_tokenizer(path: Path, tokenizer: Json) -> None:
 
 
 def num_tokens(tokenizer: Json) -> int:
-    """One more than the largest token number."""
+    """One more than the largest token id."""
     vocabulary, added = tables_of(tokenizer)
     return 1 + max([*vocabulary.values(), *(cast(int, token["id"]) for token in added)], default=-1)
 
@@ -52,7 +52,7 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
     """`tokenizer.ggml.*` for `vocab_size` tokens, or None if llama.cpp has no counterpart.
 
     Ids without a token become [PADn] of type unused, as in llama.cpp's converter. llama.cpp aborts
-    if two tokens have one text, and reads a text up to a NUL."""
+    if two tokens have the same text, and reads a text only up to a NUL."""
     model = cast(Json, tokenizer["model"])
     if model.get("type") != "BPE":
         return None
@@ -81,7 +81,7 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
 
 
 def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
-    """llama.cpp's name of a byte-level BPE, or None for one that it would split differently."""
+    """The kind of a byte-level BPE, or None for one that llama.cpp would split differently."""
     steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
@@ -174,7 +174,7 @@ def _scores(model: Json, tokens: list[str]) -> list[float]:
 
 
 def pair_of(merge: object) -> list[str]:
-    """A merge is "a b" in old files and ["a", "b"] in new ones."""
+    """The tokens of a merge, which is "a b" in old files and ["a", "b"] in new ones."""
     if isinstance(merge, str):
         return merge.split(" ")
     return merge if isinstance(merge, list) and all(isinstance(m, str) for m in merge) else []

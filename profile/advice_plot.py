@@ -1,4 +1,4 @@
-"""Plots advice: divergence from the dense model against tokens a second."""
+"""Plots advice: divergence from the dense model against tokens per second."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -7,7 +7,7 @@ bytes. The front has the points that no other beats in both; the advice is the f
 perplexity rises by no more than the user allows, and a plain dense one unless a rule gains more
 than LEAST_GAIN.
 
-Making the files is left to the caller, which converts.
+The caller makes the files, by converting.
 
 Letters: T tokens."""
 
@@ -36,7 +36,7 @@ TIMED_SHARE = 0.16  # the one whose speed is measured
 PROBE_TOKENS = 1024
 SCORE_TOKENS = 4096
 LEAST_GAIN = 0.03  # of the speed: less is not worth a rule's loss
-ROUNDS, STEPS = 7, 24  # of timings; types take turns
+ROUNDS, STEPS = 7, 24  # of timings; dense and sparse take turns
 MIN_TOKENS = 2048
 
 
@@ -80,7 +80,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    points: tuple[Point, ...]  # by type, then by bytes
+    points: tuple[Point, ...]  # by type, then by rule and share
     best: Point
     why: str
     num_tokens: int
@@ -99,7 +99,7 @@ class Adviser:
             )
         if self.model.has_limits:
             raise SparkinferError(
-                f"{config.model}: has limits already; give the model that it was made of"
+                f"{config.model}: has limits already; give the model that it was made from"
             )
         self.bytes_of = Bytes.of(self.model)
         self.dense_bytes: dict[str, int] = {}  # by type
@@ -141,7 +141,7 @@ class Adviser:
         return None if choice is None else choice.limits(self.scores, self.model.model_id)
 
     def limits_of(self, point: Point) -> Limits:
-        """Limits of a point that is not dense, with their known cost in its type."""
+        """Limits of a point that is not dense, with their measured cost in its type."""
         limits = self.limits(point.rule, point.share)
         assert limits is not None, point.name
         close, saved = point.close, point.bytes_per_token
@@ -209,7 +209,7 @@ def advise(
 
 
 def seconds_of(dense: Path, sparse: Path | None) -> tuple[float, float | None]:
-    """Median seconds a token of a dense model and of the same with limits, timed in turns."""
+    """Median seconds per token of a dense model and of the same with limits, timed in turns."""
     files = [(dense, "dense")] + ([(sparse, "exact")] if sparse else [])
     engines = [Engine.load(path, mode=mode, device="cpu") for path, mode in files]  # type: ignore[arg-type]
     try:
@@ -280,7 +280,7 @@ def choose(points: Sequence[Point], max_loss: float) -> tuple[Point, str]:
             f"; {smaller.name} would be {dense.seconds / smaller.seconds - 1:+.0%} faster for"
             f" {smaller.close.perplexity_increase:+.2%} of perplexity"
         )
-    return dense, f"no rule pays here: {said}; take {dense.name}{more}"
+    return dense, f"no rule pays off here: {said}; take {dense.name}{more}"
 
 
 def _line(point: Point) -> str:

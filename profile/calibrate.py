@@ -31,7 +31,7 @@ CPU_LIMIT_S, COSTS_LIMIT_S, GPU_LIMIT_S = (
     8.0,
     8.0,
     10.0,
-)  # in all; the minimum of rounds is run in any case
+)  # in all; the minimum number of rounds is run in any case
 
 Say = Callable[[str], None]
 OnProbe = Callable[[float], None]
@@ -59,7 +59,7 @@ def calibrate(
     borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
     if borrowed is not None and not borrowed.gpus:
         raise SparkinferError(
-            f"{config.gpu_from}: has no GPU either; give the file of one that has"
+            f"{config.gpu_from}: has no GPU either; give the file of a machine that has one"
         )
     total, free = memory_bytes()
     num_gpus = torch.cuda.device_count()
@@ -87,7 +87,7 @@ def calibrate(
 
 
 def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
-    """The GPU figures, marked as not measured here."""
+    """The other machine's GPU figures, marked as not measured here."""
     return tuple(
         replace(gpu, source=f"measured on {borrowed.cpu_name}") if gpu.source == "measured" else gpu
         for gpu in borrowed.gpus

@@ -3,8 +3,8 @@
 Rows of every type are read as the runtime does: all of them by a matrix product, and the gates, ups
 and downs of a tenth of the neurons by the native call for a block of neurons. Fixed costs per layer
 and per token are the times of decode steps of two small models through the engine, of FEW and MANY
-layers; small means next to no bytes, which stay in a cache. Reading keys and values costs the
-difference between steps at the end and at the beginning of a long context.
+layers; small means that they read next to no bytes, which stay in a cache. Reading keys and values
+costs the difference between steps at the end and at the beginning of a long context.
 
 So if the runtime's kernels change, these figures change with them. Letters: N rows, D row width, A
 chosen rows."""
@@ -82,7 +82,7 @@ def measure_costs(
 
 
 def _difference(many: Figure, few: Figure) -> Figure:
-    """Seconds of one of the MANY - FEW layers that only one of the models has; never 0."""
+    """Seconds per layer, from the MANY - FEW layers that only one of the models has; never 0."""
     count = MANY - FEW
     best = max(1e-7, (many.best - few.best) / count)
     assert many.quartiles is not None and few.quartiles is not None
@@ -119,7 +119,7 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
 
 
 def _tenths(count: int) -> list[Tensor]:
-    """Ascending indices below `count`, one from each of equal pieces."""
+    """A random partition of the indices below `count` into tenths, each ascending."""
     order = torch.rand(count, generator=torch.Generator().manual_seed(0)).argsort()
     return [piece.sort().values for piece in order.chunk(round(1 / CHOSEN_SHARE))]
 
@@ -149,7 +149,7 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
-    """The same by the fallback of the kernels, two products for each sum."""
+    """The same with the kernels' fallback in torch, two products for each sum."""
     x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
     weight_A = torch.ones(len(tenths[0]))
 

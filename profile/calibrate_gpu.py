@@ -1,8 +1,8 @@
 """Calibrates a CUDA device: read bandwidth, copies to it, and the cost of synchronising with it.
 
-Kernels and asynchronous copies are timed by CUDA events, that is on the device's own clock, so that
+Kernels and asynchronous copies are timed by CUDA events, on the device's own clock, so that
 Python's launch time is not included. Fixed costs are those inside a captured graph, since that is
-how a decode step runs: a hundred nodes, each waiting for the one before it, over a hundred.
+how a decode step runs: a hundred nodes, each waiting for the one before it, divided by a hundred.
 
 The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
 pinned memory and records an event, the CPU sees the event in a busy loop and starts the second,
@@ -84,7 +84,7 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
 
 
 def _round_trip(device: torch.device) -> Callable[[], float]:
-    """Seconds of one round trip, among NUM_NODES in sequence."""
+    """Measures the seconds of one of NUM_NODES round trips in sequence."""
     x, x_host = torch.ones(HIDDEN_STATE_VALUES, device=device), _pinned(HIDDEN_STATE_VALUES)
     there = _captured(lambda: x_host.copy_(x, non_blocking=True), 1)
     back = _captured(lambda: x.copy_(x_host, non_blocking=True), 1)
@@ -113,7 +113,7 @@ def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
 
 
 def _event_seconds(run: Callable[[], object]) -> float:
-    """Seconds between two events round the submitted work, on the device's clock."""
+    """Seconds between two events around the submitted work, on the device's clock."""
     with _events() as (begin, end):
         run()
     return begin.elapsed_time(end) / 1e3

@@ -1,6 +1,6 @@
 """Profiles a model: runs text through it, counts firings and, if asked, trains predictors.
 
-The model is seen through observers only."""
+It sees the model only through observers."""
 
 import hashlib
 import time
@@ -191,7 +191,7 @@ def _begin(
 
 
 def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
-    """Everything that decides the numbers of a run: a run resumes only if all of it is equal."""
+    """Everything that the numbers of a run depend on: a run resumes only if all of it is equal."""
     trains = config.train_predictors is not None
     return {
         "model": engine.model.model_id,
@@ -275,7 +275,7 @@ def _run_whole(
 def _gates(
     config: ProfileConfig, run: Run, tune: Sequence[Tensor], check: Sequence[Tensor], say: Say
 ) -> tuple[tuple[Gate, ...], ThresholdReport | None]:
-    """The layers' gates with the thresholds to count with.
+    """The layers' gates with the thresholds that firings are counted with.
 
     Thresholds are chosen on `tune`, which is not counted; `check` measures the cost of a search."""
     engine, model = run.engine, run.engine.model
@@ -297,7 +297,7 @@ def _gates(
     found = Found(len(zeros_L))
     run.add("thresholds", found)
     if not run.has("thresholds"):
-        run.save()  # a search takes long, and saves nothing on the way
+        run.save()  # a search takes long, and saves nothing before its end
         run.ranks.first_only(
             lambda: found.set(*search(engine, histogram_LB, tune, check, goal, say))
         )

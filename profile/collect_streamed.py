@@ -1,4 +1,4 @@
-"""Profiles a model that does not fit, in one pass over its weights, which cannot be resumed."""
+"""Profiles a model that does not fit, by streaming its weights; such a run cannot be resumed."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ OnTokens = Callable[[float], None]
 def collect_streamed(
     stream: LayerStream, windows: Sequence[Tensor], config: ProfileConfig, on_tokens: OnTokens
 ) -> tuple[tuple[Gate, ...], Counter, Trained | None]:
-    """(gates with the thresholds that were counted with, counts, predictors)."""
+    """(gates with the thresholds that firings were counted with, counts, predictors)."""
     model = stream.model
     if config.perplexity_budget is not None:
         raise SparkinferError(
@@ -46,7 +46,7 @@ def collect_streamed(
 def _histogram(
     stream: LayerStream, gates: tuple[Gate, ...], windows: Sequence[Tensor], on_tokens: OnTokens
 ) -> np.ndarray:
-    """int64 [L, B], in a separate pass over the weights."""
+    """int64 [L, B], counted in a separate pass over the weights."""
     counter = Counter(gates, stream.model.shape.num_neurons)
     with stream.observe(counter.observe, counter.wants):
         stream.run(windows, on_tokens)

@@ -120,8 +120,9 @@ def batch_mean(value_T: Tensor, lengths: Sequence[int]) -> Estimate:
 def quantile_interval(
     value_T: Tensor, share: float, lengths: Sequence[int]
 ) -> tuple[float, float] | None:
-    """A quantile: the share of values up to it has an interval as every mean has, whose ends are
-    read off the values (Woodruff 1952). None if the text is too short for the upper end."""
+    """The interval of a quantile (Woodruff 1952): the share of values up to it is a mean with an
+    interval, whose ends are turned back into quantiles. None if the text is too short for the upper
+    end."""
     quantile = value_T.quantile(share)
     half = batch_mean((value_T <= quantile).double(), lengths).half_width
     if half is None or share + half >= 1:

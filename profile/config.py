@@ -25,9 +25,9 @@ class ProfileConfig:
     train_predictors: Path | None = None  # a folder for them and their report
     predictors: PredictorOptions = PredictorOptions()
     input_layer_offset: int = 0
-    target_sparsity: float | None = None  # SiLU: choose thresholds for this share of silent neurons
-    # SiLU: give each layer its own share, up to this relative increase of the perplexity, or up to
-    # the target sparsity if there is one
+    target_sparsity: float | None = None  # SiLU, GELU: choose thresholds for this share of silence
+    # SiLU, GELU: give each layer its own share, up to this relative increase of the perplexity, or
+    # up to the target sparsity if there is one
     perplexity_budget: float | None = None
     max_memory_bytes: int | None = None  # see profile.memory.room_of; None: what is free
     device: str | None = None

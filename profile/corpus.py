@@ -25,7 +25,7 @@ from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.text.codec import TextCodec
 
 WINDOW = 512
-MIN_WINDOW = 16  # a shorter end of a stretch is dropped
+MIN_WINDOW = 16  # a shorter rest of a stretch is dropped
 STRETCH = 8192  # characters
 BATCH = 64  # stretches tokenised at a time
 
@@ -123,7 +123,7 @@ def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
 
 
 def stretches(texts: Sequence[str], turn: int, shift: int) -> Iterator[str]:
-    """One stretch of each text that has one left in this turn; short ones joined by a line end.
+    """One stretch of each text that has one left in this turn; short ones joined by newlines.
 
     A text of n stretches starts at stretch `shift` and wraps round, so that not only beginnings are
     taken."""

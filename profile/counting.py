@@ -1,7 +1,7 @@
 """Counts, while the model runs, how often each neuron fires and how large its gate is.
 
 The sums stay on the device of the layer, in int64, and nothing synchronises with the device until
-they are asked for.
+they are read.
 
 Letters: T tokens, L layers, F neurons, B histogram bins."""
 
@@ -78,7 +78,7 @@ class Counter:
         count_F: Tensor,
         bins_B: Tensor,
     ) -> None:
-        """Puts values that are not above the threshold into bin 0."""
+        """Counts in C++; values that are not above the threshold go into bin 0."""
         first, edge = _tables()
         count(
             value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,

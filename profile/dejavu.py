@@ -46,7 +46,7 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
     if info.kind != "linear" or 0 in info.rank_L:
         raise SparkinferError(
             f"predictors of kind {info.kind} and ranks {list(info.rank_L)} have no DejaVu form,"
-            " which is of two matrices and for models whose neurons are silent by themselves"
+            " which has two matrices and is for models whose neurons are silent by themselves"
         )
     if any(p.up_bias_F is not None or p.down_bias_R is not None for p in predictors.layers):
         raise SparkinferError("predictors with biases have no DejaVu form; train them without")
@@ -61,7 +61,7 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
             "fc2.weight": torch.cat([up_FR, -up_FR], dim=1) * scale,
         }
         with partial_file(folder / f"model_{layer}.pt") as partial:
-            data = BytesIO()  # torch itself reports a full disk in many words, or not at all
+            data = BytesIO()  # torch itself reports a full disk verbosely, or not at all
             torch.save(state, data)
             partial.write_bytes(data.getbuffer())
     config = {"sparse_threshold": threshold, "input_layer_offset": info.input_layer_offset}

@@ -11,7 +11,7 @@ from sparkinfer.profile.quality import EvalReport
 from sparkinfer.typed import Fields, shown
 
 FORMAT, VERSION = "sparkinfer.eval", 1
-MOST = 1e12  # of a perplexity, a divergence or a width: what is beyond is no measurement
+MOST = 1e12  # of a perplexity, a divergence or a width: more is not a measurement
 _WHAT = "comparison (sparkinfer eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 
@@ -46,7 +46,7 @@ def _report(read: Fields) -> EvalReport:
         dense_perplexity_half_width=_width(read, "dense_perplexity_half_width"),
         perplexity_increase=_number(read, "perplexity_increase", -1),
         perplexity_half_width=_width(read, "perplexity_half_width"),
-        kl_mean=_number(read, "kl_mean", -1),  # rounding may leave less than nothing
+        kl_mean=_number(read, "kl_mean", -1),  # rounding may make it negative
         kl_half_width=_width(read, "kl_half_width"),
         kl_p99=_number(read, "kl_p99", -1),
         kl_p99_interval=_interval(read, "kl_p99_interval"),

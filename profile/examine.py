@@ -16,7 +16,8 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 
 class Examiner:
-    """Counts over tokens; `promised` is the quality on the text that the threshold is from."""
+    """Counts over tokens; `promised` is the quality on the text that the threshold was chosen
+    on."""
 
     def __init__(
         self, predictor: Predictor, promised: Quality, down: Matrix, sizes: LayerBytes

@@ -2,8 +2,8 @@
 choice.
 
 1. moments: the second moments that the untrained starts follow from (profile.moments). 2. keep: a
-few hundred tokens are kept, for early stopping and to see which rank is worth training. 3. train:
-one low-rank predictor, of that rank (profile.training). 4. measure: every candidate is counted with
+few hundred tokens are kept, for early stopping and for choosing the rank to train. 3. train: one
+low-rank predictor, of that rank (profile.training). 4. measure: every candidate is counted with
 every threshold, and the choice made
    (profile.selection): low-rank ones of several ranks and types, trained or not, and the whole
    gate in blocks.
@@ -126,7 +126,7 @@ class LayerTrainer:
         self.held_out, self.kept = joined(self.kept), []
         if "whole" in self.choices.forms:
             for kind in self._kinds(self.start.map_FD.shape[1]):
-                if kind != "f16":  # in f16, as many bytes as the gate itself
+                if kind != "f16":  # in f16 it has as many bytes as the gate itself
                     made = whole(self.start, kind, self.gate)
                     self.candidates.append(Candidate(predictor=made, is_trained=False))
         if "low-rank" in self.choices.forms:
@@ -211,7 +211,8 @@ class LayerTrainer:
         return choose(qualities, self.choices.target, exact)
 
     def _break_even(self, chosen: Quality) -> float:
-        """Exact reads every gate; predicted the predictor, and over-fetch times the density."""
+        """Exact reads every gate; predicted reads the predictor, and gates of over-fetch times
+        density."""
         gates = len(self.down_norm_F) * self.sizes.gate_row
         overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))

@@ -1,4 +1,4 @@
-"""Measures what limits do to a model, against its dense self, on the same windows again and again.
+"""Measures what limits do to a model, against its dense self, always on the same windows.
 
 The dense log probabilities are kept, so that a measurement is one pass.
 
@@ -22,8 +22,8 @@ PIECE = 256  # tokens compared at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Closeness:
-    """Means per token in nats with the half-width of their 95 % interval, by windows: it describes
-    one kind of text, had other windows of it been drawn."""
+    """Means per token in nats with the half-width of their 95 % interval, which comes from the
+    windows: other windows of the same kind of text could have been drawn."""
 
     kl: float
     kl_error: float

@@ -11,8 +11,8 @@ squares of the dropped products, which is what the layer's output loses if they 
     output    |x_i| * |column i of the output projection|            saves its columns
     ffn       |x_i| * |column i of gate and up|                      saves their columns
 
-A limit of a value is the threshold on its rank over its factor, so that the runtime compares
-magnitudes alone.
+A value's limit is the threshold on its rank divided by its factor, so that the runtime only
+compares magnitudes.
 
 Letters: T tokens of the sample, F neurons, D inputs, A shares."""
 
@@ -32,7 +32,7 @@ from sparkinfer.runtime.model.loader import Layer
 from sparkinfer.runtime.weights.matrix import Matrix
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0 is no rule
-SAMPLE_TOKENS = 512  # of all windows, evenly drawn; 20 MB a layer of a model of 7 B
+SAMPLE_TOKENS = 512  # of all windows, evenly spaced; 20 MB per layer of a 7 B model
 # Rules on inputs: the tensor each applies to.
 INPUTS = {"qkv": "attn_norm", "output": "attn_heads", "ffn": "ffn_norm"}
 _SEEN = (*INPUTS.values(), "ffn_gate", "ffn_hidden")

@@ -8,9 +8,10 @@ with energies from the sample (`limit_scores`) and sensitivities s from probes: 
 the whole model from its dense self with limits in one part of one layer (neurons; both inputs of
 attention; the feed-forward's input), scaled by one probe with the rule in all layers. This takes
 three probes per layer and one per rule; no gradients. A layer whose gates and ups are stored by
-columns, for sparse inputs, saves none of them by its gates: it has one or the other. Given the sum,
-the best choice for a number of saved bytes is found by a price: each layer takes what loses least
-plus price times bytes, and the price is bisected. The true cost of a choice is measured afterwards.
+columns, for sparse inputs, cannot skip them by its gates, so it has one or the other. Given the
+sum, the best choice for a number of saved bytes is found by a price: each layer takes what loses
+least plus price times bytes, and the price is bisected. The true cost of a choice is measured
+afterwards.
 
 Letters: L layers, A shares."""
 
@@ -84,7 +85,7 @@ class Choice:
     gate_L: tuple[float, ...]
     hidden_L: tuple[float, ...]
     inputs_L: tuple[dict[str, float], ...]
-    loss: float  # nats, by the sum
+    loss: float  # nats, according to the sum
     saved_share: float  # of the weight bytes of a token
 
     def limits(self, scores: Sequence[LayerScores], model_id: str | None) -> Limits:

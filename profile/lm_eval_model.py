@@ -1,7 +1,7 @@
 """An engine as lm-eval's model interface: log-likelihoods of continuations, and generated texts.
 
-Tokens, windows and truncation are those of lm-eval's own model for transformers, so that its
-numbers are comparable. It imports lm_eval, so import it only where tasks are run (see tasks).
+Tokens, windows and truncation are those of lm-eval's own model for transformers, so that the
+numbers are comparable. This imports lm_eval, so import it only where tasks are run (see tasks).
 
 Letters: T tokens, V vocabulary."""
 
@@ -103,9 +103,9 @@ class EngineModel(TemplateLM):
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
         on_requests: Callable[[float], None] = lambda count: None,
     ) -> list[Scored]:
-        """Scores in the order of the requests. They are computed in the order of their tokens:
-        neighbours then share the longest prefixes, examples before a question and the question
-        before its answers, and shared prefixes are computed once."""
+        """Scores in the order of the requests. They are computed sorted by their tokens: neighbours
+        then share the longest prefixes, examples before a question and the question before its
+        answers, and shared prefixes are computed once."""
         self.is_asked = True
         texts = [self._cut(context, more) for _, context, more in requests]
         found: list[Scored | None] = [None] * len(texts)
@@ -117,10 +117,10 @@ class EngineModel(TemplateLM):
         return [score for score in found if score is not None]
 
     def _cut(self, context: list[int], more: list[int]) -> tuple[list[int], list[int]]:
-        """The last tokens that fit; the last of them need not be computed."""
+        """The end of the context that fits with `more`, whose last token need not be computed."""
         if not context or not 0 < len(more) <= self.max_length:
             raise SparkinferError(
-                f"a continuation of {len(more)} tokens behind {len(context)}; wanted 1 to"
+                f"a continuation of {len(more)} tokens after {len(context)}; wanted 1 to"
                 f" {self.max_length}, which is the context"
             )
         room = self.max_length + 1 - len(more)
@@ -146,7 +146,7 @@ class EngineModel(TemplateLM):
         room = self.max_length - options.max_tokens
         if room < 1:
             raise SparkinferError(
-                f"the task lets a text go on for {options.max_tokens} tokens, and the context is of"
+                f"the task asks for up to {options.max_tokens} tokens, and the context has"
                 f" {self.max_length}; there is no room for the question"
             )
         prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]

@@ -21,13 +21,14 @@ from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices
 from sparkinfer.sizes import format_bytes
 from sparkinfer.system_memory import free_memory_bytes
 
-# The share of free memory that a profile may take: the rest is for others, and for fragmentation.
+# The share of free memory that a profile may take: the rest is for other programs, and for
+# fragmentation.
 FREE_SHARE = 0.9
 # Observers get a gate in f32 and derive magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
+_BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 # Code loaded on first use (10 MiB), short-lived memory of products and observers that is not
 # counted here, and what the C library cannot give back.
-_BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 SLACK_BYTES = 24 << 20
 _C = ctypes.CDLL(None)
 
@@ -104,8 +105,8 @@ def needs_of(
 
 
 def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
-    """Weights of a layer, and for a stock file what transposing takes: the matrix unpacked (twice
-    for a moment) and transposed, and the difference of the two."""
+    """Weights of a layer, and for a stock file 16 bytes per value of the down projection, which is
+    unpacked (twice for a moment) and transposed."""
     prefix = f"blk.{layer}."
     own = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
     weights = sum(e.num_bytes for n, e in own.items() if not n.startswith("ffn_pred_"))
@@ -138,9 +139,10 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
 def trim() -> None:
     """Returns the memory of freed blocks to the system; a no-op without malloc_trim.
 
-    glibc keeps blocks of up to 32 MiB once it has seen one freed. In the test of a model of four
-    times its cap the peak over the start was 129 MiB without this, growing by 4 MiB a layer, 101
-    with a call a window, and 83 with a call a chunk, in 1.1 of 11 seconds at most."""
+    glibc keeps blocks of up to 32 MiB once it has seen one freed. In the test of a model four times
+    as large as its cap, memory peaked 129 MiB above the start without this, growing by 4 MiB per
+    layer, 101 with a call per window, and 83 with a call per chunk, which took at most 1.1 of 11
+    seconds."""
     if hasattr(_C, "malloc_trim"):
         _C.malloc_trim(0)
 
@@ -154,6 +156,6 @@ def resident_bytes() -> int:
         return sum(1024 * int(fields[kind].split()[0]) for kind in kinds)
     except (OSError, KeyError, ValueError) as error:
         raise SparkinferError(
-            "max memory needs /proc/self/status (Linux), which tells what this process takes;"
+            "max memory needs /proc/self/status (Linux), which shows what this process takes;"
             " leave it out"
         ) from error

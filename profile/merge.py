@@ -47,7 +47,7 @@ def merge(config: MergeConfig) -> MergeReport:
             name = next(c.name for c in a.corpora if c.sha256 in shared)
             line = f"{path_a} and {path_b} both count {name}; parts of it may be counted twice"
             if not config.force:
-                raise SparkinferError(f"{line}; leave one out, or add them all the same by --force")
+                raise SparkinferError(f"{line}; leave one out, or add them anyway with --force")
             notes.append(line)
     result = reduce(Profile.merge, (profile for _, profile in loaded))
     result.save(config.output)

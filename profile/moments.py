@@ -32,7 +32,7 @@ class Start:
                 self.right_RD, self.gate_square_F)  # fmt: skip
 
     def residual_F(self, rank: int) -> Tensor:
-        """Root mean square of each gate's error by the map of this rank."""
+        """Root mean square of each gate's error with the map of this rank."""
         kept_F = self.left_FR[:, :rank].square().sum(dim=1)
         floor_F = 1e-4 * self.gate_square_F + 1e-12
         return (self.gate_square_F - kept_F).clamp(min=floor_F).sqrt()

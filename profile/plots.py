@@ -22,7 +22,7 @@ MAX_NAMED = 12  # layers in a legend
 
 def draw(profile: Path, folder: Path) -> list[Path]:
     """Plots a profile and the report beside it: writes density.png, firings.png and, if predictors
-    were trained, recall.png; returns their paths."""
+    were trained, predictors.png; returns their paths."""
     pyplot = load_pyplot()
     loaded = Profile.load(profile)
     quality_L = load_predictor_report(report_paths(profile)[0], loaded.model_id).quality_L
@@ -52,14 +52,15 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
     neurons_F = 100 * np.arange(1, counts_LF.shape[1] + 1) / counts_LF.shape[1]
     for layer, share_F in enumerate(share_LF):
         axes.plot(neurons_F, 100 * share_F, label=f"layer {layer}")
-    axes.set(xlabel="neurons, hottest first, %", ylabel="firings, %", title="Who fires")
+    axes.set(xlabel="neurons, hottest first, %", ylabel="firings, %", title="Firings")
     _name_layers(axes, len(counts_LF))
     return figure
 
 
 def _predictors(pyplot: Any, quality_L: Sequence[LayerQuality]) -> Any:
-    """Every candidate of every layer, what a token reads with it against what it loses, on the text
-    that the choice was made on: left and low is good. The chosen ones stand out."""
+    """Every candidate of every layer: the bytes that a token reads with it against the norm that it
+    loses, on the text that the choice was made on. Lower left is better; the chosen ones stand
+    out."""
     figure, axes = pyplot.subplots(layout="constrained")
     marks = {"low-rank": ("o", "low-rank"), "whole": ("s", "whole gate")}
     chosen = [_chosen(quality) for quality in quality_L]
@@ -82,7 +83,7 @@ def _predictors(pyplot: Any, quality_L: Sequence[LayerQuality]) -> Any:
 
 
 def _chosen(quality: LayerQuality) -> Quality:
-    """Its quality when chosen: as a candidate of that form, on the same text as the others."""
+    """The quality of the chosen predictor as a candidate, on the same text as the others."""
     chosen = quality.chosen
     return next(
         (q for q in quality.candidates if (q.name, q.is_trained, q.threshold)

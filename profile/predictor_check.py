@@ -1,7 +1,7 @@
-"""Checks that a model file's predictors know more than chance, and the layer they are for.
+"""Checks that a model file's predictors do better than chance, and belong to the stated layer.
 
 A predictor for the next layer that is read as one of its own layer (or the other way round) selects
-neurons at random, and nothing else shows it.
+neurons at random, and nothing else reveals it.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -47,11 +47,11 @@ class PredictorCheck:
                 f"{line}; read with --predictor-input-layer-offset {1 - self.offset} they do"
                 " better: state that"
             )
-        return f"{line}; are they of this model?"
+        return f"{line}; were they made for this model?"
 
 
 def check_predictors(path: Path) -> PredictorCheck | None:
-    """Checks predictors; None for a model without, or if too many neurons fire to judge."""
+    """Checks predictors; None for a model without any, or if too many neurons fire to judge."""
     model = ModelFile.load(path)
     if model.predictor is None:
         return None

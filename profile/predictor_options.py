@@ -48,7 +48,7 @@ class PredictorOptions:
 
 
 def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
-    """The choices. Raises SparkinferError for what this model's predictors cannot be."""
+    """The choices. Raises SparkinferError for options that do not suit this model."""
     width, neurons = model.shape.width, model.shape.num_neurons
     if options.rank is not None and options.rank > min(width, neurons):
         raise SparkinferError(f"predictor rank {options.rank} is above the width {width}")
@@ -76,7 +76,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
         if model.activation in SMOOTH:
             raise SparkinferError(
                 f"{model.path}: neurons of a {model.activation} model fire on both sides of zero,"
-                " which DejaVu's form cannot say; leave --predictor-format out"
+                " which DejaVu's form cannot express; leave --predictor-format out"
             )
         forms, kinds = ("low-rank",), ("f16",)
     return Choices(

@@ -93,8 +93,8 @@ def train_streamed(
     config: ProfileConfig,
     on_tokens: Callable[[float], None],
 ) -> Trained:
-    """Trains each layer from start to end while it is loaded: one layer's trainer is in memory at a
-    time, and one pass over the weights serves all phases."""
+    """Trains each layer from start to end while it is loaded: only one layer's trainer is in memory
+    at a time, and one pass over the weights serves all phases."""
     pieces = phases(len(windows))
     steps = num_steps(windows[pieces["train"]], 1)
 

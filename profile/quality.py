@@ -37,7 +37,7 @@ class EvalConfig:
     split: Path | None = None
     thresholds: Path | None = None  # a profile; see Engine.load
     max_tokens: int = 16_384
-    # Paragraphs as messages: "" by the model's own template, else a name or a file; None: plain
+    # Paragraphs as messages: "" for the model's own template, else a name or a file; None: plain
     # text
     chat_template: str | None = None
     device: str | None = None
@@ -62,7 +62,7 @@ class EvalReport:
     token is the same. Half widths are of 95 % intervals (comparison), None if the text is too
     short. Bytes are the weights that a token reads (mode_quality).
 
-    A perplexity's own interval says how much texts differ, and is wide; that of the increase is
+    A perplexity's own interval shows how much texts differ, and is wide; that of the increase is
     paired, token by token."""
 
     model_id: str
@@ -124,7 +124,7 @@ class EvalReport:
         quality = ModeQuality(
             perplexity_increase=self.perplexity_increase,
             perplexity_half_width=self.perplexity_half_width,
-            kl_mean=max(0.0, self.kl_mean),  # rounding may leave less than zero
+            kl_mean=max(0.0, self.kl_mean),  # rounding may make it negative
             top1_agreement=self.top1_agreement,
             num_tokens=self.num_tokens,
             bytes_per_token=self.bytes_per_token,
@@ -141,7 +141,7 @@ def evaluate(
 ) -> EvalReport:
     """Runs every window through the dense model and through the mode asked for.
 
-    `on_total` hears once how many tokens there are, which may be fewer than asked for."""
+    `on_total` is called once with the number of tokens, which may be fewer than asked for."""
     with (
         Engine.load(config.model, mode="dense", device=config.device, is_resident=False) as dense,
         Engine.load(
@@ -151,7 +151,7 @@ def evaluate(
             device=config.device,
             thresholds=config.thresholds,
             is_resident=False,  # whole windows only, no decode steps
-            max_loss=math.inf,  # it is about to be measured
+            max_loss=math.inf,  # no limit: it is about to be measured
             cache_type_k=config.cache_type_k,
             cache_type_v=config.cache_type_v,
             kv_offload=config.kv_offload,
@@ -171,7 +171,7 @@ def _mode(config: EvalConfig, model: ModelFile) -> Mode | None:
 def _windows(
     config: EvalConfig, dense: Engine, engine: Engine
 ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-    """Token ids and, unless all are counted, which of them are."""
+    """Token ids, and which of them are counted; None for all."""
     context = min(dense.context_length, engine.context_length)
     if config.chat_template is not None:
         return read_chat_windows(
@@ -193,9 +193,9 @@ def compare_all(
     counted: Sequence[Tensor] | None = None,
     dense_shares: "ShareCounter | None" = None,
 ) -> list[EvalReport]:
-    """Runs all engines on the same windows of token ids, by the same path, that of observers: this
-    compares modes, not two orders of sums. `counted` says of each token whether its prediction
-    counts; `dense_shares` observes the dense model's neurons."""
+    """Runs all engines on the same windows of token ids, all with observers and so on the same
+    path: this compares modes, not orders of summation. `counted` says of each token whether its
+    prediction counts; `dense_shares` observes the dense model's neurons."""
     shares = [ShareCounter(engine.model) for engine in engines]
     comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
     observed = [(dense, watcher), *zip(engines, shares, strict=True)]
@@ -222,7 +222,7 @@ def compare_all(
 def report_of(
     comparison: Comparison, number: int, mode: Mode, model: ModelFile, shares: "ShareCounter"
 ) -> EvalReport:
-    """Raises SparkinferError if nothing was compared."""
+    """The report on one mode. Raises SparkinferError if nothing was compared."""
     found = comparison.result(number)
     increase = increase_of(found.loss_difference)
     own, dense = perplexity_of(found.loss), perplexity_of(found.dense_loss)
@@ -253,8 +253,8 @@ def report_of(
 
 
 def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
-    """Weight bytes per token by the shares of neurons predicted and open; savings by input limits
-    are not counted."""
+    """Weight bytes per token, from the shares of neurons predicted and open; savings by input
+    limits are not counted."""
     model = model.row_major
     layers = range(model.shape.num_layers)
     named_L = shares.named_share_L if mode == "predicted" else (1.0,) * len(layers)

@@ -37,7 +37,8 @@ def _number(name: str, default: int) -> int:
 
 
 class Ranks:
-    """Made from torchrun's environment variables; a context manager that ends the group."""
+    """The group of processes in torchrun's environment variables; a context manager that ends
+    it."""
 
     def __init__(self) -> None:
         self.rank, self.size = rank_here(), size_here()

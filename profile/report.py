@@ -1,7 +1,7 @@
 """Reports on predictors: in a few lines, as JSON, and as a table.
 
-Shares are of held-out text, except for the candidates of a layer, which are of the text that the
-choice was made on.
+Shares are measured on held-out text, except for the candidates of a layer: theirs are measured on
+the text that the choice was made on.
 
 Letters: L layers."""
 
@@ -25,7 +25,7 @@ FORMAT, VERSION = "sparkinfer.profile_report", 1
 
 
 def report_paths(output: Path) -> tuple[Path, Path]:
-    """The JSON and the Markdown beside a profile: of model.profile.safetensors
+    """The JSON and the Markdown beside a profile: for model.profile.safetensors,
     model.profile.report.json and model.profile.report.md."""
     stem = output.name.removesuffix(".safetensors")
     return output.with_name(stem + ".report.json"), output.with_name(stem + ".report.md")
@@ -58,7 +58,7 @@ def warnings(report: "ProfileReport") -> list[str]:
     each = ", ".join(f"{mode} {_cost(quality)}" for mode, quality in sorted(costly.items()))
     line = f"warning: more than {MAX_LOSS:.0%} of the perplexity is lost: {each}"
     if len(costly) < len(report.record):
-        return [*lines, f"{line}; a model file with this runs so only where it is asked to"]
+        return [*lines, f"{line}; a model file with this uses them only on request"]
     return [
         *lines,
         f"{line}; a model file with this runs dense unless it is asked to."
@@ -77,7 +77,7 @@ def _cost(quality: ModeQuality) -> str:
 
 
 def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
-    """Layers where the density is above the break-even."""
+    """A line on the layers whose density is above the break-even."""
     bad = [q for q in quality_L if q.chosen.density >= q.break_even_density]
     if not bad:
         return []
@@ -85,7 +85,7 @@ def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
     limit = _mean([q.break_even_density for q in bad])
     return [
         f"in {len(bad)} of {len(quality_L)} layers the predictor reads more than it saves: {density:.0%}"
-        f" of the neurons fire there, and it pays below {limit:.0%}; mode exact reads less"
+        f" of the neurons fire there, and it pays off below {limit:.0%}; mode exact reads less"
     ]
 
 
@@ -98,7 +98,7 @@ def _of_model(quality: EvalReport | None) -> str:
 def _untrained(quality_L: Sequence[LayerQuality]) -> str:
     trained = sum(q.chosen.is_trained for q in quality_L)
     if not trained:
-        return "untrained: the same; no training was better than the start, in no layer"
+        return "untrained: the same; training was better than the start in no layer"
     what = f"untrained (in {trained} of {len(quality_L)} layers training was better): "
     return what + _summary([q.start for q in quality_L])
 
@@ -116,7 +116,7 @@ def _summary(qualities: Sequence[Quality]) -> str:
 
 
 def save_report(report: "ProfileReport") -> None:
-    """Both files, beside the profile."""
+    """Writes both files beside the profile."""
     json_path, markdown_path = report_paths(report.output)
     content = {"format": FORMAT, "version": VERSION, **asdict(report)}
     with partial_file(json_path) as partial:

@@ -13,7 +13,7 @@ from sparkinfer.profile.report import FORMAT, VERSION
 from sparkinfer.profile.selection import Form, Quality
 from sparkinfer.typed import Fields, shown
 
-MOST = 1e18  # bytes, and of a lost norm no measurement has as much
+MOST = 1e18  # of bytes and of a lost norm: more is not a measurement
 _WHAT = "report of a profile"
 
 

@@ -32,8 +32,8 @@ class Position:
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
 
     def digest(self) -> str:
-        """Digest of the position and every array; resuming from a damaged file would count
-        wrong."""
+        """Digest of the position and every array; resuming from a damaged file would give wrong
+        counts."""
         found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
         for name in sorted(self.arrays):
             array = np.ascontiguousarray(self.arrays[name])
@@ -65,9 +65,9 @@ def save_position(path: Path, settings: Settings, position: Position) -> None:
 
 
 def load_position(path: Path, settings: Settings, *, force: bool) -> Position | None:
-    """The position of a run; None if there is no file, or one of another run and `force`.
+    """The position of a run; None if there is no file or, with `force`, none that fits.
 
-    Raises SparkinferError for a damaged file, and for the file of another run: of another model,
+    Raises SparkinferError for a damaged file, and for one of another run: with another model,
     corpus, seed or other settings."""
     if not path.exists():
         return None
@@ -85,7 +85,7 @@ def load_position(path: Path, settings: Settings, *, force: bool) -> Position | 
     except SparkinferError as error:
         if force:
             return None
-        raise SparkinferError(f"{error}; delete it, or start over it with --force") from error
+        raise SparkinferError(f"{error}; delete it, or start over with --force") from error
     return position
 
 

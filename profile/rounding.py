@@ -1,9 +1,9 @@
 """Rounds a predictor's matrix to the type it has in the model file.
 
 q4_0 is rounded with error feedback (GPTQ, arXiv 2210.17323): the following columns compensate for
-the error that rounding a column adds to the product, by the moment of the input. The scale of a
-block stays that of ggml, its largest magnitude over -8, so that encoding the rounded values again
-gives the same bytes.
+the error that rounding a column adds to the product, weighted by the input's second moment. The
+scale of a block stays that of ggml, its largest magnitude over -8, so that encoding the rounded
+values again gives the same bytes.
 
 Letters: N rows, M values of a row."""
 
@@ -61,7 +61,7 @@ def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
 
 
 def _damped_factor(moment_MM: Tensor) -> Tensor:
-    """The Cholesky factor of the moment with the least damping that makes it positive: of fewer
+    """The Cholesky factor of the moment with the least damping that makes it positive: with fewer
     tokens than values, rounding errors can leave negative eigenvalues of 1 % of the diagonal."""
     eye_MM = torch.eye(len(moment_MM), dtype=moment_MM.dtype, device=moment_MM.device)
     unit = moment_MM.diagonal().mean().clamp(min=1e-30)

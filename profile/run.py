@@ -1,8 +1,8 @@
 """Runs windows of text through a model, phase by phase, so that it can be interrupted and resumed.
 
-Each of several processes takes every `size`-th window. What accumulates on the way, sums or trained
-weights, are parts; this module saves them from time to time, adds them up over the processes and
-loads them again."""
+Each of several processes takes every `size`-th window. Whatever accumulates, sums or trained
+weights, is a part; this module saves the parts from time to time, adds them up over the processes
+and loads them again."""
 
 import signal
 import threading
@@ -98,7 +98,7 @@ class Run:
         return {k: self.ranks.sum(a) for k, a in arrays.items()} if part.is_sum else arrays
 
     def phase(self, windows: Sequence[Tensor], lockstep: Lockstep | None = None) -> None:
-        """Runs the windows still to do. Raises Interrupted, with everything saved."""
+        """Runs the remaining windows. After a signal, saves everything and raises Interrupted."""
         self._phase, self._done = self._phase + 1, 0
         if self.position.phase > self._phase:
             self._done = len(windows)
@@ -158,8 +158,8 @@ class Run:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """The first SIGINT, SIGTERM or SIGHUP ends the run after the window (between phases at
-        once); so does a second one."""
+        """The first SIGINT, SIGTERM or SIGHUP ends the run after the current window, or at once
+        between phases; a second one ends a single process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread only
             return

@@ -6,9 +6,9 @@ loses at most `lost_norm` of the output, |y - y_named| / |y|. A token then reads
 
     predictor + named * gate_row + open * (up_row + down_row)
 
-and the least wins among those whose predicted neurons fire often enough (`precision`): a row
-predicted in vain comes from slow memory, the predictor mostly from fast memory. A precise one that
-reads more than mode exact is useless: the whole gate in q4_0 for a model in q4_0.
+and the smallest number wins among those whose predicted neurons fire often enough (`precision`): a
+row predicted in vain comes from slow memory, the predictor mostly from fast memory. A precise one
+that reads more than mode exact is useless, such as the whole gate in q4_0 for a model in q4_0.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
 orthogonal directions, so |sum lost h_j down_j|^2 is the sum of (h_j |down_j|)^2 to 1-3 %

@@ -1,7 +1,7 @@
 """The files of a corpus, with random access by block.
 
-A file is never read whole: only its size is known (of parquet: its table of contents), and a block
-is found by its position."""
+A file is never read as a whole: only its size is read (for parquet, its table of contents), and a
+block is found by its position."""
 
 import codecs
 import hashlib
@@ -248,7 +248,8 @@ def _source(name: str, path: Path, text_key: str) -> Source:
 
 
 def _refuse_blank(source: Source) -> None:
-    """Refuses files without text, and what begins with NUL bytes: a disk image, UTF-16, a hole."""
+    """Refuses files without text, and those with NUL bytes at the start: a disk image, UTF-16, a
+    hole."""
     if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
         raise SparkinferError(
             f"{source.path}: has NUL bytes, so it is not text in UTF-8; convert it, or leave it out"

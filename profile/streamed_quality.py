@@ -31,7 +31,7 @@ def compare_streamed(
     max_tokens: int,
     dense_shares: ShareCounter,
 ) -> list[EvalReport]:
-    """Does quality.compare_all on as many of the windows as there is room for; [] if none."""
+    """Does what quality.compare_all does, on as many windows as there is room for; [] if none."""
     room = room_of(plan.device, plan.max_memory_bytes)
     row_bytes = (1 + len(others)) * plan.needs.state_row_bytes
     count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / row_bytes))

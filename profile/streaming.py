@@ -61,7 +61,8 @@ def plan_stream(
     choices: Choices | None,
     folder: Path,
 ) -> StreamPlan | None:
-    """Plans streaming; None if the whole model fits. `choices` of predictors to train; None: none.
+    """Plans streaming; None if the whole model fits. `choices` are those of the predictors to
+    train, if any.
 
     Raises SparkinferError if not even one layer fits."""
     longest = model.shape.context_length
@@ -85,7 +86,7 @@ def _room(model: ModelFile, plan: StreamPlan) -> Room:
         raise SparkinferError(
             f"{model.path}: {room.says}, one layer at a time takes"
             f" {format_bytes(room.taken_bytes + plan.needs.layer_bytes)}; give that much memory,"
-            " or where predictors are trained --predictor-form whole, or a small --predictor-rank"
+            " or, if predictors are trained, --predictor-form whole or a small --predictor-rank"
         )
     return room
 
@@ -138,7 +139,8 @@ class LayerStream:
         return builder.norm("output_norm", CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
-        """Runs every window through every layer; `on_tokens` reports progress in layers' shares."""
+        """Runs every window through every layer; `on_tokens` gets a layer's share of a window's
+        tokens."""
         keeps_inputs = self.input_layer_offset == 1
         for step in self.steps(windows, on_tokens, keeps_inputs=keeps_inputs):
             step.advance(0, len(windows))
@@ -171,7 +173,8 @@ class LayerStream:
     def _waiting(
         self, windows: Sequence[Tensor], on_tokens: OnTokens, keeps_inputs: bool
     ) -> "Waiting":
-        """Allocates hidden states in the device's memory, in a GPU's host memory, or in a file."""
+        """Allocates hidden states in the device's memory, for a GPU also in main memory, or in a
+        file."""
         width, plan, room = self.model.shape.width, self.plan, _room(self.model, self.plan)
         starts = [0, *accumulate(len(ids_T) for ids_T in windows)]
         wanted = (2 if keeps_inputs else 1) * starts[-1] * plan.needs.state_row_bytes
@@ -235,7 +238,7 @@ class LayerStream:
         return StreamedLayer(self, index, layer, waiting, seconds)
 
     def _say_plan(self, step: "StreamedLayer") -> None:
-        """Announces the plan and a time estimate, from layer 0's reading and one product."""
+        """Announces the plan and a time estimate, from reading layer 0 and one product."""
         layers, plan, waiting = self.model.shape.num_layers, self.plan, step.waiting
         entries, num_tokens = self._entries(0), waiting.starts[-1]
         num_bytes = sum(e.num_bytes for e in entries)
@@ -339,7 +342,7 @@ def _touch(entry: TensorEntry) -> None:
 
 
 def _flops_per_s(layer: Layer) -> float:
-    """FLOP/s of one product as in the pass, unpacking included; the second of two."""
+    """FLOP/s of one product as in the pass, unpacking included; the second of two is timed."""
     gate = layer.ffn.blocks[0].gate
     x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):

@@ -35,8 +35,8 @@ class TasksConfig:
     def __post_init__(self) -> None:
         if not self.tasks or not all(self.tasks) or len(set(self.tasks)) < len(self.tasks):
             raise SparkinferError(
-                f"tasks are {', '.join(map(shown, self.tasks)) or 'none'}; wanted different names"
-                " with commas between"
+                f"tasks are {', '.join(map(shown, self.tasks)) or 'none'}; wanted different names,"
+                " separated by commas"
             )
         for name, least in (("limit", 1), ("num_fewshot", 0), ("seed", 0)):
             value = getattr(self, name)
@@ -94,8 +94,8 @@ def run_tasks(
             if model.is_asked:
                 raise
             raise SparkinferError(
-                f"tasks {', '.join(config.tasks)}: their data cannot be had"
-                f" ({one_line(error)}); the first time they come from the hub, which needs a network"
+                f"tasks {', '.join(config.tasks)}: their data is unavailable"
+                f" ({one_line(error)}); the first time it comes from the hub, which needs a network"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             if model.is_asked:
@@ -125,8 +125,8 @@ def _library() -> Any:
 
 
 def _manager(config: TasksConfig) -> Any:
-    """lm-eval's own tasks are thousands of files, and are read only for names that are not in the
-    folder.
+    """The task manager. lm-eval's own tasks are thousands of files, which are read only for names
+    that are not in the folder.
 
     Raises SparkinferError for unknown tasks."""
     from lm_eval.tasks import TaskManager

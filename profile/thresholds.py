@@ -74,7 +74,7 @@ class Cost:
 
 
 class Meter:
-    """Runs a text with thresholds and compares with the same text without; mode "exact"."""
+    """Compares a text run with thresholds with the same text run without, in mode "exact"."""
 
     def __init__(self, engine: Engine, histogram_LB: np.ndarray, windows: Sequence[Tensor]) -> None:
         assert engine.mode == "exact", engine.mode
@@ -191,7 +191,7 @@ def greedy(
 @dataclass(frozen=True, kw_only=True)
 class ThresholdReport:
     """Results of a search. Increases of the perplexity are relative to dense, on text that the
-    search has not seen; `uniform_increase` is that of one sparsity of the same mean for all."""
+    search has not seen; `uniform_increase` is that of the mean sparsity in every layer."""
 
     sparsity_L: tuple[float, ...]
     perplexity_increase: float
@@ -204,7 +204,8 @@ class ThresholdReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The goals of a search, which ends at the first one reached. Infinity, or one, sets no end."""
+    """The goals of a search, which ends at the first one reached. An infinite budget, or a sparsity
+    of one, sets no end."""
 
     perplexity_budget: float  # relative increase
     sparsity: float  # mean over the layers

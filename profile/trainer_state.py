@@ -17,7 +17,7 @@ from sparkinfer.profile.training import Batch, LowRank
 class Sums:
     """Tensors of every layer that are updated in place; the processes' shares add up.
 
-    Sums of f64: over two processes they are those of one up to rounding."""
+    They are in f64: over two processes they equal those of one up to rounding."""
 
     def __init__(self, sums_L: Sequence[dict[str, Tensor]]) -> None:
         self.is_sum = True
@@ -78,7 +78,7 @@ class Kept:
             ]
 
     def settle(self, total: dict[str, Tensor]) -> None:
-        """Gives all processes the same tokens: the first ones of all."""
+        """Gives all processes the same tokens: the first KEPT_TOKENS of all."""
         self.settled = {name: rows[:KEPT_TOKENS].contiguous() for name, rows in total.items()}
         self.load(self.settled)
         self.is_sum = False

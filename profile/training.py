@@ -1,15 +1,15 @@
 """One low-rank predictor: its start, its training, and its matrices as stored in a file.
 
 The start is the whitened SVD of profile.moments, with logits in units of each neuron's residual:
-P(gate > 0 | estimate) of a normal residual s is close to a logistic function of 1.7 estimate / s.
-Without that scale, training first unlearns the start (docs/log.md).
+P(gate > 0 | estimate), for a normal residual of deviation s, is close to a logistic function of 1.7
+estimate / s. Without that scale, training first unlearns the start (docs/log.md).
 
 Training is AdamW on a logistic loss; a neuron that fires is weighted by its contribution to the
 output, |h_j| |down_j|, so that the least important neurons are lost. It stops early when the loss
 on held-out tokens has stopped falling, and the best weights are kept.
 
-SiLU and GELU neurons fire on both sides of zero, which no linear logit can say: there, the
-predictor imitates the gate, and its score is |act(estimate)|.
+SiLU and GELU neurons fire on both sides of zero, which no linear logit can express; their predictor
+imitates the gate, and its score is |act(estimate)|.
 
 Letters: T tokens, D model width, F neurons, R rank."""
 
@@ -114,7 +114,7 @@ class LowRank:
         self._advance()
 
     def before_step(self, hook: Callable[..., None]) -> None:
-        """`hook` is called with the optimizer when the gradients are there."""
+        """`hook` is called with the optimizer when the gradients are ready."""
         assert self.optimizer is not None
         self.optimizer.register_step_pre_hook(hook)
 

@@ -35,7 +35,7 @@ TEXT = (
     " fib(n - 1) + fib(n - 2)  # naïve, but right; 0x1F + 3.14 = ?\n"
 )
 MAX_TOKENS = 48
-# Relative error of the logits. Right files have 1e-6 in every type, 6e-6 with 24 layers; a wrong
+# Relative error of the logits. Correct files have 1e-6 in every type, 6e-6 with 24 layers; a wrong
 # epsilon, a linear rope factor of 1.1 left out, or one form of GELU for the other have 1e-4 to 1e-2.
 BOUND = 1e-4
 
@@ -119,7 +119,8 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
 
 
 def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
-    """f32 [T, V]. Raises Skipped if transformers cannot run the checkpoint, or not here."""
+    """f32 [T, V]. Raises Skipped if transformers cannot run the checkpoint, or not on this
+    machine."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.configuration_utils import PretrainedConfig
 
@@ -135,7 +136,7 @@ def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
     except (
         ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
         RuntimeError, StrictDataclassError, TypeError, ValueError,
-    ) as error:  # fmt: skip  # whatever a library of models does with a config that nobody checked
+    ) as error:  # fmt: skip  # what a library of models may raise for an unchecked config
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise Skipped(f"transformers cannot run the checkpoint ({line})") from error
 
@@ -199,7 +200,8 @@ def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
 
 
 def _refuse_too_large(folder: Path) -> None:
-    """f32 and intermediates take three times the size of a 16-bit file (measured)."""
+    """Raises Skipped: f32 and intermediates take three times the size of a 16-bit file
+    (measured)."""
     files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
     needed, free = 3 * sum(file.stat().st_size for file in files), free_memory_bytes()
     if needed > 0.8 * free:

@@ -23,7 +23,7 @@ VARIABLES = {
     GREEN: "green", PURPLE: "purple", CPU: "cpu", PALE: "pale",
 }  # fmt: skip
 GPUS = (BLUE, ORANGE, GREEN, PURPLE)
-WIDTH, POINTS = 345, 72.0  # points: of a plot's width, per inch
+WIDTH, POINTS = 345, 72.0  # a plot's width in points, and points per inch
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "sparkinfer", "font.size": 10.0,
     "text.color": INK, "axes.labelcolor": SOFT, "xtick.color": LINE, "ytick.color": LINE,

@@ -11,7 +11,7 @@ NONE = "–"
 
 def machine_section(found: Artifacts, names: Names) -> Section:
     machine = found.machine
-    lead = "What the predictions rest on: the best of several rounds, and how far half of them lay."
+    lead = "What predictions rest on: the best of several rounds, and the spread of half of them."
     if machine is None:
         return Section(name="machine", title="Machine", lead=lead, missing=(names.no_machine,))
     doubtful = sum(figure.is_doubtful for figure in machine.figures.values())
@@ -57,7 +57,7 @@ def _gpu_table(machine: Machine) -> list[Table]:
 
 
 def _cost_tables(machine: Machine) -> list[Table]:
-    """Tables of CPU costs by matrix type; none for a file that describes only a card."""
+    """Tables of CPU costs by matrix type; none for a file that describes only a GPU."""
     costs = machine.cpu_costs
     if costs is None:
         return []
@@ -71,7 +71,7 @@ def _cost_tables(machine: Machine) -> list[Table]:
     return [
         Table(caption="CPU rates by type", head=("type", "all rows", "a tenth of them"), rows=rows,
               is_folded=True),
-        Table(caption="CPU costs beside the bytes", head=(), rows=tuple(fixed),
+        Table(caption="CPU costs besides the bytes", head=(), rows=tuple(fixed),
               is_folded=True),
     ]  # fmt: skip
 

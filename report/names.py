@@ -47,7 +47,7 @@ class Names:
             " --train-predictors predictors"
         )
         return Missing(
-            line="What predictors recall is in the .report.json beside a profile (--profile); this"
+            line="The predictors' recall is in the .report.json beside a profile (--profile); this"
             " writes both:",
             command=command,
         )

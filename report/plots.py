@@ -1,4 +1,4 @@
-"""The report's plots. They contain no text from files: names stand in the page, escaped.
+"""The report's plots. They contain no text from files: names are in the page, escaped.
 
 Letters: L layers, F neurons, R columns of ranks, N plotted shares of the neurons."""
 
@@ -44,8 +44,8 @@ MEANINGS = {
 
 
 def firing_curves(profile: Profile) -> np.ndarray:
-    """Share of a layer's firings that its hottest neurons have, f64 [L, N], at 0 to 100% of the
-    neurons; 0 if none fires."""
+    """Share of a layer's firings that come from its hottest neurons, f64 [L, N], at 0 to 100% of
+    the neurons; 0 if none fires."""
     counts_LF = -np.sort(-profile.active_count_LF, axis=1)
     taken_LF = np.cumsum(counts_LF, axis=1) / np.maximum(1, counts_LF.sum(axis=1, keepdims=True))
     taken_LF = np.concatenate([np.zeros((len(counts_LF), 1)), taken_LF], axis=1)
@@ -77,7 +77,7 @@ def plot_firings(profile: Profile) -> Plot:
         return plot_of(
             "firings", figure,
             alt=f"The hottest fifth of a layer's neurons takes {mean_N[NUM_SHARES // 5]:.0f}% of its"
-            f" firings in the mean, from {fifth.min():.0f}% to {fifth.max():.0f}% by layer.",
+            f" firings on average, from {fifth.min():.0f}% to {fifth.max():.0f}% by layer.",
             caption="The higher the curve, the fewer neurons a GPU has to hold.",
         )  # fmt: skip
 
@@ -99,7 +99,7 @@ def plot_density(profile: Profile) -> Plot:
         low, high = int(density_L.argmin()), int(density_L.argmax())
         return plot_of(
             "density", figure,
-            alt=f"Of a layer's neurons {mean:.1f}% fire for a token in the mean: least in layer"
+            alt=f"Of a layer's neurons {mean:.1f}% fire for a token on average: least in layer"
             f" {low} ({density_L[low]:.1f}%), most in layer {high} ({density_L[high]:.1f}%).",
             caption="What does not fire need not be read.",
         )  # fmt: skip
@@ -110,7 +110,7 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
     label, unit = unit_of(max(point.budget_bytes for point in curve.points))
     budget = [point.budget_bytes / unit for point in curve.points]
     first, last = (1 / curve.points[i].objective_s for i in (0, -1))
-    alt = (f"The best plan has {first:,.0f} tokens a second with"
+    alt = (f"The best plan reaches {first:,.0f} tokens a second with"
            f" {format_bytes(curve.points[0].budget_bytes)} of GPU memory and {last:,.0f} with"
            f" {format_bytes(curve.points[-1].budget_bytes)}, by prediction.")  # fmt: skip
     with style():
@@ -126,9 +126,7 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
             at = split.budgets[0] / unit
             axes.plot([at], [1 / split.objective_s], "o", color=BLUE, markersize=9,
                       markeredgecolor=INK, label="this plan")  # fmt: skip
-            alt += (
-                f" The plan, at {format_bytes(split.budgets[0])}, has {1 / split.objective_s:,.0f}."
-            )
+            alt += f" The plan, at {format_bytes(split.budgets[0])}, reaches {1 / split.objective_s:,.0f}."
         axes.set(xlabel=f"GPU memory granted ({label})", ylabel="tokens a second, predicted",
                  xlim=(0, None))  # fmt: skip
         if last > MAX_LINEAR * first:
@@ -209,7 +207,7 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
             "bytes", figure,
             alt=f"{format_bytes(on_gpus)} are on GPUs and {format_bytes(sum(cpu.values()))} in main"
             f" memory; the largest item is {MEANINGS[largest]}, {format_bytes(totals[largest])}.",
-            caption="Workspace is what a pass needs beside weights and cache.",
+            caption="Workspace is what a pass needs besides weights and cache.",
         )  # fmt: skip
 
 
@@ -234,7 +232,7 @@ def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
         figure.legend(loc="outside upper center", ncols=2)
         return plot_of(
             "predictors", figure,
-            alt=f"In the mean over the layers recall is {recall_L.mean():.1f}%, precision"
+            alt=f"On average over the layers, recall is {recall_L.mean():.1f}%, precision"
             f" {precision_L.mean():.1f}% and the lost norm {lost_L.mean():.2f}%; the most is lost"
             f" in layer {int(lost_L.argmax())}, {lost_L.max():.2f}%.",
             caption="Recall: of the neurons that fire, those named. Precision: of those named, the"
@@ -259,7 +257,7 @@ def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
         axes.spines[["left", "bottom"]].set_visible(False)
         told = "; ".join(f"{name}: {increase:+.2%}" for name, increase, _ in rows)
         return plot_of("quality", figure, alt=f"Perplexity above that of the dense model: {told}.",
-                       caption="An interval that holds zero: no loss can be told.")  # fmt: skip
+                       caption="An interval that contains zero: no loss is certain.")  # fmt: skip
 
 
 def _layers_below(axes: Axes) -> None:

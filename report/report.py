@@ -1,6 +1,6 @@
-"""Makes one page of everything known about a model on a machine: the command, from files to a file.
+"""Makes one page of everything known about a model on a machine, from its files.
 
-The sections are in module sections and its neighbours, HTML in page."""
+The sections are in `sections` and its neighbours, the HTML in `page`."""
 
 from importlib.metadata import version
 
@@ -115,7 +115,7 @@ def _summary(found: Artifacts, speeds: Speeds, mode: RunMode) -> str:
 def _runs(found: Artifacts, mode: RunMode) -> Tile:
     split = found.split
     if split is None:
-        note = "where nobody asks for a mode; no plan given"
+        note = "unless another is asked for; no plan given"
         return Tile(label="Runs as", value=mode, unit="mode", note=note)
     held = format_bytes(sum(split.cpu_bytes.values()))
     used = sum(split.gpu_bytes.values())
@@ -166,5 +166,5 @@ def _reads(found: Artifacts, mode: RunMode) -> Tile:
     if cost is None:
         note = "needs a comparison (--eval-json)"
         return Tile(label=label, value="unknown", unit="", note=note)
-    note = f"of the dense model's bytes, by {cost.num_tokens:,} tokens"
+    note = f"of the dense model's bytes, on {cost.num_tokens:,} tokens"
     return Tile(label=label, value=f"{cost.share_of_bytes:.1%}", unit="", note=note)

@@ -52,7 +52,7 @@ def speed_section(found: Artifacts, speeds: Speeds, names: Names) -> Section:
                          is_folded=True),)  # fmt: skip
     return Section(
         name="speed", title="Budget and speed",
-        lead="Tokens a second that the solver predicts for one text, by the machine's figures.",
+        lead="Tokens per second that the solver predicts for one text, from the machine's figures.",
         plots=drawn, tables=tables, missing=tuple(missing),
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ def placement_section(found: Artifacts, names: Names) -> Section:
         tables = (_device_table(split, profile), _layer_table(split, profile))
     return Section(
         name="placement", title="Placement",
-        lead="Which neurons the GPU holds: the hottest of each layer, as far as they pay.",
+        lead="Which neurons the GPU holds: the hottest of each layer, as far as they pay off.",
         plots=drawn, tables=tables, missing=tuple(missing),
     )  # fmt: skip
 
@@ -151,7 +151,7 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
 
 def firing_section(found: Artifacts, names: Names) -> Section:
     profile = found.profile
-    lead = "How sparse the model is on the profiled text, and how unequal its neurons are."
+    lead = "How sparse the model is on the profiled text, and how unevenly its neurons fire."
     if profile is None:
         return Section(name="firings", title="Firings", lead=lead, missing=(names.no_profile,))
     corpora = ", ".join(corpus.name for corpus in profile.corpora[:4])
@@ -181,7 +181,7 @@ def _firing_table(profile: Profile) -> Table:
 
 
 def predictor_section(found: Artifacts, names: Names) -> Section:
-    lead = "Small networks that name the neurons of a layer worth computing."
+    lead = "Small networks that predict which neurons of a layer are worth computing."
     title, missing = "Predictors", []
     tables: list[Table] = []
     drawn: tuple[plots.Plot, ...] = ()
@@ -222,7 +222,7 @@ def _predictor_table(found: Artifacts) -> Table:
         for layer, q in enumerate(found.quality_L)
     )  # fmt: skip
     head = ("layer", "form", "trained", "size", "recall", "precision", "contribution", "lost norm",
-            "fire", "named", "pays below")  # fmt: skip
+            "fire", "named", "pays off below")  # fmt: skip
     return Table(caption="Predictors by layer", head=head, rows=rows, num_texts=3, is_folded=True)
 
 

@@ -86,7 +86,7 @@ def placement_of(split: Split, pipeline: Pipeline) -> Placement:
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
-    """The speed curve from no memory to as much as helps, or as the GPU has."""
+    """The speed curve from no memory to as much as helps, or as much as the GPU has."""
     if split is None:
         modes: tuple[PlanMode, ...] = tuple(allowed_modes(inputs, MAX_LOSS)[0])
     else:

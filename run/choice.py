@@ -1,8 +1,8 @@
 """Chooses how `sparkinfer run` runs a model: type, device, mode, predictors, plan.
 
 Each decision gives one line with its reason. Whatever sizes and memories determine is decided
-before any stage runs; whether predictors pay is decided after a first look at how many neurons
-fire (worth). Options of the user come first."""
+before any stage runs; whether predictors pay off is decided after a first look at how many neurons
+fire (`worth`). Options of the user come first."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -33,7 +33,7 @@ STEP_BYTES = 256 << 20  # granularity of a default budget, so that it is the sam
 # predicts a tenth more neurons than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
-SURELY = 4  # safety factor on estimated temporaries: more than was ever measured
+SURELY = 4  # safety factor on estimated temporaries, larger than was ever needed
 LEAST_GAIN = 0.1  # share of a token's bytes saved that is worth minutes of training
 
 
@@ -197,7 +197,7 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
     if kind is None:
         made = source.draft(None).tensors["blk.0.ffn_up.weight"].kind
         return (
-            f"type {made}: the file's {source.own_type} is not computed with, and this one keeps its"
+            f"type {made}: the file's {source.own_type} cannot be computed with, and this one keeps its"
             f" quality ({fits})"
         )
     if kind == BY_QUALITY[0]:
@@ -231,8 +231,8 @@ def choose_predictors(
         return True, "mode predicted: asked for"
     if not can_silence(model):
         return False, (
-            f"mode dense: every neuron of a {model.activation} model fires, so a profile would be"
-            " work for nothing (sparkinfer sparsify makes a model sparse)"
+            f"mode dense: every neuron of a {model.activation} model fires, so a profile would"
+            " be useless (sparkinfer sparsify makes a model sparse)"
         )
     if is_smooth(model) or model.has_limits:
         return False, "the file has thresholds or limits: the fastest mode by its own record"
@@ -241,7 +241,7 @@ def choose_predictors(
             f"mode exact: {model.activation}, and all of it fits into VRAM, where it is fast"
             " without predictors; --mode predicted trains them"
         )
-    return None, f"{model.activation}: a first look says whether predictors pay"
+    return None, f"{model.activation}: a first look shows whether predictors pay off"
 
 
 def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, str]:
@@ -287,7 +287,7 @@ def _where_line(
     model: ModelFile, wishes: Wishes, room: Room, budgets: tuple[int, ...], context: int
 ) -> str:
     if model.has_limits:
-        return "on the CPU: limits run there alone so far"
+        return "on the CPU: limits run only there so far"
     if budgets:
         given = " and ".join(map(format_bytes, budgets))
         return (
@@ -298,8 +298,8 @@ def _where_line(
     if not any(wishes.vram or ()):
         return "on the CPU, without a plan: no GPU here, or none asked for"
     if not torch.cuda.is_available():
-        return "on the CPU, without a plan: torch sees no GPU here, so --vram is of no use"
+        return "on the CPU, without a plan: torch sees no GPU here, so --vram has no effect"
     return (
-        "on the CPU, without a plan: --vram is too little for the temporaries of this model alone"
+        "on the CPU, without a plan: --vram is too little even for the temporaries of this model"
         f" at a context of {context:,} tokens"
     )

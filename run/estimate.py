@@ -81,7 +81,7 @@ class Estimate:
         """Raises SparkinferError if the disk has no room for the stages' outputs."""
         if self.works and self.num_bytes + SPARE_BYTES > self.free_bytes:
             raise SparkinferError(
-                f"{folder}: about {format_bytes(self.num_bytes)} are to be made and"
+                f"{folder}: about {format_bytes(self.num_bytes)} would be written and"
                 f" {format_bytes(self.free_bytes)} are free; {VARIABLE} names a folder on another"
                 " disk, sparkinfer cache clear makes room"
             )
@@ -99,8 +99,8 @@ def words(seconds: float, at_most: bool = False) -> str:
 
 
 def estimate(job: Job, tokens: int | None) -> Estimate:
-    """The work that is not cached. `tokens` is the length of a profile with predictors; None without
-    predictors."""
+    """Estimates the work that is not cached. `tokens` is the length of a profile with predictors;
+    None without predictors."""
     works = _of_look(job)
     if tokens is not None:
         works += _of_profile(job, tokens)
@@ -147,7 +147,7 @@ def too_long(per_s: float) -> str:
     """The line that says why there are no predictors."""
     return (
         f"mode exact: predictors would take {words(TOKENS[-1] * TRAIN_FACTOR / per_s)} here (some"
-        f" {per_s:,.0f} tokens are counted a second); --mode predicted trains them all the same"
+        f" {per_s:,.0f} tokens are counted a second); --mode predicted trains them anyway"
     )
 
 

@@ -58,7 +58,7 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
         if not any(_has_name(s, name) for s in shelved):
             raise SparkinferError(
                 f"{name!r}: nothing in {cache} has this name or comes from this source;"
-                " sparkinfer cache list shows what there is"
+                " sparkinfer cache list shows all there is"
             )
     chosen = [s for s in shelved if not names or any(_has_name(s, name) for name in names)]
     chosen = [s for s in chosen if not stale_only or s.state != "ready"]
@@ -150,8 +150,8 @@ def _remove(folder: Path) -> str | None:
 
 
 def _remove_ours(folder: Path) -> str | None:
-    """Removes our files, the entry first, so that a half-removed folder is no artifact. Returns why
-    anything is left."""
+    """Removes our files, the entry first, so that a half-removed folder is not an artifact. Returns
+    why anything is left."""
     (folder / ENTRY).unlink(missing_ok=True)
     foreign = []
     for path in sorted(folder.rglob("*"), key=lambda p: len(p.parts), reverse=True):
@@ -166,7 +166,7 @@ def _remove_ours(folder: Path) -> str | None:
         else:
             path.unlink(missing_ok=True)
     if foreign:
-        return f"{foreign[0]!r} in it is not ours; the rest is removed"
+        return f"{foreign[0]!r} in it is not ours; the rest was removed"
     (folder / LOCK).unlink()
     folder.rmdir()
     return None

@@ -23,12 +23,12 @@ SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A kind of artifact. `version` has the stage's own number, raised whenever it makes something
-    else of the same input, and those of the formats that it writes."""
+    else from the same input, and those of the formats that it writes."""
 
     what: str  # for messages
     version: tuple[int, ...]
     files: tuple[str, ...]  # patterns of file names that it may write
-    facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and the least each
+    facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and their minimum
 
 
 STAGES = {

@@ -87,7 +87,8 @@ def job_of(
     *,
     is_verified: bool | None = None,
 ) -> Job:
-    """Decides everything possible before any stage runs, and says why. Raises SparkinferError."""
+    """Decides everything possible before any stage runs, and says why. Raises SparkinferError for a
+    source that cannot be run as wished."""
     choice = choose(source, wishes, room_here(wishes))
     for line in choice.lines:
         cache.say(line)
@@ -106,7 +107,7 @@ def estimate_of(job: Job) -> Estimate:
 
 
 def prepare(job: Job, planned: Estimate) -> Ready:
-    """Runs the stages. If interrupted, it says where; finished work is kept."""
+    """Runs the stages. Raises Interrupted with the stage reached; finished work is kept."""
     began = time.perf_counter()
     steps = Steps(job, planned)
     try:

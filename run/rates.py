@@ -32,7 +32,7 @@ class Rates:
     """Remembered rates. `stored` are amounts per second by name."""
 
     path: Path
-    machine: str  # that the figures are for
+    machine: str  # the one that was measured
     stored: dict[str, float] = field(default_factory=dict)
 
     @classmethod

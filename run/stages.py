@@ -1,7 +1,7 @@
 """The stages between a source and tokens, each making an artifact in the cache from files.
 
-Each stage does what its command does; its key has everything that determines the artifact. Module
-prepare decides which stages run, and in which order."""
+Each stage does what its command does; its key has everything that determines the artifact.
+`prepare` decides which stages run, and in which order."""
 
 import platform
 import time
@@ -143,7 +143,8 @@ def _verify(written: Written) -> list[str]:
 
 
 def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
-    """Profiles a few tokens, to find how many neurons fire and the tokens counted per second."""
+    """Profiles a few tokens, to find how many neurons fire and how many tokens are counted per
+    second."""
     texts = corpora.files(job.texts, job.cache)
     tokens = available(model, texts, LOOK_TOKENS)
     config = ProfileConfig(

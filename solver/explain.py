@@ -66,7 +66,7 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
 
 
 def _layer_lines(layers: tuple[LayerUse, ...]) -> list[str]:
-    """Consecutive layers with equal use share a line."""
+    """A table with one line for each layer."""
     lines = ["  layer   GPU  attn, predictor         KV    neurons  hot"]
     for use in layers:
         sizes = [format_bytes(n) for n in (use.dense_bytes, use.kv_bytes, use.neuron_bytes)]

@@ -47,13 +47,13 @@ Measured (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two core
 work). To a gap of 0.1 %, without the start's edges: 0.9-7.9 s with 1,000 groups and 1.7-31 s with
 2,000; one summed row instead of a row a group for the two indicator rules 1.1-16 s and 1.8-31 s. To
 a gap of 0.01 % with 2,000 groups no variant finished everywhere in 30 s: counts per group as
-integers, or continuous groups, were faster at some budgets, but at 12 GiB stood at 15 % and 3 %,
+integers, or continuous groups, were faster at some budgets, but ended at 15 % and 3 % at 12 GiB,
 binary groups never above 0.3 %. Hence binary groups, a row a group, 1,000 groups. With the start's
 edges 0.4-1.3 s, and 0.7-1.0 s for a 70B shape (80 layers of 28,672 neurons).
 
 With a binary for "anything is on the GPU" and the workspace as its coefficient in the budget, HiGHS
 1.15.1 once in 1,200 solves of tiny random models called a placement optimal that was 0.07 % slower
-than the best; as above, never in the same 1,200. Its bound is no certificate.
+than the best; with the program above, never in the same 1,200. So its bound is not a certificate.
 
 Bounds for single neurons are left to `lagrangian` and `knapsack`."""
 
@@ -164,7 +164,7 @@ def solve_grouped(
     is_solved = found == statuses.kOptimal or highs.getInfo().primal_solution_status == 2
     if is_solved and found != statuses.kInfeasible:
         plan = _read(pipeline, program)
-        # Rounding in HiGHS could cost a byte too many; the start never does.
+        # HiGHS's rounding could take a byte too many; the start never does.
         if not plan_is_feasible(pipeline, plan):
             plan = start
     names = {statuses.kOptimal: "optimal", statuses.kTimeLimit: "time_limit"}

@@ -39,7 +39,7 @@ def fullest(run: Problem, room_bytes: int) -> Placement:
 
 
 def emptiest(run: Problem, need_bytes: int) -> Placement | None:
-    """The placement with the fewest bytes from `need_bytes` on; None if all are below."""
+    """The placement with the fewest bytes that are at least `need_bytes`; None if all have less."""
     classes = list(_classes(run))
     spare = sum(c.size * c.counts[-1][1] for c in classes) - need_bytes
     if spare < 0:
@@ -66,7 +66,7 @@ def bytes_of(run: Problem, placement: Placement) -> int:
 
 
 def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
-    """The plan that leaves fewest bytes to main memory."""
+    """The plan that leaves the fewest bytes to main memory."""
     best: PipelinePlacement | None = None
     best_bytes = -1
     known: dict[tuple[int, int, int], Placement] = {}
@@ -176,7 +176,7 @@ def _counts_below(classes: list[_Class], limit: int) -> list[int]:
 
 
 def _with_class(sums: int, size: int, counts: Intervals, mask: int) -> int:
-    """The sums with each of the counts of additional items of `size`."""
+    """The sums after adding items of `size`, as many as any of the counts."""
     found = 0
     for low, high in counts:
         part = (sums << low * size) & mask if low * size < mask.bit_length() else 0
@@ -217,8 +217,8 @@ def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> Placem
 
 
 def _spread(run: Problem, layers: tuple[int, ...], count: int) -> list[int]:
-    """Spreads this many neurons over layers of ascending C_l: over as many layers as possible,
-    which hurts every layer's round trip least if the hottest of each go first."""
+    """Spreads this many neurons over layers of ascending C_l, over as many layers as possible:
+    since the hottest of each go first, every layer then gets the most for its round trip."""
     least = [max(1, int(run.min_hot_L[layer])) for layer in layers]
     used = int((np.cumsum(least) <= count).sum()) if count else 0
     found = least[:used] + [0] * (len(layers) - used)

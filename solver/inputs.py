@@ -14,7 +14,7 @@ from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import build_problem
 from sparkinfer.split_file import PlanMode
 
-# Bytes of a pass beside weights and cache, for a model, a context and a mode.
+# Bytes of a pass besides weights and cache, for a model, a context and a mode.
 Workspace = Callable[[ModelFile, int, PlanMode], int]
 _NONE = Figure(best=1.0)
 # Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
@@ -87,8 +87,8 @@ def load_inputs(
     files = (ModelFile.load(model), Profile.load(profile), Machine.load(machine))
     if files[0].has_limits:
         raise SparkinferError(
-            f"{model}: has limits, which run on the CPU alone so far and are not in the solver's"
-            " model: run it without a plan, or solve for a file without them"
+            f"{model}: has limits, which run only on the CPU so far and which the solver does not"
+            " model; run it without a plan, or solve for a file without them"
         )
     inputs = Inputs(
         model=files[0],
@@ -143,16 +143,17 @@ def _check_profile(inputs: Inputs) -> None:
 
 
 def _check_machine(inputs: Inputs) -> None:
-    """Raises SparkinferError for more budgets than GPUs, unless all of them are 0."""
+    """Raises SparkinferError for figures that the plan needs and the machine file lacks, and for
+    more budgets than GPUs."""
     num_gpus, path = len(inputs.machine.gpus), inputs.paths[2]
     if inputs.machine.cpu_costs is None:
         raise SparkinferError(
-            f"{path}: the figures of a card alone; sparkinfer calibrate --gpu-from {path}"
-            " measures this machine and takes the card from it"
+            f"{path}: describes only a GPU; sparkinfer calibrate --gpu-from {path}"
+            " measures this machine and takes the GPU from it"
         )
     if inputs.mode != "dense" and inputs.mode not in inputs.machine.costs.layer_s:
         raise SparkinferError(
-            f"{path}: says nothing of layers in mode {inputs.mode!r}; run sparkinfer calibrate again"
+            f"{path}: has no cost of a layer in mode {inputs.mode!r}; run sparkinfer calibrate again"
         )
     if len(inputs.budgets) > max(1, num_gpus):
         raise SparkinferError(

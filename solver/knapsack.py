@@ -34,9 +34,9 @@ from sparkinfer.solver.problem import (
     placement_seconds,
 )
 
-BOUND_UNITS = 16384  # most units of memory for the bound
+BOUND_UNITS = 16384  # maximum units of memory for the bound
 PLACEMENT_UNITS = 4096  # and for a placement, which stores every choice
-# The sums behind a bound have up to some thousand terms in f64.
+# The sums behind a bound have up to a few thousand terms in f64.
 ROUNDING = 1e-12
 
 
@@ -167,7 +167,7 @@ def _add_side(
 
 
 def _useful(units_O: np.ndarray, seconds_O: np.ndarray, most: int) -> list[int]:
-    """Options that fit and are faster than every option of as few units or fewer."""
+    """Options that fit and are faster than every option that takes no more units."""
     order = np.lexsort((seconds_O, units_O))
     order = order[units_O[order] <= most]
     sorted_s = seconds_O[order]

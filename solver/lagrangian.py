@@ -58,7 +58,7 @@ FIRST_PRICES = 500
 LEAST_SHARE = 1e-6  # the lowest price but 0, as a share of the seconds to read a byte on the CPU
 ZOOM_PRICES, ZOOM_ROUNDS = 32, 5
 MAX_BRANCHES_TRIED = 16  # branches that get a placement, best bound first
-# The sums behind a bound have up to some thousand terms in f64.
+# The sums behind a bound have up to a few thousand terms in f64.
 ROUNDING = 1e-12
 
 
@@ -229,7 +229,7 @@ def _sums(
 
 
 def _branches(problem: Problem) -> list[_Branch]:
-    """Every branch that fits, least value first; that one has its best possible price."""
+    """Every branch that fits, least value first; the first has its best possible price."""
     if problem.room_bytes < 0:
         return []
     price_K = first_prices(problem)
@@ -287,8 +287,8 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
     """The neurons to go with these dense blocks; None if the blocks alone do not fit.
 
-    Takes the lowest price, at least 0, whose neurons fit, then `fill`; if they are fewer than the
-    host needs, the highest price below 0 at which they are not."""
+    Takes the lowest price, at least 0, whose neurons fit, then `fill`; if these are too few for the
+    host, the highest price below 0 at which they are enough."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
     if room < 0:
@@ -311,9 +311,9 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
 def _balanced(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
 ) -> Placement:
-    """The same numbers of neurons per layer, of consecutive ranks, so that neither side is longer
-    than necessary: the sum over such a window falls from that of the hottest to that of the coldest
-    by at most a neuron at a time. If the host can hold few, more are on the GPU than pays."""
+    """The same numbers of neurons per layer, of consecutive ranks that balance the two sides best:
+    from the hottest such window to the coldest, the touched bytes fall by at most a neuron at a
+    time. If the host can hold few neurons, more are on the GPU than pay off."""
     hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
     for layer, count in enumerate(num_hot_L.tolist()):
         if 0 < count < problem.num_neurons:
@@ -330,7 +330,8 @@ def _balanced(
 def _priced_counts(
     problem: Problem, dense_L: np.ndarray, room: int, least: int
 ) -> np.ndarray | None:
-    """Hot neurons per layer at such a price; None if their bytes cannot be least..room."""
+    """Hot neurons per layer at such a price; None if their bytes cannot be from `least` to
+    `room`."""
 
     def counts_of(price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         _, count_2KL = priced_layers(problem, price_K)
@@ -366,8 +367,8 @@ def _priced_counts(
 def _trimmed(
     problem: Problem, num_hot_L: np.ndarray, fewer_L: np.ndarray, least: int, room: int
 ) -> np.ndarray | None:
-    """The same without the excess over the least, no layer below its count in `fewer_L`: that of
-    almost the same price, so that anything in between costs no more than either."""
+    """The counts without the bytes beyond `least`, no layer below its count in `fewer_L`, which is
+    that of almost the same price, so anything in between costs no more than either."""
     num_hot_L, surplus = num_hot_L.copy(), int(num_hot_L @ problem.neuron_bytes_L) - least
     for layer in np.argsort(-num_hot_L, kind="stable"):
         floor = max(fewer_L[layer], problem.min_hot_L[layer])
@@ -379,7 +380,8 @@ def _trimmed(
 
 
 def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
-    """One neuron less, or none, if that is no slower: at balance the counts are relaxed."""
+    """Counts with one neuron less, or none, where that is no slower: the relaxation rounds at
+    balance."""
 
     def seconds_L(count_L: np.ndarray) -> np.ndarray:
         touched_L = np.take_along_axis(problem.prefix_LN, count_L[:, None], axis=1)[:, 0]

@@ -6,11 +6,11 @@ Assumptions:
   The largest n that fits is the best, since nothing here is faster on the CPU. Several GPUs are
   filled one after the other, in order.
 - Every GPU in use has a compute buffer of the size of our workspace. What the driver takes for
-  itself is counted for neither of us.
+  itself is counted for neither program.
 - There is no sparsity and there are no predictors: a token reads every weight, and half of the
   cache, in the types of this file; on the CPU at the rates of this machine's own products of whole
-  matrices, and with what a layer there costs beside its bytes.
-- Nothing overlaps: V / B_g + (W - V) / B_c, and the start of every kernel.
+  matrices, and with what a layer there costs besides its bytes.
+- Nothing overlaps: V / B_g + (W - V) / B_c for V of W bytes on GPUs, and every kernel's start.
 - The hidden state is copied to each GPU used and from it once, and with a head there the logits.
 
 The rates of llama.cpp's own kernels are not modelled. Letters: L layers."""

@@ -5,7 +5,7 @@ follows if it leaves a gap. For several, the rows of cuts (`pipeline`) are tried
 until the rest cannot beat the best found by more than CUT_GAP. The grouped integer program starts
 from there, and its answer is refined to single neurons. The fastest plan wins. The bound is that of
 the numpy methods, which anyone can recompute by adding up; the integer program's own is only
-compared with it, as HiGHS's tolerances are part of that one."""
+compared with it, since it depends on HiGHS's tolerances."""
 
 import time
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Answer:
     """A plan, its seconds per token, and a bound that no placement of neurons is below.
 
     Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap), `time_limit`
-    (neither; the bound holds all the same), `fits` (everything is on the GPU), `cpu_only` (nothing
+    (neither; the bound holds anyway), `fits` (everything is on the GPU), `cpu_only` (nothing
     can be)."""
 
     status: Status
@@ -128,7 +128,7 @@ def find_plan(
     assert best is not None
     notes = _disagreements(start_s, bound_s, grouped)
     if not best.placement.uses_gpu:
-        notes = (*notes, "nothing on the GPU pays at this budget: everything is on the CPU")
+        notes = (*notes, "nothing on the GPU pays off at this budget: everything is on the CPU")
     status: Status = "time_limit" if grouped.status == "time_limit" else "optimal"
     answer = _answer(pipeline, status, best, bound_s, notes)
     return replace(answer, status="optimal") if answer.gap <= GROUPED_GAP else answer
@@ -338,7 +338,7 @@ def _fastest(pipeline: Pipeline, plans: list[PipelinePlacement]) -> PipelinePlac
 
 
 def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tuple[str, ...]:
-    """Contradictions between the methods' bounds and plans; and an integer program cut short."""
+    """Notes on contradictions between the methods' bounds and plans, and on a program cut short."""
     notes = []
     if grouped.objective_s < bound_s * (1 - HIGHS_SLACK):
         notes.append(

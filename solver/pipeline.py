@@ -39,7 +39,7 @@ from sparkinfer.solver.problem import (
 )
 
 NUM_REWARDS = 60
-# The sums behind a bound have up to some thousand terms in f64.
+# The sums behind a bound have up to a few thousand terms in f64.
 ROUNDING = 1e-12
 MAX_CUTS = 3_000_000  # rows of cuts that are compared: 4 GPUs for 80 layers are 98,770
 

@@ -18,8 +18,8 @@ On the CPU every matrix is read at the rate that the runtime reaches for its typ
 its rows that a token needs (in the mean over the layer's neurons, wherever they are placed), the KV
 cache at that of attention, and a dense block there adds layer_s, the runtime's time for a layer of
 no bytes; token_s is the same for a token of no layers. A layer of mode dense is assumed to cost as
-much as one of mode exact: less was not measured. B_c_l is the mean of these rates over all touched
-bytes of a layer's neurons.
+much as one of mode exact, since no lower cost was measured. B_c_l is the mean of these rates over
+all touched bytes of a layer's neurons.
 
 hot_l and cold_l are the bytes that a token is expected to touch of the neurons on either side; a
 neuron that fires with frequency a touches, in mode
@@ -43,7 +43,7 @@ smallest n whose n hottest neurons satisfy
 The GPU holds at most its budget, including a workspace if it holds anything; the host at most its
 own, which is the same as at least `need_bytes` on the GPU.
 
-Ignored: the one row a token of the embedding matrix, and the bytes (not the fixed cost) of what a
+Ignored: the one row per token of the embedding matrix, and the bytes (not the fixed cost) of what a
 round trip copies. Several GPUs are left to `pipeline`, the search to `optimise`.
 
 Letters: L layers, F neurons of a layer. Neurons are addressed by rank: 0 is the hottest."""
@@ -305,7 +305,7 @@ def _dense_cpu_seconds(
 
 
 def layer_seconds(machine: Machine, mode: PlanMode) -> float:
-    """Seconds of a layer on the CPU beside its bytes."""
+    """Seconds of a layer on the CPU besides its bytes."""
     return machine.costs.layer_s["predicted" if mode == "predicted" else "exact"].best
 
 

@@ -1,4 +1,4 @@
-"""Fills the rest of a budget with the neurons that save most seconds per byte.
+"""Fills the rest of a budget with the neurons that save the most seconds per byte.
 
 It works on counts: a layer's hot neurons are its hottest. It never makes a placement slower, and
 leaves the dense blocks where they are."""
@@ -16,7 +16,7 @@ def fill(
 ) -> np.ndarray:
     """Counts that are at least `num_hot_L`, and take at most `room_bytes` more.
 
-    Greedy: the step that saves most seconds per byte first, until none that fits saves any."""
+    Greedy: the step that saves the most seconds per byte first, until none that fits saves any."""
     layers = [
         _Layer(problem, layer, int(num_hot_L[layer]), bool(dense_L[layer]))
         for layer in range(problem.num_layers)
@@ -70,7 +70,7 @@ class _Layer:
         return best
 
     def _steps(self) -> Iterator[int]:
-        """To C_l from none; else one neuron, or all of a run of equals; or the rest."""
+        """Steps from none to C_l; else of one neuron, or some of a run of equals; or the rest."""
         left = self.problem.num_neurons - self.num_hot
         yield left
         if self.num_hot == 0:

@@ -99,7 +99,7 @@ class SolveReport:
 def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveReport:
     """Writes the plan and returns a report on it.
 
-    `workspace` computes the bytes of a pass beside weights and cache; None is the estimate of
+    `workspace` computes the bytes of a pass besides weights and cache; None is the estimate of
     `sparkinfer.budget`, for when the runtime is not available to measure it. Raises SparkinferError
     for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
@@ -210,7 +210,7 @@ def _doubts(inputs: Inputs) -> list[str]:
 
 
 def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
-    """Notes on open questions in the figures, and on other budgets."""
+    """Notes on doubtful figures, and on other budgets."""
     model, notes = inputs.model, []
     if not inputs.machine.gpus:
         notes.append("the machine file has no GPU: the plan is for the CPU alone")
@@ -223,7 +223,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
     if unused > 0:
         notes.append(
             f"{len(inputs.machine.gpus)} GPUs: the plan uses the first {len(inputs.budgets)}; give"
-            " --vram-budget once a GPU for more"
+            " --vram-budget once per GPU for more"
         )
     if inputs.mode == "predicted" and model.predictor and not model.predictor.density_L:
         notes.append(

@@ -90,7 +90,7 @@ def sweep_of(
 ) -> Sweep:
     """The same for loaded inputs, with the fastest of some modes; () is that of the inputs. Unless
     `is_proven`, the integer program, which a clock stops, is left out: the same inputs then give
-    the same curve, for less than a hundredth of the speed."""
+    the same curve, with plans less than 1 % slower."""
     sizes: dict[PlanMode, int] = {}
 
     def known_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:

@@ -24,7 +24,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.split_file import Split
 
-# The same sum in another order: f64 with up to millions of terms of one sign.
+# For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9
 
 
@@ -90,7 +90,7 @@ def _gpu_rate(machine: Machine, gpu: int) -> float:
 
 
 def _copies_seconds(split: Split, model: ModelFile, machine: Machine, home: Sequence[int]) -> float:
-    """Seconds of a hidden state's path over all devices, from the CPU and back to it; and of the
+    """Seconds to copy a hidden state over all devices, from the CPU and back to it, and the
     logits."""
     blocks = (*split.dense_on_gpu, split.head_on_gpu)
     places = [gpu if is_on_gpu else None for is_on_gpu, gpu in zip(blocks, home, strict=True)]
@@ -166,7 +166,7 @@ def _shares(
 
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:
-    """Checks C_l: the num_hot - 1 hottest may be too few, the num_hot hottest may not."""
+    """Checks C_l: the num_hot hottest neurons must save enough; one fewer need not."""
     if num_hot in (0, len(cpu_s_F)):
         return
     saved_s = np.sort(cpu_s_F)[::-1][:num_hot].sum()

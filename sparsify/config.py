@@ -13,7 +13,7 @@ from sparkinfer.sparsify.schedule import check_shares
 Precision = Literal["auto", "f32", "bf16"]
 SAVE_EVERY_S = 600.0
 DEFAULT_SHARE = 0.6
-# Replaced activations whose zeros follow by themselves: there is nothing to choose.
+# Replaced activations that decide by themselves what is zero: there is no share to choose.
 UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
 
 
@@ -62,7 +62,7 @@ class SparsifyConfig:
             )
         if self.batch_tokens % self.micro_tokens:
             raise SparkinferError(
-                f"a batch of {self.batch_tokens} tokens is no whole number of passes of"
+                f"a batch of {self.batch_tokens} tokens is not a whole number of passes of"
                 f" {self.micro_tokens}"
             )
         if self.rule in UNCHOSEN and self.shares:
@@ -72,7 +72,7 @@ class SparsifyConfig:
             )
         if self.start_from is not None and (self.rule, self.rank) != ("threshold", None):
             raise SparkinferError(
-                "only whole matrices with thresholds go on from a trained checkpoint; leave"
+                "only whole matrices with thresholds can continue a trained checkpoint; leave"
                 " --start-from, --rank and --activation out"
             )
         check_shares(self.targets)
@@ -92,7 +92,7 @@ class SparsifyConfig:
 
     @property
     def targets(self) -> tuple[float, ...]:
-        """The shares to reach, in sequence; for ReLU one without a value."""
+        """The shares to reach, in sequence; for ReLU a single one that has no effect."""
         return self.shares or (DEFAULT_SHARE,)
 
     @property

@@ -1,8 +1,8 @@
-"""The loss: the divergence of the model's words from those of its dense self, KL(dense || sparse).
+"""The loss: the divergence of the model's predictions from its dense self's, KL(dense || sparse).
 
 The vocabulary is large (49,152 words of 576 values in SmolLM2: a token's logits are 85 times its
 hidden state), so logits exist for a few tokens at a time only, forward and backward: the gradient
-by the hidden state is computed on the way, as in Liger-Kernel's fused linear losses.
+with respect to the hidden state is computed on the way, as in Liger-Kernel's fused linear losses.
 
 Letters: T tokens, D model width, V vocabulary."""
 

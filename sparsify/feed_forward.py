@@ -26,7 +26,7 @@ Watch = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 def silence(value_TF: Tensor, limit_F: Tensor) -> Tensor:
-    """Values at or below their neuron's limit in magnitude become 0; NaN passes."""
+    """Values at or below their neuron's limit in magnitude become 0; NaN is kept."""
     return torch.where(value_TF.abs() <= limit_F.to(value_TF.dtype), 0.0, value_TF)
 
 
@@ -163,7 +163,7 @@ def whole_matrices(
 
 
 def matrix_names(layers: Sequence[FeedForward]) -> list[str]:
-    """Their names in the checkpoint."""
+    """The names of all trained matrices in the checkpoint."""
     return [checkpoint_name(layer.layer, name) for layer in layers for name in MATRICES]
 
 

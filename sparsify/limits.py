@@ -29,7 +29,7 @@ LAG_STEPS = 10  # with fewer steps to reach a share, the speed is raised
 
 
 class Measure:
-    """A watcher: accumulates the inputs of the neurons' weights in float64."""
+    """A watcher: accumulates, in float64, what the neurons' weights are computed from."""
 
     def __init__(self, layers: Sequence[FeedForward]) -> None:
         size = (len(layers), len(layers[0].limit_F))
@@ -75,7 +75,7 @@ class Limits:
 
     @classmethod
     def from_limits(cls, limit_LF: Tensor, allocation: Allocation) -> "Limits":
-        """The t and w that give `limit_LF`. Raises ValueError if a layer has none above 0."""
+        """The t and w that give `limit_LF`. Raises ValueError unless all are above 0."""
         if not (limit_LF > 0).all():
             raise ValueError("a limit of 0 says nothing about its neuron's weight")
         inverse_LF = 1 / limit_LF.double()

@@ -14,7 +14,7 @@ from sparkinfer.sparsify.distillation import CHUNK_VALUES
 from sparkinfer.system_memory import free_memory_bytes
 
 FREE_SHARE = 0.95
-# What autograd keeps per token and layer: bytes by the width, values by the neurons. With
+# What autograd keeps per token and layer: bytes per unit of width, and values per neuron. With
 # SmolLM2-135M in bf16 and 512 tokens per pass, 3.44 GiB are predicted and at most 3.16 GiB were
 # resident.
 KEPT_WIDTHS, KEPT_NEURONS = 40, 14

@@ -22,7 +22,7 @@ from sparkinfer.sparsify.schedule import Schedule
 from sparkinfer.sparsify.source import as_checkpoint
 from sparkinfer.sparsify.student import dtype_of
 
-# Options that do not affect the results of a run, or are recorded otherwise.
+# Options that do not affect the results of a run, or are recorded in another form.
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
                 "save_checkpoint", "device", "force", "save_every_s")  # fmt: skip
 OURS = (".json", ".safetensors", ".model", ".txt", ".jinja", ".md")  # files of a checkpoint
@@ -132,7 +132,8 @@ def dense_folder(config: SparsifyConfig) -> Path:
 
 
 def make_checkpoint(config: SparsifyConfig) -> None:
-    """Raises SparkinferError for a model that cannot be trained."""
+    """Makes the dense checkpoint of a model file. Raises SparkinferError for a model that cannot be
+    trained."""
     folder = config.work_folder / "dense"
     try:
         as_checkpoint(config.model, folder)

@@ -13,7 +13,7 @@ from sparkinfer.profile.ranks import Ranks
 from sparkinfer.sparsify.distillation import chunks, log_words
 from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, dense, watched
 
-SURE = 1.96  # standard errors of a 95 % interval
+SURE = 1.96  # standard errors in half a 95 % interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Quality:
 
 
 class SilentCounter:
-    """A watcher: how many neurons are silent in each layer."""
+    """A watcher: counts how many neurons are silent in each layer."""
 
     def __init__(self, layers: Sequence[FeedForward]) -> None:
         self.layers = layers
@@ -97,7 +97,7 @@ def evaluate(
 
 
 def _sums(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor, ids_T: Tensor) -> Tensor:
-    """f64 [5] per window: tokens, KL, surprise sparse and dense, same top tokens."""
+    """f64 [5], the sums over a window: tokens, KL, loss sparse and dense, same top tokens."""
     sums = torch.zeros(5, dtype=torch.float64)
     sums[0] = len(ids_T)
     for start, stop in chunks(len(ids_T), len(head_VD)):

@@ -1,4 +1,5 @@
-"""Makes a dense model sparse: trains it to say what its dense self says, with fewer neurons.
+"""Makes a dense model sparse: trains it to predict what its dense self predicts, with fewer
+neurons.
 
     checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share, with limits
 
@@ -65,7 +66,7 @@ class Run:
         self.saved_at, self.save_s = time.monotonic(), 0.0
 
     def begin(self, position: Position) -> None:
-        """Continues from the position of an earlier run; without one, measures."""
+        """Continues from the position of an earlier run; without one, sets the first limits."""
         if position.arrays:
             self.best, self.record = state.restore(self.trainer, position)
             self._set_first_share()
@@ -90,14 +91,15 @@ class Run:
         matrices, limit_LF = read_trained(folder, names)
         shapes = [matrix.shape for layer in self.student.layers for matrix in layer.dense]
         if [matrices[name].shape for name in names] != shapes:
-            raise SparkinferError(f"{folder}: its matrices are of other sizes than the model's")
+            raise SparkinferError(f"{folder}: its matrices have other sizes than the model's")
         self.trainer.start_from(matrices, Limits.from_limits(limit_LF, self.config.allocation))
         self.record.started = self.check(self.config.check_tokens)
         self._set_first_share()
         self.say(f"from {folder}: {self.record.started.line}")
 
     def _set_first_share(self) -> None:
-        """If the run began with a trained checkpoint, sets the share that this one silences."""
+        """If the run began with a trained checkpoint, starts the schedule at the share it
+        silences."""
         if self.record.started is not None:
             share = self.record.started.silent_share
             self.trainer.schedule = replace(self.trainer.schedule, first_share=share)

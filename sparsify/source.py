@@ -146,7 +146,7 @@ def _name_of(name: str) -> str:
 
 
 def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
-    """The stored values in f16 and f32, otherwise unpacked to f32."""
+    """The stored values in f16, bf16 and f32, otherwise unpacked to f32."""
     if entry.kind == "bf16":
         values = torch.from_numpy(entry.read().copy()).view(torch.bfloat16).view(entry.shape)
     elif entry.kind in ("f16", "f32"):

@@ -33,7 +33,7 @@ class Best:
 
 
 def model_arrays(trainer: Trainer) -> dict[str, Tensor]:
-    """Everything the function of the model depends on."""
+    """All arrays that the function of the model depends on."""
     limits = {"weight_LF": trainer.limits.weight_LF, "threshold_L": trainer.limits.threshold_L}
     return {**limits, **trainer.parameters}
 
@@ -56,7 +56,7 @@ def load_model_arrays(trainer: Trainer, arrays: Mapping[str, Tensor]) -> None:
 
 
 def position_of(trainer: Trainer, best: Best, record: Record) -> Position:
-    """Everything, for `restore`."""
+    """The whole state, for `restore`."""
     arrays = {f"model/{name}": _numpy(t) for name, t in model_arrays(trainer).items()}
     for name, parameter in trainer.parameters.items():
         for key, value in trainer.optimizer.state[parameter].items():
@@ -86,7 +86,8 @@ def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
 
 
 def save(path: Path, settings: Settings, position: Position) -> None:
-    """Raises SparkinferError if there is no room; an older file is then unchanged."""
+    """Saves a position. Raises SparkinferError if there is no room; an older file then stays
+    unchanged."""
     try:
         save_position(path, settings, position)
     except (OSError, SparkinferError) as error:

@@ -58,8 +58,8 @@ class Stream:
                 rest = rest[whole:]
             if num_given < least:
                 raise SparkinferError(
-                    f"{self.sources[0].path}: {num_given * self.length + len(rest):,} tokens are"
-                    f" there to train on, wanted {least * self.length:,} or more; give a longer text"
+                    f"{self.sources[0].path}: {num_given * self.length + len(rest):,} tokens to"
+                    f" train on, wanted {least * self.length:,} or more; give a longer text"
                 )
 
     def _order(self, turn: int) -> np.ndarray:

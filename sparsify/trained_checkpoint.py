@@ -57,13 +57,14 @@ def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor],
         raise SparkinferError(f"{folder}: no tensor {shown(missing[0])}; it is of another model")
     gates = [layer.gate_F for layer in Limits.load(folder / FILE_NAME).layers]
     if any(gate is None for gate in gates):
-        raise SparkinferError(f"{folder / FILE_NAME}: a layer has no limits of its gates")
+        raise SparkinferError(f"{folder / FILE_NAME}: a layer has no limits for its gates")
     limit_LF = torch.from_numpy(np.stack([gate for gate in gates if gate is not None]))
     return {name: checkpoint.read(name).clone() for name in names}, limit_LF
 
 
 def _rename_activation(path: Path, rule: str, threshold: float) -> None:
-    """FATReLU has one threshold for all neurons, the others none."""
+    """Sets the activation in the config; FATReLU has one threshold for all neurons, the others
+    none."""
     config = json.loads(path.read_text())
     config["hidden_act"] = rule
     if rule == "fatrelu":

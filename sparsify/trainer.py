@@ -77,7 +77,7 @@ class Trainer:
 
     @torch.no_grad()
     def set_share(self, share: float, windows: Sequence[Tensor]) -> None:
-        """Sets limits that silence a share of the neurons on `windows`, by the current model."""
+        """Sets limits that silence a share of the neurons on `windows`, with the current model."""
         for _ in range(PASSES):
             scores = Scores(self.limits)
             self._watch(scores, windows)
@@ -125,7 +125,7 @@ class Trainer:
             layer.blend = self.schedule.blend(self.step)
 
     def _backward(self, ids_BT: Tensor, weight: float, scores: Scores | None) -> Tensor:
-        """Adds the gradients of one pass; its KL, weighted."""
+        """Adds the gradients of one pass; returns its weighted KL."""
         model, layers = self.student.model, self.student.layers
         with autocast(self.student.device.type, self.student.dtype):
             with torch.no_grad(), dense(layers):
@@ -144,7 +144,8 @@ class Trainer:
         return kl.detach().double().cpu() * weight
 
     def _join_gradients(self) -> Tensor:
-        """Means over the processes, clipped; returns the norm before clipping."""
+        """Averages the gradients over the processes and clips them; returns the norm before
+        that."""
         if self.ranks.size > 1:
             for name, parameter in self.parameters.items():
                 assert parameter.grad is not None, name

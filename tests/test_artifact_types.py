@@ -215,7 +215,7 @@ def test_plans_and_profiles_still_load(tmp_path, model):
     split.save(tmp_path / "s.gguf")
     again = Split.load(tmp_path / "s.gguf")
     assert (again.objective_s, again.gpu_bytes) == (split.objective_s, split.gpu_bytes)
-    with pytest.raises(SparkinferError, match=r"s\.gguf: a split file; wanted the model .*--split"):
+    with pytest.raises(SparkinferError, match=r"s\.gguf: is a split file; give the model .*--split"):
         ModelFile.load(tmp_path / "s.gguf")
     make_profile(model).save(tmp_path / "p")
     assert Profile.load(tmp_path / "p").corpora == make_profile(model).corpora
@@ -243,7 +243,7 @@ def test_plans_and_profiles_still_load(tmp_path, model):
         (lambda f: f.number("a"), 10**400, "more than 60 digits, wanted a number"),
         (lambda f: f.numbers("a"), [0, "x"], r"a\[1\] is 'x', wanted a number"),
         (lambda f: f.numbers("a"), [float("inf")], r"a\[0\] is inf, wanted a finite"),
-        (lambda f: f.part("a").text("b"), {"b": 3}, "a.b is 3, wanted a text"),
+        (lambda f: f.part("a").text("b"), {"b": 3}, "a.b is 3, wanted a string"),
         (lambda f: f.part("a", {"c"}), {"b": 3}, "key 'a.b' is unknown or missing"),
         (lambda f: f.flag("a"), 1, "a is 1, wanted true or false"),
         (lambda f: f.choice("a", ("x", "y")), "z", "a is 'z', wanted one of x, y"),

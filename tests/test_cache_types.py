@@ -204,7 +204,7 @@ def test_fewer_bits_lose_more_and_the_turn_loses_less(tmp_path):
         ({"cache_type_v": ""}, "a cache of ''; known"),
         (
             {"cache_type_k": "q8_0"},
-            "takes heads of whole blocks of 32 values, this model's have 16",
+            "needs heads of a multiple of 32 values, this model's have 16",
         ),
     ],
 )

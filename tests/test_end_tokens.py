@@ -92,12 +92,12 @@ def converted(checkpoint: Path, tmp_path: Path, ids: object) -> tuple[frozenset[
 def test_a_checkpoints_list_is_carried(checkpoint, tmp_path):
     ends, notes = converted(checkpoint, tmp_path, [9, 5, 100_000])
     assert ends >= {5, 9} and max(ends) == 9
-    assert "eos_token_id 100000 is not in the model" in notes
+    assert "eos_token_id 100000 is not a token of the model" in notes
 
 
 @pytest.mark.parametrize("wrong", [-1, "x", [3, -1], [3, "3"], [True], 2.0, {"a": 1}])
 def test_a_checkpoint_with_a_wrong_id_is_refused(wrong, checkpoint, tmp_path):
-    with pytest.raises(SparkinferError, match="eos_token_id has .* wanted the numbers") as told:
+    with pytest.raises(SparkinferError, match="eos_token_id has .* wanted token ids") as told:
         converted(checkpoint, tmp_path, wrong)
     assert "\n" not in str(told.value)
     assert not (tmp_path / "m.gguf").exists()

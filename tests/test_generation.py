@@ -351,7 +351,7 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
     assert (first["cached_tokens"], second["cached_tokens"]) == (0, second["prefill_tokens"] - 1)
     path.write_bytes(path.read_bytes()[:-1])
     refused = run(*common, "-p", "ab cd ef", code=1).stderr.decode()
-    assert "or say --force to compute it again" in refused and refused.count("\n") == 1
+    assert "or give --force to compute it again" in refused and refused.count("\n") == 1
     assert "computing it again" in run(*common, "-p", "ab cd ef", "--force").stderr.decode()
     for other in (codec_model, tmp_path / "precious.txt", tmp_path):
         if other != tmp_path:
@@ -359,7 +359,7 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
         kept = None if other == tmp_path else other.read_bytes()
         wrong = (codec_model, "-n", 4, "--prompt-cache", other, "--force", "-p", "ab cd ef")
         is_input = other == codec_model
-        words = "is read by this command" if is_input else "is no prompt's state, so it stays"
+        words = "is read by this command" if is_input else "is not a prompt's state, so it is kept"
         assert words in run(*wrong, code=1).stderr.decode()
         assert kept is None or other.read_bytes() == kept
     third = json.loads(run(*common, "-p", "ab cd ef").stdout)

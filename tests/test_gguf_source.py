@@ -296,7 +296,7 @@ def test_tensor_types(silu, stock, tmp_path):
         assert rel_error(logits(tmp_path / "m.gguf"), transformers_logits(silu)) < 0.5
     for wrong, words in {
         "ffn": "wanted NAME=TYPE", "ffn=q9": "'q9' is unknown", "=f32": "wanted NAME=TYPE",
-        "(=f32": "no regular expression", "ffm_up=f32": "no tensor has such a name",
+        "(=f32": "not a regular expression", "ffm_up=f32": "no tensor has such a name",
     }.items():  # fmt: skip
         with pytest.raises(SparkinferError, match=words):
             run(silu, tmp_path / "n.gguf", tensor_types=(wrong,))
@@ -524,7 +524,7 @@ def test_predictors_near_chance_are_noticed(tmp_path):
     perfect = check_predictors(tmp_path / "perfect.gguf")
     assert perfect.recall > 0.99 and perfect.gain > 0.98 and not perfect.is_near_chance
     random = check_predictors(tmp_path / "random.gguf")
-    assert random.is_near_chance and "are they of this model?" in random.line
+    assert random.is_near_chance and "were they made for this model?" in random.line
     run(checkpoint, tmp_path / "none.gguf")
     assert check_predictors(tmp_path / "none.gguf") is None
 

@@ -124,7 +124,7 @@ def test_a_special_token_that_is_none_is_refused(silu, tmp_path, key):
 def test_a_special_token_that_the_model_has_not_is_told(silu, tmp_path, key):
     folder = copied(silu, tmp_path, "config.json", **{key: 99_999})
     report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
-    assert any(f"config.json: {key} 99999 is not in the model" in note for note in report.notes)
+    assert any(f"config.json: {key} 99999 is not a token of the model" in note for note in report.notes)
     numbers = ModelFile.load(report.output).extra_keys
     assert 99_999 not in [n for key, n in numbers.items() if key.endswith("token_id")]
 
@@ -193,7 +193,7 @@ def test_counts_that_overflow_are_no_profile():
     wrong = dataclasses.replace(profile, gate_histogram_LB=histogram_LB)
     assert "every neuron once a token" in refusal_of(wrong.validate)
     many = dataclasses.replace(profile, num_tokens=1 << 62)
-    assert "more than is counted" in refusal_of(many.validate)
+    assert "more than can be counted" in refusal_of(many.validate)
 
 
 def test_a_sum_of_profiles_that_overflows_is_refused(tmp_path):
@@ -202,7 +202,7 @@ def test_a_sum_of_profiles_that_overflows_is_refused(tmp_path):
     for _ in range(6):
         most = most.merge(most)
     assert most.num_tokens == 1 << 62
-    assert "more than is counted" in refusal_of(most.save, tmp_path / "p.safetensors")
+    assert "more than can be counted" in refusal_of(most.save, tmp_path / "p.safetensors")
     profile.save(tmp_path / "p.safetensors")
     assert Profile.load(tmp_path / "p.safetensors").num_tokens == 1 << 56
 

@@ -253,7 +253,7 @@ def test_block_types_that_are_not_run_are_inspected_with_the_reason(tmp_path, ca
     keys = {**model._own_keys(), **model.extra_keys}
     write_gguf(tmp_path / "m", "llama", keys, {**model.tensors, "blk.0.ffn_up.weight": q2_k})
     found = inspected(tmp_path / "m", capsys)
-    assert "blk.0.ffn_up.weight is in q2_k, which is not computed with" in found["refusal"]
+    assert "blk.0.ffn_up.weight is in q2_k, which cannot be computed with" in found["refusal"]
     assert found["by_type"]["q2_k"] == {"num_tensors": 1, "num_bytes": 32 * 84}
     assert str(tmp_path) not in found["refusal"]
 

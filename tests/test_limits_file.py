@@ -69,9 +69,9 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"blk.0.ffn_gate.limit": -np.ones(3, np.float32)}, "not all finite and from 0"),
-        ({"blk.0.ffn_gate.limit": np.full(3, np.nan, np.float32)}, "not all finite and from 0"),
-        ({"blk.0.ffn_gate.limit": np.full(3, np.inf, np.float32)}, "not all finite and from 0"),
+        ({"blk.0.ffn_gate.limit": -np.ones(3, np.float32)}, "not all finite and at least 0"),
+        ({"blk.0.ffn_gate.limit": np.full(3, np.nan, np.float32)}, "not all finite and at least 0"),
+        ({"blk.0.ffn_gate.limit": np.full(3, np.inf, np.float32)}, "not all finite and at least 0"),
         ({"blk.0.ffn_gate.limit": np.zeros((3, 1), np.float32)}, "wanted a vector of float32"),
         ({"blk.0.ffn_gate.limit": np.zeros(3)}, "float64.*wanted a vector of float32"),
         ({"blk.0.ffn_gate.limit": np.zeros(0, np.float32)}, "wanted a vector of float32"),
@@ -113,8 +113,8 @@ def with_tensor(model: ModelFile, name: str, values: np.ndarray, kind="f32") -> 
 @pytest.mark.parametrize(
     "name, values, message",
     [
-        ("blk.0.ffn_gate.limit", np.full(F, -1.0), "not all finite and from 0 on"),
-        ("blk.1.ffn_down.limit", np.full(F, np.nan), "not all finite and from 0 on"),
+        ("blk.0.ffn_gate.limit", np.full(F, -1.0), "not all finite and at least 0"),
+        ("blk.1.ffn_down.limit", np.full(F, np.nan), "not all finite and at least 0"),
         ("blk.1.attn_qkv.limit", np.zeros(D + 1), r"is f32 \[65\],"),
         ("blk.1.attn_output.limit", np.zeros((D, 1)), "wanted a vector of f32"),
         ("blk.1.ffn_up.limit", np.zeros(F), "unknown tensor 'blk.1.ffn_up.limit'"),

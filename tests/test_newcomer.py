@@ -159,7 +159,7 @@ def test_a_stock_file_in_block_types_is_told_in_one_line(tmp_path, capsys):
         ("MambaForCausalLM", {}, "recurrent layers"),
         ("BertModel", {}, "an encoder"),
         ("Gemma3ForCausalLM", {}, "Gemma's graph"),
-        ("Qwen2VLForConditionalGeneration", {}, "models for pictures"),
+        ("Qwen2VLForConditionalGeneration", {}, "models for images"),
         ("UnheardOf", {}, "is unknown"),
     ],
 )
@@ -256,7 +256,7 @@ def test_types_in_others_spellings(capsys, given, taken):
 
 def test_types_that_are_never_written():
     for given in ("q4_1", "IQ2_XS"):
-        with pytest.raises(click.BadParameter, match="is not written, wanted one of f32, f16"):
+        with pytest.raises(click.BadParameter, match="cannot be written, wanted one of f32, f16"):
             OUTTYPE.convert(given, None, None)
 
 
@@ -334,7 +334,9 @@ def test_a_file_of_another_kind_is_told_by_its_kind(tmp_path, capsys):
 )
 def test_an_output_is_not_named_as_another_kind_of_file(capsys, command, wrong, wanted):
     line = line_of(capsys, [*command.split(), wrong], 2)
-    assert f"{wrong} is named as another kind of file; wanted a name that ends in {wanted}" in line
+    assert (
+        f"{wrong} is named like another kind of file; wanted a name that ends in {wanted}" in line
+    )
 
 
 def test_merging_refuses_options_that_it_has_no_use_for(capsys):

@@ -236,7 +236,7 @@ def test_a_model_without_plans_has_a_page_all_the_same(folder, tmp_path):
     machine.save(tmp_path / "cpu.json")
     card = dataclasses.replace(make_machine(), cpu_costs=None)
     card.save(tmp_path / "card.json")
-    for name, line in (("cpu", "has no GPU"), ("card", "of a card alone")):
+    for name, line in (("cpu", "has no GPU"), ("card", "describes only a GPU")):
         config = config_of(folder, tmp_path / f"{name}.html", split=None, evals=(),
                            machine=tmp_path / f"{name}.json")  # fmt: skip
         report(config)

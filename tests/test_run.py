@@ -249,7 +249,7 @@ def test_a_full_disk_is_told_before_the_work(monkeypatch, capsys, silu, cache):
     usage = shutil.disk_usage(silu)._replace(free=estimate.SPARE_BYTES + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     line = refused(capsys, silu, "-p", "the")
-    assert "are to be made and" in line and "SPARKINFER_CACHE names a folder" in line
+    assert "would be written and" in line and "SPARKINFER_CACHE names a folder" in line
     assert housekeeping.list_cache(cache) == ()
 
 

@@ -199,7 +199,7 @@ def test_every_setting_has_a_spelling():
 
 def test_two_orders_and_bad_values_are_refused():
     done = CliRunner().invoke(draw, ["--samplers", "top_k", "--sampling-seq", "k"])
-    assert done.exit_code == 2 and "both say the order" in done.output
+    assert done.exit_code == 2 and "both set the order" in done.output
     done = CliRunner().invoke(draw, ["-l", "nothing"])
     assert done.exit_code == 2 and "wanted TOKEN+BIAS or TOKEN-BIAS" in done.output
     done = CliRunner().invoke(draw, ["--top-p", "2"])

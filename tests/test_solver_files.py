@@ -103,7 +103,7 @@ def test_absurd_inputs_are_refused(folder, capsys):
     content["cpu_costs"] = None
     (folder / "c").write_text(json.dumps(content))
     assert main(arguments(folder, "-o", folder / "plan", "-vb", "1MiB")) == 1
-    assert "figures of a card alone" in capsys.readouterr().err
+    assert "describes only a GPU" in capsys.readouterr().err
     assert main(arguments(folder, "-o", folder / "plan")) == 2
     assert not (folder / "plan").exists()
 

@@ -156,7 +156,7 @@ REFUSED = {
     "'state_dict' is a value of type dict": lambda p: torch.save({"state_dict": ONES}, p),
     "'step' is a value of type int": lambda p: torch.save({**ONES, "step": 3}, p),
     "twice": lambda p: torch.save({**ONES, 3: torch.ones(1)}, p),
-    "does not lie in its 1 values": lambda p: torch.save({"a": torch.ones(1).expand(9)}, p),
+    "does not fit into its 1 values": lambda p: torch.save({"a": torch.ones(1).expand(9)}, p),
     "cut short": lambda p: (torch.save(ONES, p), p.write_bytes(p.read_bytes()[:-30])),
     "no data.pkl": lambda p: zipfile.ZipFile(p, "w").writestr("a/b", "c"),
 }
@@ -318,9 +318,9 @@ def test_older_tokenizer_files_are_made_into_new_ones(tmp_path):
     assert codec.tokenizer.decode(codec.encode(text)) == text
     for name, broken, words in (
         ("merges.txt", b"\xff\xfe", "cannot be read as text"),
-        ("merges.txt", b"no_such tokens\n", "line 1 is no merge"),
+        ("merges.txt", b"no_such tokens\n", "line 1 is not a merge"),
         ("vocab.json", b"[]", "holds a list"),
-        ("vocab.json", b'{"a": -1}', "a token without number"),
+        ("vocab.json", b'{"a": -1}', "a token without an id"),
     ):
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(broken)

@@ -258,7 +258,7 @@ def test_a_full_disk_is_one_line(config, monkeypatch):
         ({"shares": (0.7, 0.6)}, "the smallest first"),
         ({"rule": "relu"}, "leave --share out"),
         ({"corpora": ()}, "no corpus"),
-        ({"micro_tokens": 96}, "is no whole number of passes"),
+        ({"micro_tokens": 96}, "is not a whole number of passes"),
         ({"learning_rate": 0.0}, "learning rate is 0.0"),
     ],
 )
@@ -270,7 +270,7 @@ def test_requests_that_make_no_sense_are_refused(config, changes, line):
 def test_a_short_corpus_is_refused(config, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
-    with pytest.raises(SparkinferError, match=r"tokens are there to train on, wanted 512 or more"):
+    with pytest.raises(SparkinferError, match=r"tokens to train on, wanted 512 or more"):
         sparsify(replace(config, corpora=(path,)))
 
 

@@ -195,7 +195,7 @@ def test_tasks_that_cannot_be_had_are_one_line(here, capsys, monkeypatch):
     for more, match in (
         (["--tasks", "none"], "no task is called 'none'"),
         (["--tasks", "choice", "--task-folder", here / "nowhere"], "no such folder"),
-        (["--tasks", "far", "--task-folder", here / "far"], "cannot be had"),
+        (["--tasks", "far", "--task-folder", here / "far"], "data is unavailable"),
         (["--tasks", "odd", "--task-folder", here / "far"], "asks for 'num_beams'"),
         (["--tasks", "choice,,", "--task-folder", own], "wanted different names"),
         (["--tasks", "choice", "--limit", 0], "limit is 0"),
@@ -218,8 +218,8 @@ def test_without_lm_eval_it_says_what_to_install(here, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "match"),
     [([], "either --corpus"), (["--corpus", "x", "--tasks", "y"], "either --corpus"),
-     (["--corpus", "x", "--limit", "3"], "--limit has no meaning with --corpus"),
-     (["--tasks", "x", "--tokens", "3"], "--tokens has no meaning with --tasks")],
+     (["--corpus", "x", "--limit", "3"], "--limit has no effect with --corpus"),
+     (["--tasks", "x", "--tokens", "3"], "--tokens has no effect with --tasks")],
 )  # fmt: skip
 def test_a_corpus_or_tasks_but_not_both(more, match, capsys):
     assert main(["eval", "m.gguf", *more]) == 2

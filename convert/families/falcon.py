@@ -49,8 +49,9 @@ def falcon(read: ConfigReader) -> Blueprint:
 
 
 def qkv_order(shape: ModelShape) -> np.ndarray:
-    """The checkpoint has, for each key head, its queries, the key and the value; a model file has
-    all queries, all keys, all values (llama.cpp, conversion/falcon.py)."""
+    """The order of the fused rows. The checkpoint has, for each key head, its queries, the key and
+    the value; a model file has all queries, all keys, all values (llama.cpp,
+    conversion/falcon.py)."""
     per_group = shape.num_heads // shape.num_kv_heads + 2
     count = shape.num_kv_heads * per_group * shape.head_width
     groups = np.arange(count).reshape(shape.num_kv_heads, per_group, shape.head_width)

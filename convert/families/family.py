@@ -10,7 +10,7 @@ from sparkinfer.convert.config_reader import ConfigReader
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`defaults` are those of transformers' config class for the keys that `blueprint` reads and
-    that may be missing; a key that is null in the file is null. A missing key that is not listed
+    that may be missing; a key that is null in the file stays null. A missing key that is not listed
     here is refused, unless transformers' default for it is null."""
 
     blueprint: Callable[[ConfigReader], Blueprint]

@@ -1,6 +1,6 @@
 """Phi-3: a Llama whose projections are stored as two fused matrices, which are split again here.
 
-The model file is a `llama`, so that everything that runs one runs this too."""
+The model file is a `llama`, so everything that runs a `llama` runs this too."""
 
 import gguf
 import numpy as np

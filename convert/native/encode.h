@@ -1,4 +1,4 @@
-// Weights of one float type to the bytes of a type of the model file, in one pass:
+// Encodes weights of one float type as a type of the model file, in one pass:
 //   target[n][m] = source[(index ? index[n] : n) * row_stride + m * column_stride]   n < N, m < M
 // The bytes are those of gguf.quants (gguf-py/gguf/quants.py of ggml-org/llama.cpp), which are ggml's,
 // and for the K-quants, which it lacks, those of ggml itself. All arithmetic is f32 and never fused, so
@@ -12,7 +12,7 @@ enum Kind : int32_t {
     KIND_BF16,  // 2, rounded to nearest even
     KIND_Q8_0,  // 34 bytes for 32 values: f16 scale = largest / 127, 32 x int8 rounded away from 0
     KIND_Q4_0,  // 18 bytes for 32 values: f16 scale = the value of largest magnitude / -8, 16 x 2
-                // nibbles = value / scale + 8.5 cut off; low nibbles 0..15, high nibbles 16..31
+                // nibbles = value / scale + 8.5 truncated; low nibbles 0..15, high nibbles 16..31
     KIND_Q4_K,  // 144 bytes for 256 values, see k_quants.h
     KIND_Q5_K,  // 176
     KIND_Q6_K,  // 210
@@ -33,7 +33,7 @@ struct Job {
     int64_t row_stride, column_stride;  // in values, one of them is 1; row_stride where index is set
     const int64_t* index;               // N row numbers, or null: row n is row n
     int64_t num_rows, num_columns;      // N, M
-    uint32_t limit;                     // bits of the magnitude from which on nothing is encoded
+    uint32_t limit;                     // bits of the magnitude from which nothing is encoded
     uint8_t* target;                    // N contiguous rows
 };
 

@@ -152,7 +152,7 @@ struct Largest {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Loads `count` values to x, which has room for whole blocks; pads the last one with zeros.
+// Loads `count` values into x, which has room for whole blocks; pads the last one with zeros.
 template <class Source>
 inline void unpack_values(const uint8_t* source, int64_t count, float* x, Largest& largest) {
     int64_t i = 0;
@@ -172,7 +172,7 @@ inline void pack_values(const float* x, int64_t count, uint8_t* target) {
     int64_t i = 0;
     for (; i + Target::VALUES <= count; i += Target::VALUES, target += Target::BLOCK_BYTES)
         Target::pack(x + i, target);
-    if (i == count) return;  // as it is for block kinds
+    if (i == count) return;  // always so for block kinds
     uint8_t rest[Target::BLOCK_BYTES];
     Target::pack(x + i, rest);
     __builtin_memcpy(target, rest, (count - i) * Target::BLOCK_BYTES / Target::VALUES);
@@ -208,7 +208,8 @@ constexpr int64_t TILE = 64;  // rows and columns transposed at a time: twice 16
 template <class Target>
 constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;
 
-// Rows that are columns of the source: it is read along its rows, TILE values of WIDTH of them.
+// Encodes columns of the source as rows; reads it along its rows, TILE values from each of WIDTH
+// rows.
 template <class Source, class Target>
 uint32_t encode_columns(const Job& job) {
     const int64_t row_bytes = job.num_columns * Target::BLOCK_BYTES / Target::VALUES;

@@ -48,15 +48,15 @@ inline float write_half(float x, uint8_t* p) {
 
 // ---- q4_K and q5_K ----------------------------------------------------------------------------
 
-// Fits value = scale * quant - minimum for eight parts; keeps the quants of the best trial, which stay
-// if a scale vanishes.
+// Fits value = scale * quant - minimum for eight parts; keeps the quants of the best trial, which
+// remain if a scale is rounded to zero.
 struct Fit {
     float scale[8], minimum[8];
     EightInts quant[BLOCK];
 };
 
 // make_qkx2_quants: trial t takes (first + 0.1 t + MOST) / range for the inverse scale, then the least
-// squares for scale and minimum; better ones move the range for those that follow.
+// squares for scale and minimum; better trials change the range for later ones.
 template <int MOST, int TRIALS>
 inline void fit_with_minimum(const Eight* x, float first, Fit& fit) {
     Eight squares = {}, average, weight[BLOCK];
@@ -124,7 +124,7 @@ inline void fit_with_minimum(const Eight* x, float first, Fit& fit) {
     }
 }
 
-// d and m, the 6-bit numbers, and in `fit` the quants for these. p: 16 bytes.
+// Writes d, m and the 6-bit numbers to the 16 bytes at p, and the quants for these to `fit`.
 template <int MOST>
 inline void write_numbers(const Eight* x, Fit& fit, uint8_t* p) {
     float most_scale = 0, most_minimum = 0;
@@ -211,7 +211,7 @@ inline void fit_around_zero(const Eight* x, float* scales, EightInts* quant) {
     }
     const EightInts is_zero = largest < 1e-15f;
     Eight scale = zero, best = zero, best_inverse = zero;
-    for (int trial = -10; trial <= 9; ++trial) {  // -10 stands for the plain one, which comes first
+    for (int trial = -10; trial <= 9; ++trial) {  // -10: the plain inverse, the first to be tried
         if (trial == 0) continue;
         const bool is_first = trial == -10;
         const Eight inverse =

@@ -3,8 +3,8 @@
 It reads f32, f16 or bf16 weights in place, along rows or columns, and writes the bytes of a type,
 as gguf.quants and, for K-quants, ggml do; on the way it finds the largest magnitude.
 
-If the C++ is not built, importing this raises SparkinferError: gguf.quants would do the same, at a
-fifteenth of the speed.
+If the C++ is not built, importing this raises SparkinferError: gguf.quants gives the same bytes,
+but at a fifteenth of the speed.
 
 Letters: N rows, M values of a row."""
 
@@ -51,7 +51,7 @@ def encode_rows(
     weight_NM: Tensor, kind: str, limit: float, *, rows: np.ndarray | None = None,
     level: str | None = None,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
-    """Bytes, uint8 [N, row bytes], and the largest magnitude: NaN if there is one.
+    """Bytes, uint8 [N, row bytes], and the largest magnitude, which is NaN if there is a NaN.
 
     weight_NM: f32, f16 or bf16 on the CPU, rows or columns contiguous (others are copied). rows:
     int64, the rows to encode, in order; None means all. If the magnitude reaches `limit`, the bytes

@@ -14,7 +14,7 @@ constexpr int64_t MAX_BINS = 256;
 constexpr int64_t LANES = 16;
 constexpr int NUM_TABLES = 4;  // with one, a run of equal bins would wait for each addition
 
-// Adds the sizes of `count` neurons that fire to the tables.
+// Counts the sizes of `count` firing neurons in the tables.
 inline void add_bins(const float* size, int64_t count, const uint8_t* first, const float* edge,
                      int32_t* tables) {
     for (int64_t i = 0; i < count; ++i) {

@@ -1,8 +1,8 @@
-"""Sparse inference. The parts: sparkinfer.convert, .profile, .solver and .runtime.
+"""Sparse inference. The main stages: sparkinfer.convert, .profile, .solver and .runtime.
 
-Nothing is imported here, not even typing, so that the command line hears Ctrl-C early."""
+Nothing is imported here, not even typing, so that the command line can handle Ctrl-C early."""
 
-TYPE_CHECKING = False  # true for type checkers, which know the name
+TYPE_CHECKING = False  # type checkers take it as true
 if TYPE_CHECKING:
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.step.sequences import Part
@@ -13,7 +13,7 @@ __all__ = ["Engine", "Part", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """`from sparkinfer import Engine`, which imports torch only when asked for."""
+    """Imports `Engine` and `Part`, and torch with them, only when they are used."""
     if name == "Engine":
         from sparkinfer.runtime.engine import Engine
 

@@ -1,6 +1,6 @@
 """The architectures that can be run: the graph and the tensors of each.
 
-Names are llama.cpp's if it has one. Optional parts of a single file (biases, a second norm) are
+Names are llama.cpp's where it has one. Optional parts of a single file (biases, a second norm) are
 detected from its tensors.
 
 Letters: D model width, F feed-forward neurons of a layer, R predictor rank, W head width."""
@@ -20,7 +20,7 @@ GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One graph. `rotary` says which values of a head rotate together: neighbours, or a value and
-    the one half a head further; without it positions are learned (`position_embd`)."""
+    the one half a head further; None means that positions are learned (`position_embd`)."""
 
     name: str
     norm: Literal["rms", "layer"] = "rms"
@@ -59,7 +59,7 @@ ARCHITECTURES = {
             is_gated=False,
             has_fused_qkv=True,
             is_parallel=True,
-            # It takes the tanh form for both; transformers has the exact one.
+            # llama.cpp computes the tanh form for both; transformers computes the exact one.
             stock_activations=("gelu", "gelu_tanh"),
             stock_options=frozenset(("attn_norm_2.weight", "attn_norm_2.bias")),
         ),
@@ -89,8 +89,8 @@ class ModelShape:
 def layer_shapes(
     graph: Architecture, shape: ModelShape, layout: Layout, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors every layer must have, by name within the layer; `rank` is its predictor's: 0 for
-    one that is a single matrix, None for no predictor."""
+    """The tensors every layer must have, by name within the layer; `rank` is the predictor's rank:
+    0 for a single matrix, None for no predictor."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,)}
@@ -119,7 +119,8 @@ def layer_shapes(
 def optional_layer_shapes(
     graph: Architecture, shape: ModelShape, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors that all layers have or none; for predictors, those that each may have."""
+    """The tensors that either all layers have or none; those of predictors are optional in each
+    layer."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {
@@ -133,7 +134,7 @@ def optional_layer_shapes(
         shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
     if graph.is_gated:
         shapes["ffn_gate.bias"] = (f,)
-    if graph.is_parallel:  # attention's own norm, or that of sequential blocks
+    if graph.is_parallel:  # attention's own norm, or the feed-forward's if blocks are sequential
         norms: dict[str, tuple[int, ...]] = {"attn_norm_2.weight": (d,), "ffn_norm.weight": (d,)}
         shapes |= _with_norm_biases(graph, norms)
     if rank:

@@ -1,5 +1,4 @@
-"""Bytes of each part of a model: the one definition that the solver plans with and the runtime
-allocates by.
+"""Bytes of each part of a model: the one definition that both the solver and the runtime use.
 
 Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C context length."""
 
@@ -14,14 +13,14 @@ from sparkinfer.model_file import ModelFile
 ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "workspace")
 Items = dict[str, int]
 
-DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less for a model made for less
+DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
 # Maximum tokens per forward pass. Weights are unpacked once per pass, and longer matrix products
 # are faster: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes of 256 and 13
-# in one (docs/log.md). Under a plan a pass is short, as its workspace counts against the budget of
-# a GPU; and while observed, as it is a batch of predictor training.
+# in one (docs/log.md). Passes are short under a plan, where their workspace counts against the
+# GPU's budget, and while observed, when each pass is a batch of predictor training.
 PREFILL_CHUNK = 512
 SHORT_CHUNK = 128
-BLOCK_LENGTH = 64  # positions of a block of the KV cache, if an engine has several sequences
+BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 FLOAT_BYTES = 4
 # A dense product unpacks its weights to f32 one tile of rows at a time: tiles have this many bytes,
@@ -36,8 +35,8 @@ def tile_rows(width: int) -> int:
 
 
 def part_neurons(width: int, num_tokens: int) -> int:
-    """Neurons whose values a pass holds at a time, if unobserved: whole tiles of a matrix of this
-    width, and as many values as one tile has."""
+    """Neurons that an unobserved pass computes at a time: whole tiles of a matrix of this width,
+    with about as many values as one tile."""
     rows = tile_rows(width)
     return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
 
@@ -47,7 +46,7 @@ class LayerBytes:
     """Bytes of one layer: all attention matrices and norms, the predictor, one neuron.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
-    projection, and `up_row` is zero. A neuron's biases belong to their rows."""
+    projection, and `up_row` is zero. A neuron's biases are counted with their rows."""
 
     attention: int
     predictor: int
@@ -67,7 +66,7 @@ def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
 
 
 def is_dense(name: str) -> bool:
-    """True if a layer's tensor is part of the dense block: attention, norms, the last bias."""
+    """True if a layer's tensor is part of the dense block: attention, norms, the down bias."""
     return name.startswith(("attn_", "ffn_norm", "ffn_down.bias"))
 
 
@@ -76,7 +75,7 @@ def is_predictor(name: str) -> bool:
 
 
 def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
-    """The bytes of a layer, from the tensor table of its model file and exact to the byte."""
+    """The exact bytes of a layer, from the tensor table of its model file."""
     entries = layer_tensors(model, layer)
     down = entries.get("ffn_down_t.weight")
 
@@ -96,7 +95,8 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 def transposed_kind(model: ModelFile) -> str:
     """The type of a stock file's down projection after transposing at load.
 
-    Float types stay; blocks would run along the other dimension, so they become f16."""
+    Float types are kept; block types become f16, since their blocks run along the other
+    dimension."""
     kind = model.tensors["blk.0.ffn_down.weight"].kind
     return kind if kind in ("f32", "f16", "bf16") else "f16"
 
@@ -116,20 +116,20 @@ def kv_bytes_per_layer(
 
 
 def kv_positions(context_length: int, num_sequences: int) -> int:
-    """Positions of the whole cache: whole blocks if there are several sequences."""
+    """Positions in the whole cache, in whole blocks if there are several sequences."""
     if num_sequences == 1:
         return context_length
     return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
 
 
 def head_bytes(model: ModelFile) -> int:
-    """Output norm and output matrix; with tied weights this is the embedding matrix."""
+    """Output norm and output matrix, which is the embedding matrix if weights are tied."""
     norm = [e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm.")]
     return sum(norm) + model.tensors[model.head_name].num_bytes
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """The embedding matrix, unless it is also the head, and learned positions."""
+    """Learned positions, and the embedding matrix unless it is also the head."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
     return tokens + (positions.num_bytes if positions else 0)
@@ -138,9 +138,9 @@ def embedding_bytes(model: ModelFile) -> int:
 def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = True) -> int:
     """Temporaries of one forward pass over a prefill chunk, all in f32.
 
-    Hidden state and its copies 8 TD, gate, up and product of all neurons (in a long, unobserved
-    pass, of a part of them), keys and values of the whole context unpacked, the attention mask TC,
-    logits, and the tile that weights are unpacked to. A native step takes about as much or less
+    Hidden state and its copies 8 TD, gate, up and product of all neurons (of a part of them in a
+    long, unobserved pass), keys and values of the whole context unpacked, the attention mask TC,
+    logits, and the tile that weights are unpacked into. A native step takes about as much or less
     (Work in step.cpp)."""
     shape = model.shape
     tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
@@ -167,7 +167,7 @@ def plan_bytes(
 ) -> tuple[Items, Items]:
     """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
 
-    As `plan_bytes_of_gpus`."""
+    The arguments are those of `plan_bytes_of_gpus`."""
     gpus, cpu = plan_bytes_of_gpus(
         model,
         context_length=context_length,
@@ -196,9 +196,9 @@ def plan_bytes_of_gpus(
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU).
 
-    `home` names the GPU of each layer and of the head; () if there is one. `workspace` is that of
-    every device that holds anything, by default the estimate above. The embedding matrix is only
-    read one row per token, so an untied one stays on the CPU."""
+    `home` names the GPU of each layer and of the head; () for a single GPU. `workspace` is counted
+    for the CPU and for every GPU that holds anything; by default it is `workspace_bytes`. The
+    embedding matrix is only read one row per token, so an untied one stays on the CPU."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)

@@ -1,8 +1,8 @@
 """The pre-tokenizers of byte-level BPE that llama.cpp knows by name.
 
 `convert` writes the name as `tokenizer.ggml.pre`, `runtime` builds a tokenizer from it. Only those
-that split alike in `tokenizers` and in llama.cpp are listed. (llama.cpp's tables are of Unicode 15,
-those of tokenizers of Unicode 16: the 4,382 letters and digits added since are symbols to
+that split alike in `tokenizers` and in llama.cpp are listed. (llama.cpp has the tables of Unicode
+15, `tokenizers` those of Unicode 16: the 4,382 letters and digits added since are symbols to
 llama.cpp.)"""
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 @dataclass(frozen=True, kw_only=True)
 class ByteLevelKind:
     name: str  # written by convert
-    other_names: tuple[str, ...] = ()  # of the same in third-party files
+    other_names: tuple[str, ...] = ()  # for the same kind in third-party files
     pattern: str | None  # None: GPT-2's, which tokenizers' ByteLevel has built in
     splits_digits: bool = False  # every digit is a word, split before the pattern applies
     whole_words_first: bool = False  # a word that is a token is not built up from its letters

@@ -51,7 +51,7 @@ class CacheType:
         block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind.upper()]][0]
         if width % block:
             raise SparkinferError(
-                f"a cache in {self.name} takes heads of whole blocks of {block} values, this model's"
+                f"a cache in {self.name} needs heads of a multiple of {block} values, this model's"
                 f" have {width}; use f16 or bf16"
             )
 

@@ -6,7 +6,7 @@ in top_level, commands in commands.all_commands."""
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command: 0, 1 with a one-line error, 2 for usage, 128 + n when ended by signal n, 70
-    for a defect of this program."""
+    for a bug in this program."""
     try:
         from sparkinfer.top_level import run
 

@@ -8,7 +8,7 @@ class SparkinferError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A command was interrupted by a signal: its message and exit code."""
+    """A signal interrupted a command; holds the message and the exit code."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

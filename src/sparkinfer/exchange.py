@@ -14,23 +14,23 @@ _AT_CWD, _EXCHANGE = -100, 2  # of renameat2(2)
 
 
 def put_folder(partial: Path, path: Path) -> None:
-    """Renames a folder. The one that had the name before is at `partial` then, or gone."""
+    """Renames a folder. A folder that had the name before is left at `partial`, or removed."""
     old = partial.with_suffix(OLD)
     for _ in range(ATTEMPTS):
         try:
             if path.exists() and _exchange(partial, path):
                 return
-            if path.exists():  # for a moment nothing has the name
+            if path.exists():  # for a moment the name does not exist
                 path.replace(old)
             partial.replace(path)
             return shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             if old.exists() and not path.exists():
                 old.replace(path)
-            # Another run has put its own there, or removed it, in between.
+            # In between, another run has put its own folder there, or removed it.
             if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise
-    raise SparkinferError(f"{path}: other runs write it again and again; give another name")
+    raise SparkinferError(f"{path}: other runs keep replacing it; give another name")
 
 
 def _exchange(one: Path, other: Path) -> bool:

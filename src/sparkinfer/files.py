@@ -87,7 +87,8 @@ def _is_ours(name: str) -> bool:
 
 @contextmanager
 def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
-    """Yields a new locked file or folder beside `path`; removes what has its name at the end."""
+    """Yields a new locked file or folder beside `path`; at the end removes what still has its
+    name."""
     with _folders_for(path):
         try:
             remove_stale(path)
@@ -110,7 +111,7 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Removes the partial files and folders of this process; called at exit, as a signal between
+    """Removes the partial files and folders of this process; called at exit, since a signal between
     two lines above can leave some."""
     for partial in [*_unfinished]:
         _remove(partial)

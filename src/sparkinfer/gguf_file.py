@@ -105,13 +105,14 @@ def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
 def release(entry: TensorEntry) -> None:
     """Drops a mapped tensor's pages; they are read again when needed.
 
-    A no-op for a tensor that is not mapped. Pages shared with a neighbour go with it. Nobody writes
-    to a mapped tensor: its changes would be lost here."""
+    A no-op for a tensor that is not mapped. Pages shared with a neighbour are dropped too. A mapped
+    tensor must never be written to: the changes would be lost here."""
     _advise(entry, "MADV_DONTNEED")
 
 
 def prefetch(entry: TensorEntry) -> None:
-    """Prefetches a mapped tensor into the page cache, asynchronously; takes none of our memory."""
+    """Prefetches a mapped tensor into the page cache, asynchronously; this takes no memory of the
+    process."""
     _advise(entry, "MADV_WILLNEED")
 
 
@@ -147,16 +148,16 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
     file = open_gguf(path, what)
     if file.magic != "GGUF":
         raise SparkinferError(
-            f"{path}: is a file of PowerInfer's ({file.magic}); wanted a {what}; convert the"
+            f"{path}: is a PowerInfer file ({file.magic}); wanted a {what}; convert the"
             " checkpoint it was made from"
         )
     return file.keys, file.tensors
 
 
 def open_gguf(path: Path, what: str) -> GgufFile:
-    """Does what `read_gguf` does, and returns the magic, too, which may be PowerInfer's.
+    """Like `read_gguf`, but accepts PowerInfer's files too, and returns the magic and the version.
 
-    The mapping is copy-on-write, because torch takes no read-only arrays."""
+    The mapping is copy-on-write, because torch accepts no read-only arrays."""
     require_file(path, what)
     try:
         with path.open("rb") as stream:
@@ -195,10 +196,11 @@ def write_gguf(
     check: Callable[[Path], None] = lambda written: None,
 ) -> None:
     """Writes a file whole or not at all; `on_bytes` is called for every piece of a tensor written,
-    and `check` gets the whole before it is renamed.
+    and `check` gets the whole file before it is renamed.
 
-    Tensors are read in the order of the mapping, in pieces of whole rows, by several threads: so
-    `read_rows` must be thread-safe. A few pieces are in memory at a time, never a large tensor."""
+    Tensors are read in the order of the mapping, in pieces of whole rows, by several threads, so
+    `read_rows` must be thread-safe. Only a few pieces are in memory at a time, never a large
+    tensor."""
     with partial_file(path) as unfinished:
         _write_header(unfinished, architecture, keys, tensors)
         pieces = [piece for entry in tensors.values() for piece in _pieces(entry)]
@@ -261,7 +263,7 @@ def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
 
 
 def _write_all(file: FileIO, data: np.ndarray) -> None:
-    """A raw file may write less than it is given (at most 2 GiB on Linux)."""
+    """Writes all bytes: a raw file may write less than it is given (at most 2 GiB on Linux)."""
     rest = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while rest:
         rest = rest[file.write(rest) :]
@@ -285,8 +287,8 @@ def _add_key(writer: GGUFWriter, name: str, value: Value) -> None:
 
 
 def _array(values: list) -> tuple[list, GGUFValueType]:
-    """An array as it is packed: surrogates in text become the original bytes again, and numbers get
-    the first type that holds all of them."""
+    """An array ready to pack, and its type: surrogates in text become the original bytes again, and
+    numbers get the first type that holds all of them."""
     if isinstance(values[0], str):
         return [v.encode("utf-8", "surrogateescape") for v in values], GGUFValueType.STRING
     if isinstance(values[0], bool):

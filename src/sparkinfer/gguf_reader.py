@@ -2,7 +2,7 @@
 
 The container is the one specified in ggml's docs/gguf.md, versions 2 and 3, little-endian, and
 PowerInfer's, which differs in its first four bytes (`PWRI`) and in the numbers of three types.
-gguf's own reader follows a wrong length without bound and takes seconds for a large vocabulary."""
+gguf's own reader trusts wrong lengths and takes seconds for a large vocabulary."""
 
 import mmap
 import struct
@@ -19,7 +19,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import known_as
 
 Magic = Literal["GGUF", "PWRI"]
-# The type of a number in the file is the type of its numpy scalar.
+# A number is a numpy scalar of its type in the file.
 Value = str | bool | np.number | list[str] | list[int] | list[float] | list[bool]
 
 # Bounds on what a header may make this program allocate: 128 MiB of text are at most 512 MiB of
@@ -69,8 +69,8 @@ class Broken(Exception):
 def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
     """Keys and tensors of a mapped file; `what` describes the file wanted.
 
-    Strings are UTF-8. Those of an array may hold other bytes, since vocabularies of llama.cpp can:
-    they come as lone surrogates, and .encode("utf-8", "surrogateescape") gives them back. Raises
+    Strings are UTF-8. Those of an array may hold other bytes, as some of llama.cpp's vocabularies
+    do: these become lone surrogates, which .encode("utf-8", "surrogateescape") turns back. Raises
     SparkinferError for a file that is damaged, foreign, or of an unknown version."""
     try:
         return _Cursor(file).header()
@@ -117,7 +117,7 @@ class _Cursor:
         if version not in (2, 3):
             is_big_endian = version != 0 and version & 0xFFFF == 0
             found = "big-endian" if is_big_endian else f"version {version}"
-            raise Broken(f"is {found}, this program reads little-endian versions 2 and 3")
+            raise Broken(f"is {found}; this program reads little-endian versions 2 and 3")
         return version
 
     def take(self, num_bytes: int, what: str) -> bytes:
@@ -145,7 +145,7 @@ class _Cursor:
     def name(self, what: str, known: Container[str]) -> str:
         name = self.text(f"a {what}'s name", MAX_NAME_BYTES)
         if name in known:
-            raise Broken(f"{what} {_short(name)} is there twice")
+            raise Broken(f"{what} {_short(name)} appears twice")
         return name
 
     def text(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
@@ -169,7 +169,7 @@ class _Cursor:
     def array(self, what: str) -> list:
         type_number = self.integer("<I", what)
         if type_number == ARRAY:
-            raise Broken(f"{what} is an array of arrays, which no reader takes")
+            raise Broken(f"{what} is an array of arrays, which is not supported")
         count = self.integer("<Q", what)
         if count > self.values_left:
             raise Broken(
@@ -190,7 +190,7 @@ class _Cursor:
         return np.frombuffer(raw, dtype)
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Straight-line code, because a vocabulary has hundreds of thousands of them."""
+        """Reads strings without calls of `text`: a vocabulary has hundreds of thousands of them."""
         file, offset, end = self.file, self.offset, self.end
         read_length = struct.Struct("<Q").unpack_from
         values = []
@@ -213,7 +213,7 @@ class _Cursor:
         shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, what))[::-1]
         type = _tensor_type(self.integer("<I", what), magic, what)
         block, block_bytes = GGML_QUANT_SIZES[type]
-        # A zero beside a huge number would pass as a product and overflow elsewhere.
+        # A zero beside a huge dimension would make a small product and overflow elsewhere.
         if prod(max(n, 1) for n in shape) >= 1 << 62:
             raise Broken(f"{what} has the impossible shape {list(shape)}")
         if shape[-1] % block:
@@ -268,5 +268,5 @@ def _alignment(keys: dict[str, Value]) -> int:
     value = keys.get("general.alignment", np.uint32(DEFAULT_ALIGNMENT))
     if not isinstance(value, np.uint32) or value < 8 or value & (value - 1):
         found = value if isinstance(value, np.number) else f"a {type(value).__name__}"
-        raise Broken(f"general.alignment is {found}, wanted a power of two from 8 on, as u32")
+        raise Broken(f"general.alignment is {found}, wanted a power of two, at least 8, as u32")
     return int(value)

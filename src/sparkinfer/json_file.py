@@ -15,7 +15,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file, with unchanged line ends. `what` names it in an error."""
+    """The text of a UTF-8 file, with unchanged line endings. `what` names it in an error."""
     require_file(path, what)
     try:
         with path.open("rb") as file:
@@ -48,7 +48,7 @@ def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
         raise SparkinferError(f"{path}: has over {MAX_VALUES} values; wanted a {what}")
     try:
         value = json.loads(text)
-        if SURROGATE.search(text):  # half a pair is no character: it cannot be written anywhere
+        if SURROGATE.search(text):  # half a pair is not a character and cannot be written anywhere
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # JSON's error, too many digits, surrogates
         raise SparkinferError(

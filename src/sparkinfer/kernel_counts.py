@@ -2,8 +2,8 @@
 with.
 
 A step on a GPU is a captured graph, in which every kernel waits for the one before it and costs
-`Gpu.launch_s` beside its bytes. Counted are a product with each matrix, one norm each (it adds the
-residual as it reads), and the groups below."""
+`Gpu.launch_s` besides its bytes. One kernel is counted for each matrix product, one for each norm
+(it also adds the residual), and those of the groups below."""
 
 from sparkinfer.budget import is_dense, is_predictor, layer_tensors
 from sparkinfer.model_file import ModelFile

@@ -1,10 +1,10 @@
 """The rule that selects which keys of a long text a token reads: its sizes, and its tables' bytes.
 
 The first `sinks` positions and a window of the last ones are always read. Between them a token reads
-`top` positions: blocks of keys are ranked by a summary, and the keys of the best blocks, `candidates`
-times as many as needed, by codes of two bits per value; with `candidates` 0 the best blocks are read
-whole. A text of up to sinks + top + window positions is read entirely, with the same bits as without
-a selection.
+`top` positions: blocks of keys are ranked by a summary, and then the keys of the best blocks,
+`candidates` times as many as needed, by codes of two bits per value. With `candidates` 0 the best
+blocks are read whole. A text of up to sinks + top + window positions is read entirely, with the
+same bits as without a selection.
 
 Positions are the tokens' own, or capped: within the window they are counted from its beginning, and
 all earlier keys are at a distance of the window's length (InfLLM, Xiao et al. 2024, arXiv

@@ -1,7 +1,7 @@
-"""limits.safetensors: rules without training, a limit for each value of a layer.
+"""limits.safetensors: sparsity rules that need no training: a limit for each value of a layer.
 
 A value at or below its limit in magnitude counts as zero, and the weights it would be multiplied by
-are not read. NaN passes. Specified in docs/formats.md.
+are not read. NaN counts as above its limit. Specified in docs/formats.md.
 
 Letters: L layers, D model width, F neurons, H values of all heads together."""
 
@@ -21,7 +21,7 @@ from sparkinfer.typed import Fields, shown
 
 FORMAT = "sparkinfer.limits"
 VERSION = 1
-# In a checkpoint's folder, where `convert` looks for it.
+# The name under which `convert` looks for it in a checkpoint's folder.
 FILE_NAME = "sparkinfer_limits.safetensors"
 MAX_LAYERS = 1 << 12
 
@@ -45,8 +45,8 @@ PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLimits:
-    """f32, finite and at least 0; None is no rule. Without gates (Falcon) gate_F applies to
-    |act(up)|, as does hidden_F."""
+    """Limits of one layer: f32, finite and at least 0; None is no rule. Without gates (Falcon)
+    gate_F applies to |act(up)|, as does hidden_F."""
 
     gate_F: np.ndarray | None = None  # a neuron is silent where |act(gate_j)| <= limit_j
     hidden_F: np.ndarray | None = None  # its row of down is not read where |h_j| <= limit_j
@@ -136,7 +136,7 @@ class Limits:
                     f"{name} is {limit.dtype} {list(limit.shape)}, wanted a vector of float32"
                 )
             if not (np.isfinite(limit) & (limit >= 0)).all():
-                raise SparkinferError(f"{name} is not all finite and from 0 on")
+                raise SparkinferError(f"{name} is not all finite and at least 0")
 
     def check_shape(self, shape: ModelShape, source: str) -> None:
         """Raises SparkinferError, naming `source`, unless they fit a model of this shape."""
@@ -168,7 +168,7 @@ def limit_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerLimits:
-    """Removes the arrays of a layer."""
+    """Takes the limits of a layer out of `arrays`."""
     found = {
         name: arrays.pop(f"blk.{layer}.{place.tensor}", None) for name, place in PLACES.items()
     }
@@ -176,7 +176,7 @@ def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerLimits:
 
 
 def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int) -> Limits:
-    """The limits in a model file. Raises SparkinferError as `Limits.validate`."""
+    """The limits in a model file. Raises SparkinferError like `Limits.validate`."""
     arrays = {
         name: entry.read()
         for layer in range(num_layers)
@@ -215,8 +215,8 @@ def transposed_by(limits: Limits, graph: Architecture) -> frozenset[str]:
 
 
 def transposable(graph: Architecture) -> dict[str, tuple[str, ...]]:
-    """The matrices whose inputs a limit silences, by its field: stored with a row for each input
-    (`NAME_t.weight`), weights of silent inputs need not be read."""
+    """The matrices whose inputs a limit silences, by the limit's field: if they are stored with a
+    row for each input (`NAME_t.weight`), the weights of silent inputs need not be read."""
     return {
         "qkv_D": ("attn_qkv",) if graph.has_fused_qkv else ("attn_q", "attn_k", "attn_v"),
         "output_H": ("attn_output",),

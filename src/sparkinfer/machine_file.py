@@ -16,13 +16,13 @@ from sparkinfer.typed import MAX_SHOWN, Fields, one_line, shown
 
 FORMAT = "sparkinfer.machine"
 VERSION = 4
-# No quantity of a machine is outside, and computations on those inside stay finite.
+# All quantities of a machine are within these bounds, where computations stay finite.
 LEAST, MOST = 1e-18, 1e18
-MOST_S = 1e3  # of one copy, launch, layer or token: a solver counts in such units
+MOST_S = 1e3  # for one copy, launch, layer or token: the solver counts in such units
 RATE = "gb_per_s"
 # If half of the rounds differ by more than this share of their median, something else was running.
 DOUBTFUL_SPREAD = 0.25
-# The share of rows read where chosen rows are measured.
+# The share of the rows that is read when chosen rows are measured.
 CHOSEN_SHARE = 0.1
 
 
@@ -103,8 +103,9 @@ class CpuCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`cpu_bandwidth_gb_per_s` is read by the runtime's own row products, `cpu_sum_gb_per_s` by
-    torch's sum, each by number of threads. `cpu_costs` is None in the file of a card alone."""
+    """`cpu_bandwidth_gb_per_s` is measured with the runtime's own row products, `cpu_sum_gb_per_s`
+    with torch's sum, each by number of threads. `cpu_costs` is None in a file that describes only a
+    GPU."""
 
     cpu_name: str
     num_threads: int
@@ -117,10 +118,10 @@ class Machine:
     versions: dict[str, str]
 
     def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
-        """Bytes per second of a matrix of this type of which that share of the rows is read.
+        """Bytes per second when this share of the rows of a matrix of this type is read.
 
         Between all rows and CHOSEN_SHARE of them, the seconds per byte are linear in the logarithm
-        of the share; below it they are constant. Raises SparkinferError if not measured."""
+        of the share; below that they are constant. Raises SparkinferError if not measured."""
         costs = self.costs
         for rates in (costs.all_rows_gb_per_s, costs.chosen_rows_gb_per_s):
             if kind not in rates:
@@ -136,8 +137,8 @@ class Machine:
     def costs(self) -> CpuCosts:
         if self.cpu_costs is None:
             raise SparkinferError(
-                "the machine file is that of a card alone; sparkinfer calibrate --gpu-from FILE"
-                " measures this machine and takes the card from it"
+                "the machine file describes only a GPU; sparkinfer calibrate --gpu-from FILE"
+                " measures this machine and takes the GPU from it"
             )
         return self.cpu_costs
 
@@ -205,7 +206,7 @@ class Machine:
                 raise SparkinferError(
                     f"{one_line(name, MAX_SHOWN)} has quartiles {list(quartiles)} of"
                     f" {figure.rounds} rounds,"
-                    " wanted three ascending ones, or none of 0"
+                    " wanted three ascending ones, or none for 0 rounds"
                 )
         for name, number in numbers.items():
             name = one_line(name, MAX_SHOWN)

@@ -1,8 +1,8 @@
 """Reports a mapped input that is truncated while it is read.
 
-The kernel ends such a process by SIGBUS, in native code of any library, where Python can run
-nothing: so the handler is C++ (native/mapped_files.cpp). Continuing with other bytes in place of
-the lost ones would give wrong results; the command names the file, and ends."""
+The kernel ends such a process with SIGBUS, inside native code of any library, where no Python can
+run, so the handler is C++ (native/mapped_files.cpp). Continuing with other bytes in place of the
+lost ones would give wrong results; the command names the file and ends."""
 
 import ctypes
 import faulthandler
@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-# Reserves no memory for copies of pages that nobody writes to: otherwise a file larger than main
-# memory cannot be mapped. Python names it from 3.13 on; 0x4000 is Linux.
+# Reserves no memory for copies of pages that are never written: otherwise a file larger than main
+# memory cannot be mapped. Python names it from 3.13 on; 0x4000 is Linux's value.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 EXIT_CODE = 74  # sysexits.h: EX_IOERR
 
@@ -40,14 +40,14 @@ def guard() -> bool:
 
 
 def set_unfinished(paths: Iterable[Path]) -> None:
-    """The files to remove if the process ends this way."""
+    """Sets the files that are removed if the process ends this way."""
     if _lib is not None:
         names = [os.fsencode(path.absolute()) + b"\0" for path in paths]
         _lib.spark_set_unfinished(b"".join(names), len(names))
 
 
 def map_whole(stream: BinaryIO) -> mmap.mmap:
-    """Maps a whole file copy-on-write, because torch takes no read-only arrays.
+    """Maps a whole file copy-on-write, because torch accepts no read-only arrays.
 
     Raises ValueError for an empty file, OSError if it cannot be mapped."""
     flags, rights = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE

@@ -39,8 +39,8 @@ def mode_meant(model: ModelFile) -> RunMode:
 
 
 def can_silence(model: ModelFile) -> bool:
-    """True if some neuron need not be computed to its end: if all contribute, finding out which
-    fire is wasted work."""
+    """True if some neurons need not be computed in full; if all contribute, finding out which fire
+    is wasted work."""
     return not is_smooth(model) or any(model.threshold_L) or model.has_limits
 
 
@@ -50,23 +50,24 @@ def is_smooth(model: ModelFile) -> bool:
 
 
 def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
-    """Why a mode is not run by default; None: it may be.
+    """Why a mode is not run by default; None if it may be.
 
-    Predictors of a ReLU model without a record come from a file older than records."""
+    Predictors of a ReLU model without a record are allowed: their file is older than records."""
     quality = None if mode == "dense" else model.quality.get(mode)
     if mode == "dense" or (mode == "exact" and not is_smooth(model)):
         return None
     if mode == "exact" and model.is_trained_sparse:
         return None
     if quality is None:
-        return "nothing is known of what it costs" if is_smooth(model) else None
+        return "its cost is unknown" if is_smooth(model) else None
     if quality.perplexity_increase > max_loss:
         return f"it costs {_percent(quality.perplexity_increase)} of perplexity"
     return None
 
 
 def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
-    """The default mode. Without records of bytes, predicted goes before exact before dense."""
+    """The default mode. Without records of bytes, predicted is preferred to exact, and exact to
+    dense."""
     model = model.row_major
     modes = sparse_modes(model)
     allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]
@@ -81,13 +82,13 @@ def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
 
 
 def loss_line(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
-    """A line for a user who asked for a mode."""
+    """A line for a user who asked for a mode that costs more than `max_loss`."""
     quality = None if mode == "dense" else model.quality.get(mode)
     if quality is None or quality.perplexity_increase <= max_loss:
         return None
     return (
         f"mode {mode} costs {_percent(quality.perplexity_increase)} of perplexity by the file's own"
-        f" record (limit {_share(max_loss)}); without --mode it is not taken"
+        f" record (limit {_share(max_loss)}); without --mode it is not chosen"
     )
 
 
@@ -105,9 +106,9 @@ def predictor_bytes(model: ModelFile) -> int:
 
 
 def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
-    """Bytes per token by the record; None without one. If the file's types are not those it was
-    measured with, all bytes but the predictors', which keep their types, are scaled with the dense
-    bytes."""
+    """Bytes per token according to the record; None without one. If the file's types are not those
+    it was measured with, all bytes but the predictors', which keep their types, are scaled with the
+    dense bytes."""
     quality = model.quality.get(mode)
     if quality is None:
         return None
@@ -132,7 +133,7 @@ def _line(
         return (
             f"mode {mode}: the file has {what}, and no record of what they cost: --mode {unknown[0]}"
             " runs them, sparkinfer eval measures them, and after sparkinfer profile and convert"
-            " the file says it itself"
+            " the file has the record"
         )
     return _no_gain_line(model, mode, modes)
 
@@ -185,6 +186,6 @@ def _share(share: float) -> str:
 
 
 def _above(share: float) -> float:
-    """Rounded up to one digit."""
+    """The share, rounded up to one digit."""
     unit = 10.0 ** math.floor(math.log10(share))
     return math.ceil(share / unit * (1 - 1e-12)) * unit

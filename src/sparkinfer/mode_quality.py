@@ -1,7 +1,7 @@
 """The measured cost of a mode against the same model computed densely, and the bytes it reads.
 
 `profile` measures it and writes it into the profile and the predictors, `convert` puts it into the
-model file; mode_choice decides by it."""
+model file; mode_choice uses it."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from sparkinfer.typed import Fields, shown
 
 RunMode = Literal["dense", "exact", "predicted"]
 SparseMode = Literal["exact", "predicted"]
-# The largest share of the perplexity that a default mode may cost.
+# The largest relative rise of the perplexity that a default mode may cost.
 MAX_LOSS = 0.01
 
 
@@ -33,7 +33,7 @@ class ModeQuality:
     corpus_sha256: str
 
     def validate(self, mode: str) -> None:
-        """Raises SparkinferError for a number that no measurement gives."""
+        """Raises SparkinferError for a number that no measurement can give."""
         found = asdict(self)
         for name, (least, most) in _RANGES.items():
             if not least <= found[name] <= most:
@@ -55,7 +55,7 @@ _NAMES = {field.name for field in fields(ModeQuality)}
 
 
 def is_recordable(quality: ModeQuality) -> bool:
-    """True if all of it is finite and in range: a broken mode has no record."""
+    """True if all numbers are finite and in range: a broken mode gets no record."""
     try:
         quality.validate("")
     except SparkinferError:
@@ -78,7 +78,7 @@ def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
 def quality_values(
     quality: Mapping[SparseMode, ModeQuality],
 ) -> dict[str, dict[str, float | int | str]]:
-    """The form for JSON and GGUF; validated."""
+    """The qualities, validated, in the form for JSON and GGUF."""
     for mode, of_mode in quality.items():
         of_mode.validate(mode)
     return {mode: asdict(of_mode) for mode, of_mode in quality.items()}

@@ -61,9 +61,9 @@ class PredictorInfo:
 
     logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, with act the identity ("linear",
     "gate") or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D
-    + up_bias. A neuron is computed if its score is above the threshold of its layer: the logit, or
-    for "gate", of smooth activations alone, |activation(logit)|. x is the FFN input of the layer
-    `input_layer_offset` before it."""
+    + up_bias. A neuron is computed if its score is above the threshold of its layer. The score is
+    the logit or, for "gate" (only with smooth activations), |activation(logit)|. x is the FFN input
+    of the layer `input_layer_offset` before it."""
 
     kind: PredictorKind
     rank_L: tuple[int, ...]
@@ -148,7 +148,7 @@ class ModelFile:
             if entry.shape != shape or entry.kind not in KINDS:
                 if entry.shape == shape:
                     raise SparkinferError(
-                        f"{self.path}: {name} is in {entry.kind}, which is not computed with"
+                        f"{self.path}: {name} is in {entry.kind}, which cannot be computed with"
                         f" {_next_step(entry.kind)}"
                     )
                 raise SparkinferError(
@@ -161,7 +161,7 @@ class ModelFile:
             self._check_predictor(self.predictor)
 
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
-        """Every tensor that must be here, and every one that may."""
+        """The tensors that must be present, and those that may be."""
         required = outer_shapes(self.graph, self.shape)
         optional = optional_outer_shapes(self.graph, self.shape)
         for layer in range(self.shape.num_layers):
@@ -176,7 +176,8 @@ class ModelFile:
         return required, optional
 
     def _stored_shapes(self, layer: int, shapes: Shapes) -> Shapes:
-        """The same with transposed matrices under their stored names; all of a group or none."""
+        """`shapes` with transposed matrices under their stored names; a group is transposed
+        whole."""
         for names in transposable(self.graph).values():
             if not any(self.is_transposed(layer, name) for name in names):
                 continue
@@ -193,7 +194,7 @@ class ModelFile:
             what = "the stock layout" if self.layout == "stock" else f"this {self.activation} model"
             raise SparkinferError(
                 f"{self.path}: {found[0]}: limits are for SiLU and GELU models in the sparse layout,"
-                f" {what} cannot have them; convert it without"
+                f" {what} cannot have them; convert it without them"
             )
         for name in found:
             if self.tensors[name].kind != "f32" or len(self.tensors[name].shape) != 1:
@@ -213,8 +214,8 @@ class ModelFile:
                 )
 
     def _check_options(self) -> None:
-        """Checks that optional tensors are in all layers or in none, and that a layer has one order
-        of blocks."""
+        """Checks that optional tensors are in all layers or in none, and that they give only one
+        order of blocks."""
         of_layer = [
             {name for name in optional_layer_shapes(self.graph, self.shape, None)
              if f"blk.{layer}.{name}" in self.tensors}
@@ -239,8 +240,8 @@ class ModelFile:
         factors = dequantize(entry.read(), type_of(entry.kind))
         if not ((factors > 0) & (factors < np.inf)).all():
             raise SparkinferError(
-                f"{self.path}: rope_freqs.weight is not all finite and above zero: positions would"
-                " not turn; get the file again"
+                f"{self.path}: rope_freqs.weight is not all finite and above zero: rotary"
+                " embeddings would be wrong; get the file again"
             )
 
     def _check_predictor(self, info: PredictorInfo) -> None:
@@ -308,8 +309,8 @@ class ModelFile:
 
     @property
     def row_major(self) -> "ModelFile":
-        """The model with every matrix under its usual name and shape: to count bytes, not to
-        read."""
+        """The model with every matrix under its usual name and shape: for counting bytes, not for
+        reading."""
         usual = dict(self.tensors)
         for layer in range(self.shape.num_layers):
             for names in transposable(self.graph).values():
@@ -337,7 +338,7 @@ class ModelFile:
         if value is None or isinstance(value, str):
             return value
         raise SparkinferError(
-            f"{self.path}: {key} is {shown(value)}, wanted a text; convert the checkpoint again"
+            f"{self.path}: {key} is {shown(value)}, wanted a string; convert the checkpoint again"
         )
 
     def _own_keys(self) -> dict[str, Value]:
@@ -360,21 +361,21 @@ class ModelFile:
 
 
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
-    """Keys and tensors of a GGUF, those of PowerInfer's translated.
+    """Keys and tensors of a GGUF; PowerInfer's are translated.
 
     There is always a `sparkinfer.model_id`: the one that `convert` wrote, or for a third-party file
     one computed from the file. Raises SparkinferError for a broken file."""
     if path.is_dir():
         raise SparkinferError(
-            f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes of a"
+            f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes from a"
             " checkpoint"
         )
     file = open_gguf(path, "model file (GGUF)")
     keys, tensors = file.keys, file.tensors
     if keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         raise SparkinferError(
-            f"{path}: a split file; wanted the model (GGUF) that it was solved for, to which"
-            " generate takes it as --split"
+            f"{path}: is a split file; give the model (GGUF) that it was solved for, and the split"
+            " file with --split"
         )
     if not isinstance(keys.get("sparkinfer.model_id"), str):
         prefix = f"{keys.get('general.architecture')}."
@@ -394,7 +395,7 @@ def compute_model_id(
 ) -> str:
     """Identifies weights: sha256 over the config and each tensor's name, shape and sampled bytes.
 
-    The same for every type and layout made from one checkpoint, and cheap for 100 GB."""
+    The same for every type and layout made from one checkpoint, and cheap even for 100 GB."""
     volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
     stable = {key: value for key, value in config.items() if key not in volatile}
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
@@ -412,9 +413,9 @@ def sample_bytes(raw: np.ndarray) -> bytes:
 
 
 def _next_step(kind: str) -> str:
-    """What to do about a block type that is not computed with."""
+    """What to do about a block type that cannot be computed with."""
     if can_unpack(kind):
-        return "; first sparkinfer convert FILE -o model.gguf, which makes q8_0 of it"
+        return "; first sparkinfer convert FILE -o model.gguf, which converts it to q8_0"
     return " and cannot be converted; take a file of another type"
 
 

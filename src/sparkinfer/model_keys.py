@@ -1,4 +1,5 @@
-"""The header of a model file: typed reads of its keys, each with its own error, and its writing."""
+"""The header of a model file: reads its keys with checked types and their own errors, and writes
+them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ class KeyReader:
     def __init__(
         self, path: Path, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
     ) -> None:
-        """Raises SparkinferError for an unknown architecture, version, or key of either."""
+        """Raises SparkinferError for an unknown architecture, version or key."""
         self.path, self.keys, self.tensors = path, keys, tensors
         found = str(keys.get("general.architecture", "none"))
         if found not in ARCHITECTURES:
@@ -85,8 +86,9 @@ class KeyReader:
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
-        """An unknown key may change what the graph computes, unless its value is zero or false; one
-        of ours is from a later version."""
+        """Raises SparkinferError for an unknown key of ours, which is from a later version, and for
+        one of the architecture that is not zero or false, which may change what the graph
+        computes."""
         prefix = self.graph.name + "."
         for key, value in self.keys.items():
             if key.startswith(OWN) and key not in OWN_KEYS and not key.startswith(QUALITY):
@@ -118,7 +120,7 @@ class KeyReader:
         value = self.keys.get(key)
         if not isinstance(value, str) or not value.isprintable():
             raise SparkinferError(
-                f"{self.path}: key {key!r} is {shown(value)}, wanted a text of one line"
+                f"{self.path}: key {key!r} is {shown(value)}, wanted a one-line string"
             )
         return value
 
@@ -142,7 +144,7 @@ class KeyReader:
         """Finite numbers, at least 0; zeros if absent."""
         values = self.floats(key, count, 0.0)
         if not all(0 <= value < np.inf for value in values):
-            raise SparkinferError(f"{self.path}: key {key!r} is not all finite and from 0 on")
+            raise SparkinferError(f"{self.path}: key {key!r} is not all finite and at least 0")
         return values
 
     def floats(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
@@ -166,7 +168,7 @@ class KeyReader:
         return cast(str, value)
 
     def activation(self) -> Activation:
-        """llama.cpp's for the graph if absent."""
+        """The activation; if the key is absent, that of llama.cpp's graph."""
         default = (*self.graph.stock_activations, "")[0]
         return cast(Activation, self.choice("sparkinfer.ffn.activation", Activation, default))
 
@@ -203,7 +205,7 @@ class KeyReader:
         if self.keys.get(f"{name}.attention.causal", True) is not True:
             raise SparkinferError(
                 f"{self.path}: attention.causal is not true: attention that looks ahead is not"
-                " computed; this file is not supported"
+                " supported"
             )
         if heads % count("attention.head_count_kv", heads) or head_width % 2:
             raise SparkinferError(
@@ -232,7 +234,8 @@ class KeyReader:
         )
 
     def _rope_linear_factor(self) -> float:
-        """llama.cpp takes a file without a type for linear, by its factor or 1."""
+        """Positions are divided by it. As in llama.cpp, a file without a type is linear, by its
+        factor or 1."""
         prefix = f"{self.graph.name}.rope.scaling."
         scaling = self.keys.get(prefix + "type")
         if scaling not in (None, "none", "linear"):

@@ -14,7 +14,7 @@ from sparkinfer.files import MODEL_SUFFIX, try_to_create
 def check_output(
     path: Path, *, force: bool, inputs: Iterable[Path] = (), folders: Iterable[Path] = ()
 ) -> None:
-    """`check_outputs` of a single one."""
+    """Does what `check_outputs` does, for a single output."""
     check_outputs([path], force=force, inputs=inputs, folders=folders)
 
 
@@ -26,14 +26,13 @@ def check_outputs(
     folders: Iterable[Path] = (),
     output_folders: Sequence[Path] = (),
 ) -> None:
-    """Refuses outputs that are an input or each other, under any name; that exist already (unless
-    `force`); that cannot be written.
+    """Refuses outputs that are also an input or another output, under any name; that exist already
+    (unless `force`); or that cannot be written.
 
-    In `folders` all files but .gguf ones are inputs, and a new file could become one: the output
-    may be there if it ends in .gguf. A link to a file is replaced, not the file; devices, pipes and
+    In `folders` all files except .gguf ones are inputs, and a new file could become one, so an
+    output there must end in .gguf. A link to a file is replaced, not the file; devices, pipes and
     dangling links are refused. `output_folders` are replaced as a whole: no input and no other
-    output may be inside them. Called before the work starts, so that nobody waits an hour for this
-    error; leaves nothing behind."""
+    output may be inside them. Leaves nothing behind."""
     folders = list(folders)
     inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
     check_apart([*paths, *output_folders], inputs)
@@ -54,7 +53,7 @@ def check_outputs(
 
 
 def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Refuses outputs that are an input or each other, under any name."""
+    """Refuses outputs that are also an input or another output, under any name."""
     for number, path in enumerate(outputs):
         try:
             _check_others(path, outputs[:number], inputs)
@@ -65,9 +64,8 @@ def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
 def check_output_folder(
     path: Path, *, force: bool, is_ours: Callable[[str], bool], inputs: Iterable[Path] = ()
 ) -> None:
-    """Refuses an output folder that is something else, holds anything (unless `force`), or holds
-    files that this command would not have written, or that it reads: replacing it would delete
-    them."""
+    """Refuses an output that is not a folder, one that is not empty (unless `force`), and one with
+    files that this command reads or has not written, since replacing it would delete them."""
     check_outputs([], force=force, inputs=inputs, output_folders=[path])
     try:
         if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):

@@ -29,7 +29,7 @@ def adopt(
     found = str(keys.get("general.architecture", "none"))
     if found not in ACTIVATIONS:
         raise SparkinferError(
-            f"architecture {shown(found)} of PowerInfer's; known: {', '.join(ACTIVATIONS)}"
+            f"PowerInfer's architecture {shown(found)} is unknown; known: {', '.join(ACTIVATIONS)}"
         )
     name = "llama" if found == "bamboo" else found
     own = {

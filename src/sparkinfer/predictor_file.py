@@ -1,6 +1,6 @@
 """predictors.safetensors: small networks that predict which neurons will fire.
 
-Specified in docs/formats.md; their arithmetic is described at model_file.PredictorInfo. `profile`
+Specified in docs/formats.md; model_file.PredictorInfo describes their arithmetic. `profile`
 writes them, `convert` puts them into a model file."""
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class StoredMatrix:
 
     @classmethod
     def of(cls, values: np.ndarray, kind: str) -> "StoredMatrix":
-        """f32 values, rounded to the type. The width must be whole blocks of it."""
+        """f32 values, rounded to the type. The width must be a whole number of its blocks."""
         if kind in ("f32", "f16"):
             return cls(values.astype(STORED[kind]), kind)
         return cls(quantize(np.ascontiguousarray(values, np.float32), type_of(kind)), kind)
@@ -52,7 +52,7 @@ class StoredMatrix:
         return self.data.shape[0], row_bytes // size * block
 
     def values(self) -> np.ndarray:
-        """f32, exactly the stored values."""
+        """Exactly the stored values, in f32."""
         if self.kind in ("f32", "f16"):
             return self.data.astype(np.float32)
         return dequantize(self.data, type_of(self.kind))
@@ -134,7 +134,7 @@ class LayerPredictor:
         return {f"blk.{layer}.{name}": a for name, a in named.items() if a is not None}
 
     def entries(self, layer: int) -> dict[str, TensorEntry]:
-        """Its tensors as in a model file."""
+        """The tensors by their names in a model file."""
         found = {name: matrix.entry() for name, matrix in self.matrices(layer).items()}
         return found | {n: array_entry(a, "f32") for n, a in self.biases(layer).items()}
 
@@ -175,7 +175,7 @@ class Predictors:
             info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))
             kinds = read.items("matrix_kind_L")
             if len(kinds) != len(info.rank_L):
-                raise SparkinferError("matrix_kind_L is not a list with one type a layer")
+                raise SparkinferError("matrix_kind_L is not a list with one type per layer")
             layers = [_take(arrays, layer, kind) for layer, kind in enumerate(kinds)]
             if arrays:
                 raise SparkinferError(f"unknown array {shown(min(arrays))}")
@@ -213,7 +213,7 @@ class Predictors:
         if not len(self.layers) == len(self.info.rank_L) == len(self.info.threshold_L):
             raise SparkinferError(
                 f"{len(self.layers)} predictors, {len(self.info.rank_L)} ranks,"
-                f" {len(self.info.threshold_L)} thresholds; wanted one of each a layer"
+                f" {len(self.info.threshold_L)} thresholds; wanted one of each per layer"
             )
         if self.info.kind not in get_args(PredictorKind) or self.info.input_layer_offset not in (
             0,
@@ -228,7 +228,7 @@ class Predictors:
         if len(self.info.density_L) not in (0, len(self.layers)):
             raise SparkinferError(f"{len(self.info.density_L)} densities, wanted none or all")
         if not all(0 <= density <= 1 for density in self.info.density_L):
-            raise SparkinferError("a density is no share from 0 to 1")
+            raise SparkinferError("a density is not between 0 and 1")
         for layer, (predictor, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
             for name, matrix in predictor.matrices(layer).items():
                 matrix.check(name)
@@ -241,10 +241,10 @@ class Predictors:
 
 
 def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredictor:
-    """Removes the arrays of a layer; KeyError if there is no predictor."""
+    """Takes the arrays of a layer out of `arrays`; KeyError if it has no predictor."""
     if kind is not None and not (isinstance(kind, str) and kind in STORED):
         raise SparkinferError(
-            f"layer {layer}: matrix kind {shown(kind)} is not of {', '.join(STORED)}"
+            f"layer {layer}: matrix kind {shown(kind)} is not one of {', '.join(STORED)}"
         )
     stored, prefix = str(kind or "f32"), f"blk.{layer}.ffn_pred_"
     down = arrays.pop(prefix + "down.weight", None)

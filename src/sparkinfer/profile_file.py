@@ -19,7 +19,7 @@ FORMAT = "sparkinfer.profile"
 VERSION = 3
 OLDER = (1, 2)  # without quality; without arithmetic
 # Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and the
-# last one has no end. Eight bins per octave: a threshold read off is within 9 % of the value.
+# last one has no end. Eight bins per octave: a threshold read from it is within 9 % of the value.
 EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
 NUM_BINS = len(EDGES)
 
@@ -37,7 +37,7 @@ class Corpus:
 class Profile:
     model_id: str
     num_tokens: int
-    threshold_L: tuple[float, ...]  # a neuron fired where its activation passed this
+    threshold_L: tuple[float, ...]  # a neuron fired where its activation exceeded this
     corpora: tuple[Corpus, ...]
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
@@ -56,7 +56,7 @@ class Profile:
         return self.frequency_LF.mean(axis=1)
 
     def hottest_share_L(self, share: float = 0.2) -> np.ndarray:
-        """Share of the firings that the hottest `share` of the neurons take, f64."""
+        """Share of the firings that come from the hottest `share` of the neurons, f64."""
         descending_LF = -np.sort(-self.active_count_LF, axis=1)
         top = descending_LF[:, : round(share * descending_LF.shape[1])].sum(axis=1)
         return top / np.maximum(1, descending_LF.sum(axis=1))
@@ -64,7 +64,7 @@ class Profile:
     def merge(self, other: "Profile") -> "Profile":
         """The profile of both texts; quality does not add up, and is left out.
 
-        Raises SparkinferError for two different models."""
+        Raises SparkinferError for different models or thresholds."""
         if (self.model_id, self.threshold_L) != (other.model_id, other.threshold_L):
             raise SparkinferError(
                 f"profiles of two models or thresholds cannot be added: model {self.model_id[:12]}"
@@ -154,7 +154,7 @@ class Profile:
         total = self.num_tokens * counts.shape[1]
         if total > MAX_COUNT:
             raise SparkinferError(
-                f"{self.num_tokens} tokens of {counts.shape[1]} neurons are more than is counted"
+                f"{self.num_tokens} tokens of {counts.shape[1]} neurons are more than can be counted"
             )
         if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
             raise SparkinferError("the histograms do not hold every neuron once a token")

@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-LINE_EVERY_S = 30.0  # if stderr is no terminal
+LINE_EVERY_S = 30.0  # if stderr is not a terminal
 
 
 @dataclass
@@ -55,8 +55,8 @@ class Advance:
 
 @contextmanager
 def progress(label: str, total: float | None, unit: str) -> Iterator[Advance]:
-    """Yields a function to call with the amount just done. If stderr is no terminal it prints a
-    line every half a minute.
+    """Yields a function to call with the amount just done. If stderr is not a terminal, it prints a
+    line every half minute.
 
     A `total` of None is set later by `Advance.set_total`."""
     columns = (

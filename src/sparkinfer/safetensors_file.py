@@ -42,7 +42,7 @@ def save_arrays(
     """Writes a file whole or not at all; metadata values are stored as JSON.
 
     The same arrays and metadata give the same bytes. The safetensors package writes its metadata in
-    any order, and to a file of its own that would replace the locked one."""
+    arbitrary order, and to a file of its own that would replace the locked one."""
     texts = {key: json.dumps(value) for key, value in metadata.items()}
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, object] = {
@@ -75,7 +75,7 @@ def load_arrays(
     """Metadata (parsed) and arrays of a file written by `save_arrays`.
 
     Raises SparkinferError for a missing, truncated or foreign file, a version that is neither
-    `version` nor in `older`, and if the metadata are not `keys` and some of `optional`."""
+    `version` nor in `older`, and metadata other than `keys` and some of `optional`."""
     what = f"{format} file"
     check_header(path, what)
     try:

@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP as exceptions that end a command with one line.
 
-Python runs signal handlers between its own instructions, so long-running native code is not stopped
-by one: then a thread removes what was being written and ends the process. Stages that save on a
+Python runs signal handlers between its own instructions, so they do not stop long-running native
+code; then a thread removes what was being written and ends the process. Stages that save on a
 signal (profile.run, sparsify.signals) and servers install handlers of their own."""
 
 import os
@@ -38,8 +38,8 @@ class _Handler:
     def watch(self, pipe: int) -> None:
         """Ends the process if the main thread has not reached the handler in time.
 
-        Of two signals at once the second may go to any thread, and the first with it; then nothing
-        wakes the main thread from where it waits."""
+        Of two signals at once, the second may go to any thread and take the first with it; then
+        nothing wakes the main thread while it waits."""
         signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
         main = threading.main_thread().ident
         assert main is not None
@@ -61,9 +61,9 @@ class _Handler:
 
 @contextmanager
 def ending(*, is_program: bool) -> Iterator[None]:
-    """Within its block the signals are exceptions, except those that the process was started to
-    ignore (nohup) or that somebody else handles. A program has nothing to do after it: there they
-    end it at once."""
+    """Within the block the signals raise exceptions, except those that the process was started to
+    ignore (nohup) or that have another handler. A program has nothing to do after the block: there
+    they end it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread only
         return

@@ -8,7 +8,7 @@ _UNITS = {"": 1 << 30, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "
           "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 
-MOST = 1 << 60  # a thousand million GiB; and files store sizes in 64 bits
+MOST = 1 << 60  # 2^30 GiB; files store sizes in 64 bits
 
 
 def parse_bytes(text: str) -> int:

@@ -17,9 +17,9 @@ _new: ContextVar[set[Path]] = ContextVar("new")
 
 @contextmanager
 def reading(*paths: Path | None, new: Sequence[Path] = ()) -> Iterator[None]:
-    """Within its block nothing is written from inputs that have changed since its beginning, and
-    nothing over one of the absent outputs `new`, if another run has written it: `partial_file` and
-    `partial_folder` refuse. In a folder, the files that are read count.
+    """Within the block, `partial_file` and `partial_folder` refuse to write if an input has changed
+    since the beginning, or if another run has written the output, one of the absent `new`. In an
+    input folder, files with suffixes in READ count.
 
     A mapped file that is truncated reads as zeros up to the end of its last page."""
     files = [file for path in paths if path is not None for file in _files_of(path)]
@@ -55,7 +55,7 @@ def changed_inputs() -> list[Path]:
 
 
 def wrote(path: Path) -> None:
-    """Called when an output has its name; it may be in a folder that is read."""
+    """Called when an output has received its name; it may be in an input folder."""
     _inputs.get({}).pop(_real(path), None)
     _new.get(set()).discard(_real(path))
 

@@ -1,4 +1,4 @@
-"""Main memory of this machine, and how much of it this process may have."""
+"""Main memory of this machine, and how much of it this process may use."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def free_memory_bytes() -> int:
 
 
 def memory_limit_bytes() -> int:
-    """The most this process may have, whatever else is running."""
+    """The most this process may use, whatever else is running."""
     limits = [_limit(group, name) for group, (name, *_) in _groups(_ROOT)]
     return min([memory_bytes()[0], *(limit for limit in limits if limit is not None)])
 
@@ -40,7 +40,7 @@ def _left_by_groups(root: Path) -> list[int]:
 
 
 def _groups(root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
-    """Control groups of memory that this process is in, with the names of their files for the
+    """The memory control groups that this process is in, with the names of their files for the
     limit, the use and the cache."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

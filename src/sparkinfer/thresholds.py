@@ -1,4 +1,4 @@
-"""Replaces a model's thresholds by those of a profile: permanently in convert, for one run in the
+"""Replaces a model's thresholds with those of a profile: permanently in convert, for one run in the
 engine."""
 
 import dataclasses
@@ -16,7 +16,7 @@ from sparkinfer.profile_file import Profile
 def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
     """The model with a profile's thresholds, at or below which |act(gate)| counts as zero.
 
-    Raises SparkinferError for another model's profile, and as `replace_thresholds`."""
+    Raises SparkinferError for another model's profile, and like `replace_thresholds`."""
     profile = Profile.load(path)
     if profile.model_id != model.model_id:
         raise SparkinferError(
@@ -42,8 +42,8 @@ def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality
 def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: str) -> ModelFile:
     """The model with other thresholds, whose cost is unknown; `source` is named in errors.
 
-    Raises SparkinferError unless they are a finite number, at least 0, for each layer of a SiLU or
-    GELU model; in others a threshold is a part of the activation."""
+    Raises SparkinferError unless there is one finite number, at least 0, for each layer of a SiLU
+    or GELU model; in other models a threshold is a part of the activation."""
     if model.activation not in SMOOTH:
         raise SparkinferError(
             f"{source}: thresholds are for SiLU and GELU models; this one is {model.activation},"
@@ -53,6 +53,6 @@ def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: s
     if len(threshold_L) != model.shape.num_layers or not is_valid:
         raise SparkinferError(
             f"{source}: thresholds are {tuple(threshold_L)}, wanted {model.shape.num_layers} finite"
-            " numbers from 0; profile this model again"
+            " numbers, at least 0; profile this model again"
         )
     return dataclasses.replace(model, threshold_L=tuple(threshold_L), quality={})

@@ -1,7 +1,7 @@
 """Builds the tokenizer described by the text of a tokenizer.json.
 
-The `tokenizers` library reads it; text that would end there in a traceback, a panic or an endless
-loop is refused here."""
+The `tokenizers` library reads it; text that would cause a traceback, a panic or an endless loop
+there is refused here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def read_tokenizer(source: str, text: str) -> Tokenizer:
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= MAX_TOKENS:
         raise SparkinferError(
-            f"{source}: a token has the number {largest}, wanted less than {MAX_TOKENS}; get"
+            f"{source}: a token has the id {largest}, wanted less than {MAX_TOKENS}; get"
             " tokenizer.json again"
         )
     return tokenizer

@@ -30,7 +30,7 @@ NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs a command: 0, 1 with a one-line error, 2 for usage, 128 + n when ended by signal n, 70
-    for a defect of this program."""
+    for a bug in this program."""
     is_program = argv is None
     arguments = list(sys.argv[1:] if argv is None else argv)
     with ending(is_program=is_program):
@@ -97,7 +97,7 @@ def _end(error: BaseException, arguments: list[str]) -> int:
     if os.environ.get(DEBUG_VARIABLE) and not is_known and sys.stderr is not None:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        # One of torchrun's processes speaks for all.
+        # Only one of torchrun's processes reports.
         if os.environ.get("RANK", "0") == "0":
             stopped = str(error) if isinstance(error, Interrupted) else MESSAGE
             _say(f"sparkinfer: {stopped}")
@@ -128,7 +128,7 @@ def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
         )  # fmt: skip
         return f"{command}: {name[:MOST_LETTERS]}: cannot be read or written: {reason}", 1
     return (
-        f"{command}: unexpected {type(error).__name__}: {_words(error)} (a defect of this program;"
+        f"{command}: unexpected {type(error).__name__}: {_words(error)} (a bug in this program;"
         f" {DEBUG_VARIABLE}=1 shows where)",
         UNEXPECTED,
     )

@@ -1,7 +1,7 @@
-"""Strict reads of the values in our own files' JSON objects and GGUF keys, and quotes of
-third-party values in errors.
+"""Type-checked reads of values in our own JSON objects and GGUF keys, and quotes of third-party
+values in errors.
 
-A value of the wrong type is refused by its name: none is converted, and none reaches code that
+A value of the wrong type is refused with its name, never converted, and never reaches code that
 relies on its type. The caller that catches the error adds the file's name."""
 
 import math
@@ -19,10 +19,11 @@ MAX_LINE = 200  # of another program's message
 
 
 class Fields:
-    """The values of an object by their keys; `name` stands for it in an error."""
+    """The values of an object by their keys; errors call it `name`."""
 
     def __init__(self, values: object, name: str = "", keys: set[str] | None = None) -> None:
-        """Raises SparkinferError for a value that is no object, and if its keys are not `keys`."""
+        """Raises SparkinferError for a value that is not an object, and for keys other than
+        `keys`."""
         if not isinstance(values, Mapping):
             name = one_line(name or "the content", MAX_SHOWN)
             raise SparkinferError(f"{name} is {shown(values)}, wanted an object")
@@ -33,7 +34,7 @@ class Fields:
 
     def text(self, key: str) -> str:
         value = self._get(key)
-        return value if isinstance(value, str) else self._refuse(key, value, "a text")
+        return value if isinstance(value, str) else self._refuse(key, value, "a string")
 
     def text_or_none(self, key: str) -> str | None:
         return None if self._get(key) is None else self.text(key)
@@ -41,7 +42,7 @@ class Fields:
     def line(self, key: str) -> str:
         """A one-line text that an error can quote as it is: an id, or a name."""
         value = self.text(key)
-        return value if value.isprintable() else self._refuse(key, value, "a text of one line")
+        return value if value.isprintable() else self._refuse(key, value, "a one-line string")
 
     def line_or_none(self, key: str) -> str | None:
         return None if self._get(key) is None else self.line(key)
@@ -120,7 +121,7 @@ class Fields:
 
 
 def _plain(value: object) -> object:
-    """GGUF's numbers are numpy's."""
+    """A Python value; numbers in GGUF keys are numpy's."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -131,7 +132,7 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
         return "a number of more than 60 digits"
     try:
         text = repr(value[: most + 1] if isinstance(value, str) else value)
-    except RecursionError:  # json nests to the limit; repr runs deeper in the stack
+    except RecursionError:  # json nests up to the limit, and repr needs more of the stack
         return f"a {type(value).__name__} in a {type(value).__name__}, and so on"
     return text if len(text) <= most + 2 else text[: most - 3] + "..."
 

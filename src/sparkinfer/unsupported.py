@@ -1,4 +1,4 @@
-"""Why an architecture is not run, in words that say what is missing.
+"""Explains why an architecture is not supported.
 
 The name comes from a checkpoint's `architectures` or a GGUF's `general.architecture`."""
 
@@ -12,16 +12,16 @@ _BY_NAME = (
     (("mamba", "rwkv", "jamba", "recurrentgemma", "plamo", "lfm2", "bamba", "nemotron_h",
       "qwen3next"), "recurrent layers (Mamba, RWKV and the like) are not supported"),
     (("t5", "bart", "marian", "whisper", "pegasus"),
-     "models of an encoder and a decoder are not supported"),
+     "encoder-decoder models are not supported"),
     (("bert", "electra", "modernbert", "nomic"),
-     "an encoder, which writes no texts, is not supported"),
+     "an encoder, which cannot write text, is not supported"),
     (("vl", "vision", "llava", "forconditionalgeneration", "audio", "clip"),
-     "models for pictures and sound are not supported"),
+     "models for images and audio are not supported"),
     (("gemma",), "Gemma's graph (scaled embeddings, further norms) is not supported"),
     (("gpt2", "gptneo", "gpt_neo", "gptj", "bloom", "mpt", "starcoder", "codegen", "stablelm",
       "phi2", "phiforcausallm", "olmo", "cohere", "command-r", "granite", "glm", "internlm",
       "baichuan", "minicpm", "exaone", "smollm3", "nemotron", "ernie", "hunyuan"),
-     "its graph is another one and is not supported"),
+     "its graph is a different one and is not supported"),
 )  # fmt: skip
 _EXPERTS = "mixtures of experts are not supported"
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "expert_count")
@@ -51,7 +51,7 @@ def why_not_run(name: object, values: Mapping[str, object]) -> str | None:
         if is_count and int(value) > 1:  # type: ignore[call-overload]
             return _EXPERTS
     if name == "phi3":
-        return "its graph is known from checkpoints alone; convert the one it was made from"
+        return "only its checkpoints are supported; convert the one it was made from"
     plain = name.lower() if isinstance(name, str) else ""
     return next((why for parts, why in _BY_NAME if any(p in plain for p in parts)), None)
 

@@ -13,7 +13,7 @@ import numpy as np
 class Restored:
     """A tensor of the source as in the written file: f32, the source's orientation.
 
-    `rows` are the rows of the source that `values` are, or None for all of them."""
+    `rows` are the rows of the source that `values` hold, or None for all of them."""
 
     source: str
     rows: np.ndarray | None
@@ -25,8 +25,8 @@ class Written:
     """`source` is a checkpoint folder or a GGUF; `path` is not yet the file's final name, which is
     `output`.
 
-    `restored` yields every tensor once, and raises SparkinferError for one whose values are not
-    those of the source to the rounding of its type."""
+    `restored` yields every tensor once, and raises SparkinferError for one whose values differ from
+    the source's by more than the rounding of its type."""
 
     source: Path
     path: Path

@@ -1,1 +1,1 @@
-"""Commands that are too long for cli.py, and code shared by all commands."""
+"""The commands of the command line, and the code that they share."""

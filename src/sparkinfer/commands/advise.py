@@ -41,7 +41,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
               help="Text like what you will use the model on: a text, .jsonl or .parquet file, or a"
                    " folder of them.")  # fmt: skip
 @click.option("--type", "types", multiple=True, type=click.Choice(["q8_0", "q4_0"]),
-              help="Smaller types to compare with; all below the model's own unless given.")  # fmt: skip
+              help="Smaller types to compare with; all that are smaller than the model's own unless given.")  # fmt: skip
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
               help="Tokens to measure on.")  # fmt: skip
 @click.option("--max-loss", default=0.01, show_default=True,
@@ -64,7 +64,7 @@ def advise(
     """Measure which type, and which sparsity rule if any, to run a model with.
 
     Rules silence neurons and inputs that add little, without training. Each is compared with the
-    model as it is, dense, on your text, and with the same model in smaller types."""
+    unchanged dense model on your text, and with the same model in smaller types."""
     from sparkinfer.profile.advise import AdviseConfig
     from sparkinfer.profile.advise import advise as run
     from sparkinfer.runtime.kernels.threads import use_threads
@@ -95,7 +95,7 @@ def advise(
 
 
 class _Files:
-    """The model in other types and with limits, made on demand; removed with their folder."""
+    """Copies of the model in other types and with limits, made on demand in a temporary folder."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
@@ -116,7 +116,7 @@ class _Files:
         if free < wanted:
             raise SparkinferError(
                 f"{self.folder}: {free / 2**30:.1f} GiB free, up to {wanted / 2**30:.1f} GiB"
-                " wanted for a file to try; name another folder with --work"
+                " needed for a trial file; name another folder with --work"
             )
         output = self.folder / name
         convert(
@@ -138,7 +138,7 @@ def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
     own = ModelFile.load(model).tensors["blk.0.attn_output.weight"].kind
     if own not in SMALLER:
         raise SparkinferError(
-            f"{model}: in {own}, which rules cannot be tried in; give the model in f16 or q8_0"
+            f"{model}: is in {own}, in which rules cannot be tried; give the model in f16 or q8_0"
         )
     return (own, *(kind for kind in SMALLER[own] if not asked or kind in asked))
 
@@ -156,7 +156,7 @@ def _lines(advice: "Advice") -> list[str]:
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-    return [*table, f"on {advice.num_tokens:,} tokens, against the model as it is, dense",
+    return [*table, f"on {advice.num_tokens:,} tokens, against the unchanged dense model",
             f"advice: {advice.why}"]  # fmt: skip
 
 

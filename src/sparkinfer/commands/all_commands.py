@@ -2,7 +2,7 @@
 
 Thin wrappers: each builds the config of one stage, runs it, and prints. A stage is imported inside
 its command, so that `sparkinfer --help` needs no torch. People read stderr, programs read stdout:
-the text of `generate`, or one JSON object with --json. Commands that fail end in top_level."""
+the text of `generate`, or one JSON object with --json. top_level reports the errors of commands."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from sparkinfer.written import Written
 
 
 class Stopped(Exception):
-    """An interrupt that click does not handle itself (it would print an empty line)."""
+    """Hides an interrupt from click, which would print an empty line."""
 
     def __init__(self, how: KeyboardInterrupt) -> None:
         super().__init__(str(how))
@@ -90,7 +90,7 @@ cli.add_command(sparsify)
               help="Predictors to add: predictors.safetensors, or a folder with it or with"
                    " model_0.pt, model_1.pt, ...")  # fmt: skip
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
-              help="Their input: 0 for that of their own layer, 1 for that of the layer"
+              help="What they predict from: 0 for the input of their own layer, 1 for that of the layer"
                    " before.")  # fmt: skip
 @click.option("--thresholds", type=FILE, help="A profile whose SiLU thresholds to add.")
 @click.option("--limits", type=FILE, help="Limits to add, made by sparkinfer advise.")
@@ -197,17 +197,17 @@ def solve(
 ) -> None:  # fmt: skip
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
-    The plan says which neurons, attention blocks and so on lie on the GPU and which on the CPU, so
-    that a token takes the least time on this machine."""
+    The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
+    for a token to take the least time on this machine."""
     from sparkinfer.commands.solve import run_check, run_solve, run_sweep
     from sparkinfer.solver.solve import SolveConfig
 
     if not budgets and not sweep_range and not is_check:
         raise click.UsageError("Missing option '-vb' / '--vram-budget'.")
     if (is_check or sweep_range) and (explained or heat_map or (is_check and sweep_range)):
-        raise click.UsageError("--check, --sweep, and --explain or --heat-map are three requests.")
+        raise click.UsageError("--check, --sweep, and --explain or --heat-map exclude each other.")
     if sweep_range and budgets:
-        raise click.UsageError("--sweep FROM:TO says the budgets: leave --vram-budget out.")
+        raise click.UsageError("--sweep FROM:TO gives the budgets: leave --vram-budget out.")
     config = SolveConfig(vram_budget_bytes=budgets or (0,), **options)
     if is_check:
         report, lines = run_check(config, budgets)
@@ -241,8 +241,8 @@ cli.add_command(report)
 def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
     """Show what a file or a checkpoint folder holds.
 
-    FILE is any GGUF, a profile, predictors, a plan or a machine file, or a checkpoint folder; of
-    the last it also says whether convert would accept it."""
+    FILE is any GGUF, a profile, predictors, a plan or a machine file, or a checkpoint folder; for a
+    folder it also says whether convert would accept it."""
     if (file / "config.json").is_file():
         _inspect_checkpoint(file, as_json)
         return
@@ -270,7 +270,7 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
 
 
 @cli.command(
-    "export", epilog=examples.EXPORT, short_help="Write files of PowerInfer or SparkInfer."
+    "export", epilog=examples.EXPORT, short_help="Write files for PowerInfer or SparkInfer."
 )
 @click.argument("source", type=FILE)
 @click.option("--format", required=True,
@@ -282,7 +282,7 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
 @force_option
 @json_option
 def export_command(as_json: bool, **options: Any) -> None:
-    """Write a profile or a plan as the files of PowerInfer or SparkInfer."""
+    """Write a profile or a plan in the file formats of PowerInfer or SparkInfer."""
     from sparkinfer.export.export import ExportConfig, export
 
     report = export(ExportConfig(**options))

@@ -46,7 +46,7 @@ class Lengths(click.ParamType):
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True,
               help="Rounds to measure.")  # fmt: skip
 @click.option("--text", type=FILE,
-              help="Text to take tokens from, which a sparse mode's speed depends on; else random.")  # fmt: skip
+              help="Text to take tokens from, since a sparse mode's speed depends on them; random ones unless given.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of random tokens.")
 @click.option("--compare", type=FILE, metavar="PROGRAM",
               help="Measure llama.cpp in the same rounds: a Python with llama_cpp, or a llama-bench.")  # fmt: skip

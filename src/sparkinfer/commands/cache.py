@@ -60,7 +60,7 @@ def _printable(text: str) -> str:
 
 
 def ago(seconds: float) -> str:
-    """e.g. "5 min ago"."""
+    """An age in words, e.g. "5 min ago"."""
     for unit, name in ((86_400, "days"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * unit or (unit == 60 and seconds >= 60):
             return f"{seconds / unit:.0f} {name} ago"

@@ -19,11 +19,11 @@ def cache_type_options(command: Command) -> Command:
     )  # fmt: skip
     of_keys = click.option(
         "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
-        help="Type of cached keys, on the CPU without a plan: f16, bf16, f32, q8_0, q4_0.",
+        help="Type of cached keys (on the CPU without a plan): f16, bf16, f32, q8_0, q4_0.",
     )  # fmt: skip
     offload = click.option(
         "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
         help="In long texts, read only the first keys, the last ones, and the best-scoring ones"
-        " between, on the CPU without a plan; sizes such as window=2048,top=512.",
+        " between (on the CPU without a plan); sizes such as window=2048,top=512.",
     )  # fmt: skip
     return of_keys(of_values(offload(command)))

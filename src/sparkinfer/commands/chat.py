@@ -59,9 +59,9 @@ HELP = """\
 /system [TEXT]   show the system message, or set another
 /reset           forget the conversation, keep the system message
 /regen           another answer to the last message
-/undo            take the last message and its answer back
+/undo            take back the last message and its answer
 /save FILE       write the conversation (JSON)
-/load FILE       go on with a saved one
+/load FILE       continue a saved conversation
 /stats           how much of the context is used, and what the last answer took
 /quit            leave; so does Ctrl-D
 Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stops an answer.
@@ -79,7 +79,7 @@ A message that begins with / is written with //."""
               help="The same, from a file.")  # fmt: skip
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="Instead of the model's: chatml, llama2, llama3, mistral, gemma, zephyr, one of"
-              " the model's named ones, or a file of Jinja.")  # fmt: skip
+              " the model's named ones, or a Jinja file.")  # fmt: skip
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
               help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
@@ -138,7 +138,7 @@ def talk(
             ) as conversation,
         ):  # fmt: skip
             if sys.stdin is None or sys.stdout is None:
-                raise SparkinferError("stdin or stdout is closed: there is nobody to talk with")
+                raise SparkinferError("stdin or stdout is closed; a conversation needs both")
             is_typed = sys.stdin.isatty()
             if is_typed:
                 note(f"[{name or model.name} on {engine.device}; a context of {engine.context_length}"
@@ -147,7 +147,7 @@ def talk(
             conversed = Talk(conversation, lines, is_typed)
             conversed.run()
     if conversed.num_errors and not is_typed:
-        raise SparkinferError(f"{conversed.num_errors} of the lines could not be taken; see above")
+        raise SparkinferError(f"{conversed.num_errors} of the lines failed; see above")
 
 
 class Talk:
@@ -188,7 +188,7 @@ class Talk:
                 note("[stopped]")
 
     def take(self, line: str) -> None:
-        """A message or a command. Raises SparkinferError if it fails."""
+        """Handles a message or a command. Raises SparkinferError if it fails."""
         if not line.strip():
             return
         name, rest = [*line.strip()[1:].split(maxsplit=1), "", ""][:2]
@@ -248,7 +248,7 @@ class Talk:
         if text:
             self.chat.system = text
         system = self.chat.system
-        say("no system message of yours" if system is None else f"system message: {system}")
+        say("no system message set" if system is None else f"system message: {system}")
 
     def _reset(self) -> None:
         self.chat.reset()
@@ -276,7 +276,7 @@ class Talk:
 
 def _system(text: str | None, path: Path | None) -> str | None:
     if text is not None and path is not None:
-        raise click.UsageError("--system and --system-file are two system messages; give one.")
+        raise click.UsageError("--system and --system-file exclude each other; give one.")
     return text if path is None else read_text(path, "system message").rstrip("\n")
 
 
@@ -286,20 +286,20 @@ def _variables(text: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise SparkinferError(f"--chat-template-kwargs: not JSON ({str(error)[:100]})") from error
     if not isinstance(value, dict):
-        raise SparkinferError('--chat-template-kwargs: wanted an object, say {"name": true}')
+        raise SparkinferError('--chat-template-kwargs: wanted an object, e.g. {"name": true}')
     return value
 
 
 def _path_of(command: str, text: str) -> Path:
     if "\0" in text:
-        raise SparkinferError(f"/{command}: a file's name has no NUL")
+        raise SparkinferError(f"/{command}: a file name cannot contain NUL")
     if not text:
-        raise SparkinferError(f"/{command} takes the name of a file, say /{command} talk.json")
+        raise SparkinferError(f"/{command} takes the name of a file, e.g. /{command} talk.json")
     try:
         path = Path(text).expanduser()
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or an unknown user
         raise SparkinferError(
-            f"/{command} {text[:60]!r}: no name of a file ({error})"[:200]
+            f"/{command} {text[:60]!r}: not a file name ({error})"[:200]
         ) from error
     return path

@@ -1,4 +1,5 @@
-"""The command `sparkinfer eval`: a mode against the dense model on text, or by lm-eval's tasks."""
+"""The command `sparkinfer eval`: compares a mode with the dense model on text, or runs lm-eval's
+tasks."""
 
 import os
 from pathlib import Path
@@ -47,7 +48,7 @@ class Names(click.ParamType):
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
               help="Maximum tokens to compare on.")  # fmt: skip
 @click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
-              help="Take paragraphs as messages, by the model's own template or the one given; what"
+              help="Take paragraphs as messages in the model's own template or the one given; what"
                    " the template adds is not counted.")  # fmt: skip
 @click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
               help="Tasks of lm-eval instead of a corpus (pip install 'sparkinfer[tasks]').")  # fmt: skip
@@ -93,7 +94,7 @@ def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> N
     for param in ctx.command.params:
         source = ctx.get_parameter_source(str(param.name))
         if param.name in names and source is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{param.opts[-1]} has no meaning with {chosen}.")
+            raise click.UsageError(f"{param.opts[-1]} has no effect with {chosen}.")
 
 
 def _on_text(options: dict[str, Any], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Examples at the end of each command's help. Every line of them is parsed by a test."""
+"""Examples at the end of each command's help. A test parses every line."""
 
 _HEAD = "\b\nExamples:"
 

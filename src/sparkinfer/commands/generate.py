@@ -180,17 +180,17 @@ def _check(wanted: Wanted) -> None:
     if any(not prompt for prompt in wanted.prompts):
         raise SparkinferError("the prompt is empty; give it some text")
     if wanted.prompt_cache and not wanted.prompt_cache.absolute().parent.is_dir():
-        raise SparkinferError(f"{wanted.prompt_cache}: there is no such folder; make it first")
+        raise SparkinferError(f"{wanted.prompt_cache}: its folder does not exist; create it first")
     if wanted.is_many and (wanted.prompt_cache or wanted.is_chat):
         raise click.UsageError("--prompt-cache and --chat are for one text: leave --prompts out.")
     if wanted.is_chat and wanted.prompt_cache:
-        raise click.UsageError("--chat keeps nothing: leave --prompt-cache out.")
+        raise click.UsageError("--chat does not use a prompt cache: leave --prompt-cache out.")
     if not wanted.is_chat and (wanted.system is not None or wanted.template is not None):
         raise click.UsageError("--system and --chat-template are for --chat.")
 
 
 def _endings(options: dict[str, Any]) -> "GenerationOptions":
-    """Removes the options for endings from those of the engine."""
+    """Takes the options that say where a text ends out of the engine's options."""
     from sparkinfer.runtime.generate.generation import GenerationOptions
 
     keep, shifts = options.pop("keep"), options.pop("shifts")
@@ -221,7 +221,8 @@ def _continuation(
     engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
     drafts: Any, stack: ExitStack,
 ) -> "Iterator[Token]":  # fmt: skip
-    """Continues the prompt; saves its state if asked for. Refuses before the first token."""
+    """Continues the prompt; saves its state if asked for. Wrong options are refused before the
+    first token."""
     ids = engine.codec.encode(wanted.prompts[0])
     sequence = None
     if wanted.prompt_cache:
@@ -272,8 +273,8 @@ def _write_many(
 
 
 def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
-    """Shows tokens as they come; 0, or the exit code of an interrupt, which ends the text but not
-    the report."""
+    """Shows tokens as they come; returns 0, or the exit code of an interrupt, which ends the text
+    but not the report."""
     try:
         for number, token in tokens:
             writing = writings[number]
@@ -303,15 +304,16 @@ def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
     except SparkinferError as error:
         if not is_prompt(path):
             raise SparkinferError(
-                f"{path}: exists and is no prompt's state, so it stays; give --prompt-cache another name"
+                f"{path}: exists and is not a prompt's state, so it is kept; give --prompt-cache"
+                " another name"
             ) from error
         if not wanted.force:
-            raise SparkinferError(f"{error}, or say --force to compute it again") from error
+            raise SparkinferError(f"{error}, or give --force to compute it again") from error
         say(f"note: {error}; computing it again")
 
 
 def _save(engine: "Engine", sequence: Any, num_prompt: int, wanted: Wanted) -> None:
-    """Saves the prompt's state, unless it is in the file already."""
+    """Saves the prompt's state, unless the file has it already."""
     from sparkinfer.runtime.generate.prompt_cache import save_prompt
 
     assert wanted.prompt_cache is not None

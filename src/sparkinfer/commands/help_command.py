@@ -27,7 +27,7 @@ def help_command(ctx: click.Context, names: Sequence[str]) -> None:
     for name in names:
         if not isinstance(group, click.Group):
             raise click.UsageError(f"no such command '{' '.join(names)}'", ctx=parent)
-        _, found, _ = group.resolve_command(context, [name])  # refuses what is not there
+        _, found, _ = group.resolve_command(context, [name])  # raises for an unknown name
         assert found is not None
         context = click.Context(found, info_name=name, parent=context)
         group = found

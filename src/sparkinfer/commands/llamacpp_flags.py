@@ -52,14 +52,14 @@ _NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
 _DEVICE = re.compile(r"^CUDA(?=\d+$)")
 _PLAN = (
     "a plan says what is on the GPU: sparkinfer solve MODEL --profile P --machine M"
-    " --vram-budget 8GiB -o PLAN, then --split PLAN; without one all of it is, where there is a GPU"
+    " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan everything is, if there is a GPU"
 )
 _MEMORY = "weights are copied into memory if they fit, and stay in the mapped file otherwise"
 _PASS = "the number of tokens in a pass is chosen automatically"
 _LOG = "messages go to stderr, the text to stdout"
 _ROPE = "rotary embeddings are computed as the model file says; sparkinfer cannot stretch a context"
 _TALKS = ("chat", "run")
-# A name may stand several times, for different commands; the first match counts.
+# A name may appear several times, for different commands; the first match counts.
 TABLE: tuple[tuple[str, Flag], ...] = (
     ("-m --model", Flag(does="rename", values="one", commands=MODEL_COMMANDS)),
     ("--predict", Flag(does="rename", values="one", text="--n-predict")),
@@ -72,7 +72,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("-no-cnv --no-conversation",
      _refuse("to continue a text: sparkinfer generate MODEL -p TEXT", ("chat",))),
     ("-o --output", _refuse("the report's form is --json or --md", ("bench",))),
-    ("-pg", _refuse("a prompt and the tokens behind it are two tests: -p N -n M -d N", ("bench",))),
+    ("-pg", _refuse("a prompt and the tokens after it are two tests: -p N -n M -d N", ("bench",))),
     ("-st --single-turn", _refuse("for one answer: sparkinfer generate MODEL --chat -p TEXT")),
     ("--jinja --no-context-shift --no-escape --no-warmup", _same()),
     ("-cb --cont-batching --metrics", _same(commands=("serve",))),
@@ -86,7 +86,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
      " -mg --main-gpu", _refuse(_PLAN, MODEL_COMMANDS)),
     ("-dev", Flag(does="device", values="one", commands=MODEL_COMMANDS)),
     ("-b --batch-size -ub --ubatch-size", _note(_PASS, "one")),
-    ("-tb --threads-batch", _note("prompts are computed by as many threads as tokens (-t)", "one")),
+    ("-tb --threads-batch", _note("prompts take as many threads as generation does (-t)", "one")),
     ("--mlock", _note(f"{_MEMORY}; they are not locked there")),
     ("--mmap --no-mmap", _note(_MEMORY)),
     ("-nr --no-repack --repack", _note("weights are arranged in memory for decoding")),
@@ -95,7 +95,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("--no-perf --perf --show-timings", _note("speeds are in the closing line")),
     ("-co --color --simple-io --log-disable --log-colors --log-prefix --log-timestamps",
      _note(_LOG)),
-    ("--warmup", _note("nothing is computed before it is asked for")),
+    ("--warmup", _note("there is no warm-up run")),
     ("-lv --verbosity", _note(_LOG, "one")),
     ("-e --escape", _refuse("write the characters themselves: -p $'a\\nb' or -f FILE")),
     ("-mli --multiline-input", _refuse("Alt-Enter, or a backslash before Enter, makes a new line")),
@@ -103,20 +103,20 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("-hf -hfr --hf-repo -mu --model-url -dr --docker-repo",
      _refuse("fetch and convert it first: sparkinfer convert ORG/NAME -o model.gguf")),
     ("--lora --lora-scaled --control-vector",
-     _refuse("adapters are not loaded; merge it into its checkpoint, and convert that")),
+     _refuse("adapters are not loaded; merge them into the checkpoint, and convert that")),
     ("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx"
      " --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast", _refuse(_ROPE)),
     ("--tfs --tfs-z", _refuse("there is no tail-free sampling (llama.cpp has dropped it, too);"
                               " --min-p cuts the tail")),
-    ("--penalize-nl", _refuse("the newline is a token like others; leave it out")),
+    ("--penalize-nl", _refuse("the newline is penalised like any token; leave the option out")),
     ("-nkvo --no-kv-offload", _refuse(_PLAN)),
     ("--prompt-cache-all --prompt-cache-ro",
      _refuse("--prompt-cache keeps the prompt, and never what follows; leave it out")),
     ("--api-key-file", _refuse("put the key into the variable SPARKINFER_API_KEY", ("serve",))),
     ("--embedding --embeddings --rerank --reranking",
-     _refuse("this server writes texts alone", ("serve",))),
+     _refuse("this server only generates text", ("serve",))),
     ("--ssl-key-file --ssl-cert-file",
-     _refuse("put a proxy in front of it for TLS (docs/serve.md)", ("serve",))),
+     _refuse("put a proxy in front of the server for TLS (docs/serve.md)", ("serve",))),
     ("-nocb --no-cont-batching", _refuse("-np 1 answers one request at a time", ("serve",))),
 )  # fmt: skip
 
@@ -184,15 +184,15 @@ def _gpu_layers(name: str, values: list[str]) -> list[str]:
 
 
 def _values(flag: Flag, rest: list[str]) -> list[str]:
-    """The flag's values, out of the arguments that follow it."""
+    """Takes the flag's values out of the arguments that follow it."""
     if not rest or flag.values == "none" or flag.does == "refuse":
         return []
     return [rest.pop(0)] if flag.values == "one" or rest[0] in WORDS else []
 
 
 def _takes_value(option: click.Option | None, following: str) -> bool:
-    """Whether an option takes the argument that follows it; one with a value of its own does so as
-    in click, unless that is another option."""
+    """True if an option takes the argument that follows it; as in click, an option whose value may
+    be left out does not take another option."""
     if option is None or option.is_flag or option.count:
         return False
     return not (option._flag_needs_value and following[:1] == "-" and len(following) > 1)

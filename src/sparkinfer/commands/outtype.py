@@ -16,7 +16,8 @@ _READ_ONLY = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq", "tq", "mxfp4")
 
 
 class OuttypeChoice(click.Choice):
-    """A type, f32, f16, ..., q6_k, in any case and also by its name in llama.cpp's quantiser."""
+    """A type (f32, f16, ..., q6_k) in upper or lower case, or by its name in llama.cpp's
+    quantiser."""
 
     def __init__(self) -> None:
         super().__init__(get_args(Outtype), case_sensitive=False)
@@ -29,7 +30,9 @@ class OuttypeChoice(click.Choice):
                 " --tensor-type 'attn_v|ffn_down=q6_k' does so")  # fmt: skip
             name = plain
         if name.startswith(_READ_ONLY):
-            self.fail(f"{name} is not written, wanted one of {', '.join(self.choices)}", param, ctx)
+            self.fail(
+                f"{name} cannot be written, wanted one of {', '.join(self.choices)}", param, ctx
+            )
         return super().convert(_SAME.get(name, name), param, ctx)
 
 

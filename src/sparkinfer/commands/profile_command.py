@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=output(".safetensors"), required=True,
               help="The profile to write.")  # fmt: skip
 @click.option("--tokens", "max_tokens", type=int,
-              help="Tokens to take; fewer in the text is an error. 131,072, or all there are,"
+              help="Tokens to count on; a shorter text is an error. 131,072, or all there are,"
                    " unless given.")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
               help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 @click.option("--target-lost-norm", default=0.04, show_default=True,
               help="Share of a layer's output that predictors may lose.")  # fmt: skip
 @click.option("--target-precision", default=0.75, show_default=True,
-              help="Share of the neurons they predict that should really fire.")  # fmt: skip
+              help="Share of the predicted neurons that should really fire.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1 to predict from the input of the layer before.")  # fmt: skip
 @click.option(
@@ -78,8 +78,10 @@ if TYPE_CHECKING:
                    " perplexity by at most this share, e.g. 0.01. With --target-sparsity, stop at"
                    " whichever comes first.")  # fmt: skip
 @click.option("--max-memory", "max_memory_bytes", type=Size(),
-              help="Memory of the device to use, e.g. 4GiB; a larger model is run layer by layer.")  # fmt: skip
-@click.option("--plots", type=FOLDER, help="Folder for plots of density, firings and recall (PNG).")
+              help="Device memory to use, e.g. 4GiB; a larger model is run layer by layer.")  # fmt: skip
+@click.option(
+    "--plots", type=FOLDER, help="Folder for plots of density, firings and predictors (PNG)."
+)
 @click.option("--seed", default=0, show_default=True)
 @device_option
 @force_option
@@ -112,7 +114,7 @@ def profile(
         _merge(files, output, force, as_json)
         return
     if len(files) != 1:
-        raise click.UsageError("one model at a time; text goes behind --corpus")
+        raise click.UsageError("one model at a time; give text with --corpus")
     from sparkinfer.profile.collect import profile as run
     from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig
     from sparkinfer.profile.plots import draw

@@ -31,7 +31,7 @@ def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list
 
 def _stdin() -> str:
     if sys.stdin is None:
-        raise SparkinferError("stdin is closed; give the prompt by -p or -f FILE")
+        raise SparkinferError("stdin is closed; give the prompt with -p or -f FILE")
     content = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise SparkinferError(f"stdin: more than {MAX_BYTES >> 20} MiB; give a shorter prompt")
@@ -46,7 +46,7 @@ def _lines_of(path: Path) -> list[str]:
     if path.suffix == ".jsonl":
         lines = [_prompt_of(line, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
     if not lines:
-        raise SparkinferError(f"{path}: has no prompts; write one a line")
+        raise SparkinferError(f"{path}: has no prompts; write one per line")
     if len(lines) > MOST_PROMPTS:
         raise SparkinferError(
             f"{path}: has {len(lines)} prompts, wanted at most {MOST_PROMPTS}; split the file"

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from sparkinfer.run.prepare import Ready
     from sparkinfer.run.stages import Job
 
-ASKED_FROM_S = 600.0  # seconds of work from which a user at a terminal must confirm
-ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # default of -n
+ASKED_FROM_S = 600.0  # work that takes longer must be confirmed at a terminal
+ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # defaults of -n
 _WRITE = ("prompt", "prompt_file", "prompts_file", "stops", "ignores_end", "keep", "num_logprobs",
           "is_shown", "json_lines")  # fmt: skip
 _OPTIONS = (
@@ -65,19 +65,19 @@ _OPTIONS = (
     click.option("--context-shift", "shifts", is_flag=True,
                  help="When the context is full, drop the oldest part and continue."),
     click.option("--corpus", "corpora", type=FILE, multiple=True,
-                 help="Text like yours to profile on, if a profile pays; may be repeated. The package's"
+                 help="Text like yours to profile on, if profiling pays off; may be repeated. The package's"
                  " own unless given."),
     click.option("--tokens", type=int,
-                 help="Tokens to profile on; unless given, what takes up to a quarter of an hour."),
+                 help="Tokens to profile on; unless given, as many as take a quarter of an hour at most."),
     click.option("--outtype", type=OUTTYPE,
-                 help="Type of the matrices; one that fits into memory, unless given."),
+                 help="Type of the matrices; one that fits into memory unless given."),
     click.option("--activation", metavar="NAME",
                  help="The activation, which other programs' GGUF files do not record: relu,"
                  " fatrelu=0.01, ..."),
     click.option("--verify/--no-verify", "is_verified", default=None,
                  help="Compare a converted model with its source; done if it takes under a minute,"
                  " unless given."),
-    click.option("--dry-run", is_flag=True, help="Print what would be done, and how long it takes."),
+    click.option("--dry-run", is_flag=True, help="Print what would be done, and how long it would take."),
     click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."),
 )  # fmt: skip
 
@@ -106,7 +106,7 @@ def run(
     outtype: Any, activation: str | None, is_verified: bool, dry_run: bool, yes: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Prepare whatever a model needs, then write a text or talk.
+    """Prepare whatever a model needs, then continue a text or chat.
 
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
     Everything made on the way is kept for the next time: sparkinfer cache list."""
@@ -157,8 +157,8 @@ def _read_prompt(options: dict[str, Any], *, dry_run: bool) -> None:
 
 
 def _talks(job: "Job", options: dict[str, Any], *, dry_run: bool) -> bool:
-    """True if there will be a conversation. Raises SparkinferError if there is nothing to write,
-    and the model cannot ask."""
+    """True if there will be a conversation. Raises SparkinferError if there is neither a prompt nor
+    a chat template."""
     from sparkinfer.run.source import has_template
 
     if any(options[name] is not None for name in ("prompt", "prompt_file", "prompts_file")):
@@ -166,7 +166,7 @@ def _talks(job: "Job", options: dict[str, Any], *, dry_run: bool) -> bool:
     can_talk = has_template(job.choice.model) or options["template"] is not None
     if not can_talk and not dry_run:
         raise SparkinferError(
-            f"{job.source.name}: has no chat template, so give it a text to go on with (-p TEXT),"
+            f"{job.source.name}: has no chat template, so give it a text to continue (-p TEXT),"
             " or a template (--chat-template NAME)"
         )
     if (options["as_json"] or options["json_lines"]) and not dry_run:
@@ -181,7 +181,7 @@ def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
     say(planned.line)
     if any(work.kind in ("look", "profile") for work in planned.works) and not job.texts:
         say("profiled on the package's own text (Python's documentation, two old books); --corpus"
-            " with text like yours makes it better")  # fmt: skip
+            " with text like yours makes a better profile")  # fmt: skip
     is_asked = planned.seconds > ASKED_FROM_S and not yes
     if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
         click.confirm("go on?", default=True, abort=True, err=True)
@@ -190,7 +190,7 @@ def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
 def _speak(
     job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, Any], *, talks: bool
 ) -> None:
-    """The text or the conversation."""
+    """Writes the text or holds the conversation."""
     options |= {
         "model": ready.model, "split": ready.split, "mode": ready.mode, "device": ready.device,
         "context_length": ready.context_length, "thresholds": None, "cpu_ffn": False,

@@ -40,8 +40,8 @@ class LogitBias(click.ParamType):
 
 @dataclass(frozen=True, kw_only=True)
 class _Option:
-    """An option for the field of SamplingOptions that it is named after, or for one of its other
-    forms."""
+    """An option that sets `field` of SamplingOptions, or gives one of its fields in another
+    form."""
 
     spellings: tuple[str, ...]
     field: str
@@ -70,11 +70,11 @@ _GROUPS = {
         _option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
         _option("--dynatemp-range", "dynatemp_range",
                 "Temperature moves by up to N with the entropy; 0: fixed."),
-        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy there."),
+        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for this."),
     ),
     "Which tokens are candidates": (
         _option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),
-        _option("--top-p", "top_p", "Keep the likeliest tokens that have probability N together; 1: off.", is_common=True),
+        _option("--top-p", "top_p", "Keep the likeliest tokens whose probabilities add up to N; 1: off.", is_common=True),
         _option("--min-p", "min_p", "Keep tokens with at least N times the best one's probability; 0: off.",
                 is_common=True),
         _option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
@@ -83,7 +83,7 @@ _GROUPS = {
         _option("--xtc-probability", "xtc_probability",
                 "How often the likeliest tokens are left out; 0: off."),
         _option("--xtc-threshold", "xtc_threshold",
-                "The probability from which a token is one of these; over 0.5: off."),
+                "Minimum probability of such a token; over 0.5: off."),
         _option("-l --logit-bias", "logit_bias",
                 "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
                 type=LogitBias(), metavar="TOKEN(+/-)BIAS", is_repeated=True),
@@ -105,29 +105,29 @@ _GROUPS = {
         _option("--dry-penalty-last-n", "dry_penalty_last_n",
                 "Tokens that are searched; 0: off, -1: all.", type=int),
         _option("--dry-sequence-breaker", "dry_sequence_breakers",
-                "Ends a repetition, instead of newline : \" *; may be repeated; none: nothing does.",
+                "Ends a repetition, instead of newline : \" *; may be repeated; none: no text does.",
                 type=str, metavar="TEXT", is_repeated=True),
     ),
-    "Mirostat, in place of these samplers but temperature and logit bias": (
+    "Mirostat, instead of the samplers above except temperature and logit bias": (
         _option("--mirostat", "mirostat", "1 or 2 for its versions; 0: off.", type=int),
         _option("--mirostat-lr", "mirostat_lr", "Learning rate (eta)."),
         _option("--mirostat-ent", "mirostat_ent", "Target entropy in bits (tau)."),
     ),
-    "Adaptive-p, last of all where --samplers names it": (
+    "Adaptive-p, the last sampler if --samplers names it": (
         _option("--adaptive-target", "adaptive_target",
                 "Prefers tokens near this probability; below 0: off."),
         _option("--adaptive-decay", "adaptive_decay",
-                "How much earlier draws still count, per token."),
+                "Factor per token on the weight of earlier draws."),
     ),
     "Order and seed": (
         _option("--samplers", "samplers",
-                f"Samplers in their order; {';'.join(DEFAULT_SAMPLERS)} unless given. With \"\" tokens are"
-                " drawn by the model's own probabilities.",
+                f"Samplers in order; {';'.join(DEFAULT_SAMPLERS)} unless given. With \"\" tokens are"
+                " drawn from the model's own probabilities.",
                 type=str, metavar='"A;B;C"'),
         _option("--sampling-seq --sampler-seq", "sampling_seq",
                 f"The same by letters; {_DEFAULT_LETTERS} unless given.",
                 type=str, metavar="LETTERS"),
-        _option("-s --seed", "seed", "Random seed, for repeatable results; -1: another one each time.",
+        _option("-s --seed", "seed", "Random seed, for repeatable results; -1: a new one each time.",
                 type=int, is_common=True),
     ),
 }  # fmt: skip
@@ -164,7 +164,7 @@ def take_sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
     given = {option.field: arguments.pop(option.field) for option in _OPTIONS}
     names, letters = given.pop("samplers"), given.pop("sampling_seq")
     if names is not None and letters is not None:
-        raise click.UsageError("--samplers and --sampling-seq both say the order: leave one out.")
+        raise click.UsageError("--samplers and --sampling-seq both set the order: leave one out.")
     if names is not None:
         given["samplers"] = samplers_of_names(names)
     if letters is not None:
@@ -183,7 +183,7 @@ def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
         return
     formatter = ctx.make_formatter()
-    formatter.write_text("Sampling: the samplers run in their order, then one token is drawn.")
+    formatter.write_text("The samplers run in order, then one token is drawn.")
     for title, options in _GROUPS.items():
         with formatter.section(title):
             formatter.write_dl(

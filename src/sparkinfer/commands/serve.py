@@ -65,9 +65,9 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--read-timeout", "read_s", default=30.0, show_default=True,
               help="Seconds that a client has to send a request, or to read a piece of an answer.")  # fmt: skip
 @click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
-              help="Size of the longest request; 8MiB unless given.")  # fmt: skip
+              help="Maximum size of a request; 8MiB unless given.")  # fmt: skip
 @click.option("--api-key", metavar="KEY",
-              help="Require this key of every request but /health; better given by the variable"
+              help="Require this key of every request but /health; better given in the variable"
                    f" {KEY_VARIABLE}.")  # fmt: skip
 @click.option("--cors", "origins", multiple=True, metavar="ORIGIN",
               help="Allow web pages of this origin, e.g. http://localhost:3000, or * for all; may be"
@@ -78,7 +78,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     "-a", "--alias", metavar="NAME", help="The model's name in the API; its file's unless given."
 )
 @click.option("--chat-template", "template", metavar="NAME|FILE",
-              help="Instead of the model's own: a name, or a file of Jinja.")  # fmt: skip
+              help="Instead of the model's own: a name, or a Jinja file.")  # fmt: skip
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
 @cache_type_options
@@ -158,7 +158,7 @@ def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> 
     if split is not None:
         return "a plan budgets the cache of one text"
     is_cuda = torch.cuda.is_available() if device is None else not device.startswith("cpu")
-    return "several texts run on the CPU alone so far" if is_cuda or cpu_ffn else None
+    return "several texts at a time run only on the CPU so far" if is_cuda or cpu_ffn else None
 
 
 def _check_memory(
@@ -194,11 +194,11 @@ def _cache_bytes(engine: "Engine") -> int:
 
 
 def _say_loaded(engine: "Engine", config: "ServeConfig", single: str | None) -> None:
-    """Reports the machine's resources that the server takes permanently."""
+    """Reports the memory that the server holds."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
-        f" {format_bytes(total)} in all, {format_bytes(_cache_bytes(engine))} of it, taken now, for {places} texts"
+        f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))}, allocated now, are for {places} texts"
         f" of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)")  # fmt: skip
     if single:
@@ -207,5 +207,5 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", single: str | None) -> 
         say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
             " are answered one at a time")  # fmt: skip
     if not engine.has_equal_rows:
-        say("note: what is kept of earlier requests may change the last bits of numbers here;"
-            ' "cache_prompt": false goes without')  # fmt: skip
+        say("note: reused state of earlier requests may change the last bits of results here;"
+            ' "cache_prompt": false turns reuse off')  # fmt: skip

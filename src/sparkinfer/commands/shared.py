@@ -29,7 +29,7 @@ class OutputPath(click.Path):
         ending = Path(os.fsdecode(path)).suffix
         if self.endings and ending in ENDINGS and ending not in self.endings:
             self.fail(
-                f"{os.fsdecode(path)} is named as another kind of file; wanted a name that ends in"
+                f"{os.fsdecode(path)} is named like another kind of file; wanted a name that ends in"
                 f" {' or '.join(self.endings)}", param, ctx,
             )  # fmt: skip
         return path
@@ -46,9 +46,9 @@ FOLDER = FolderPath(path_type=Path)
 
 
 class FileCommand(click.Command):
-    """A command whose outputs differ from its inputs and from each other, under any name, and that
-    writes none if inputs change meanwhile. Files whose names it derives, beside an output or in a
-    folder, it checks itself (outputs.check_outputs)."""
+    """A command that refuses an output which is also an input or another output, under any name,
+    and writes none if inputs change meanwhile. A command that derives names of files, beside an
+    output or in a folder, checks these itself (outputs.check_outputs)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # true while the shell completes a line
@@ -59,7 +59,7 @@ class FileCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         inputs, outputs = paths_of(self, ctx.params)
-        if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes speaks for all
+        if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes checks for all
             check_apart(outputs, inputs)
         makes = any(isinstance(p.type, OutputPath | FolderPath) for p in self.params)
         new = [] if ctx.params.get("force") else [p for p in outputs if not os.path.lexists(p)]
@@ -111,8 +111,8 @@ thresholds_option = click.option(
 mode_option = click.option(
     "--mode",
     type=click.Choice(["dense", "exact", "predicted"]),
-    help="How feed-forward layers are computed; unless given, as the plan says, or as is fastest"
-    " without loss of quality by the file's own record.",
+    help="How feed-forward layers are computed; unless given, as the plan says, or the fastest way"
+    " without loss of quality according to the file's record.",
 )
 max_loss_option = click.option(
     "--max-loss",

@@ -51,8 +51,8 @@ def run_solve(
 
 
 def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
-    """Checks that an existing plan is valid for these files and, if given, budgets; returns the
-    same."""
+    """Checks that an existing plan is valid for these files and, if given, budgets; returns what
+    `run_solve` does."""
     split = check(config)
     if budgets and budgets != split.budgets:
         raise SparkinferError(
@@ -64,7 +64,8 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
-    """Writes the curve of predicted speed as JSON, with a plot beside it; returns the same."""
+    """Writes the curve of predicted speed as JSON, with a plot beside it; returns what `run_solve`
+    does."""
     from sparkinfer.runtime.prefill.workspace import measure_workspace
     from sparkinfer.solver.plots import plot_sweep
 
@@ -117,7 +118,7 @@ def _gpu_lines(report: SolveReport) -> list[str]:
 
 
 def _speed_lines(report: SolveReport) -> list[str]:
-    """Predicted speeds, leaving out redundant rows (for a CPU-only plan, a missing GPU)."""
+    """Predicted speeds; a plan without a GPU has no separate row for the CPU alone."""
     advice = report.advice
     rows = [("this plan", report.objective_s, f"{_gap_words(report.gap)} slower than the best")]
     if sum(report.gpu_bytes.values()):

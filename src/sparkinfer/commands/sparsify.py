@@ -32,10 +32,10 @@ if TYPE_CHECKING:
               help="Text to train on: a text, .jsonl or .parquet file, a folder of them, or - for"
                    " stdin; may be repeated.")  # fmt: skip
 @click.option("-o", "--output", type=output(".gguf"), required=True,
-              help="The model file to write; with several shares one each, e.g. model-60.gguf.")  # fmt: skip
+              help="The model file to write; with several shares, one for each, e.g. model-60.gguf.")  # fmt: skip
 @click.option("--share", "shares", type=float, multiple=True,
-              help="Share of the neurons to silence, 0.6 unless given; if repeated, one is reached"
-                   " after the other.")  # fmt: skip
+              help="Share of the neurons to silence, 0.6 unless given; if repeated, each is reached"
+                   " in turn.")  # fmt: skip
 @click.option(
     "--tokens", default=1_000_000, show_default=True, help="Tokens to train on, for each share."
 )
@@ -103,7 +103,7 @@ def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
 
 
 def _convert(made: "Made", config: "SparsifyConfig", outtype: Any) -> str:
-    """Converts a trained checkpoint to a model file; returns lines about it."""
+    """Converts a trained checkpoint to a model file; returns a line about it."""
     from sparkinfer.convert.convert import convert
     from sparkinfer.convert.options import ConvertConfig
 

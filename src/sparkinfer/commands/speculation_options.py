@@ -36,11 +36,11 @@ _OPTIONS = (
     ),
     click.option(
         "--draft-min", "--draft-n-min", "draft_min", type=int, default=_DEFAULTS.least,
-        show_default=True, hidden=True, help="No drafts of fewer tokens.",
+        show_default=True, hidden=True, help="Minimum tokens of a draft.",
     ),
     click.option(
         "--draft-p-min", "draft_p_min", type=float, default=_DEFAULTS.min_probability,
-        show_default=True, hidden=True, help="A draft model stops at a less probable token.",
+        show_default=True, hidden=True, help="Probability below which a draft model stops guessing.",
     ),
 )  # fmt: skip
 

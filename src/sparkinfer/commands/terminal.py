@@ -30,7 +30,7 @@ class Lines(Protocol):
     """The source of messages."""
 
     def read(self) -> str | None:
-        """The next message; None at the end. Raises SparkinferError for one that is not text; more
+        """The next message; None at the end. Raises SparkinferError for one that is not UTF-8; more
         may follow."""
 
 
@@ -75,7 +75,7 @@ class TypedLines:
 
 
 class Screen:
-    """The output of answers: stdout, dimmed if that is a terminal and the part asks for it."""
+    """Writes answers to stdout; on a terminal, parts of them may be dimmed."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -102,7 +102,7 @@ class Screen:
 
 
 class Stop:
-    """Records Ctrl-C. The second one is a KeyboardInterrupt."""
+    """Records Ctrl-C. The second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -157,7 +157,7 @@ def _history() -> "History":
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         note(f"{path}: no history is kept ({error})")
         return InMemoryHistory()
     return FileHistory(path)

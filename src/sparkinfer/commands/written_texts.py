@@ -32,7 +32,7 @@ def logprobs_of(token: "Token") -> dict:
 def report_of(
     engine: "Engine", writings: list[Writing], num_threads: int, *, is_many: bool
 ) -> tuple[dict, list[str]]:
-    """The report, and the lines that represent it."""
+    """The report, and its lines for the user."""
     roles, not_native = engine.bytes_by_role, engine.not_native
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if is_many else [engine.last_run]
@@ -61,7 +61,7 @@ def report_of(
 
 
 def _end_of(run: "Run") -> str:
-    """What ended a text; if nothing in it did, it was interrupted."""
+    """What ended a text; an interrupt, if nothing in the text did."""
     from sparkinfer.runtime.generate.generation import NOT_STOPPED
 
     return "Ctrl-C or a signal" if run.stopped_by == NOT_STOPPED else run.stopped_by

@@ -1,4 +1,4 @@
-"""Exports our artifacts to the files of other engines: the command, from files to files.
+"""Exports our artifacts to the file formats of other engines.
 
 It loads the artifacts, refuses those that do not belong together, and notes what the other format
 cannot hold. Layouts are in the modules of the formats."""
@@ -46,7 +46,7 @@ class ExportConfig:
         if self.format == "powerinfer-activations" and self.profile is not None:
             raise SparkinferError(
                 "--profile belongs to the export of a plan; powerinfer-activations are made"
-                " of the profile that is given first"
+                " from the profile that is given first"
             )
         if self.format != "powerinfer-activations" and self.profile is None:
             raise SparkinferError(
@@ -54,7 +54,7 @@ class ExportConfig:
                 " a plan does not say how many neurons a layer has"
             )
         if self.format != "sparkinfer-split" and self.group_size is not None:
-            raise SparkinferError(f"--group-size is of sparkinfer-split; {self.format} has none")
+            raise SparkinferError(f"--group-size is for sparkinfer-split, not for {self.format}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ def write_activations(profile: Profile, folder: Path) -> int:
     """Fills `folder` (which must be empty), whole or not at all; returns its bytes."""
     with partial_folder(folder) as partial:
         for layer, count_F in enumerate(profile.active_count_LF):
-            data = BytesIO()  # torch itself reports a full disk in many words, or not at all
+            data = BytesIO()  # torch itself reports a full disk verbosely, or not at all
             torch.save(torch.from_numpy(count_F.copy()), data)
             (partial / f"activation_{layer}.pt").write_bytes(data.getbuffer())
         return sum(path.stat().st_size for path in partial.iterdir())

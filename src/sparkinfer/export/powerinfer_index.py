@@ -40,7 +40,7 @@ def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str
     ascending.
 
     A layer without hot neurons has an empty bucket, as export_split.py writes it: the loader
-    counts the ones of gpu_idx first, and never opens the bucket of such a layer."""
+    counts the ones in gpu_idx first, and never opens the bucket of such a layer."""
     tensors = []
     for layer, ids_H in enumerate(hot):
         is_hot_F = np.zeros(num_neurons, np.int32)
@@ -56,7 +56,7 @@ def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
     `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
     needed = split.gpu_bytes["neurons"]
     notes = [
-        f"PowerInfer applies the index where at least {needed:,} bytes of its VRAM budget are left"
+        f"PowerInfer applies the index if at least {needed:,} bytes of its VRAM budget are left"
         " for neurons (their size in the model file that was solved for); with less it makes"
         " an index of its own and overwrites this one"
     ]
@@ -64,8 +64,8 @@ def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
         notes.append(f"PowerInfer looks for its model file's name followed by {SUFFIX!r}")
     if on_cpu:
         notes.append(
-            f"the plan keeps {on_cpu} on the CPU, which the index cannot say: PowerInfer puts all"
-            " dense blocks on the GPU first, and no neuron where they do not all fit"
+            f"the plan keeps {on_cpu} on the CPU, which the index cannot express: PowerInfer puts all"
+            " dense blocks on the GPU first, and no neurons if they do not all fit"
         )
     return notes
 

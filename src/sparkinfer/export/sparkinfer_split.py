@@ -2,9 +2,9 @@
 
 A plain GGUF: keys `ffn_group_size` (i32) and `ffn_normalized_pattern` (f32 [L], a layer's share of
 the neurons that fit, sum 1), and for each layer `blk.N.ffn_reorder_perms` (i32 [F],
-permutation[new] = old). Groups of neighbours in the new order are cached, the first ones at the
-start. Sources: SparkInfer, src/llama-sparkinfer.cpp; Kairox, src/llama-kairox.cpp. The loader looks
-for a destination of every tensor in the file, so there must be no other.
+permutation[new] = old). Groups of neighbours in the new order are cached, starting with the first
+ones. Sources: SparkInfer, src/llama-sparkinfer.cpp; Kairox, src/llama-kairox.cpp. The loader looks
+up a destination for every tensor in the file, so there must be no others.
 
 Letters: L layers, F neurons of a layer, H hot ones."""
 
@@ -86,7 +86,7 @@ def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
     `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
     notes = [
         "SparkInfer reads the order only with SPIF_PARALLEL, SPIF_RELOAD and SPIF_REORDER set,"
-        " and takes how many neurons fit from its own --vram-budget"
+        " and works out how many neurons fit from its own --vram-budget"
     ]
     num_hot = [len(ids) for ids in split.hot]
     uneven = sum(count % group_size != 0 for count in num_hot)
@@ -102,7 +102,7 @@ def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
         )
     if on_cpu:
         notes.append(
-            f"the plan keeps {on_cpu} on the CPU, which the file cannot say: place them with"
+            f"the plan keeps {on_cpu} on the CPU, which the file cannot express: place them with"
             " SparkInfer's own flags"
         )
     return notes

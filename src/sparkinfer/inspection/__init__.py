@@ -1,1 +1,1 @@
-"""Inspection of a file: detected from content, as facts, as tables, as JSON."""
+"""Inspects a file: detects its kind from content, and shows its facts as tables or JSON."""

@@ -12,7 +12,7 @@ from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile_file import Corpus, Profile
 from sparkinfer.split_file import PlanMode, Split
 
-HOTTEST = 0.2  # the hottest share of neurons, whose share of the firings is reported
+HOTTEST = 0.2  # share of the neurons whose part in all firings is reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class PredictorsSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuShare:
-    """A plan's share on one GPU; `layers` are those whose home it is."""
+    """A plan's share on one GPU, which is the home of `layers`."""
 
     budget_bytes: int
     layers: tuple[int, ...]

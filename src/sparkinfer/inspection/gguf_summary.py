@@ -1,6 +1,6 @@
 """The facts in a GGUF: one of our model files, a plan, or a third-party file.
 
-A file that the runtime refuses is described all the same, with the reason (model_file gives it)."""
+A file that the runtime refuses is described too, with the reason (from model_file)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class GgufSummary:
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
-    """Raises SparkinferError for an incomplete GGUF, and for a plan that is wrong."""
+    """Raises SparkinferError for an incomplete GGUF and for an invalid plan."""
     file = open_gguf(path, "GGUF file")
     if file.keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         return SplitSummary.load(path)
@@ -145,7 +145,7 @@ def _model_facts(model: ModelFile) -> ModelFacts:
 
 
 def part_of(name: str) -> str:
-    """Attention (with the norms, as in a plan), ffn, predictors, embedding, head or other."""
+    """A tensor's part: attention (with norms, as in a plan), ffn, predictors, embedding, ..."""
     if name.startswith("blk."):
         name = name.split(".", 2)[-1]
     return next((part for start, part in PARTS if name.startswith(start)), "other")

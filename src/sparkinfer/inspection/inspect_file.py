@@ -1,4 +1,4 @@
-"""Inspects a file of any kind: the command, from a path to a summary.
+"""Inspects a file of any kind: a path in, a summary out.
 
 The kind is detected from content, never from the name. Facts are in gguf_summary and
 artifact_summaries, their display in tables."""

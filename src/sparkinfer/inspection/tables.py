@@ -19,7 +19,7 @@ from sparkinfer.machine_file import Figure
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.sizes import format_bytes
 
-WIDTH_OF_A_PIPE = 120  # columns if stdout is no terminal
+WIDTH_OF_A_PIPE = 120  # columns if stdout is not a terminal
 Row = Sequence[object]
 
 
@@ -29,7 +29,8 @@ def print_facts(title: str, rows: Iterable[Row]) -> None:
 
 
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
-    """Prints on stdout; `all_tensors` is for a GGUF: otherwise one layer's represent all."""
+    """Prints on stdout. `all_tensors` is for a GGUF; without it one layer's tensors represent
+    all."""
     console = _console()
     for table in _tables(summary, all_tensors):
         console.print(table)
@@ -257,7 +258,7 @@ def _head_place(summary: SplitSummary) -> str:
 
 
 def _split_gpus(summary: SplitSummary) -> Table:
-    """The home layers of each GPU: those between its first and its last."""
+    """Each GPU with the first and the last layer that has something on it."""
     columns = ["GPU", "budget", "layers", "dense blocks", "hot neurons", "head"]
     return _table("GPUs", columns, [
         (number, format_bytes(gpu.budget_bytes),
@@ -310,7 +311,7 @@ def _machine_facts(summary: MachineSummary) -> list[Row]:
 
 
 def _gpus(summary: MachineSummary) -> list[Table]:
-    """Every figure under its name in the file, which includes the unit."""
+    """Every figure under its name in the file, with the unit in the name."""
     return [
         _facts(f"GPU {number}", [
             (name, _shown(value)) for name, value in figures.items()
@@ -326,7 +327,7 @@ def _shown(value: object) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    """The best value, and the range of half of the rounds."""
+    """The best value, and the range of the middle half of the rounds."""
     if figure.quartiles is None:
         return f"{figure.best:g} (not measured)"
     low, _, high = figure.quartiles
@@ -365,7 +366,8 @@ def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
 
 
 def _printable(value: object) -> str:
-    """Text without control characters or what stdout cannot encode: a file may hold anything."""
+    """Text without control characters and those that stdout cannot encode: a file may hold
+    anything."""
     encoding = sys.stdout.encoding or "utf-8"
     text = str(value).encode(encoding, "backslashreplace").decode(encoding)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,7 +1,7 @@
-// A mapped file that is truncated while it is read ends a process by SIGBUS, in whichever thread and
-// library touches the page. This handler prints in one line which file that was, removes what the
-// process was writing, and ends it. It reads the file's name from /proc/self/maps and calls only
-// async-signal-safe functions: open, read, write, unlink, _exit.
+// A mapped file that is truncated while it is read ends the process with SIGBUS, in whichever
+// thread and library touches the page. This handler prints the file's name in one line, removes
+// what the process was writing, and ends it. It reads the file's name from /proc/self/maps and
+// calls only async-signal-safe functions: open, read, write, unlink, _exit.
 
 #include <atomic>
 #include <cstdint>
@@ -71,7 +71,7 @@ void on_bus_error(int number, siginfo_t* info, void*) {
         for (;;) pause();  // another thread handles it
     }
     const char* path = file_at(reinterpret_cast<uintptr_t>(info->si_addr));
-    if (path == nullptr) {  // not a file: ends as without this handler
+    if (path == nullptr) {  // not a file: the process ends as it would without this handler
         signal(number, SIG_DFL);
         raise(number);  // delivered when this returns
         return;
@@ -93,7 +93,8 @@ extern "C" __attribute__((visibility("default"))) int32_t spark_guard_mapped_fil
     return sigaction(SIGBUS, &action, nullptr);
 }
 
-// The files that are removed when the process ends so: `count` names, each terminated by a zero.
+// Sets the files that are removed when the process ends this way: `count` names, each terminated by
+// a zero byte.
 extern "C" __attribute__((visibility("default"))) void spark_set_unfinished(const char* names,
                                                                            int64_t count) {
     num_unfinished = 0;
