@@ -11,8 +11,8 @@ RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "sparkinfer.runtime"
 # From the bottom to the top. Modules outside the folders (the engine and its options) are above
 # all.
-ROOMS = ("device", "kernels", "weights", "cache", "model", "step", "prefill", "check", "text",
-         "generate")  # fmt: skip
+ROOMS = ("device", "kernels", "weights", "cache", "model", "neuron_cache", "step", "prefill",
+         "check", "text", "generate")  # fmt: skip
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,11 +1,11 @@
 """Loads a model file and a plan into layers on their devices.
 
-What lies on the CPU is copied into memory arranged for it (`runtime.weights.resident`), or stays in
-the mapped file; what lies on a GPU goes into its slab (`runtime.weights.upload`), straight from the
-mapped file. A plan without an available GPU runs with both roles on the CPU: the hot block still
-has its own matrices."""
+Weights on the CPU are copied into memory arranged for decoding (`runtime.weights.resident`), or
+stay in the mapped file; those on a GPU go straight from the mapped file into the GPU's slab
+(`runtime.weights.upload`). A plan without an available GPU runs with both roles on the CPU: the hot
+block still has its own matrices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -34,6 +34,7 @@ from sparkinfer.runtime.model.feed_forward import (
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.weights.resident import Residence
+from sparkinfer.runtime.weights.slot_rows import joined, rows_of_slots
 from sparkinfer.runtime.weights.upload import Uploader
 from sparkinfer.split_file import Split
 
@@ -140,14 +141,16 @@ def load_weights(
     uploaders: Mapping[torch.device, Uploader] | None = None,
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
+    resident_LN: Sequence[np.ndarray] | None = None,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
-    projection. Without a `residence`, weights on the CPU stay in the mapped file. Weights of a
-    device with an uploader go to that one's memory. `cache_types`: of keys and values; None is the
-    model's own."""
+    projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device
+    has an uploader, its weights go into the uploader's memory. `cache_types` of None are the
+    model's own. `resident_LN`: the neurons in the slots of a neuron cache; none for a layer without
+    slots."""
     builder = Builder(
         model, placement, mode, context_length, observers, traffic, notice, residence,
-        uploaders or {}, num_sequences, cache_types,
+        uploaders or {}, num_sequences, cache_types, resident_LN,
     )  # fmt: skip
     head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
@@ -201,6 +204,7 @@ class Builder:
     uploaders: Mapping[torch.device, Uploader] = field(default_factory=dict)
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
+    resident_LN: Sequence[np.ndarray] | None = None
     # Layers whose down projection was repacked: old type, new type, relative error.
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
@@ -273,7 +277,7 @@ class Builder:
         )
 
     def stored(self, index: int, name: str) -> TensorEntry:
-        """A matrix, transposed if it is stored so."""
+        """The entry of a matrix, which may be stored transposed."""
         suffix = "_t" if self.model.is_transposed(index, name) else ""
         return self.entry(index, f"{name}{suffix}.weight")
 
@@ -306,8 +310,7 @@ class Builder:
         self.traffic.attention += num_bytes
 
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
-        """Query, key and value; one matrix with three times the row length if they are transposed
-        and copied anyway."""
+        """Query, key and value; joined into one matrix if they are transposed and copied anyway."""
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         entries = [self.stored(index, name) for name in names]
@@ -345,9 +348,12 @@ class Builder:
         )
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
-        """The hot neurons with matrices of their own, the cold ones as rows of the file's."""
+        """The hot and the cold neurons, or all in one block. Each block has matrices of its own,
+        except that without a residence, cold neurons are rows of the file's."""
         num_neurons = self.model.shape.num_neurons
         down, gpu = self.down(index), self.placement.homes[index]
+        if self.resident_LN is not None and gpu == CPU:
+            return (self.joined_block(index, down, self.resident_LN[index]),)
         if self.placement.hot is None:
             return (self.block(index, down, gpu, np.arange(num_neurons), "all"),)
         hot = self.placement.hot[index].astype(np.int64)
@@ -360,10 +366,19 @@ class Builder:
             blocks.append(self.block(index, down, CPU, cold, shared if len(hot) else "all"))
         return tuple(blocks)
 
+    def joined_block(self, index: int, down: TensorEntry, hot: np.ndarray) -> NeuronBlock:
+        """All neurons of a layer, with slots before them for the neurons of `hot`, if any."""
+        num_neurons = self.model.shape.num_neurons
+        if not len(hot):
+            return self.block(index, down, CPU, np.arange(num_neurons), "all")
+        rows = rows_of_slots(hot, num_neurons)
+        return joined(self.block(index, down, CPU, rows, "own"), hot, num_neurons)
+
     def block(
         self, index: int, down: TensorEntry, device: torch.device, ids: np.ndarray, rows: str
     ) -> NeuronBlock:
-        """A block. `rows`: "own" copies these rows, "shared" points at them, "all" takes all."""
+        """A block. `rows`: "own" copies the rows of `ids`, "shared" refers to them in the file's
+        matrices, "all" takes all."""
         chosen = ids if rows == "own" else None
         has_up = self.model.graph.is_gated
         names = [self.model.gate_name, *(["ffn_up"] if has_up else [])]
@@ -401,7 +416,7 @@ class Builder:
         return self.kept(bias, is_weight=True) if device == CPU else bias.to(device)
 
     def ids(self, ids: np.ndarray, device: torch.device, *, is_all: bool) -> Tensor:
-        """Neuron ids in the form a block has them."""
+        """Neuron ids as a block stores them."""
         if device not in self.uploaders:
             id_N = torch.from_numpy(ids)
             return self.kept(id_N, is_weight=False) if device == CPU else id_N.to(device)
@@ -418,8 +433,8 @@ class Builder:
         self, entries: list[TensorEntry], device: torch.device, chosen: np.ndarray | None
     ) -> list[Matrix]:
         """Gate, up (if there is one) and down of some neurons (None: all), interleaved where they
-        are read together: mode "exact" reads every gate and the others rarely, mode "dense" reads
-        each to its end, except for neurons streamed to a GPU, which take one copy per piece."""
+        are read together. Mode "exact" reads every gate but few of the others; mode "dense" reads
+        each matrix to its end, except in divided layers, where a streamed piece is one copy."""
         if device in self.uploaders:
             uploader = self.uploaders[device]
             return [uploader.matrix(entry, "neurons", chosen) for entry in entries]

@@ -8,6 +8,7 @@ from torch import Tensor
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.loader import Placement, Weights
 from sparkinfer.runtime.model.native_structs import NotNative
+from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step import hybrid_builder, native_step
 from sparkinfer.runtime.step.hybrid_step import Backend
 
@@ -25,12 +26,13 @@ def decode_step(
     input_layer_offset: int,
     traffic: Traffic,
     backend: Backend | str | None,
+    neuron_cache: NeuronCache | None = None,
 ) -> DecodeStep | str:
     """The decode step for a model placed like this, or a few words on why there is none.
 
     `backend` is None without a GPU, and a reason where a GPU's step does not work."""
     if backend is None:
-        return native_step.build(weights, input_layer_offset, traffic)
+        return native_step.build(weights, input_layer_offset, traffic, neuron_cache)
     if isinstance(backend, str):
         return backend
     try:

@@ -28,6 +28,7 @@ from sparkinfer.runtime.model.native_structs import (
     NotNative,
     Structs,
 )
+from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step.batch import Row
 
 _PREDICTORS = ("linear", "relu", "gate")
@@ -90,6 +91,7 @@ class NativeStep:
     vocab_size: int
     traffic: Traffic
     kept: tuple[Any, ...]  # keeps alive what the structs point to
+    neuron_cache: NeuronCache | None = None
 
     @property
     def max_rows(self) -> int:
@@ -113,7 +115,11 @@ class NativeStep:
             num_logits += row.has_logits
         logits = torch.empty(num_logits, self.vocab_size, dtype=torch.float32)
         before = self._bytes()
+        if self.neuron_cache is not None:
+            self.neuron_cache.before_step()
         library.run_step(self.step, structs, logits)
+        if self.neuron_cache is not None:
+            self.neuron_cache.after_step(_decoded(rows))
         for name, read in self._bytes().items():
             setattr(self.traffic, name, getattr(self.traffic, name) + read - before[name])
         return logits
@@ -124,12 +130,23 @@ class NativeStep:
         return {name: getattr(self.step, f"{name}_bytes") for name in names}
 
 
-def build(weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep | str:
+def _decoded(rows: Sequence[Row]) -> list[bool]:
+    """Which of the computed rows of a step are tokens of decoding: those whose logits are wanted. The
+    others are of a prompt."""
+    return [row.has_logits for row in rows if row.source is None]
+
+
+def build(
+    weights: Weights,
+    input_layer_offset: int,
+    traffic: Traffic,
+    neuron_cache: NeuronCache | None = None,
+) -> NativeStep | str:
     """The native step of this model, or a few words on why there is none."""
     if not library.is_available():
         return "the C++ kernels are not built"
     try:
-        return StepBuilder().step(weights, input_layer_offset, traffic)
+        return StepBuilder().step(weights, input_layer_offset, traffic, neuron_cache)
     except NotNative as reason:
         return str(reason)
 
@@ -149,12 +166,23 @@ def workspace_bytes(weights: Weights) -> int:
 class StepBuilder(Structs):
     """Builds the structs of a step and its layers."""
 
-    def step(self, weights: Weights, input_layer_offset: int, traffic: Traffic) -> NativeStep:
+    def step(
+        self,
+        weights: Weights,
+        input_layer_offset: int,
+        traffic: Traffic,
+        neuron_cache: NeuronCache | None = None,
+    ) -> NativeStep:
         step = self.without_workspace(weights, input_layer_offset)
         step.workspace = self.workspace(library.step_bytes(step))
+        if neuron_cache is not None:
+            num_words = -(-step.num_neurons // 32)
+            bits_TLW = torch.zeros(step.max_rows, step.num_layers, num_words, dtype=torch.int32)
+            step.fired = self.pointer(bits_TLW, torch.int32)
+            neuron_cache.attach(bits_TLW)
         return NativeStep(
             step=step, vocab_size=weights.head.weight.num_rows, traffic=traffic,
-            kept=tuple(self.kept),
+            kept=tuple(self.kept), neuron_cache=neuron_cache,
         )  # fmt: skip
 
     def without_workspace(self, weights: Weights, input_layer_offset: int) -> StepStruct:

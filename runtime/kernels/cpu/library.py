@@ -89,6 +89,8 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_neurons_bytes.restype = size
     lib.spark_neurons.argtypes = [pointer]
     lib.spark_neurons.restype = None
+    lib.spark_copy_rows.argtypes = [pointer]
+    lib.spark_copy_rows.restype = None
     lib.spark_num_threads.restype = int32
     lib.spark_set_threads.argtypes = [int32]
     lib.spark_set_threads.restype = int32
@@ -129,7 +131,7 @@ def usable_levels() -> list[str]:
 
 
 def set_level(name: str) -> None:
-    """Switches the instruction set, for tests. ValueError if it is unknown or not usable here."""
+    """Switches the instruction set, for tests. Raises ValueError if it is unknown or unusable."""
     if _built().spark_set_level(name.encode()) != _OK:
         what = "this machine cannot run" if name in LEVELS else "there is no"
         raise ValueError(f"{what} CPU level {name!r}; usable here: {', '.join(usable_levels())}")
@@ -141,7 +143,7 @@ def num_threads() -> int:
 
 
 def set_threads(num_threads: int) -> None:
-    """Let this many threads, 1 to 1024, share each job from now on."""
+    """Lets this many threads, 1 to 1024, share each job from now on."""
     status = _built().spark_set_threads(num_threads) if 1 <= num_threads <= 1024 else _BAD_ARGUMENT
     if status == _BAD_ARGUMENT:
         raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
@@ -222,7 +224,7 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
     """Runs a step of the rows (SparkRow each, see step.h). `logits`: f32, one row per row with
     logits.
 
-    IndexError for an impossible token or position."""
+        Raises IndexError for an impossible token or position."""
     lib = _lib or _built()
     status = lib.spark_step(
         ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
@@ -236,7 +238,7 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
 
 
 def parts_bytes(step: ctypes.Structure) -> int:
-    """Does what step_bytes does, for a step run part by part."""
+    """Same as step_bytes, for a step run part by part."""
     return int(_built().spark_parts_bytes(ctypes.addressof(step)))
 
 
@@ -251,7 +253,7 @@ def part_function() -> int:
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
-    """Does what step_bytes does, for a block of neurons described by native_neurons.py."""
+    """Same as step_bytes, for a block of neurons described by native_neurons.py."""
     return int(_built().spark_neurons_bytes(ctypes.addressof(neurons)))
 
 
@@ -263,6 +265,16 @@ def run_neurons(neurons: ctypes.Structure) -> None:
 def neurons_function() -> int:
     """The address of the function behind `run_neurons`: void (*)(void*)."""
     return _address("spark_neurons")
+
+
+def copy_rows(copies: ctypes.Structure) -> None:
+    """Copies rows as neuron_cache/row_copies.py lists them."""
+    (_lib or _built()).spark_copy_rows(ctypes.addressof(copies))
+
+
+def copy_rows_function() -> int:
+    """The address of the function behind `copy_rows`: void (*)(void*)."""
+    return _address("spark_copy_rows")
 
 
 def _address(function: str) -> int:

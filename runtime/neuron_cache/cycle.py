@@ -1,0 +1,95 @@
+"""The cycle of the neuron cache: one decode step's bits decide what is copied during the next one.
+
+    after step t     the policy observes the bits of its rows and decides on swaps; their rows begin
+                     to be gathered from main memory into staging
+    during t + 1     they arrive; each slot still holds its old neuron
+    before t + 2     staged rows go to their slots, and the tables of hot and cold neurons change
+
+Nothing is written back: main memory holds every row of a layer that has slots. Nothing depends on a
+clock: a step waits for the copies that were to be done by then. Who decides is the policy's business,
+where rows are is that of `Slots`.
+
+Letters: T rows of a step, L layers, W words of 32 bits, S swaps, N slots of a layer."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.neuron_cache.residency import Residency
+
+# Neuron `in` takes slot `slot` of the layer, which neuron `out` leaves. No neuron and no slot is in two
+# swaps of a decision.
+SWAP = np.dtype([("layer", np.int32), ("slot", np.int32), ("in", np.int32), ("out", np.int32)])
+
+
+class Policy(Protocol):
+    """Decides on swaps; knows nothing of memory. `CachePolicy` is the one."""
+
+    def learn(self, bits_RLW: np.ndarray) -> None:
+        """Observes tokens of a prompt, uint32 [R, L, W]."""
+
+    def step(self, bits_RLW: np.ndarray) -> np.ndarray:
+        """Observes the tokens of a step and returns swaps with the fields of `SWAP`, maybe with more,
+        as a view that the next call may change. Those it returned before are done."""
+
+
+class Slots(Protocol):
+    """Moves neurons. The two implementations are JoinedSlots and DeviceSlots."""
+
+    def start(self, swaps_S: np.ndarray) -> None:
+        """Begins to copy the rows of the incoming neurons, beside what runs."""
+
+    def finish(self) -> None:
+        """Waits for the copies, moves the rows to their slots and changes the tables."""
+
+
+class NeuronCache:
+    """The cache of a running model. `use` gives it its slots, `attach` the place of steps' bits."""
+
+    def __init__(
+        self, policy: Policy, residency: Residency, copy_bytes_per_s: float | None = None
+    ) -> None:
+        self.policy, self.residency = policy, residency
+        self.copy_bytes_per_s = copy_bytes_per_s  # that copies are slowed down to, for tests
+        self.slots: Slots | None = None
+        self.num_swaps = 0  # that are in the tables
+        self._num_pending = 0
+        self._bits_TLW = np.zeros((0, 0, 0), np.uint32)
+
+    def use(self, slots: Slots) -> None:
+        """Moves neurons by these slots from now on."""
+        self.before_step()  # what the others have begun
+        self.slots = slots
+
+    def attach(self, bits_TLW: Tensor) -> None:
+        """The int32 bits that steps write from now on."""
+        assert bits_TLW.dtype == torch.int32 and bits_TLW.is_contiguous()
+        self._bits_TLW = bits_TLW.numpy().view(np.uint32)
+
+    def before_step(self) -> None:
+        """Puts the neurons into their slots that were to arrive during the last step."""
+        if not self._num_pending:
+            return
+        assert self.slots is not None
+        self.slots.finish()
+        self.num_swaps += self._num_pending
+        self._num_pending = 0
+
+    def after_step(self, is_decoded_T: Sequence[bool]) -> None:
+        """Shows the policy the step's rows: tokens of decoding, and those of a prompt, from which it
+        only learns."""
+        bits_TLW = self._bits_TLW[: len(is_decoded_T)]
+        if not all(is_decoded_T):
+            is_decoded = np.array(is_decoded_T)
+            self.policy.learn(bits_TLW[~is_decoded])
+            bits_TLW = bits_TLW[is_decoded]
+        if not len(bits_TLW):
+            return
+        swaps_S = self.policy.step(bits_TLW)
+        if len(swaps_S):
+            assert self.slots is not None
+            self.slots.start(swaps_S)
+            self._num_pending = len(swaps_S)

@@ -1,0 +1,72 @@
+"""Slots in one processor's reach, as weights.slot_rows arranges them: two memories of one processor,
+or the CPU in both roles. Logits have the bits of a model without a cache.
+
+Letters: F neurons of a layer, N slots, L layers, S swaps, M tensors of a block."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.neuron_cache.residency import Residency
+from sparkinfer.runtime.neuron_cache.row_copies import Copier, RowCopies, RowTable
+from sparkinfer.runtime.weights.neuron_block import NeuronBlock
+from sparkinfer.runtime.weights.slot_rows import tensors_of
+
+
+class JoinedSlots:
+    """The slots of the layers in `blocks`, by layer."""
+
+    def __init__(
+        self,
+        blocks: Mapping[int, NeuronBlock],
+        residency: Residency,
+        copy_bytes_per_s: float | None = None,
+    ) -> None:
+        self.residency = residency
+        self._row_LF = {layer: _shared(block.row_N) for layer, block in blocks.items()}
+        layers = range(len(residency.num_slots_L))
+        self._table = RowTable.of([tensors_of(blocks[i]) if i in blocks else [] for i in layers])
+        self._staging = np.zeros(0, np.uint8)
+        self._copier = Copier(copy_bytes_per_s)
+        self._pending: tuple[np.ndarray, RowCopies] | None = None
+
+    def start(self, swaps_S: np.ndarray) -> None:
+        assert self._pending is None
+        swaps_S = swaps_S.copy()
+        table, layer_S = self._table, swaps_S["layer"]
+        needed = len(layer_S) * table.neuron_bytes
+        if len(self._staging) < needed:
+            self._staging = np.zeros(needed, np.uint8)
+        first_S = self._staging.ctypes.data + np.arange(len(layer_S)) * table.neuron_bytes
+        staged_SM = first_S[:, None] + table.offset_LM[layer_S]
+        main_SM = table.addresses(layer_S, self.residency.num_slots_L[layer_S] + swaps_S["in"])
+        slot_SM = table.addresses(layer_S, swaps_S["slot"])
+        size_SM, kept = table.size_LM[layer_S], (self._staging, *table.kept)
+        self._copier.start(RowCopies(main_SM, staged_SM, size_SM, kept))
+        self._pending = swaps_S, RowCopies(staged_SM, slot_SM, size_SM, kept)
+
+    def finish(self) -> None:
+        assert self._pending is not None
+        self._copier.finish()
+        (swaps_S, to_slots), self._pending = self._pending, None
+        self.residency.swap(swaps_S)
+        to_slots.run()
+        for layer, slot, comes, goes in swaps_S[["layer", "slot", "in", "out"]].tolist():
+            row_F = self._row_LF[layer]
+            row_F[goes] = self.residency.num_slots_L[layer] + goes
+            row_F[comes] = slot
+
+    def check(self) -> None:
+        """Raises AssertionError unless all tables agree."""
+        self.residency.check()
+        for layer, row_F in self._row_LF.items():
+            slot_F, num_slots = self.residency.slot_LF[layer], self.residency.num_slots_L[layer]
+            assert (row_F == np.where(slot_F < 0, num_slots + np.arange(len(slot_F)), slot_F)).all()
+
+
+def _shared(row_F: Tensor | None) -> np.ndarray:
+    """The same memory as an array."""
+    assert row_F is not None and row_F.dtype == torch.int32
+    return row_F.numpy()

@@ -1,0 +1,120 @@
+"""Many rows copied in one native call, and a thread that does it beside a decode step.
+
+Letters: C copies, S swaps, L layers, M tensors that hold a part of each neuron."""
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from ctypes import Structure, c_int64, c_void_p
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparkinfer.runtime.kernels.cpu import library
+
+_ALIGNMENT = 16  # of the parts of a neuron in staging
+
+
+class CopiesStruct(Structure):
+    _fields_ = [("copy", c_void_p), ("count", c_int64)]
+
+
+class RowCopies:
+    """Copies between addresses, in order. `kept` keeps both memories alive."""
+
+    def __init__(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, kept: Sequence[Any]
+    ) -> None:
+        is_there = num_bytes.ravel() > 0
+        whole_C3 = np.stack([source.ravel(), target.ravel(), num_bytes.ravel()], axis=1)
+        self._copy_C3 = np.ascontiguousarray(whole_C3[is_there], np.int64)
+        self._kept = tuple(kept)
+        self.struct = CopiesStruct(copy=self._copy_C3.ctypes.data, count=len(self._copy_C3))
+        self.num_bytes = int(num_bytes.sum())
+
+    def run(self) -> None:
+        library.copy_rows(self.struct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTable:
+    """The places of the neurons' rows in the tensors of each layer, int64 [L, M]: the address of row
+    0, bytes from row to row, and bytes of a row; 0 for a tensor that a layer does not have."""
+
+    base_LM: np.ndarray
+    stride_LM: np.ndarray
+    size_LM: np.ndarray
+    kept: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors_L: Sequence[Sequence[Tensor]]) -> "RowTable":
+        most = max(map(len, tensors_L))
+        base_LM, stride_LM, size_LM = np.zeros((3, len(tensors_L), most), np.int64)
+        for layer, tensors in enumerate(tensors_L):
+            for number, tensor in enumerate(tensors):
+                unit = tensor.element_size()
+                width = 1 if tensor.dim() == 1 else tensor.shape[1]
+                base_LM[layer, number] = tensor.data_ptr()
+                stride_LM[layer, number] = tensor.stride(0) * unit
+                size_LM[layer, number] = width * unit
+        kept = tuple(tensor for tensors in tensors_L for tensor in tensors)
+        return cls(base_LM=base_LM, stride_LM=stride_LM, size_LM=size_LM, kept=kept)
+
+    def addresses(self, layer_S: np.ndarray, row_S: np.ndarray) -> np.ndarray:
+        """int64 [S, M]."""
+        return self.base_LM[layer_S] + row_S[:, None].astype(np.int64) * self.stride_LM[layer_S]
+
+    @property
+    def offset_LM(self) -> np.ndarray:
+        """The places of the parts of a neuron in staging."""
+        padded_LM = -(-self.size_LM // _ALIGNMENT) * _ALIGNMENT
+        return padded_LM.cumsum(axis=1) - padded_LM
+
+    @property
+    def neuron_bytes(self) -> int:
+        """Bytes of the largest neuron in staging."""
+        padded_LM = -(-self.size_LM // _ALIGNMENT) * _ALIGNMENT
+        return int(padded_LM.sum(axis=1).max())
+
+
+class Copier:
+    """A thread that copies beside the caller. With `bytes_per_s` it takes at least as long as a link
+    of that rate would."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._jobs: SimpleQueue[RowCopies | None] = SimpleQueue()
+        self._is_done = threading.Event()
+        self._is_started = False
+
+    def start(self, copies: RowCopies) -> None:
+        """Starts the copies; `finish` must come before the next start."""
+        if not self._is_started:
+            self._is_started = True
+            shared = self._jobs, self._is_done, self._bytes_per_s
+            threading.Thread(target=_serve, args=shared, daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+        self._is_done.clear()
+        self._jobs.put(copies)
+
+    def finish(self) -> None:
+        """Blocks until the copies are done."""
+        self._is_done.wait()
+
+
+def _serve(
+    jobs: "SimpleQueue[RowCopies | None]",
+    is_done: threading.Event,
+    bytes_per_s: float | None,
+) -> None:
+    while (copies := jobs.get()) is not None:
+        began = time.perf_counter()
+        copies.run()
+        if bytes_per_s is not None:
+            time.sleep(max(0.0, began + copies.num_bytes / bytes_per_s - time.perf_counter()))
+        del copies  # an idle thread keeps nothing of the model alive
+        is_done.set()

@@ -1,0 +1,105 @@
+"""What an engine needs for a neuron cache beside its weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sparkinfer.budget import layer_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.loader import Weights
+from sparkinfer.runtime.neuron_cache.cycle import NeuronCache, Policy
+from sparkinfer.runtime.neuron_cache.joined_slots import JoinedSlots
+from sparkinfer.runtime.neuron_cache.residency import Residency
+from sparkinfer.split_file import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSetup:
+    """`policy_of` makes the policy of a model from the neurons in each layer's slots, in order (none
+    if a layer has no slots), and the number of neurons of a layer.
+
+    share: without a plan, the share of each layer's neurons that has a slot, at first those with the
+    lowest numbers; with one, the plan's hot neurons are in the slots. copy_bytes_per_s: where
+    memories do not differ, the rate that copies are slowed down to."""
+
+    policy_of: Callable[[Sequence[np.ndarray], int], Policy]
+    share: float | None = None
+    copy_bytes_per_s: float | None = None
+
+    def resident(
+        self, model: ModelFile, plan: Split | None, device: torch.device
+    ) -> tuple[np.ndarray, ...]:
+        """The neurons in the slots of each layer at first; none in layers without a division."""
+        shape = model.shape
+        if plan is not None:
+            if self.share is not None:
+                raise SparkinferError("a plan says how many neurons have slots: leave share out")
+            hot = plan.hot
+        else:
+            if self.share is None or device.type != "cpu":
+                raise SparkinferError(
+                    "the neuron cache needs a plan, whose hot neurons it starts from: make one with"
+                    " sparkinfer solve and give it with --split"
+                )
+            hot = (np.arange(round(self.share * shape.num_neurons)),) * shape.num_layers
+        is_divided = [0 < len(ids) < shape.num_neurons for ids in hot]
+        if not any(is_divided):
+            raise SparkinferError(
+                "the plan divides no layer's neurons, so there is nothing to cache: leave"
+                " --neuron-cache out, or run sparkinfer solve with another budget"
+            )
+        return tuple(
+            ids.astype(np.int32) if divided else np.zeros(0, np.int32)
+            for ids, divided in zip(hot, is_divided, strict=True)
+        )
+
+    def cache(
+        self, weights: Weights, resident_LN: Sequence[np.ndarray], *, is_joined: bool
+    ) -> NeuronCache:
+        """The cache of loaded weights; unless the slots are joined with the rows, the decode step
+        provides them."""
+        num_neurons = weights.layers[0].ffn.num_neurons
+        residency = Residency(resident_LN, num_neurons)
+        policy = self.policy_of(resident_LN, num_neurons)
+        cache = NeuronCache(policy, residency, self.copy_bytes_per_s)
+        if is_joined:
+            blocks = {
+                layer: weights.layers[layer].ffn.blocks[0]
+                for layer, ids in enumerate(resident_LN)
+                if len(ids)
+            }
+            cache.use(JoinedSlots(blocks, residency, self.copy_bytes_per_s))
+        return cache
+
+    def check(self, model: ModelFile, mode: str, *, is_resident: bool) -> None:
+        """Raises SparkinferError for a model, a mode or memory that the cache does not work with."""
+        if mode == "dense":
+            raise SparkinferError(
+                f"{model.path}: mode dense reads every neuron for every token, so a neuron cache has"
+                " nothing to follow; use mode exact or predicted, or leave --neuron-cache out"
+            )
+        gate = model.gate_name
+        if any(model.is_transposed(layer, gate) for layer in range(model.shape.num_layers)):
+            raise SparkinferError(
+                f"{model.path}: gates are stored by inputs (limits of the feed-forward's inputs), so"
+                " no neuron has rows of its own to cache; leave --neuron-cache out, or convert without"
+                " these limits"
+            )
+        if not is_resident:
+            why = (
+                "the weights stay in the file; leave is_resident out, or free some memory"
+                if library.is_available()
+                else "the C++ kernels are not built; run make build"
+            )
+            raise SparkinferError(
+                f"{model.path}: the neuron cache keeps weights in memory, and {why}"
+            )
+
+
+def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:
+    """Main memory for the rows of neurons in slots, which a cache keeps there too."""
+    return sum(len(ids) * layer_bytes(model, i).neuron for i, ids in enumerate(resident_LN))

@@ -1,0 +1,45 @@
+"""A policy of the neuron cache that swaps at every opportunity, whatever the text."""
+
+import numpy as np
+
+from sparkinfer.runtime.neuron_cache.cycle import SWAP
+from sparkinfer.runtime.neuron_cache.residency import Residency
+from sparkinfer.runtime.neuron_cache.setup import CacheSetup
+
+
+class RandomPolicy:
+    """Up to `most_rows` swaps behind each step, by `seed`. Keeps the bits that it was shown."""
+
+    def __init__(self, resident_LN, num_neurons, *, most_rows=8, seed=0):
+        self.residency = Residency(resident_LN, num_neurons)
+        self.most_rows, self.random = most_rows, np.random.default_rng(seed)
+        self.layers = np.flatnonzero(self.residency.num_slots_L)
+        self.pending = np.zeros(0, SWAP)
+        self.shown, self.learned = [], []
+
+    def learn(self, bits_RLW):
+        self.learned.append(bits_RLW.copy())
+
+    def step(self, bits_RLW):
+        self.shown.append(bits_RLW.copy())
+        self.residency.swap(self.pending)
+        found = []
+        for layer in self.random.choice(
+            self.layers, self.random.integers(1, len(self.layers) + 1), False
+        ):
+            cold = self.residency.cold(layer)
+            num_slots = self.residency.num_slots_L[layer]
+            most = min(len(cold), num_slots, self.most_rows - len(found))
+            count = self.random.integers(0, most + 1)
+            slots = self.random.choice(num_slots, count, replace=False)
+            comes = self.random.choice(cold, count, replace=False)
+            goes = self.residency.id_N(layer)[slots]
+            found += [(layer, *row) for row in zip(slots, comes, goes, strict=True)]
+        self.pending = np.array(found, SWAP)
+        return self.pending
+
+
+def random_setup(**options):
+    """A setup with such a policy; options of it and of CacheSetup."""
+    own = {name: options.pop(name) for name in ("most_rows", "seed") if name in options}
+    return CacheSetup(policy_of=lambda ids, count: RandomPolicy(ids, count, **own), **options)

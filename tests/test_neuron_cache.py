@@ -1,0 +1,372 @@
+"""The neuron cache with both roles on the CPU: logits have the bits of a model without it, whatever is
+swapped; tables stay a bijection; the same text gives the same swaps."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import make_model, make_shape
+from random_policy import RandomPolicy, random_setup
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.architecture import Activation
+from sparkinfer.errors import SparkinferError
+from sparkinfer.limits import LayerLimits, Limits
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.neuron_cache.cycle import SWAP
+from sparkinfer.runtime.neuron_cache.residency import Residency
+from sparkinfer.runtime.step.sequences import Part
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+F, L, V = 160, 3, 50
+
+
+def saved(tmp_path, kind="q8_0", activation: Activation = "relu", **shape):
+    sizes = {"num_layers": L, "num_neurons": F, "context_length": 96} | shape
+    model = make_model(
+        shape=make_shape(**sizes), kind=kind, activation=activation, predictor_rank=8
+    )
+    model = dataclasses.replace(model, threshold_L=(0.05,) * L, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    return model
+
+
+class Texts:
+    """Several texts that grow, are rolled back, forked and closed at random, on two engines alike."""
+
+    def __init__(self, engines, seed):
+        self.engines, self.random = engines, np.random.default_rng(seed)
+        self.texts = [[engine.sequence()] for engine in engines]  # by engine, alike
+
+    def step(self):
+        """Changes some texts and computes a step; returns each engine's logits."""
+        random, own = self.random, self.texts[0]
+        room = own[0].owner.context_length
+        action, one = random.random(), random.integers(len(own))
+        if action < 0.03 and len(own) < 4:
+            for engine, texts in zip(self.engines, self.texts, strict=True):
+                texts.append(texts[one].fork() if own[one].length else engine.sequence())
+        elif action < 0.05 and len(own) > 1:
+            for texts in self.texts:
+                texts.pop(one).close()
+        elif action < 0.08:
+            length = int(random.integers(own[one].length + 1))
+            for texts in self.texts:
+                texts[one].rollback(length)
+        chosen = [n for n in range(len(own)) if random.random() < 0.7] or [0]
+        counts = [int(random.choice([1, 1, 1, 2, 5, 17])) for _ in chosen]
+        for number, count in zip(chosen, counts, strict=True):
+            if own[number].length + count > room:
+                for texts in self.texts:
+                    texts[number].rollback(0)
+        tokens = [random.integers(V, size=count).tolist() for count in counts]
+        wanted = [str(random.choice(["last", "all"])) for _ in chosen]
+        found = []
+        for texts in self.texts:
+            parts = [
+                Part(sequence=texts[n], tokens=ids, wanted=want)
+                for n, ids, want in zip(chosen, tokens, wanted, strict=True)
+            ]
+            found.append(torch.cat(texts[0].owner.run(parts)))
+        self.num_tokens = sum(counts)
+        return found
+
+
+def grown_alike(model, mode, num_tokens, seed=0, **options):
+    """Compares an engine with a cache and one without for at least so many tokens; returns the cache."""
+    with (
+        Engine.load(model.path, mode=mode, num_sequences=4) as plain,
+        Engine.load(model.path, mode=mode, num_sequences=4,
+                    neuron_cache=random_setup(share=0.4, seed=seed, **options)) as cached,
+    ):  # fmt: skip
+        assert plain.not_native is None and cached.not_native is None
+        texts, done = Texts((plain, cached), seed), 0
+        while done < num_tokens:
+            want, got = texts.step()
+            assert torch.equal(got, want), done
+            done += texts.num_tokens
+            cached.neuron_cache.slots.check()
+        return cached.neuron_cache
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0", "q6_k"])
+def test_logits_have_the_bits_of_a_model_without_a_cache(tmp_path, kind, mode):
+    width = 256 if kind == "q6_k" else 64
+    cache = grown_alike(saved(tmp_path, kind, width=width), mode, 300)
+    assert cache.num_swaps > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
+def test_logits_have_these_bits_for_thousands_of_tokens(tmp_path, kind, mode):
+    model = saved(tmp_path, kind, num_neurons=1100, width=128, context_length=900)
+    cache = grown_alike(model, mode, 5000, most_rows=64)
+    assert cache.num_swaps > 5000
+
+
+@pytest.mark.parametrize("activation", ["fatrelu", "drelu", "silu", "gelu"])
+def test_any_activation(tmp_path, activation):
+    assert grown_alike(saved(tmp_path, "f32", activation), "exact", 100).num_swaps
+
+
+def test_any_number_of_threads(tmp_path, restore_library):
+    library.set_threads(3)
+    model = saved(tmp_path, num_neurons=1056, width=256)
+    assert grown_alike(model, "predicted", 60, most_rows=64).num_swaps > 100
+
+
+def planned(tmp_path, model, hot=None):
+    ids = np.random.default_rng(3).permutation(F)
+    hot = [ids[:60], ids[:0], ids] if hot is None else hot
+    make_split(model, hot).save(tmp_path / "s.gguf")
+    return tmp_path / "s.gguf"
+
+
+def decoded(engine, ids):
+    with engine.sequence() as text:
+        return torch.cat([text.extend([token]) for token in ids])
+
+
+IDS = np.random.default_rng(1).integers(0, V, 30).tolist()
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_a_plan_says_which_neurons_have_slots_at_first(tmp_path, mode):
+    """Also where layers have no slots, or one for every neuron."""
+    model = saved(tmp_path)
+    split = planned(tmp_path, model)
+    with Engine.load(model.path, mode=mode) as plain:
+        want = decoded(plain, IDS)
+    with Engine.load(model.path, split=split, mode=mode, neuron_cache=random_setup()) as engine:
+        hot = [len(block.id_N) for layer in engine.layers for block in layer.ffn.blocks]
+        assert hot == [F, F, F]
+        assert engine.neuron_cache.residency.num_slots_L.tolist() == [60, 0, 0]
+        row_bytes = engine.layers[0].ffn.blocks[0].down.row_bytes
+        with Engine.load(model.path, split=split, mode=mode) as static:
+            added = engine.bytes_by_role["cpu"]["neurons"] - static.bytes_by_role["cpu"]["neurons"]
+        assert added == 60 * 3 * row_bytes
+        assert torch.equal(decoded(engine, IDS), want)
+        assert engine.neuron_cache.num_swaps > 20
+
+
+def test_biases_move_with_their_rows(tmp_path):
+    from checkpoints import random_model, save_tokenizer
+    from test_families import CASES, converted
+
+    folder = random_model(tmp_path / "hf", CASES["opt"])
+    save_tokenizer(folder, 320)
+    path = converted(folder, tmp_path / "m.gguf", outtype="f32")
+    with (
+        Engine.load(path, mode="exact") as plain,
+        Engine.load(path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
+    ):
+        assert cached.layers[0].ffn.blocks[0].gate.bias_N is not None
+        ids = IDS[:20]
+        assert torch.equal(decoded(cached, ids), decoded(plain, ids))
+        assert cached.neuron_cache.num_swaps > 10
+
+
+def test_limits_and_thresholds_stay_with_their_neurons(tmp_path):
+    model = saved(tmp_path, "f32", "silu")
+    random = np.random.default_rng(2)
+    layers = tuple(
+        LayerLimits(
+            gate_F=random.uniform(0, 0.1, F).astype(np.float32),
+            hidden_F=random.uniform(0, 0.01, F).astype(np.float32),
+        )
+        for _ in range(L)
+    )
+    limits = Limits(model_id=None, layers=layers)
+    with (
+        Engine.load(model.path, mode="exact") as plain,
+        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
+    ):
+        assert torch.equal(decoded(cached, IDS), decoded(plain, IDS))
+        for engine in (plain, cached):
+            engine.set_limits(limits)
+        limited = decoded(plain, IDS)
+        assert torch.equal(decoded(cached, IDS), limited)
+        for engine in (plain, cached):
+            engine.set_thresholds([0.2] * L)
+        assert torch.equal(decoded(cached, IDS), decoded(plain, IDS))
+        cached.neuron_cache.slots.check()
+
+
+def test_an_observed_pass_reads_the_same_rows(tmp_path):
+    """The ordinary path, which observers select, follows the tables too."""
+    model = saved(tmp_path, "f32")
+    seen = {}
+    with (
+        Engine.load(model.path, mode="exact") as plain,
+        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
+    ):
+        decoded(cached, IDS)
+        for engine in (plain, cached):
+            with engine.observe(lambda n, i, t, e=engine: seen.__setitem__((e, n, i), t.clone()),
+                                lambda n, i: n in ("ffn_gate", "ffn_out")):  # fmt: skip
+                decoded(engine, IDS[:1])
+        for layer in range(L):
+            for name in ("ffn_gate", "ffn_out"):
+                assert torch.equal(seen[cached, name, layer], seen[plain, name, layer])
+
+
+def test_the_policy_sees_the_bits_of_decoded_tokens(tmp_path):
+    """Each once; those of a prompt are learned from, and its last is decoded from."""
+    model = saved(tmp_path, "f32")
+    with Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as engine:
+        policy = engine.neuron_cache.policy
+        with engine.sequence() as text:
+            text.extend(IDS[:7])
+            text.extend(IDS[7:9], wanted="all")
+            text.extend(IDS[9:10])
+        assert [len(bits) for bits in policy.learned] == [6]
+        assert [len(bits) for bits in policy.shown] == [1, 2, 1]
+        together = np.concatenate([policy.learned[0], *policy.shown])
+    with Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as engine:
+        decoded(engine, IDS[:10])
+        assert (np.concatenate(engine.neuron_cache.policy.shown) == together).all()
+
+
+def swapped(tmp_path, ids, copy_bytes_per_s=None):
+    setup = random_setup(share=0.4, copy_bytes_per_s=copy_bytes_per_s)
+    with Engine.load(tmp_path / "m.gguf", mode="predicted", neuron_cache=setup) as engine:
+        logits = decoded(engine, ids)
+        return logits, engine.neuron_cache.residency.slot_LF.copy()
+
+
+def test_a_run_can_be_repeated(tmp_path):
+    """The same text gives the same tables, however slow the copies are."""
+    saved(tmp_path)
+    logits, slots = swapped(tmp_path, IDS)
+    for rate in (None, 2e6):
+        again, same = swapped(tmp_path, IDS, rate)
+        assert torch.equal(again, logits) and (same == slots).all()
+    assert (swapped(tmp_path, IDS[::-1])[1] == slots).all()  # of this policy, for any text
+
+
+KILLED = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from random_policy import random_setup
+from sparkinfer import Engine
+with Engine.load(sys.argv[2], mode="predicted", neuron_cache=random_setup(share=0.4)) as engine:
+    with engine.sequence() as text:
+        for token in map(int, sys.argv[3].split()):
+            text.extend([token])
+        print(engine.neuron_cache.num_swaps, flush=True)
+        while True:
+            text.rollback(1)
+            text.extend([1, 2])
+"""
+
+
+def test_a_killed_process_leaves_nothing_behind(tmp_path):
+    """The model's file is as it was, and a new process computes what the first would have."""
+    saved(tmp_path)
+    before = (tmp_path / "m.gguf").read_bytes()
+    logits, slots = swapped(tmp_path, IDS)
+    ids = " ".join(map(str, IDS[:9]))
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(Path(__file__).parent),
+        str(tmp_path / "m.gguf"),
+        ids,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert int(process.stdout.readline()) > 5
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert (tmp_path / "m.gguf").read_bytes() == before
+    again, same = swapped(tmp_path, IDS)
+    assert torch.equal(again, logits) and (same == slots).all()
+
+
+@pytest.mark.parametrize("wrong", ["stale slot", "wrong row", "half a row"])
+def test_the_comparison_sees_rows_that_are_not_theirs(tmp_path, wrong):
+    model = saved(tmp_path, "f32")
+    with (
+        Engine.load(model.path, mode="exact") as plain,
+        Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
+    ):
+        slots = cached.neuron_cache.slots
+        if wrong == "stale slot":  # tables switch, rows do not arrive
+            slots._copier.start = lambda copies: slots._copier._is_done.set()
+        elif wrong == "wrong row":
+            slots._table.base_LM[0, 1] += slots._table.stride_LM[0, 1]
+        else:
+            slots._table.size_LM[:] //= 2
+        assert not torch.equal(decoded(cached, IDS), decoded(plain, IDS))
+
+
+# ---- residency -----------------------------------------------------------------------------------
+
+
+def test_residency_stays_a_bijection_under_any_swaps():
+    random = np.random.default_rng(0)
+    for seed in range(20):
+        num_slots = random.integers(0, F + 1, L)
+        num_slots[random.integers(L)] = random.integers(1, F)
+        first = [random.permutation(F)[:count] for count in num_slots]
+        policy = RandomPolicy(first, F, most_rows=40, seed=seed)
+        residency = Residency(first, F)
+        for _ in range(50):
+            swaps = policy.step(np.zeros((1, L, 5), np.uint32))
+            assert len(swaps) <= 40
+            before = residency.slot_LF.copy()
+            residency.swap(swaps)
+            residency.check()
+            assert (residency.num_slots_L == num_slots).all()
+            changed = (before != residency.slot_LF).sum()
+            assert changed == 2 * len(swaps)
+            for layer in range(L):
+                hot = set(residency.id_N(layer).tolist())
+                assert sorted(hot | set(residency.cold(layer).tolist())) == list(range(F))
+
+
+def test_impossible_swaps_change_nothing():
+    residency = Residency([np.arange(4), np.arange(0)], 9)
+    before = residency.slot_LF.copy()
+    for wrong in (
+        [(0, 4, 5, 0)],  # no such slot
+        [(1, 0, 5, 0)],  # a layer without slots
+        [(0, 1, 5, 0)],  # who leaves is elsewhere
+        [(0, 1, 2, 1)],  # who comes is there
+        [(0, 1, 5, 1), (0, 1, 6, 1)],  # a slot twice
+        [(0, 1, 5, 1), (0, 2, 5, 2)],  # a neuron twice
+    ):
+        with pytest.raises(AssertionError):
+            residency.swap(np.array(wrong, SWAP))
+        assert (residency.slot_LF == before).all()
+        residency.check()
+    residency.slot_LF[0, 5] = 1
+    with pytest.raises(AssertionError):
+        residency.check()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_what_cannot_have_a_cache_is_refused(tmp_path):
+    model = saved(tmp_path)
+
+    def refused(match, setup, **options):
+        with pytest.raises(SparkinferError, match=match):
+            Engine.load(model.path, neuron_cache=setup, **options)
+
+    refused("needs a plan", random_setup(), mode="exact")
+    refused("mode dense reads every neuron", random_setup(share=0.5), mode="dense")
+    refused("stay in the file", random_setup(share=0.5), mode="exact", is_resident=False)
+    split = planned(tmp_path, model)
+    refused("leave share out", random_setup(share=0.5), split=split, mode="exact")
+    split = planned(tmp_path, model, [np.arange(F), np.arange(0), np.arange(F)])
+    refused("divides no layer", random_setup(), split=split, mode="exact")
