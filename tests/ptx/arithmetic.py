@@ -1,0 +1,133 @@
+"""Numbers as PTX defines them, on numpy arrays: fused products, conversions, denormals flushed, and
+approximate functions.
+
+Registers hold bits; functions here take and return arrays of the type that their name says."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+# The relative error that the PTX manual states for each approximate instruction, as a number or in
+# units of the last place ("ulp"). `lg2.approx` has an absolute one near 1, which is left out: it is
+# exact here.
+APPROXIMATE = {
+    "ex2": 2.0**-22,
+    "rcp": 2.0**-23,
+    "sqrt": 2.0**-23,
+    "rsqrt": 2.0**-22.9,
+    "div.full": 2.0**-22,  # 2 ulp
+    "div.approx": 2.0**-22,  # 2 ulp
+    "tanh": 2.0**-11,
+}
+_LEAST_NORMAL = np.float32(2.0**-126)
+_TIE, _LOW_BITS = np.int64(1 << 28), np.int64((1 << 29) - 1)
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """f32 with denormals as zeros of their sign."""
+    if x.dtype != np.float32:
+        return x
+    is_small = np.abs(x) < _LEAST_NORMAL
+    return np.where(is_small, np.copysign(np.float32(0), x), x) if is_small.any() else x
+
+
+def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c by one rounding to f32.
+
+    The product is exact in f64. Rounding the sum to f64 before f32 matters only where it lands on
+    the middle between two f32 numbers: there the f64 sum is made odd first, if it is inexact."""
+    product = a.astype(np.float64) * b
+    total = product + c
+    bits = np.asarray(total).view(np.int64)
+    is_risky = ((bits & _LOW_BITS) == _TIE) | (np.abs(total) < 2.0**-125)
+    if is_risky.any():
+        total = np.where(is_risky, _odd(total, _sum_error(product, c, total)), total)
+    return total.astype(np.float32)
+
+
+def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c by one rounding to f64, away from over- and underflow: Boldo and Melquiond,
+    "Emulation of a FMA and correctly rounded sums", 2008."""
+    high, low = _product(a, b)
+    upper = c + low
+    lower = _sum_error(c, low, upper)
+    total = high + upper
+    rest = _sum_error(high, upper, total)
+    tail = lower + rest
+    tail = _odd(tail, _sum_error(lower, rest, tail))
+    plain = a * b + c
+    return np.where(np.isfinite(plain) & np.isfinite(high), total + tail, plain)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rounded product, its error), both f64, by Dekker."""
+    product = a * b
+    a_high, a_low = _halves(a)
+    b_high, b_low = _halves(b)
+    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    return product, error
+
+
+def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scaled = x * 134217729.0
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
+def _sum_error(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    part = total - a
+    return (a - (total - part)) + (b - part)
+
+
+def _odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """The f64 sum rounded to odd instead of to nearest."""
+    bits = np.asarray(total).view(np.int64)
+    is_off = (error != 0) & ((bits & 1) == 0) & np.isfinite(total) & np.isfinite(error)
+    step = np.where((error > 0) == (total > 0), 1, -1)
+    step = np.where(total == 0, 0, step)  # a sum of 0 has no error
+    return np.where(is_off, bits + step, bits).view(np.float64)
+
+
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    """u16 of f32, to nearest and even."""
+    bits = x.view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
+
+
+def of_bf16(bits: np.ndarray) -> np.ndarray:
+    """f32 of the u16 bits of bf16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def approximate(name: str, exact: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """f32 function whose results are off by none or all of the stated error, up or down, by a hash
+    of the first operand; zeros, infinities and NaN are exact."""
+    error = APPROXIMATE[name]
+
+    def run(*operands: np.ndarray) -> np.ndarray:
+        bits = operands[0].view(np.uint32) * np.uint32(2654435761)
+        side = (bits >> 16) % np.uint32(3)
+        value = exact(*(operand.astype(np.float64) for operand in operands))
+        # Rounding to f32 comes on top of the error, unless it is toward the exact value.
+        return _toward(value, value * (1.0 + error * (side.astype(np.float64) - 1.0)))
+
+    return run
+
+
+def _toward(exact: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """f32 between both numbers, next to the second, or the nearest of the exact one."""
+    nearest = exact.astype(np.float32)
+    rounded = wanted.astype(np.float32)
+    back = np.nextafter(rounded, nearest)
+    is_beyond = np.abs(rounded.astype(np.float64) - exact) > np.abs(wanted - exact)
+    return np.where(is_beyond, back, rounded)
+
+
+def to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A whole float number to an integer type, saturated; NaN to 0."""
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    value = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    inside = np.clip(value, float(least), np.nextafter(float(most), 0) if most > 2**53 else most)
+    whole = inside.astype(dtype)
+    return np.where(value >= float(most), dtype.type(most), whole).astype(dtype)

@@ -1,0 +1,156 @@
+"""Compiles Triton kernels to PTX for architectures that need not be present, in a process of its
+own: a process whose Triton interprets kernels cannot also compile them.
+
+`Compiler().compile(...)` asks the process, which is this file run as a program."""
+
+import atexit
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+CACHE = Path(__file__).parents[2] / "build" / "ptx"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor, as a compiler sees it."""
+
+    dtype: torch.dtype
+    is_aligned: bool  # to 16 bytes
+
+    def data_ptr(self) -> int:
+        return 0 if self.is_aligned else 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A kernel: the package of the kernels' modules and the folder it is imported from, if that is
+    not the installed one."""
+
+    package: str
+    module: str
+    name: str
+    folder: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    ptx: str
+    parameters: tuple[str, ...]  # of the function, that are parameters of the PTX
+    argument_names: tuple[str, ...]
+    num_warps: int
+    shared_bytes: int
+
+
+class Compiler:
+    """The process, started at the first question."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._known: dict = {}
+
+    def compile(self, source: Source, arch: int, arguments: tuple, options: dict) -> Compiled:
+        key = (source, arch, arguments, tuple(sorted(options.items())))
+        if key not in self._known:
+            self._known[key] = self._ask((source, arch, arguments, options))
+        return self._known[key]
+
+    def _ask(self, question: tuple) -> Compiled:
+        if self._process is None:
+            self._process = self._start()
+        pickle.dump(question, self._process.stdin)
+        self._process.stdin.flush()
+        answer = pickle.load(self._process.stdout)
+        if isinstance(answer, str):
+            raise RuntimeError(f"{question[0]} does not compile for sm_{question[1]}:\n{answer}")
+        return answer
+
+    def _start(self) -> subprocess.Popen:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        environment["TRITON_CACHE_DIR"] = str(CACHE)  # its machine code is empty: see main
+        environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ptx.compiler"], env=environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        atexit.register(self.close)
+        return process
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait(timeout=30)
+            self._process = None
+
+
+COMPILER = Compiler()
+
+
+# ---- the process ---------------------------------------------------------------------------
+
+
+class AbsentDevices:
+    """The properties that Triton reads before it compiles, with the architecture as the device."""
+
+    arch = 80
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _answer(devices: AbsentDevices, source: Source, arch, arguments, options) -> Compiled:
+    devices.arch = arch
+    if source.folder is not None and source.folder not in sys.path:
+        sys.path.insert(0, source.folder)
+    function = getattr(importlib.import_module(f"{source.package}.{source.module}"), source.name)
+    kernel = function.run(*arguments, grid=(1,), warmup=True, **options)
+    signature = kernel.src.signature
+    return Compiled(
+        ptx=kernel.asm["ptx"],
+        parameters=tuple(name for name, kind in signature.items() if kind != "constexpr"),
+        argument_names=tuple(function.arg_names),
+        num_warps=kernel.metadata.num_warps,
+        shared_bytes=kernel.metadata.shared,
+    )
+
+
+def main() -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.driver import driver
+
+    sys.stdin, questions = None, sys.stdin.buffer
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    CUDABackend.make_cubin = lambda *_: b""  # half of the time goes into machine code
+    devices = AbsentDevices()
+    driver.set_active(devices)
+    while True:
+        try:
+            question = pickle.load(questions)
+        except EOFError:
+            return
+        try:
+            answer = _answer(devices, *question)
+        except Exception as error:  # the one who asked raises it
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    from ptx import compiler  # what is pickled has this name
+
+    compiler.main()

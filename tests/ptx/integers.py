@@ -1,0 +1,502 @@
+"""Instructions on integers, bits and predicates.
+
+A factory takes an instruction's modifiers and operands and the kernel's registers, and returns what
+it does as a function of (machine, mask of active lanes: None if all are)."""
+
+import numpy as np
+
+from ptx import floats
+from ptx.faults import UnknownInstruction
+from ptx.operands import (
+    ALL_BYTES,
+    DTYPE,
+    either,
+    immediate,
+    pure,
+    source,
+    spread,
+    stored_bits,
+)
+
+WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
+INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
+UNTYPED = ("b16", "b32", "b64", "pred")
+
+
+def of(kind: str, kinds: tuple[str, ...]) -> str:
+    if kind not in kinds:
+        raise UnknownInstruction(f"type .{kind}")
+    return kind
+
+
+def no_more(modifiers: list[str]) -> None:
+    if modifiers:
+        raise UnknownInstruction("modifier ." + ".".join(modifiers))
+
+
+def binary(compute):
+    """Plain instructions of two operands: also of f32 and f64 where `floats` has the name."""
+
+    def factory(name, modifiers, operands, registers):
+        kind = modifiers[-1]
+        if kind in floats.KINDS:
+            return floats.binary(name, modifiers, operands, registers)
+        if kind in ("s16x2", "u16x2"):
+            return _pairs(compute, modifiers, operands, registers)
+        no_more(modifiers[:-1])
+        target, a, b = operands
+        of(kind, INTEGERS)
+        return pure(target, [(a, kind), (b, kind)], compute, registers)
+
+    return factory
+
+
+def _pairs(compute, modifiers, operands, registers):
+    """Two 16-bit numbers of a word each."""
+    no_more(modifiers[:-1])
+    target, a, b = operands
+    half = DTYPE[modifiers[-1][:3]]
+
+    def both(x, y):
+        x, y = np.broadcast_arrays(x, y)
+        parts = [
+            compute((x >> s).astype(np.uint16).view(half), (y >> s).astype(np.uint16).view(half))
+            for s in (np.uint32(0), np.uint32(16))
+        ]
+        low, high = (part.view(np.uint16).astype(np.uint32) for part in parts)
+        return low | (high << np.uint32(16))
+
+    return pure(target, [(a, "b32"), (b, "b32")], both, registers)
+
+
+def bitwise(compute, dominant: bool | None):
+    """and, or, xor; `dominant`: the predicate that decides alone, defined or not."""
+
+    def factory(name, modifiers, operands, registers):
+        target, a, b = operands
+        kind = of(modifiers[-1], UNTYPED)
+        no_more(modifiers[:-1])
+        if kind == "pred":
+            return _deciding(target, a, b, compute, dominant, registers)
+        kept = _bytes_that_count(name, b, kind)
+        traced = lambda u, v: (u | v) & kept  # noqa: E731
+        return pure(target, [(a, kind), (b, kind)], compute, registers, traced)
+
+    return factory
+
+
+def _bytes_that_count(name: str, text: str, kind: str) -> np.uint8:
+    """Bytes of a result that depend on the first operand, by the second."""
+    constant = immediate(text, kind) if name != "xor" else None
+    if constant is None:
+        return ALL_BYTES
+    deciding = 0 if name == "and" else 255
+    each = constant.tobytes()
+    return np.uint8(sum(1 << at for at, byte in enumerate(each) if byte != deciding))
+
+
+def _deciding(target, a, b, compute, dominant, registers):
+    number = registers.find(target)
+    (get_a, read_a), (get_b, read_b) = (source(x, "pred", registers) for x in (a, b))
+
+    def step(machine, mask):
+        x, y = get_a(machine), get_b(machine)
+        u, v = machine.undefined_of(read_a), machine.undefined_of(read_b)
+        undefined = either(u, v)
+        if undefined is not None and dominant is not None:
+            decided_x = (x == dominant) & (True if u is None else u == 0)
+            decided_y = (y == dominant) & (True if v is None else v == 0)
+            undefined = np.where(decided_x | decided_y, np.uint8(0), undefined)
+        machine.write(number, compute(x, y), undefined, mask)
+
+    return step
+
+
+def inverted(name, modifiers, operands, registers):
+    kind = of(modifiers[-1], UNTYPED)
+    no_more(modifiers[:-1])
+    return pure(operands[0], [(operands[1], kind)], np.invert, registers)
+
+
+def unary(compute):
+    def factory(name, modifiers, operands, registers):
+        kind = modifiers[-1]
+        if kind in floats.KINDS:
+            return floats.unary(name, modifiers, operands, registers)
+        no_more(modifiers[:-1])
+        of(kind, INTEGERS)
+        return pure(operands[0], [(operands[1], kind)], compute, registers)
+
+    return factory
+
+
+def bit_count(compute):
+    """popc, clz: a u32 of b32 or b64."""
+
+    def factory(name, modifiers, operands, registers):
+        kind = of(modifiers[-1], ("b32", "b64"))
+        no_more(modifiers[:-1])
+        return pure(operands[0], [(operands[1], kind)], compute, registers)
+
+    return factory
+
+
+def leading_zeros(x):
+    width = 8 * x.dtype.itemsize
+    found = np.zeros(np.shape(x), np.uint32)
+    for bit in range(width):
+        found = np.where((x >> x.dtype.type(bit)) != 0, np.uint32(bit + 1), found)
+    return np.uint32(width) - found
+
+
+def reversed_bits(x):
+    found = np.zeros_like(x)
+    for bit in range(8 * x.dtype.itemsize):
+        one = (x >> x.dtype.type(bit)) & x.dtype.type(1)
+        found = found | (one << x.dtype.type(8 * x.dtype.itemsize - 1 - bit))
+    return found
+
+
+# ---- products ------------------------------------------------------------------------------
+
+
+def _high(a, b):
+    """Upper half of the product."""
+    if a.dtype.itemsize < 8:
+        wide = {2: "4", 4: "8"}[a.dtype.itemsize]
+        product = a.astype(a.dtype.kind + wide) * b.astype(a.dtype.kind + wide)
+        return (product >> product.dtype.type(8 * a.dtype.itemsize)).astype(a.dtype)
+    low, thirty_two = np.uint64(0xFFFFFFFF), np.uint64(32)
+    x, y = a.astype(np.uint64), b.astype(np.uint64)
+    cross = (x >> thirty_two) * (y & low) + (((x & low) * (y & low)) >> thirty_two)
+    other = (x & low) * (y >> thirty_two) + (cross & low)
+    high = (x >> thirty_two) * (y >> thirty_two) + (cross >> thirty_two) + (other >> thirty_two)
+    if a.dtype.kind == "i":
+        high = high - np.where(a < 0, y, np.uint64(0)) - np.where(b < 0, x, np.uint64(0))
+    return high.astype(a.dtype)
+
+
+def product(name, modifiers, operands, registers):
+    """mul and mad, of integers by .lo, .hi or .wide."""
+    kind = modifiers[-1]
+    if kind in floats.KINDS:
+        return floats.binary(name, modifiers, operands, registers)
+    of(kind, INTEGERS)
+    part, *rest = modifiers[:-1]
+    no_more([m for m in rest if m != "cc"])
+    if "cc" in rest:
+        return _carrying(part, kind, operands, registers, adds_carry=False, sets_carry=True)
+    kinds = [kind, kind] + ([WIDE[kind] if part == "wide" else kind] if name == "mad" else [])
+    if part == "wide":
+        dtype = np.dtype(DTYPE[WIDE[kind]])
+
+        def multiply(a, b):
+            return a.astype(dtype) * b.astype(dtype)
+
+    elif part in ("lo", "hi"):
+        multiply = np.multiply if part == "lo" else _high
+    else:
+        raise UnknownInstruction(f"modifier .{part}")
+    compute = multiply if name == "mul" else (lambda a, b, c: multiply(a, b) + c)
+    target, *sources = operands
+    return pure(target, list(zip(sources, kinds, strict=True)), compute, registers)
+
+
+def product_with_carry(name, modifiers, operands, registers):
+    part, *rest, kind = modifiers
+    no_more([m for m in rest if m != "cc"])
+    return _carrying(part, kind, operands, registers, adds_carry=True, sets_carry="cc" in rest)
+
+
+def sum_with_carry(name, modifiers, operands, registers):
+    """add.cc and addc."""
+    *rest, kind = modifiers
+    no_more([m for m in rest if m != "cc"])
+    target, a, b = operands
+    return _carrying("lo", kind, [target, a, "1", b], registers, adds_carry=name == "addc",
+                     sets_carry="cc" in rest)  # fmt: skip
+
+
+def _carrying(part, kind, operands, registers, *, adds_carry: bool, sets_carry: bool):
+    of(kind, ("u32", "s32"))
+    number = registers.find(operands[0])
+    pairs = [source(text, kind, registers) for text in operands[1:]]
+    read = tuple(register for _, numbers in pairs for register in numbers)
+    if part not in ("lo", "hi"):
+        raise UnknownInstruction(f"modifier .{part} with a carry")
+
+    def step(machine, mask):
+        a, b, c = (getter(machine) for getter, _ in pairs)
+        undefined = machine.undefined_of(read)
+        x = a * b if part == "lo" else _high(a, b)
+        total = x.view(np.uint32).astype(np.uint64) + c.view(np.uint32)
+        if adds_carry:
+            total = total + machine.carry
+            undefined = either(undefined, machine.carry_undefined)
+        total = np.broadcast_to(total, machine.num_lanes)
+        if sets_carry:
+            machine.set_carry((total >> np.uint64(32)).astype(np.uint64), spread(undefined), mask)
+        machine.write(number, total.astype(np.uint32), spread(undefined), mask)
+
+    return step
+
+
+# ---- shifts and fields ---------------------------------------------------------------------
+
+
+def shift(name, modifiers, operands, registers):
+    """Amounts beyond the width shift everything out."""
+    kind = of(modifiers[-1], (*INTEGERS, "b16", "b32", "b64"))
+    no_more(modifiers[:-1])
+    target, a, b = operands
+    dtype = np.dtype(DTYPE[kind])
+    width = 8 * dtype.itemsize
+
+    def left(x, amount):
+        moved = x << np.minimum(amount, np.uint32(width - 1)).astype(dtype)
+        return np.where(amount >= width, dtype.type(0), moved)
+
+    def right(x, amount):
+        moved = x >> np.minimum(amount, np.uint32(width - 1)).astype(dtype)
+        return moved if dtype.kind == "i" else np.where(amount >= width, dtype.type(0), moved)
+
+    compute = left if name == "shl" else right
+    traced = _shifted_bytes(name, int(b, 0)) if immediate(b, "u32") is not None else None
+    return pure(target, [(a, kind), (b, "u32")], compute, registers, traced)
+
+
+def _shifted_bytes(name: str, amount: int):
+    """What of a result is undefined, by a constant amount. A sign that is undefined is at least in
+    its own byte."""
+    whole, has_rest = amount // 8, amount % 8 > 0
+
+    def traced(u, _):
+        u = u.astype(np.uint16)
+        if name == "shl":
+            moved = u << whole | (u << whole + 1 if has_rest else 0)
+        else:
+            moved = u >> whole | (u >> whole + 1 if has_rest else 0)
+        return (moved & 0xFF).astype(np.uint8)
+
+    return traced
+
+
+def funnel(name, modifiers, operands, registers):
+    side, mode, kind = modifiers
+    if side not in "lr" or mode not in ("wrap", "clamp") or kind != "b32":
+        raise UnknownInstruction("modifier ." + ".".join(modifiers))
+
+    def compute(low, high, amount):
+        amount = amount & np.uint32(31) if mode == "wrap" else np.minimum(amount, np.uint32(32))
+        both = (high.astype(np.uint64) << np.uint64(32)) | low
+        if side == "r":
+            return (both >> amount.astype(np.uint64)).astype(np.uint32)
+        return ((both << amount.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+    target, *sources = operands
+    return pure(target, [(text, "b32") for text in sources], compute, registers)
+
+
+def extract(name, modifiers, operands, registers):
+    """bfe: fields that reach beyond the word are filled by its sign, or zeros."""
+    kind = of(modifiers[-1], ("u32", "s32", "u64", "s64"))
+    no_more(modifiers[:-1])
+    dtype = np.dtype(DTYPE[kind])
+    width = 8 * dtype.itemsize
+
+    def compute(x, at, length):
+        at, length = (np.asarray(v & np.uint32(255)).astype(np.int64) for v in (at, length))
+        wide = x.astype(np.int64) if dtype.kind == "i" else x.astype(np.uint64)
+        if dtype.kind == "i":
+            last = np.minimum(at + length - 1, width - 1)
+            sign = (wide >> np.clip(last, 0, 63)) & 1
+        moved = wide.astype(np.uint64) >> np.minimum(at, 63).astype(np.uint64)
+        moved = np.where(at >= width, np.uint64(0), moved)
+        keep = (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1)
+        keep = np.where(length >= 64, ~np.uint64(0), keep)
+        inside = np.clip(width - at, 0, 63).astype(np.uint64)
+        there = np.where(width - at >= 64, ~np.uint64(0), (np.uint64(1) << inside) - np.uint64(1))
+        found = moved & keep & there
+        if dtype.kind == "i":
+            found = np.where((sign == 1) & (length > 0), found | ~(keep & there), found)
+        return found.astype(dtype)
+
+    target, a, b, c = operands
+    return pure(target, [(a, kind), (b, "u32"), (c, "u32")], compute, registers)
+
+
+def insert(name, modifiers, operands, registers):
+    """bfi."""
+    kind = of(modifiers[-1], ("b32", "b64"))
+    no_more(modifiers[:-1])
+    dtype = np.dtype(DTYPE[kind])
+    width = 8 * dtype.itemsize
+
+    def compute(x, into, at, length):
+        at, length = at & np.uint32(255), length & np.uint32(255)
+        ones = (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1)
+        ones = np.where(length >= 64, ~np.uint64(0), ones)
+        where = np.where(at >= width, np.uint64(0), ones << np.minimum(at, 63).astype(np.uint64))
+        moved = x.astype(np.uint64) << np.minimum(at, 63).astype(np.uint64)
+        return ((into.astype(np.uint64) & ~where) | (moved & where)).astype(dtype)
+
+    target, *sources = operands
+    kinds = (kind, kind, "u32", "u32")
+    return pure(target, list(zip(sources, kinds, strict=True)), compute, registers)
+
+
+def permute(name, modifiers, operands, registers):
+    """prmt without a mode."""
+    if modifiers != ["b32"]:
+        raise UnknownInstruction("modifier ." + ".".join(modifiers))
+
+    def compute(a, b, selector):
+        both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+        found = np.zeros(np.broadcast(a, b, selector).shape, np.uint32)
+        for byte in range(4):
+            choice = (selector >> np.uint32(4 * byte)) & np.uint32(15)
+            one = (both >> ((choice & np.uint32(7)) * np.uint32(8)).astype(np.uint64)) & 0xFF
+            sign = np.where(one & 0x80, np.uint64(0xFF), np.uint64(0))
+            one = np.where(choice & np.uint32(8), sign, one).astype(np.uint32)
+            found = found | (one << np.uint32(8 * byte))
+        return found
+
+    target, a, b, selector = operands
+    traced = None
+    if (constant := immediate(selector, "b32")) is not None:
+        choices = [int(constant) >> 4 * byte & 7 for byte in range(4)]
+
+        def traced(u, v, _):
+            both = (v & np.uint8(15)) << np.uint8(4) | (u & np.uint8(15))
+            found = np.uint8(0)
+            for byte, choice in enumerate(choices):
+                found = found | ((both >> np.uint8(choice)) & np.uint8(1)) << np.uint8(byte)
+            return found
+
+    return pure(target, [(text, "b32") for text in (a, b, selector)], compute, registers, traced)
+
+
+def any_logic(name, modifiers, operands, registers):
+    """lop3: a truth table of three bits."""
+    if modifiers != ["b32"]:
+        raise UnknownInstruction("modifier ." + ".".join(modifiers))
+    target, a, b, c, table = operands
+    table = int(table, 0)
+
+    def compute(x, y, z):
+        found = np.zeros(np.broadcast(x, y, z).shape, np.uint32)
+        for row in range(8):
+            if table >> row & 1:
+                found = found | (
+                    (x if row & 4 else ~x) & (y if row & 2 else ~y) & (z if row & 1 else ~z)
+                )
+        return found
+
+    return pure(target, [(text, "b32") for text in (a, b, c)], compute, registers)
+
+
+def quotient(name, modifiers, operands, registers):
+    """div and rem of integers toward zero; div of floats."""
+    kind = modifiers[-1]
+    if kind in ("f32", "f64"):
+        return floats.binary(name, modifiers, operands, registers)
+    of(kind, INTEGERS)
+    no_more(modifiers[:-1])
+    dtype = np.dtype(DTYPE[kind])
+
+    def compute(a, b):
+        safe = np.where(b == 0, dtype.type(1), b)
+        left = np.fmod(a, safe)
+        value = left if name == "rem" else (a - left) // safe
+        return np.where(b == 0, ~dtype.type(0), value).astype(dtype)
+
+    target, a, b = operands
+    return pure(target, [(a, kind), (b, kind)], compute, registers)
+
+
+# ---- comparisons and choices ---------------------------------------------------------------
+
+_ORDERS = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
+    "hs": np.greater_equal,
+}  # fmt: skip
+_JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+
+def comparison(order: str, kind: str):
+    """The function of an order on a type."""
+    if kind[0] != "f":
+        if order not in _ORDERS:
+            raise UnknownInstruction(f"comparison .{order}")
+        return _ORDERS[order]
+    if order == "num" or order == "nan":
+        return lambda a, b: (np.isnan(a) | np.isnan(b)) == (order == "nan")
+    plain = order[:-1] if order.endswith("u") else order
+    if plain not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        raise UnknownInstruction(f"comparison .{order}")
+    compare, is_unordered_true = _ORDERS[plain], order.endswith("u")
+
+    def compute(a, b):
+        is_nan = np.isnan(a) | np.isnan(b)
+        return (compare(a, b) | is_nan) if is_unordered_true else (compare(a, b) & ~is_nan)
+
+    return compute
+
+
+def set_predicate(name, modifiers, operands, registers):
+    order, *rest, kind = modifiers
+    flushes = "ftz" in rest
+    joins = [m for m in rest if m in _JOINED]
+    no_more([m for m in rest if m not in _JOINED and m != "ftz"])
+    of(kind, (*INTEGERS, "b16", "b32", "b64", "f32", "f64"))
+    compare = comparison(order, kind)
+    target, a, b, *more = operands
+    if "|" in target:
+        raise UnknownInstruction("two results of setp")
+    sources = [(a, kind), (b, kind), *((text, "pred") for text in more)]
+
+    def compute(x, y, *other):
+        if flushes:
+            x, y = floats.flushed(x), floats.flushed(y)
+        found = compare(x, y)
+        return _JOINED[joins[0]](found, *other) if joins else found
+
+    return pure(target, sources, compute, registers)
+
+
+def select(name, modifiers, operands, registers):
+    """selp; an undefined operand that is not chosen does no harm."""
+    kind = modifiers[-1]
+    no_more(modifiers[:-1])
+    target, a, b, which = operands
+    number = registers.find(target)
+    held = registers.dtype(number)
+    (get_a, read_a), (get_b, read_b) = (source(x, kind, registers) for x in (a, b))
+    get_which, read_which = source(which, "pred", registers)
+
+    def step(machine, mask):
+        choice = get_which(machine)
+        value = np.where(choice, get_a(machine), get_b(machine))
+        u, v = machine.undefined_of(read_a), machine.undefined_of(read_b)
+        undefined = spread(machine.undefined_of(read_which))
+        if u is not None or v is not None:
+            nothing = np.uint8(0)
+            chosen = np.where(choice, nothing if u is None else u, nothing if v is None else v)
+            undefined = either(undefined, chosen)
+        machine.write(number, stored_bits(value, held), undefined, mask)
+
+    return step
+
+
+INTEGER = {
+    "add": binary(np.add), "sub": binary(np.subtract), "min": binary(np.minimum),
+    "max": binary(np.maximum), "and": bitwise(np.bitwise_and, False),
+    "or": bitwise(np.bitwise_or, True), "xor": bitwise(np.bitwise_xor, None), "not": inverted,
+    "neg": unary(np.negative), "abs": unary(np.abs), "mul": product, "mad": product,
+    "madc": product_with_carry, "addc": sum_with_carry, "shl": shift, "shr": shift, "shf": funnel,
+    "bfe": extract, "bfi": insert, "prmt": permute, "lop3": any_logic, "div": quotient,
+    "rem": quotient, "setp": set_predicate, "selp": select,
+    "popc": bit_count(lambda x: np.bitwise_count(x).astype(np.uint32)),
+    "clz": bit_count(leading_zeros), "brev": bit_count(reversed_bits),
+}  # fmt: skip

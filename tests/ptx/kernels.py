@@ -1,0 +1,135 @@
+"""The runtime's GPU kernels with their launches compiled by Triton and executed as PTX on CPU
+tensors.
+
+The launching functions are the runtime's own, from copies of their modules in which the kernels
+are replaced: grids, tiles and constants are those of a device."""
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ptx.compiler import COMPILER, Compiled, Pointer, Source
+from ptx.machine import Program
+from ptx.memory import Memory
+from sparkinfer.runtime.kernels.gpu import launch
+from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+
+PACKAGE = "sparkinfer.runtime.kernels.gpu"
+FOLDER = Path(launch.__file__).parent
+MODULES = ("rows", "norm", "attention", "predictor", "neurons")
+# The parameters that each kernel may store to. Those of the second are wholly written and never
+# read, so that they count as uninitialised before and must not afterwards.
+STORES = {
+    "_dot": {"out"}, "_unpack": {"out"}, "_add_norm": {"out", "x_out"},
+    "_rotate_append": {"qkv", "key", "value"}, "_attend_part": {"sums", "peaks", "weights"},
+    "_attend_join": {"out"}, "_predict": {"named"}, "_gate_up": {"hidden"}, "_down": {"parts"},
+}  # fmt: skip
+FILLS = {"_dot": "out", "_attend_join": "out", "_predict": "named", "_gate_up": "hidden",
+         "_down": "parts"}  # fmt: skip
+
+
+class PtxKernels:
+    """`kernels`: the record. `num_lane_instructions`: what has been executed so far; `launches`:
+    PTX texts by kernel, with how often each was launched.
+
+    `edit` changes the PTX of a kernel, given (name, text), before it runs. `package` and `folder`
+    are those of a changed copy of the kernels' sources."""
+
+    def __init__(
+        self,
+        arch: int,
+        *,
+        edit: Callable[[str, str], str] | None = None,
+        package: str = PACKAGE,
+        folder: Path | None = None,
+    ):
+        self.arch, self.edit, self.package, self.folder = arch, edit, package, folder
+        self.num_lane_instructions: Counter[str] = Counter()
+        self.launches: dict[str, Counter[str]] = {}
+        self.kernels = self._record()
+
+    def _record(self) -> Kernels:
+        rows, norm, attention, predictor, neurons = map(self._module, MODULES)
+        return Kernels(
+            dot=rows.dot, embed=rows.embed, unpack=rows.unpack, add_norm=norm.add_norm,
+            rotate_append=attention.rotate_append, attend=attention.attend,
+            predict=predictor.predict, gate_up=neurons.gate_up, down=neurons.down,
+        )  # fmt: skip
+
+    def _module(self, name: str) -> ModuleType:
+        """A copy whose kernels are `PtxLaunch`."""
+        folder = FOLDER if self.folder is None else self.folder / self.package
+        spec = importlib.util.spec_from_file_location(
+            f"{self.package}.{name}", folder / f"{name}.py"
+        )
+        module = importlib.util.module_from_spec(spec)
+        if self.folder is not None and str(self.folder) not in sys.path:
+            sys.path.insert(0, str(self.folder))
+        spec.loader.exec_module(module)
+        for kernel in STORES:
+            if hasattr(module, kernel):
+                folder_name = None if self.folder is None else str(self.folder)
+                source = Source(package=self.package, module=name, name=kernel, folder=folder_name)
+                setattr(module, kernel, PtxLaunch(self, source))
+        return module
+
+
+class PtxLaunch:
+    """Takes the place of a kernel in its module: `kernel[grid](*arguments, **options)`."""
+
+    def __init__(self, owner: PtxKernels, source: Source):
+        self.owner, self.source = owner, source
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: self._launch(grid, arguments, options)
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple, options: dict) -> None:
+        seen = tuple(_as_compiled(argument) for argument in arguments)
+        compiled = COMPILER.compile(self.source, self.owner.arch, seen, options)
+        text = compiled.ptx
+        if self.owner.edit is not None:
+            text = self.owner.edit(self.source.name, text)
+        given = dict(zip(compiled.argument_names, arguments, strict=False))
+        self._execute(text, compiled, grid, given)
+
+    def _execute(self, text: str, compiled: Compiled, grid, given: dict) -> None:
+        name = self.source.name
+        memory = Memory()
+        values = []
+        for parameter in compiled.parameters:
+            value = given[parameter]
+            if isinstance(value, torch.Tensor):
+                memory.add_tensor(
+                    value, name=parameter, is_writable=parameter in STORES[name],
+                    is_written=FILLS.get(name) != parameter,
+                )  # fmt: skip
+                value = value.data_ptr()
+            values.append(value)
+        record = program(text).launch(
+            name, grid, (32 * compiled.num_warps,), values, memory, compiled.shared_bytes
+        )
+        self.owner.num_lane_instructions += record.num_lane_instructions
+        self.owner.launches.setdefault(name, Counter())[text] += 1
+        if name in FILLS:
+            memory.check_written(given[FILLS[name]])
+
+
+def _as_compiled(argument):
+    """An argument as far as code depends on it: Triton specialises for 1 and multiples of 16."""
+    if isinstance(argument, torch.Tensor):
+        return Pointer(argument.dtype, argument.data_ptr() % 16 == 0)
+    if isinstance(argument, int) and not isinstance(argument, bool) and argument != 1:
+        is_long = not -(1 << 31) <= argument < 1 << 31
+        return (1 << 40 if is_long else 16) + (argument % 16 != 0)
+    return 0.5 if isinstance(argument, float) else argument
+
+
+@cache
+def program(text: str) -> Program:
+    return Program(text)
