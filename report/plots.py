@@ -39,6 +39,7 @@ MAX_LINEAR = 15  # highest ratio of speeds on a linear axis
 MEANINGS = {
     "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values",
     "head": "output head", "embedding": "embedding", "neurons": "neurons",
+    "neuron_cache": "neuron cache",
     "workspace": "workspace",
 }  # fmt: skip
 

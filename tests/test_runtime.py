@@ -26,7 +26,9 @@ def saved(tmp_path, **options):
     return model
 
 
-def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None):
+def make_split(
+    model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None
+):
     """`dense_on_gpu` is of all layers or of each; `home` names the GPU of each layer and the head."""
     num_layers = model.shape.num_layers
     is_one = isinstance(dense_on_gpu, bool)
@@ -38,6 +40,7 @@ def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_lengt
         dense_on_gpu=dense,
         head_on_gpu=head_on_gpu,
         home=home or (),
+        swapped_rows=0 if cache is None else cache.most_rows,
     )
     gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(
@@ -56,6 +59,7 @@ def make_split(model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_lengt
         solve_s=0.0,
         home=tuple(home or ()),
         gpu_budget_bytes=tuple(sum(items.values()) for items in gpus) if home else (),
+        cache=cache,
     )
 
 

@@ -10,7 +10,8 @@ from sparkinfer.gguf_file import TensorEntry, row_bytes
 from sparkinfer.model_file import ModelFile
 
 # The items of a plan's bytes, in descending order of worth per byte.
-ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "workspace")
+ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "neuron_cache",
+         "workspace")  # fmt: skip
 Items = dict[str, int]
 
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
@@ -27,6 +28,12 @@ FLOAT_BYTES = 4
 # but enough rows to amortise reading and writing the result of each tile.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
+# Of the online neuron cache (runtime/neuron_cache): the parts of a neuron (rows, biases) begin at
+# multiples of this in staging; a swap that a kernel does is layer, slot, neuron and none, int32.
+STAGED_ALIGNMENT = 16
+SWAP_BYTES = 16
+# A candidate of the policy: layer, slot, incoming and outgoing neuron, and the seconds it gains.
+CANDIDATE_BYTES = 24
 
 
 def tile_rows(width: int) -> int:
@@ -153,6 +160,63 @@ def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = T
     return FLOAT_BYTES * (values + LOGITS_CHUNK * shape.vocab_size + tile)
 
 
+def is_cached(num_hot: int, num_neurons: int) -> bool:
+    """True for a layer whose neurons are on both sides: only there can a swap change anything."""
+    return 0 < num_hot < num_neurons
+
+
+def staged_bytes(model: ModelFile, layer: int) -> int:
+    """Bytes of a neuron in staging: its rows, then its biases, each padded to STAGED_ALIGNMENT."""
+    sizes, entries = layer_bytes(model, layer), layer_tensors(model, layer)
+    names = (model.gate_name, "ffn_up") if model.graph.is_gated else (model.gate_name,)
+    biases = sum(f"{name}.bias" in entries for name in names)
+    rows = [sizes.gate_row, sizes.up_row, sizes.down_row]
+    rows[0] -= FLOAT_BYTES * (f"{names[0]}.bias" in entries)
+    rows[1] -= FLOAT_BYTES * (len(names) > 1 and f"{names[1]}.bias" in entries)
+    padded = sum(-(-row // STAGED_ALIGNMENT) for row in rows) + biases
+    return STAGED_ALIGNMENT * padded
+
+
+def staging_bytes(model: ModelFile, swapped_rows: int) -> int:
+    """Bytes of a neuron cache's staging on either side: room for `swapped_rows` of the largest
+    neurons."""
+    layers = range(model.shape.num_layers)
+    return swapped_rows * max((staged_bytes(model, layer) for layer in layers), default=0)
+
+
+def step_bits_bytes(model: ModelFile) -> int:
+    """One bit for each neuron of the model, a layer beginning at a whole word of 32."""
+    return model.shape.num_layers * 4 * -(-model.shape.num_neurons // 32)
+
+
+def cache_gpu_bytes(model: ModelFile, swapped_rows: int) -> int:
+    """GPU bytes of a neuron cache: staging, the list of a step's swaps, and the bits of the neurons
+    that a step reads. They do not depend on the placement."""
+    return staging_bytes(model, swapped_rows) + SWAP_BYTES * swapped_rows + step_bits_bytes(model)
+
+
+def cache_host_bytes(model: ModelFile, swapped_rows: int) -> int:
+    """Main memory of a neuron cache that does not depend on the placement: what the GPU has too,
+    from which it is copied; for each neuron two scores (f32), padded to whole words of bits, and its
+    slot twice (int32: the policy's and the runtime's); two bits, in a slot by plan and now; and the
+    policy's candidates."""
+    shape, bits = model.shape, step_bits_bytes(model)
+    scores = 2 * FLOAT_BYTES * 8 * bits
+    slots = 2 * 4 * shape.num_layers * shape.num_neurons
+    candidates = CANDIDATE_BYTES * shape.num_layers * swapped_rows
+    return cache_gpu_bytes(model, swapped_rows) + scores + slots + 2 * bits + candidates
+
+
+def cache_copies(model: ModelFile, num_hot: Sequence[int]) -> int:
+    """Main memory of a neuron cache for the hot neurons of cached layers: a copy of each, since
+    nothing is written back when it leaves its slot, and the slots' ids twice (int32)."""
+    return sum(
+        hot * (layer_bytes(model, layer).neuron + 2 * 4)
+        for layer, hot in enumerate(num_hot)
+        if is_cached(hot, model.shape.num_neurons)
+    )
+
+
 def plan_bytes(
     model: ModelFile,
     *,
@@ -164,6 +228,7 @@ def plan_bytes(
     home: Sequence[int] = (),
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
+    swapped_rows: int = 0,
 ) -> tuple[Items, Items]:
     """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
 
@@ -178,6 +243,7 @@ def plan_bytes(
         home=home,
         num_sequences=num_sequences,
         cache_types=cache_types,
+        swapped_rows=swapped_rows,
     )
     return {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, cpu
 
@@ -193,12 +259,14 @@ def plan_bytes_of_gpus(
     home: Sequence[int] = (),
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
+    swapped_rows: int = 0,
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU).
 
     `home` names the GPU of each layer and of the head; () for a single GPU. `workspace` is counted
     for the CPU and for every GPU that holds anything; by default it is `workspace_bytes`. The
-    embedding matrix is only read one row per token, so an untied one stays on the CPU."""
+    embedding matrix is only read one row per token, so an untied one stays on the CPU.
+    `swapped_rows`: neurons that a neuron cache swaps in a step at most; 0 without one."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)
@@ -215,6 +283,9 @@ def plan_bytes_of_gpus(
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)
     cpu["embedding"] += embedding_bytes(model)
     cpu["workspace"] += workspace
+    if swapped_rows:
+        cpu["neuron_cache"] += cache_host_bytes(model, swapped_rows) + cache_copies(model, num_hot)
+        gpus[0]["neuron_cache"] += cache_gpu_bytes(model, swapped_rows)
     for gpu in gpus:
         gpu["workspace"] += workspace if any(gpu.values()) else 0
     return gpus, cpu

@@ -96,8 +96,8 @@ def row_bytes(width: int, kind: str) -> int:
 
 
 def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
-    """An entry for values in memory, for f32, f16 and i32."""
-    dtype = {"f32": np.float32, "f16": np.float16, "i32": np.int32}[kind]
+    """An entry for values in memory, for f64, f32, f16 and i32."""
+    dtype = {"f64": np.float64, "f32": np.float32, "f16": np.float16, "i32": np.int32}[kind]
     values = np.ascontiguousarray(array, dtype=dtype)
     return TensorEntry(shape=values.shape, kind=kind, read_rows=lambda a, b: values[a:b])
 

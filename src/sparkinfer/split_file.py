@@ -11,6 +11,7 @@ from typing import cast, get_args
 import numpy as np
 
 from sparkinfer.budget import ITEMS, Items, is_predictor, plan_bytes_of_gpus
+from sparkinfer.cache_plan import KEYS, CachePlan, refuse_half
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
 from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
@@ -18,8 +19,9 @@ from sparkinfer.mode_quality import RunMode
 from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
 from sparkinfer.typed import Fields, shown
 
-VERSION = 3
-OLDER = (2,)  # counted predictors in mode exact too, which its bytes then include
+VERSION = 4
+# 3 has no neuron cache; 2 counted predictors in mode exact too, which its bytes then include.
+OLDER = (2, 3)
 PlanMode = RunMode
 _PREFIX = "sparkinfer.split."
 UNKNOWN = "unknown"
@@ -46,6 +48,7 @@ class Split:
     host_budget_bytes: int = 0  # 0: not limited
     profile_sha256: str = UNKNOWN  # of the files that it was made from
     machine_sha256: str = UNKNOWN
+    cache: CachePlan | None = None  # of hot neurons; None: they stay as planned
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -70,7 +73,7 @@ class Split:
             )
         try:
             read = Fields({k.removeprefix(_PREFIX): v for k, v in keys.items()})
-            _refuse_unknown(keys)
+            _refuse_unknown(keys, version)
             counts = read.counts("hot_count")
             names = [f"blk.{layer}.ffn_hot" for layer in range(len(counts))]
             none = np.zeros(0, np.int32)
@@ -78,13 +81,14 @@ class Split:
                 np.array(tensors.pop(name).read()) if count else none
                 for name, count in zip(names, counts, strict=True)
             )
+            cache = CachePlan.take(read, tensors, len(counts))
             if tensors:
                 raise SparkinferError(f"unknown tensor {shown(min(tensors))}")
             split = cls(
                 hot=hot,
                 dense_on_gpu=tuple(map(bool, read.counts("dense_on_gpu", most=1))),
-                gpu_bytes={item: read.count(f"gpu_bytes.{item}") for item in ITEMS},
-                cpu_bytes={item: read.count(f"cpu_bytes.{item}") for item in ITEMS},
+                gpu_bytes=_items(read, "gpu_bytes", version),
+                cpu_bytes=_items(read, "cpu_bytes", version),
                 model_id=read.line("model_id"),
                 mode=cast(PlanMode, read.choice("mode", get_args(PlanMode))),
                 vram_budget_bytes=read.count("vram_budget_bytes"),
@@ -99,6 +103,7 @@ class Split:
                 host_budget_bytes=read.count("host_budget_bytes"),
                 profile_sha256=read.text("profile_sha256"),
                 machine_sha256=read.text("machine_sha256"),
+                cache=cache,
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
@@ -125,6 +130,9 @@ class Split:
             for layer, ids in enumerate(self.hot)
             if len(ids)
         }
+        if self.cache is not None:
+            keys |= {_PREFIX + name: value for name, value in self.cache.keys().items()}
+            tensors |= self.cache.tensors()
         write_gguf(path, SPLIT_ARCHITECTURE, keys, tensors)
 
     def validate(self) -> None:
@@ -145,6 +153,7 @@ class Split:
                 f"{held:,} bytes of main memory for a budget of {self.host_budget_bytes:,}"
             )
         self._validate_gpus()
+        self._validate_cache()
         if not 0 <= self.bound_s <= self.objective_s * (1 + 1e-9):
             raise SparkinferError(f"bound {self.bound_s} above objective {self.objective_s}")
 
@@ -164,6 +173,19 @@ class Split:
                 f" {self.vram_budget_bytes:,} bytes in all"
             )
 
+    def _validate_cache(self) -> None:
+        """Raises SparkinferError unless a neuron cache is of these layers and can be run."""
+        if self.cache is None:
+            return
+        if self.mode == "dense":
+            raise SparkinferError("a neuron cache in mode dense, which reads every neuron")
+        if self.home:
+            raise SparkinferError("a neuron cache over several GPUs")
+        if self.cache.num_layers != len(self.hot):
+            raise SparkinferError(
+                f"a neuron cache of {self.cache.num_layers} layers for {len(self.hot)}"
+            )
+
     def held(self, model: ModelFile) -> ModelFile:
         """The parts of the model in memory under this plan: predictors only in their mode."""
         return model if self.mode == "predicted" else without_predictors(model)
@@ -179,6 +201,7 @@ class Split:
             head_on_gpu=self.head_on_gpu,
             workspace=self.cpu_bytes["workspace"],
             home=self.home,
+            swapped_rows=0 if self.cache is None else self.cache.most_rows,
         )
 
     def check_files(self, plan: Path, *, profile: Path, machine: Path | None = None) -> None:
@@ -208,6 +231,12 @@ class Split:
         ids = np.concatenate(self.hot)
         if len(self.hot) != model.shape.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
             raise SparkinferError(f"{path}: names layers or neurons missing in {model.path}")
+        if self.cache is not None and self.cache.frequency_LF.shape[1] != num_neurons:
+            raise SparkinferError(
+                f"{path}: its neuron cache has frequencies of"
+                f" {self.cache.frequency_LF.shape[1]} neurons a layer, {model.path} has"
+                f" {num_neurons}; run sparkinfer solve on this file"
+            )
         gpus, cpu = self.items_of_gpus(model)
         for number, (items, limit) in enumerate(zip(gpus, self.budgets, strict=False)):
             if sum(items.values()) > limit:
@@ -255,15 +284,30 @@ def without_predictors(model: ModelFile) -> ModelFile:
     return replace(model, predictor=None, tensors=kept)
 
 
-def _refuse_unknown(keys: Mapping[str, Value]) -> None:
-    """Raises SparkinferError for an unknown key of a plan, and for half of a pair."""
+def _items_of(version: int) -> tuple[str, ...]:
+    """The items of a plan of this version."""
+    return ITEMS if version == VERSION else tuple(i for i in ITEMS if i != "neuron_cache")
+
+
+def _items(read: Fields, side: str, version: int) -> Items:
+    found = {item: read.count(f"{side}.{item}") for item in _items_of(version)}
+    return dict.fromkeys(ITEMS, 0) | found
+
+
+def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
+    """Raises SparkinferError for an unknown key of a plan, and for a part of keys that belong
+    together."""
     known = {"version", "dense_on_gpu", "hot_count", *_SCALARS, *_OF_GPUS}
-    known |= {f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in ITEMS}
+    known |= {
+        f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)
+    }
+    known |= set(KEYS) if version == VERSION else set()
     own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
     if not own <= known:
         raise SparkinferError(f"key {shown(min(own - known))} is unknown")
     if own & _OF_GPUS and not own >= _OF_GPUS:
         raise SparkinferError(f"{' and '.join(sorted(_OF_GPUS))}: one of them is missing")
+    refuse_half(own)
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:

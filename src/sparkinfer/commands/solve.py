@@ -23,6 +23,7 @@ MEANINGS = {
     "head": "output head",
     "embedding": "embedding",
     "neurons": "neurons",
+    "neuron_cache": "neuron cache",
     "workspace": "workspace",
 }
 

@@ -1,0 +1,164 @@
+"""The times that the online neuron cache decides by, from the figures that its plan is priced with.
+
+A cached layer has hot and cold neurons. Its seconds (M_l in `problem`) are written as a function of
+the neurons that a token reads on either side, so that they change with swaps:
+
+    M_l = max(hot_s + hot_row_s * hot rows read,  cold_s + cold_row_s * cold rows read)
+
+What counts as read depends on the mode. In mode
+
+    exact      the neurons that fire: of each the up and down rows. All gates are read wherever they
+               are, and a swap keeps their number on either side; they are in hot_s and cold_s.
+    predicted  the neurons that the predictor names: of each the gate row and, as often as a named
+               neuron fires, its up and down rows.
+
+With the profile's expected counts, the sum over the cached layers plus `rest_s` is the plan's
+objective. A row on the GPU takes its bytes over the GPU's rate; on the CPU, in mode exact, its bytes
+over the rates of its matrices at the layer's density. `problem` spreads a layer's CPU seconds over
+all of its bytes, gates included; cold_s takes the difference. In mode predicted a row on either side
+takes that side's expected seconds over its expected rows.
+
+A copied neuron takes all of its bytes over the rate of the link (pinned memory); a step's copy takes
+`Gpu.copy_latency_s` besides. Gathering reads and writes all of its bytes, at the rate at which the
+fewest measured threads read memory, since one thread gathers.
+
+Letters: L layers, F neurons of a layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkinfer.budget import is_cached, layer_bytes, layer_tensors, transposed_kind
+from sparkinfer.cache_plan import CachePlan
+from sparkinfer.machine_file import Gpu, Machine
+from sparkinfer.model_file import ModelFile
+from sparkinfer.neuron_cache import CacheCosts
+from sparkinfer.profile_file import Profile
+from sparkinfer.solver.problem import (
+    Placement,
+    Problem,
+    ffn_seconds,
+    num_visits,
+    overfetch,
+)
+from sparkinfer.split_file import PlanMode
+
+
+def expected_reads(model: ModelFile, profile: Profile, mode: PlanMode) -> np.ndarray:
+    """How often a token reads each neuron, by id; f64 [L, F]."""
+    assert mode != "dense", "mode dense reads every neuron"
+    frequency_LF = profile.frequency_LF
+    if mode == "exact":
+        return frequency_LF
+    return np.minimum(1.0, frequency_LF * overfetch(model, profile)[:, None])
+
+
+def cache_costs(
+    *,
+    model: ModelFile,
+    profile: Profile,
+    machine: Machine,
+    mode: PlanMode,
+    problem: Problem,
+    placement: Placement,
+    gpu: Gpu | None = None,
+) -> CacheCosts:
+    """The times for a placement of a problem, which was built from the other arguments; `gpu`
+    defaults to the machine's first. All times of layers that are not cached are zero: their seconds
+    are in `rest_s`."""
+    gpu = machine.gpus[0] if gpu is None else gpu
+    reads_LF = expected_reads(model, profile, mode)
+    reads_LF = np.take_along_axis(reads_LF, problem.order_LF.astype(np.int64), axis=1)
+    sides = [
+        _sides(model, machine, mode, problem, placement, reads_LF, layer)
+        for layer in range(problem.num_layers)
+    ]
+    is_cached_L = np.array([side.is_cached for side in sides])
+    link_s = 1e-9 / gpu.host_to_device_gb_per_s.best
+    gather_s = 2e-9 / machine.cpu_bandwidth_gb_per_s[min(machine.cpu_bandwidth_gb_per_s)].best
+    copied_L = problem.neuron_bytes_L * is_cached_L
+    return CacheCosts(
+        hot_s_L=np.array([side.hot_s for side in sides]),
+        hot_row_s_L=np.array([side.hot_row_s for side in sides]),
+        cold_s_L=np.array([side.cold_s for side in sides]),
+        cold_row_s_L=np.array([side.cold_row_s for side in sides]),
+        copy_row_s_L=copied_L * link_s,
+        gather_row_s_L=copied_L * gather_s,
+        rest_s=_rest_seconds(problem, placement, is_cached_L),
+        copy_s=gpu.copy_latency_s.best,
+    )
+
+
+def cache_plan(costs: CacheCosts, reads_LF: np.ndarray, most_rows: int) -> CachePlan:
+    """The plan's part for the cache; `reads_LF` are `expected_reads`."""
+    return CachePlan(most_rows=most_rows, costs=costs, frequency=tuple(reads_LF.astype(np.float32)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sides:
+    """The seconds of a layer's neurons on either side; zeros for a layer that is not cached."""
+
+    is_cached: bool = False
+    hot_s: float = 0.0
+    hot_row_s: float = 0.0
+    cold_s: float = 0.0
+    cold_row_s: float = 0.0
+
+
+def _sides(
+    model: ModelFile,
+    machine: Machine,
+    mode: PlanMode,
+    problem: Problem,
+    placement: Placement,
+    reads_LF: np.ndarray,
+    layer: int,
+) -> _Sides:
+    is_hot_F, reads_F = placement.hot_LF[layer], reads_LF[layer]
+    if not is_cached(int(is_hot_F.sum()), len(is_hot_F)):
+        return _Sides()
+    touched_F = problem.touched_LF[layer]
+    hot_s = touched_F[is_hot_F].sum() * problem.gpu_s_per_byte
+    cold_s = touched_F[~is_hot_F].sum() * problem.cpu_s_per_byte_L[layer]
+    num_hot, num_cold = reads_F[is_hot_F].sum(), reads_F[~is_hot_F].sum()
+    if mode == "exact":
+        sizes = layer_bytes(model, layer)
+        hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
+        cold_row_s = _cpu_row_seconds(model, machine, layer, reads_F.mean())
+        if num_cold > 0:  # gates do not take less than nothing
+            cold_row_s = min(cold_row_s, cold_s / num_cold)
+    else:
+        row_bytes = touched_F.sum() / max(reads_F.sum(), 1e-300)
+        hot_row_s = hot_s / num_hot if num_hot > 0 else row_bytes * problem.gpu_s_per_byte
+        each_s = row_bytes * problem.cpu_s_per_byte_L[layer]
+        cold_row_s = cold_s / num_cold if num_cold > 0 else each_s
+    return _Sides(
+        is_cached=True,
+        hot_s=problem.launch_s + max(0.0, hot_s - num_hot * hot_row_s),
+        hot_row_s=hot_row_s,
+        cold_s=problem.round_trip_s + max(0.0, cold_s - num_cold * cold_row_s),
+        cold_row_s=cold_row_s,
+    )
+
+
+def _cpu_row_seconds(model: ModelFile, machine: Machine, layer: int, density: float) -> float:
+    """Seconds on the CPU of a fired neuron's up and down rows at this density."""
+    sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
+    down = tensors.get("ffn_down_t.weight")
+    down_kind = transposed_kind(model) if down is None else down.kind
+    up_s = sizes.up_row / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=density)
+    return up_s + sizes.down_row / machine.cpu_rate(down_kind, density=density)
+
+
+def _rest_seconds(problem: Problem, placement: Placement, is_cached_L: np.ndarray) -> float:
+    """Seconds of a token besides the neurons of cached layers."""
+    ffn_L = ffn_seconds(
+        problem,
+        hot_touched_L=(problem.touched_LF * placement.hot_LF).sum(axis=1),
+        num_hot_L=placement.num_hot_L,
+        dense_L=placement.dense_L,
+    )
+    dense_L = np.where(placement.dense_L, problem.dense_gpu_s_L, problem.dense_cpu_s_L)
+    head_s = problem.head_gpu_s if placement.head else problem.head_cpu_s
+    visits_s = problem.visit_s * num_visits(placement.dense_L, placement.head)
+    return float(ffn_L[~is_cached_L].sum() + dense_L.sum() + head_s + visits_s)
