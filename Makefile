@@ -1,6 +1,6 @@
 # make help              this list
 # make setup             a virtual environment in .venv with all that is needed, from nothing
-# make build             compile the C++ again and take in new files
+# make build             compile the C++ again and pick up new files
 # make demo              the whole pipeline on the bundled model, from nothing
 # make evaluate          the bundled (or any) model by its plan against its dense self
 # make test              the tests, from nothing
@@ -22,8 +22,7 @@
 # and before, where there is a network, what a bare machine lacks (copy build/ there):
 #   make gpu-wheels        Python packages for its PYTHON_VERSION (3.12 unless told), 21 MiB
 #   make gpu-rival-source  llama.cpp's source, 25 MiB
-#
-# One stage on any checkpoint, with all stages before it as far as they are not up to date:
+# One stage on any checkpoint, with all earlier stages that are not up to date:
 #   make generate MODEL=path/to/checkpoint VRAM=8GiB PROMPT="Once upon a time"
 #   make convert | profile | solve MODEL=... [CORPUS=text.txt] [SPARSITY=0.5 for SiLU models]
 # The plan is of the fastest mode that costs at most 1 % of the perplexity on that text, dense if no
@@ -84,7 +83,7 @@ build/installed: $(SOURCES) | .venv/ready
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-build: .venv/ready build/installed  ## compile the C++ again and take in new files
+build: .venv/ready build/installed  ## compile the C++ again and pick up new files
 	@:
 
 # ---- the pipeline --------------------------------------------------------------------------
