@@ -13,6 +13,7 @@ from fuzz_readers import SETTINGS, TARGETS
 from models import make_machine, make_profile
 from safetensors.torch import load_file, save_file
 from test_gguf_source import powerinfer_file
+from test_cache_plan import a_cache
 from test_runtime import make_split
 from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
 
@@ -155,7 +156,8 @@ def _artifacts(folder: Path) -> None:
         make_machine().save(folder / kind / TARGETS[kind])
     shutil.copytree(folder / "profile", folder / "plan")
     hot = [np.arange(9, dtype=np.int32)] * plain.shape.num_layers
-    make_split(plain, hot).save(folder / "plan" / TARGETS["plan"])
+    cache = a_cache(plain.shape.num_layers, plain.shape.num_neurons)
+    make_split(plain, hot, cache=cache).save(folder / "plan" / TARGETS["plan"])
     limits_for(silu).save(folder / "limits" / TARGETS["limits"])
     _written_reports(folder)
     arrays = {"counter/num_tokens": np.array(5), "thresholds/x": np.ones(3)}

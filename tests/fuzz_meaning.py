@@ -84,7 +84,8 @@ def save(path: Path, content: Content, *, is_header: bool = False) -> None:
 def _save_gguf(path: Path, content: Content) -> None:
     from sparkinfer.gguf_file import TensorEntry, write_gguf
 
-    kinds = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.int32): "i32"}
+    kinds = {np.dtype(np.float64): "f64", np.dtype(np.float32): "f32", np.dtype(np.float16): "f16",
+             np.dtype(np.int32): "i32"}  # fmt: skip
     tensors = {
         name: TensorEntry(shape=a.shape, kind=kinds[a.dtype], read_rows=lambda i, j, a=a: a[i:j])
         for name, a in content.arrays.items()

@@ -91,10 +91,10 @@ class CachePlan:
     ) -> "CachePlan | None":
         """Takes its tensors out of `tensors`; None for a plan that has no key of a cache.
 
-        Raises SparkinferError for invalid values and KeyError for a missing tensor."""
+        Raises SparkinferError for invalid values and for a missing tensor."""
         if not any(key in read.values for key in KEYS):
             return None
-        times = {f"{name}_L": _f64(tensors.pop(f"cache.{name}"), name) for name in _TIMES}
+        times = {f"{name}_L": _f64(_taken(tensors, f"cache.{name}"), name) for name in _TIMES}
         costs = CacheCosts(
             **times, rest_s=read.number("cache.rest_s"), copy_s=read.number("cache.copy_s")
         )
@@ -104,7 +104,7 @@ class CachePlan:
             most_rows=read.count("cache.most_rows", least=1, most=MOST_ROWS),
             costs=costs,
             frequency=tuple(
-                np.array(tensors.pop(f"blk.{layer}.ffn_frequency").read())
+                np.array(_taken(tensors, f"blk.{layer}.ffn_frequency").read())
                 for layer in range(num_layers)
             ),
         )
@@ -115,6 +115,12 @@ def refuse_half(keys: Mapping[str, Value] | Iterable[str]) -> None:
     missing = [key for key in KEYS if key not in keys]
     if 0 < len(missing) < len(KEYS):
         raise SparkinferError(f"key {shown(missing[0])} is missing")
+
+
+def _taken(tensors: dict[str, TensorEntry], name: str) -> TensorEntry:
+    if name not in tensors:
+        raise SparkinferError(f"tensor {name!r} of the neuron cache is missing")
+    return tensors.pop(name)
 
 
 def _f64(entry: TensorEntry, name: str) -> np.ndarray:

@@ -249,9 +249,14 @@ class Split:
             wrong = next(
                 i for i in ITEMS if (gpu[i], cpu[i]) != (self.gpu_bytes[i], self.cpu_bytes[i])
             )
+            side, found, said = (
+                ("GPU", gpu, self.gpu_bytes)
+                if gpu[wrong] != self.gpu_bytes[wrong]
+                else ("CPU", cpu, self.cpu_bytes)
+            )
             raise SparkinferError(
-                f"{path}: {wrong} takes {gpu[wrong]:,} GPU bytes of {model.path}, the plan says"
-                f" {self.gpu_bytes[wrong]:,}; run sparkinfer solve on this file"
+                f"{path}: {wrong} takes {found[wrong]:,} {side} bytes of {model.path}, the plan says"
+                f" {said[wrong]:,}; run sparkinfer solve on this file"
             )
 
 
