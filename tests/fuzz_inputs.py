@@ -12,8 +12,8 @@ from checkpoints import edit_config, random_dejavu, random_llama, save_tokenizer
 from fuzz_readers import SETTINGS, TARGETS
 from models import make_machine, make_profile
 from safetensors.torch import load_file, save_file
-from test_gguf_source import powerinfer_file
 from test_cache_plan import a_cache
+from test_gguf_source import powerinfer_file
 from test_runtime import make_split
 from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
 

@@ -273,12 +273,15 @@ PLAN = {
     "homes without budgets": one_of(S + "home", [0, 0], [0], [-1, 0]),
     "budgets without homes": one_of(S + "gpu_budget_bytes", ["1"], [1]),
     "another version": one_of(S + "version", np.uint32(99), np.uint32(0), "3", np.float32(3)),
-    "no rows of a cache": one_of(S + "cache.most_rows", *map(np.int64, (0, -1, 65537, 1 << 40)),
-                                 "4", np.float32(4), [4], True),
-    "no time of a cache's copy": one_of(S + "cache.copy_s", *map(np.float64, (-1, NAN, INF, 1e31)),
-                                        "x", [0.5]),
-    "no rest of a cache's step": one_of(S + "cache.rest_s", *map(np.float64, (-1, NAN, INF, 1e31)),
-                                        True),
+    "no rows of a cache": one_of(
+        S + "cache.most_rows", *map(np.int64, (0, -1, 65537, 1 << 40)), "4", np.float32(4), True
+    ),
+    "no time of a cache's copy": one_of(
+        S + "cache.copy_s", *map(np.float64, (-1, NAN, INF, 1e31)), "x", [0.5]
+    ),
+    "no rest of a cache's step": one_of(
+        S + "cache.rest_s", *map(np.float64, (-1, NAN, INF, 1e31)), True
+    ),
     "no time of a cache's row": element("cold_row_s", -1.0, NAN, INF, 1e31),
     "times of more layers": array("hot_s", lambda a: np.concatenate([a, a])),
     "times as f32": array("copy_row_s", lambda a: a.astype(np.float32)),

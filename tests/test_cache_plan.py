@@ -222,7 +222,7 @@ HOSTILE = {
     "times of one layer": (changed("cache.hot_s", lambda a: a[:1]), "not of the same number"),
     "times of f32": (changed("cache.hot_s", as_f32), "cache.hot_s is f32 .2., wanted f64"),
     "times in rows": (changed("cache.hot_s", lambda a: a[None]), "cache.hot_s is f64 .1, 2."),
-    "no times": (without("tensor .cache.gather_row_s. of the neuron cache is missing"), "cache.gather_row_s"),
+    "no times": (without("cache.gather_row_s"), "tensor 'cache.gather_row_s' of the neuron cache"),
     "frequency of NaN": (
         changed("blk.1.ffn_frequency", lambda a: as_f32(a * np.nan)), "layer 1: .* not within 0..1",
     ),
