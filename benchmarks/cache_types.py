@@ -5,9 +5,9 @@ the same run.
 
 Loss: every type against f16 on the same windows of held-out text, mode dense. Speed: decode after
 DEPTHS tokens, ours and llama.cpp's in turns with keys and values in the same type; a figure is the
-median of the rounds. llama.cpp is measured with its flash attention and, if it can do without,
-without; the faster is the rival. Recent versions of it rotate keys and values in blocks by
-Hadamard's matrix, too; ours are the rotated types here."""
+median of the rounds. llama.cpp is measured with its flash attention and, where
+possible, without it; the faster is the rival. Recent versions of it also rotate keys and values in
+block types by a Hadamard matrix; ours are the rotated types here."""
 
 import argparse
 import json
@@ -74,7 +74,7 @@ def compared(plain: Engine, engine: Engine, windows: Sequence[Tensor]) -> Compar
 
 
 class Side:
-    """Our side, with a text as long as was last asked for."""
+    """Our side, with a text of the length last requested."""
 
     def __init__(self, model: Path, cache: str) -> None:
         self.engine = Engine.load(

@@ -4,10 +4,10 @@
 #     benchmarks/gpu_rival.sh PYTHON SOURCE FOLDER
 #
 # SOURCE is made by `make gpu-rival-source`, where there is a network. FOLDER then holds the package
-# llama_cpp and its libraries, and is what `benchmarks/gpu.py --rival` wants. For one architecture
-# alone (ARCHITECTURE, 90 unless told), as each more takes as long again. Flash attention's kernels
-# are half of the build: FLASH=OFF leaves them out; CUDA=OFF builds for the CPU alone. Stops after MINUTES, 9 unless told; what was
-# compiled by then stays, and the next call goes on from there.
+# llama_cpp and its libraries, as `benchmarks/gpu.py --rival` expects. It builds for one architecture
+# (ARCHITECTURE, 90 by default), because each further one takes as long again. Flash attention's
+# kernels are half of the build: FLASH=OFF leaves them out; CUDA=OFF builds for the CPU only. It stops
+# after MINUTES, 9 by default; what was compiled by then stays, and the next call continues from there.
 set -euo pipefail
 python=$1 source=$2 folder=$3 minutes=${MINUTES:-9}
 refuse() { echo "gpu_rival: $1" >&2; exit 1; }
@@ -18,8 +18,9 @@ mkdir -p "$folder/llama_cpp/lib"
 folder=$(cd "$folder" && pwd) began=$SECONDS
 libraries=$folder/llama_cpp/lib packaged=""
 
-# A toolkit that is the compiler alone takes cuBLAS from torch's packages: nvidia/cu13/{include,lib},
-# or nvidia/cublas/{include,lib} before CUDA 13. Their libraries lack the name that a linker wants.
+# If the toolkit is only the compiler, cuBLAS comes from torch's packages:
+# nvidia/cu13/{include,lib}, or nvidia/cublas/{include,lib} before CUDA 13. Their libraries lack the
+# name that a linker wants.
 cuda=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p' | xargs dirname)
 if [ "${CUDA:-ON}" = ON ] && ! compgen -G "$cuda/lib*/libcublas.so" > /dev/null && ! compgen -G "$cuda/targets/*/lib/libcublas.so" > /dev/null; then
   packaged=$("$python" -c 'import glob, nvidia
@@ -33,8 +34,8 @@ print(*[f for p in nvidia.__path__ for f in glob.glob(p + "/*/lib/libcublas.so.*
   export CMAKE_LIBRARY_PATH="$libraries" CPATH="$(dirname "$packaged")/include"
 fi
 
-# Nor has it the driver's library to link with, which llama.cpp's virtual memory pool calls; its
-# other pool does without.
+# It also lacks the driver's library, which llama.cpp's virtual memory pool links with; its other
+# pool does not.
 options=()
 if ! compgen -G "$cuda/lib*/stubs/libcuda.so" > /dev/null && ! compgen -G "$cuda/targets/*/lib/stubs/libcuda.so" > /dev/null; then
   options=(-DGGML_CUDA_NO_VMM=ON)
@@ -51,7 +52,7 @@ if ! { "${configure[@]}" && timeout "${minutes}m" ninja -C "$build" llama; } > "
   refuse "not built in $((SECONDS - began)) s (at most $minutes min): ${reason:-$(tail -1 "$log")} (see $log)"
 fi
 find "$build" \( -name 'libllama.so*' -o -name 'libggml*.so*' \) -exec cp -P {} "$libraries/" \;
-# What they need of CUDA's libraries, where the system's loader does not find it by itself.
+# The CUDA libraries that they need, in case the system's loader does not find them.
 for name in $(ldd "$libraries"/lib*.so | awk '/not found/ { print $1 }' | sort -u); do
   found=$(find -L "$cuda" ${packaged:+"$packaged"} -name "$name" 2> /dev/null | head -1)
   if [ -n "$found" ]; then ln -sf "$found" "$libraries/$name"; fi

@@ -3,9 +3,8 @@
 # the packages that its Python lacks (from wheels, see `make gpu-wheels`) and sparkinfer built there.
 #
 #     benchmarks/gpu_setup.sh PYTHON WHEELS SITE [--without-device]
-#
-# PYTHON has torch and Triton, and keeps what it has: nothing is installed over it, no other torch
-# either. No virtual environment: one made by a Python that is itself in one does not see its packages.
+# PYTHON has torch and Triton, and nothing is installed over its packages, not even another torch. No
+# virtual environment is used: one made by a Python that is itself in one does not see its packages.
 set -euo pipefail
 python=$1 wheels=$2 site=$3 options=("${@:4}")
 here=$(cd "$(dirname "$0")" && pwd)
@@ -22,7 +21,7 @@ command -v c++ > /dev/null || refuse "no C++ compiler (c++) here; install one"
 
 began=$SECONDS
 mkdir -p "$site" && site=$(cd "$site" && pwd)  # a build runs elsewhere
-# What a Python in a virtual environment brought along, cmake and ninja among it, is beside it.
+# Tools that came with a Python in a virtual environment, such as cmake and ninja, are beside it.
 PATH="$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH"
 export PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 install=("$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site")

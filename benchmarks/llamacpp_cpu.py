@@ -5,13 +5,13 @@ each line on stdin is a JSON object, each line on stdout a list of seconds:
     {"do": "decode", "threads": n, "flash": bool, "ids": [...]}
         one per token, after a prompt of PROMPT tokens
     {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
-        one a repeat, with `ids` in one batch
+                one per repeat, with `ids` in one batch
     {"do": "batch", "threads": n, "flash": bool, "ids": [...], "sequences": b}
-        one a token: each of `ids` in so many sequences at once, behind prompts of PROMPT tokens
+        one per token: each of `ids` in that many sequences at once, after prompts of PROMPT tokens
     {"do": "deep", "threads": n, "flash": bool, "ids": [...], "depth": d}
-        one a token, behind d tokens, which are computed only if they are not there
+        one per token, after d tokens, which are computed only if they are not yet in the cache
     {"do": "grown", "threads": n, "flash": true, "ids": [...], "depth": d}
-        likewise, but the keys and values are those of GROWN tokens, over and over
+        likewise, but the keys and values are those of GROWN tokens, repeated
 The logits of the last token are included; `flash` says whether flash attention is on."""
 
 import ctypes

@@ -50,7 +50,7 @@ class Process:
         """Raises ProcessError with the reason if it fails."""
         assert self.about is not None and self._process.stdin is not None
         if self._process.stdin.closed:
-            raise ProcessError(f"{self.name}: was ended before")
+            raise ProcessError(f"{self.name}: has already ended")
         try:
             self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
         except BrokenPipeError:

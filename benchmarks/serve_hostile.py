@@ -1,9 +1,9 @@
 """Sends thousands of requests that no honest client sends: each must get the right 4xx or be
-disconnected, none a 5xx; the server must live, answer an honest request as before, and not grow.
+disconnected, none a 5xx; the server must survive, answer an honest request as before, and not grow.
 
     python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
-Bodies that are no JSON, values of wrong types and sizes, deep nesting, lone surrogates, NaN,
+Bodies that are not JSON, values of wrong types and sizes, deep nesting, lone surrogates, NaN,
 numbers without end; heads that are too long or contradict themselves; wrong methods, paths that
 climb; clients that send slowly, half, or hang up. Every kind lists its correct statuses; half of
 the requests are an honest one with a random part replaced, for which 200 and 400 are correct."""
@@ -130,7 +130,7 @@ async def _after(server: ServerProcess, before: object) -> list[str]:
     """What is wrong with the server now."""
     found = []
     if (await ask(server.port, CHAT, HONEST)).json["choices"] != before:
-        found.append("an honest request is answered otherwise than before")
+        found.append("an honest request is answered differently than before")
     log = server.log.read_text()
     if "Traceback" in log:
         found.append("a traceback: " + log.partition("Traceback")[2][:1500])

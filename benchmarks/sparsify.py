@@ -6,8 +6,8 @@
 DENSE is the dense checkpoint's folder or model file. Untrained is the same dense model with limits
 for the same share, measured on the first windows of the corpus as `sparsify` does before its first
 step. KL is that from the dense model, a mean over tokens in nats, with a 95 % interval over
-windows. `--run` takes the output of `sparsify --json`, for the curve over tokens; from its held
-part the tokens for a smaller KL are extrapolated by a fitted power law: no measurement."""
+windows. `--run` takes the output of `sparsify --json`, for the curve over tokens; from the part with a constant
+share, the tokens needed for a smaller KL are extrapolated by a fitted power law (not measured)."""
 
 import argparse
 import json
@@ -158,7 +158,7 @@ def _in_f32(folder: Path, trained: Path, windows: tuple[Tensor, ...], num_tokens
 
 
 def _extrapolated(run: dict) -> list[dict]:
-    """KL = a tokens^-b through the points of each share from when it is held."""
+    """KL = a tokens^-b through the points of each share, from where the share is constant."""
     points = [p for p in run["record"]["curve"] if p["quality"]["kl"] > 0]
     found = []
     for share in sorted({p["wanted_share"] for p in points}):

@@ -81,7 +81,7 @@ def batch(name: str, label: str, mode: str) -> str:
 
 def speculation() -> str:
     tasks = {
-        "a Python file written again with changes": "code editing, greedy",
+        "a Python file rewritten with changes": "code editing, greedy",
         "prose, greedy": "prose, greedy",
         "prose, drawn with a seed": "prose, drawn",
     }
@@ -132,10 +132,10 @@ def serve_load() -> str:
     first, gap = found["first_token_ms"], found["token_gap_ms"]
     rows = [
         ["clients, minutes", f"{found['clients']}, {found['seconds'] / 60:.0f}"],
-        ["answers, each equal to the byte to the same request alone", f"{found['finished']:,}"],
+        ["answers, each byte-identical to the same request alone", f"{found['finished']:,}"],
         ["cancelled at random moments", f"{found['cancelled']:,}"],
         ["refused by the full queue", f"{found['refused']:,}"],
-        ["lost, mixed or stuck", str(found["num_failures"])],
+        ["lost, mixed up or stuck", str(found["num_failures"])],
         ["tokens/s, beside other work", f"{found['tokens_per_s']:.0f}"],
         ["first token, queue included, p50 and p99", f"{first['p50'] / 1e3:.1f} s, {first['p99'] / 1e3:.1f} s"],
         ["between tokens, p50 and p99", f"{gap['p50']:.0f} ms, {gap['p99']:.0f} ms"],
@@ -286,11 +286,11 @@ def predictors() -> str:
 
 
 def kv_selection() -> str:
-    names = {"oracle": "the best positions, found for nothing", "window": "sinks and a window",
+    names = {"oracle": "the best positions, known in advance", "window": "sinks and a window",
              "infllm": "InfLLM's units", "mean 32": "mean of 32", "minmax 32": "bounds of 32 (Quest)",
              "codes 1": "every key by codes of 1 bit", "codes 2": "every key by codes of 2 bits",
              "64 > codes 2": "bounds of 64, then codes of 2 bits",
-             "64 > rest": "bounds of 64, then codes of what they leave (the runtime's)",
+             "64 > rest": "bounds of 64, then codes of the residuals (the runtime's rule)",
              "32 > rest": "the same with 32"}  # fmt: skip
     recall = result("kv-selection-amd-epyc")["recall"]
     rows = [
@@ -311,7 +311,7 @@ def kv_tasks() -> str:
     ]  # fmt: skip
     header = [
         "read",
-        "of the cache's bytes",
+        "share of the cache's bytes",
         "probability of a code's token",
         "against full attention",
     ]

@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     parser.add_argument("model")
     parser.add_argument("messages", nargs="+")
     parser.add_argument("--template", help="for a model without one, e.g. chatml")
-    parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=48, help="maximum tokens of an answer")
     wanted = parser.parse_args(argv)
     options = ChatOptions(generation=GenerationOptions(max_tokens=wanted.tokens))
     answers = []
