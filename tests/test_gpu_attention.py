@@ -99,15 +99,15 @@ def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
 def test_angles_of_late_positions(kernels, position):
     """Thousands of turns, of which the fraction counts: a unit vector by both, each value to 1e-6."""
     width = 64
-    row = torch.zeros(1, 1, width, device=device())
-    cache = row.expand(position + 1, 1, width)  # one row for all positions
+    rows = torch.zeros(2, 1, 1, width, device=device())
+    caches = rows.expand(2, position + 1, 1, width)  # one row each for all positions
     found = []
     for turn in ("kernel", "definition"):
         qkv = torch.zeros(3 * width, device=device())
         qkv[: width // 2] = 1
         if turn == "kernel":
-            arguments = (None, None, 1e-5, torch.tensor([position], device=device()), cache)
-            kernels.rotate_append(qkv, frequencies(width), False, *arguments, cache, 1)
+            arguments = (None, None, 1e-5, torch.tensor([position], device=device()), *caches)
+            kernels.rotate_append(qkv, frequencies(width), False, *arguments, 1)
             found.append(qkv[:width])
         else:
             angle = position * frequencies(width)

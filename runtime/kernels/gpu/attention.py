@@ -64,6 +64,7 @@ def _rotate_append(
         if frequency is not None:
             first, second = _turn(first, second, frequency, pair, in_head, at)
         if head < NUM_HEADS:
+            tl.debug_barrier()  # in place: a thread may store where another one has loaded
             tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
             tl.store(qkv + head * WIDTH + second_at, second, mask=in_head)
         else:
