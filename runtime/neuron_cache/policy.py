@@ -110,6 +110,11 @@ class CachePolicy:
         struct = self._struct.layer[layer]
         return self._array(struct.id, struct.num_slots, np.int32)
 
+    def hits_L(self) -> np.ndarray:
+        """Rows read so far that were in slots, by layer."""
+        struct = self._struct
+        return np.array([struct.layer[index].hits for index in range(struct.num_layers)])
+
     def report(self) -> CacheReport:
         struct = self._struct
         layers = [struct.layer[index] for index in range(struct.num_layers)]
@@ -139,7 +144,11 @@ class CachePolicy:
 
 
 def _layer(
-    index: int, resident_N: np.ndarray, frequency_F: np.ndarray, costs: CacheCosts, kept: list[object]
+    index: int,
+    resident_N: np.ndarray,
+    frequency_F: np.ndarray,
+    costs: CacheCosts,
+    kept: list[object],
 ) -> library.LayerStruct:
     num_neurons = len(frequency_F)
     score_F = np.pad(frequency_F.astype(np.float32), (0, -num_neurons % 32))

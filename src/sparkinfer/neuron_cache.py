@@ -112,7 +112,9 @@ class CacheCosts:
             raise SparkinferError("the cache's times are not of the same number of layers")
         for name, value in vars(self).items():
             if not np.isfinite(value).all() or np.any(np.asarray(value) < 0):
-                raise SparkinferError(f"{name} of the cache has a time that is negative or no number")
+                raise SparkinferError(
+                    f"{name} of the cache has a time that is negative or no number"
+                )
 
     @property
     def num_layers(self) -> int:

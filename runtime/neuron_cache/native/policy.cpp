@@ -60,6 +60,7 @@ double layer_seconds(const CacheLayer& layer, int64_t read, int64_t hits) {
 
 void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
     const int64_t W = (c.num_neurons + 31) / 32;
+    const double recent = c.num_steps ? RECENT : 0.0;
     double step = c.rest_s, planned = c.rest_s, busy = 0.0, gather = 0.0, copy = 0.0;
     for (int64_t l = 0; l < c.num_layers; ++l) {
         CacheLayer& layer = c.layer[l];
@@ -74,7 +75,7 @@ void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
         layer.read += read, layer.hits += hits, layer.planned_hits += planned_hits;
         const double hot = layer.hot_s + hits * layer.hot_row_s;
         const double cold = layer.cold_s + (read - hits) * layer.cold_row_s;
-        layer.cold_share = RECENT * layer.cold_share + (1.0 - RECENT) * (cold > hot ? 1.0 : 0.0);
+        layer.cold_share = recent * layer.cold_share + (1.0 - recent) * (cold > hot ? 1.0 : 0.0);
         step += layer_seconds(layer, read, hits);
         planned += layer_seconds(layer, read, planned_hits);
         busy += cold;
@@ -87,7 +88,6 @@ void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
     step += std::max(0.0, gather - free);
     if (c.num_swaps) step = std::max(step, c.copy_s + copy);
     c.cached_s += step, c.planned_s += planned;
-    const double recent = c.num_steps ? RECENT : 0.0;
     c.step_s = recent * c.step_s + (1.0 - recent) * computed;
     c.free_s = recent * c.free_s + (1.0 - recent) * free;
 }

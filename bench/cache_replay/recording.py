@@ -1,0 +1,72 @@
+"""Which neurons each token of a text reads: recorded once, so that policies of the neuron cache can be
+compared without running the model again.
+
+Letters: T tokens, L layers, F neurons of a layer, W words of F bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.neuron_cache.policy import packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The bits of a text's tokens, in order."""
+
+    num_neurons: int
+    bits_TLW: np.ndarray  # uint32, bit j % 32 of word j // 32 for neuron j
+
+    def layers(self, chosen: Sequence[int]) -> "Trace":
+        """Of these layers only."""
+        bits = np.ascontiguousarray(self.bits_TLW[:, list(chosen)])
+        return Trace(num_neurons=self.num_neurons, bits_TLW=bits)
+
+    def is_read(self, token: int) -> np.ndarray:
+        """bool [L, F]."""
+        as_bytes = self.bits_TLW[token].view(np.uint8)
+        bits = np.unpackbits(as_bytes, axis=1, bitorder="little", count=self.num_neurons)
+        return bits.view(bool)
+
+    @property
+    def read_TL(self) -> np.ndarray:
+        """Neurons read, int64."""
+        return np.bitwise_count(self.bits_TLW).sum(axis=2, dtype=np.int64)
+
+    def frequency_LF(self) -> np.ndarray:
+        """The share of the tokens that read each neuron, f64."""
+        total = np.zeros(self.bits_TLW.shape[1:2] + (self.num_neurons,), np.int64)
+        for token in range(len(self.bits_TLW)):
+            total += self.is_read(token)
+        return total / len(self.bits_TLW)
+
+
+def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
+    """Runs the model over the tokens, in windows of this many that are each a text of their own.
+
+    In mode predicted a neuron is read if the predictor names it, otherwise if it fires. Raises
+    SparkinferError in mode dense, which reads every neuron."""
+    if engine.mode == "dense":
+        raise SparkinferError(
+            f"{engine.model.path}: runs in mode dense, which reads every neuron for every token: there is"
+            " nothing to cache; give --mode exact or predicted"
+        )
+    name = "ffn_predicted" if engine.mode == "predicted" else "ffn_hidden"
+    parts: dict[int, list[np.ndarray]] = {}
+
+    def see(_: str, layer: int | None, value: Tensor) -> None:
+        assert layer is not None
+        predictor = engine.layers[layer].ffn.predictor
+        is_read = ~(value <= predictor.threshold) if predictor else value != 0
+        parts.setdefault(layer, []).append(packed(is_read.cpu().numpy()))
+
+    with engine.observe(see, lambda shown, layer: shown == name), torch.inference_mode():
+        for start in range(0, len(token_ids), window):
+            engine.logits(list(token_ids[start : start + window]))
+    bits = [np.concatenate(parts[layer]) for layer in range(len(engine.layers))]
+    return Trace(num_neurons=engine.layers[0].ffn.num_neurons, bits_TLW=np.stack(bits, axis=1))

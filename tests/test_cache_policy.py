@@ -1,0 +1,213 @@
+"""The neuron cache's policy: the C++ decides as its definition in numpy does, within its limits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.neuron_cache import CacheCosts, CacheOptions
+from sparkinfer.runtime.neuron_cache.policy import CachePolicy, packed
+from sparkinfer.runtime.neuron_cache.reference import ReferencePolicy
+
+
+def make_costs(num_layers, *, random=None, **changes):
+    """Times of a slow CPU beside a fast GPU, random ones if there is a generator."""
+    each = dict(hot_s=0.0, hot_row_s=0.1, cold_s=0.0, cold_row_s=1.0, copy_row_s=2.0,
+                gather_row_s=0.2)  # fmt: skip
+    arrays = {f"{name}_L": np.full(num_layers, value) for name, value in each.items()}
+    if random is not None:
+        arrays = {name: value * random.uniform(0, 2, num_layers) for name, value in arrays.items()}
+    return CacheCosts(**(dict(rest_s=10.0, copy_s=0.1) | arrays | changes))
+
+
+def make_case(seed):
+    """A random model, plan, costs and options."""
+    random = np.random.default_rng(seed)
+    num_layers, num_neurons = int(random.integers(1, 6)), int(random.integers(3, 90))
+    slots = [
+        random.permutation(num_neurons)[: random.integers(0, num_neurons + 1)].astype(np.int32)
+        for _ in range(num_layers)
+    ]
+    options = CacheOptions(
+        margin=float(random.choice([0, 0.02, 0.1])),
+        visited=float(random.choice([0.25, 1])),
+        most_rows=int(random.integers(1, 20)),
+        stay=float(random.choice([10, 100])),
+        burst_weight=float(random.choice([0, 0.3])),
+        start_gain=float(random.choice([0.001, 0.01])),
+        is_always_on=bool(random.random() < 0.3),
+    )
+    costs = make_costs(num_layers, random=random)
+    if random.random() < 0.2:  # one memory: a copy takes no time
+        costs = dataclasses.replace(costs, copy_row_s_L=np.zeros(num_layers))
+    return random, slots, random.random((num_layers, num_neurons)), costs, options
+
+
+def make_steps(random, num_layers, num_neurons, num_steps):
+    """Bits of steps of one to three tokens; the text changes its subject half-way."""
+    base_LF = random.random((num_layers, num_neurons))
+    for number in range(num_steps):
+        if number == num_steps // 2:
+            base_LF = random.random((num_layers, num_neurons))
+        yield random.random((int(random.integers(1, 4)), num_layers, num_neurons)) < base_LF
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_decisions_are_those_of_the_definition(seed):
+    random, slots, frequency_LF, costs, options = make_case(seed)
+    policy = CachePolicy.of(slots, frequency_LF, costs, options)
+    reference = ReferencePolicy(slots, frequency_LF, costs, options)
+    exact = ReferencePolicy(slots, frequency_LF, costs, options, dtype=np.float64)
+    for number, is_read_RLF in enumerate(make_steps(random, *frequency_LF.shape, 100)):
+        if number == 20:  # a prompt
+            policy.learn(packed(is_read_RLF))
+            reference.learn(is_read_RLF)
+            exact.learn(is_read_RLF)
+        swaps = policy.step(packed(is_read_RLF))
+        want = reference.step(is_read_RLF)
+        exact.learn(is_read_RLF)
+        assert [tuple(map(int, (s["layer"], s["slot"], s["in"], s["out"]))) for s in swaps] == [
+            (s.layer, s.slot, s.into, s.out) for s in want
+        ]
+    report = policy.report()
+    assert report.seconds == pytest.approx(reference.cached_s)
+    assert report.planned_seconds == pytest.approx(reference.planned_s)
+    assert (report.num_starts, report.num_swaps) == (reference.num_starts, reference.num_swaps)
+    assert report.hit_rate == pytest.approx(reference.hits / reference.read)
+    np.testing.assert_allclose(reference.score_LF, exact.score_LF, atol=2e-6)
+    for layer, ids in enumerate(reference.slots):
+        assert policy.resident(layer).tolist() == ids
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_swaps_keep_within_the_step_and_exchange_residents_for_others(seed):
+    random, slots, frequency_LF, costs, options = make_case(seed)
+    policy = CachePolicy.of(slots, frequency_LF, costs, options)
+    resident = [set(map(int, ids)) for ids in slots]
+    longest_s = costs.rest_s + sum(
+        max(h + hr * frequency_LF.shape[1], c + cr * frequency_LF.shape[1])
+        for h, hr, c, cr in zip(
+            costs.hot_s_L, costs.hot_row_s_L, costs.cold_s_L, costs.cold_row_s_L, strict=True
+        )
+    )
+    for is_read_RLF in make_steps(random, *frequency_LF.shape, 80):
+        swaps = policy.step(packed(is_read_RLF)).copy()
+        assert len(swaps) <= options.most_rows
+        assert costs.copy_row_s_L[swaps["layer"]].sum() <= longest_s
+        for layer, into, out in zip(swaps["layer"], swaps["in"], swaps["out"], strict=True):
+            assert out in resident[layer] and into not in resident[layer]
+            resident[layer] = resident[layer] - {out} | {int(into)}
+    policy.step(packed(is_read_RLF))  # takes the last swaps as done
+    for layer, ids in enumerate(resident):
+        in_slots = policy.resident(layer)
+        assert len(in_slots) == len(slots[layer]) and set(in_slots.tolist()) == ids
+
+
+def steady(num_layers, num_neurons, hot, *, steps, random, high=0.9, low=0.05):
+    """Steps that read the neurons of `hot` often and others rarely."""
+    chance_F = np.full(num_neurons, low)
+    chance_F[list(hot)] = high
+    return random.random((steps, 1, num_layers, num_neurons)) < chance_F
+
+
+def run(policy, steps):
+    for is_read_RLF in steps:
+        policy.step(packed(is_read_RLF))
+    return policy.report()
+
+
+def test_a_text_of_the_profiles_own_kind_swaps_nothing():
+    random, num_neurons = np.random.default_rng(1), 64
+    hot = range(16)
+    frequency = np.where(np.isin(np.arange(num_neurons), hot), 0.9, 0.05)[None].repeat(3, 0)
+    policy = CachePolicy.of([np.arange(16)] * 3, frequency, make_costs(3), CacheOptions())
+    report = run(policy, steady(3, num_neurons, hot, steps=600, random=random))
+    assert report.num_starts == report.num_swaps == 0
+    assert report.seconds == report.planned_seconds
+    assert "nothing was swapped" in report.line
+
+
+def test_a_change_of_subject_is_followed_and_the_way_back_too():
+    random, num_neurons = np.random.default_rng(2), 64
+    frequency = np.where(np.arange(num_neurons) < 16, 0.9, 0.05)[None].repeat(3, 0)
+    policy = CachePolicy.of([np.arange(16)] * 3, frequency, make_costs(3), CacheOptions())
+    report = run(policy, steady(3, num_neurons, range(32, 48), steps=300, random=random))
+    assert set(policy.resident(1).tolist()) == set(range(32, 48))
+    assert report.hit_rate > 0.7 > 0.2 > report.planned_hit_rate
+    assert report.seconds < 0.6 * report.planned_seconds
+    run(policy, steady(3, num_neurons, range(16), steps=300, random=random))
+    assert set(policy.resident(1).tolist()) == set(range(16))
+
+
+def test_nothing_moves_where_the_cpu_is_the_shorter_side():
+    random = np.random.default_rng(3)
+    costs = make_costs(2, hot_s_L=np.full(2, 50.0))  # the GPU takes longest whatever is where
+    policy = CachePolicy.of([np.arange(8)] * 2, np.zeros((2, 40)), costs, CacheOptions(stay=1e6))
+    assert run(policy, steady(2, 40, range(20, 30), steps=200, random=random)).num_swaps == 0
+
+
+def test_a_link_that_is_too_slow_for_one_row_is_not_used():
+    random = np.random.default_rng(4)
+    costs = make_costs(2, copy_row_s_L=np.full(2, 1e6))
+    options = CacheOptions(is_always_on=True)
+    policy = CachePolicy.of([np.arange(8)] * 2, np.zeros((2, 40)), costs, options)
+    assert run(policy, steady(2, 40, range(20, 30), steps=200, random=random)).num_swaps == 0
+
+
+def test_swapping_stops_and_the_plan_returns_where_it_does_not_pay():
+    """Every step reads other neurons than the last ones, so that what was read is no guide."""
+    num_neurons, random = 64, np.random.default_rng(5)
+    options = CacheOptions(decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9)
+    policy = CachePolicy.of([np.arange(16)], np.zeros((1, num_neurons)), make_costs(1), options)
+    blocks = [range(start, start + 16) for start in (16, 32, 48, 16, 32, 48)]
+    steps = []
+    for _ in range(40):  # three times anything but the plan's, then long the plan's
+        for block in blocks:
+            steps += list(steady(1, num_neurons, block, steps=1, random=random, high=1, low=0))
+        steps += list(steady(1, num_neurons, range(16), steps=6, random=random, high=1, low=0))
+    report = run(policy, steps)
+    assert report.num_starts >= 1 and report.steps_on < report.num_steps
+    run(policy, steady(1, num_neurons, range(16), steps=300, random=random, high=1, low=0))
+    assert set(policy.resident(0).tolist()) == set(range(16))
+
+
+def test_the_same_bits_give_the_same_swaps():
+    taken = []
+    for _ in range(2):
+        random, slots, frequency_LF, costs, options = make_case(7)
+        policy = CachePolicy.of(slots, frequency_LF, costs, options)
+        steps = make_steps(random, *frequency_LF.shape, 60)
+        taken.append([policy.step(packed(bits)).tobytes() for bits in steps])
+    assert taken[0] == taken[1] and any(taken[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("decay=2", "decay=2; wanted 0 to"),
+        ("margin=nan", "margin=nan"),
+        ("most_rows=1.5", "wanted a number"),
+        ("most_rows=0", "most_rows=0; wanted 1 to 65536"),
+        ("speed=1", "'speed=1' in 'speed=1'"),
+        ("decay=0.5,decay=0.6", "'decay=0.6'"),
+        ("", "wanted on or NAME=VALUE"),
+    ],
+)
+def test_wrong_settings_are_refused(text, what):
+    with pytest.raises(SparkinferError, match=what.replace("(", r"\(")):
+        CacheOptions.parse(text)
+
+
+def test_settings_are_read_as_they_are_printed():
+    options = CacheOptions(decay=0.5, most_rows=3, is_always_on=True)
+    assert CacheOptions.parse(str(options)) == options
+    assert CacheOptions.parse("on") == CacheOptions()
+
+
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf])
+def test_wrong_times_are_refused(value):
+    with pytest.raises(SparkinferError, match="cold_row_s_L of the cache"):
+        make_costs(2, cold_row_s_L=np.array([1.0, value]))
+    with pytest.raises(SparkinferError, match="rest_s of the cache"):
+        make_costs(2, rest_s=value)

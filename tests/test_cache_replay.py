@@ -1,0 +1,183 @@
+"""Replays of the neuron cache: the bound is below what any policy can reach, by brute force; the
+policies do what they are published to do; and the command."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from test_cache_policy import make_costs
+
+from sparkinfer.bench.cache_replay.bound import lower_bound
+from sparkinfer.bench.cache_replay.policies import (
+    POLICIES,
+    Case,
+    belady,
+    hindsight,
+    lru,
+    ours,
+    static,
+)
+from sparkinfer.bench.cache_replay.recording import Trace
+from sparkinfer.bench.cache_replay.replay import compare
+from sparkinfer.bench.cache_replay.times import Outcome, seconds_T
+from sparkinfer.neuron_cache import CacheOptions
+from sparkinfer.runtime.neuron_cache.native.library import best_gain
+from sparkinfer.runtime.neuron_cache.policy import CachePolicy, packed
+
+
+def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=None):
+    _, num_layers, num_neurons = is_read_TLF.shape
+    return Case(
+        trace=Trace(num_neurons=num_neurons, bits_TLW=packed(is_read_TLF)),
+        slots_LN=tuple(np.arange(num_slots) for _ in range(num_layers)),
+        frequency_LF=np.zeros((num_layers, num_neurons)) if frequency_LF is None else frequency_LF,
+        costs=make_costs(num_layers) if costs is None else costs,
+        options=options or CacheOptions(),
+    )
+
+
+def best_of_all(case):
+    """The least seconds per token of one layer, over all sequences of sets in the slots, by trying
+    them all. A copy is made during the step before, or before the first one."""
+    is_read_TF = np.stack([case.trace.is_read(t)[0] for t in range(case.num_tokens)])
+    num_slots = len(case.slots_LN[0])
+    sets = [frozenset(c) for n in range(num_slots + 1)
+            for c in itertools.combinations(range(case.trace.num_neurons), n)]  # fmt: skip
+    costs = case.costs
+    # (set in slots) -> {copied so far: least computing seconds}
+    reached = {frozenset(range(num_slots)): {0: 0.0}}
+    for is_read_F in is_read_TF:
+        ids = frozenset(np.flatnonzero(is_read_F).tolist())
+        coming = {}
+        for into in sets:
+            hits = len(ids & into)
+            hot = costs.hot_s_L[0] + hits * costs.hot_row_s_L[0]
+            cold = costs.cold_s_L[0] + (len(ids) - hits) * costs.cold_row_s_L[0]
+            found = coming.setdefault(into, {})
+            for before, by_copies in reached.items():
+                more = len(into - before)
+                for copies, seconds in by_copies.items():
+                    total = seconds + costs.rest_s + max(hot, cold)
+                    found[copies + more] = min(found.get(copies + more, np.inf), total)
+        reached = coming
+    return min(
+        max(seconds, copies * costs.copy_row_s_L[0])
+        for by_copies in reached.values() for copies, seconds in by_copies.items()
+    ) / case.num_tokens  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_is_below_the_best_of_all_choices_and_not_far(seed):
+    random = np.random.default_rng(seed)
+    is_read_TLF = random.random((7, 1, 5)) < random.random(5)
+    costs = make_costs(
+        1, copy_row_s_L=random.choice([0.01, 1.0, 5.0], 1), rest_s=float(random.choice([0.1, 3.0])),
+        hot_row_s_L=random.choice([0.05, 0.8], 1), cold_s_L=random.choice([0.0, 0.5], 1),
+    )  # fmt: skip
+    case = make_case(is_read_TLF, int(random.integers(1, 4)), costs=costs)
+    best_s = best_of_all(case)
+    bound = lower_bound(case, best_s)
+    assert bound.seconds <= best_s * (1 + 1e-6)
+    assert bound.seconds >= 0.7 * best_s  # a relaxation of whole sets, and of the larger side
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_policy_is_below_the_bound(seed):
+    random = np.random.default_rng(seed)
+    chance_LF = random.random((2, 40)) ** 3
+    is_read_TLF = random.random((120, 2, 40)) < chance_LF
+    costs = make_costs(2, random=random)
+    case = make_case(is_read_TLF, 8, costs=costs, frequency_LF=np.roll(chance_LF, 3, axis=1))
+    report = compare(case)
+    for result in (*report.policies, report.hindsight):
+        assert result.ms >= report.bound_ms * (1 - 1e-6), result
+    assert report.of["ours"].ms <= report.of["static"].ms * 1.01
+    assert max(result.hit_rate for result in report.policies[:2]) <= report.belady_hit_rate
+
+
+def brute_force_gain(is_read_T, price_T, value, fetch, is_in):
+    """The best of all ways to be in a slot or not, one neuron."""
+    best = -np.inf
+    for states in itertools.product((False, True), repeat=len(is_read_T)):
+        gain, before = 0.0, is_in
+        for t, state in enumerate(states):
+            gain += state * (value * is_read_T[t] - price_T[t]) - (state and not before) * fetch
+            before = state
+        best = max(best, gain)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_neurons_best_gain_is_that_of_all_choices(seed):
+    random = np.random.default_rng(seed)
+    is_read_TF, is_in_F = random.random((9, 35)) < 0.5, random.random(35) < 0.3
+    price_T = random.uniform(0, 0.6, 9).astype(np.float32)
+    fetch = float(random.choice([0.0, 0.3, 2.0]))
+    gain, used_T, copies, hits = best_gain(
+        packed(is_read_TF), 35, packed(is_in_F[None])[0], price_T, 1.0, fetch
+    )
+    want = [brute_force_gain(is_read_TF[:, j], price_T, 1.0, fetch, is_in_F[j]) for j in range(35)]
+    assert gain == pytest.approx(sum(want), abs=1e-4)
+    # The choice behind it has this gain.
+    assert hits - fetch * copies - (used_T * price_T).sum() == pytest.approx(sum(want), abs=1e-4)
+
+
+def test_belady_has_the_most_hits_of_all_that_copy_what_is_read():
+    random = np.random.default_rng(0)
+    for _ in range(6):
+        is_read_TLF = random.random((6, 1, 5)) < 0.4
+        case = make_case(is_read_TLF, 2)
+        is_read_TF = is_read_TLF[:, 0]
+        reached = {frozenset({0, 1}): 0}
+        for is_read_F in is_read_TF:
+            ids, coming = frozenset(np.flatnonzero(is_read_F).tolist()), {}
+            for held, hits in reached.items():
+                for kept in itertools.combinations(held | ids, 2):
+                    total = hits + len(ids & held)
+                    coming[frozenset(kept)] = max(coming.get(frozenset(kept), 0), total)
+            reached = coming
+        assert belady(case).hits_TL.sum() == max(reached.values())
+
+
+def test_seconds_of_copies_beside_and_before_the_products():
+    costs = make_costs(1, copy_s=0.5)
+    read_TL, hits_TL = np.array([[4], [4]]), np.array([[1], [3]])
+    beside = Outcome(hits_TL=hits_TL, copied_TL=np.array([[0], [20]]))
+    # rest 10 + 3 cold rows; then max(10 + 1 cold + (20 * 0.2 gathered - 10 spare, none), 0.5 + 40)
+    assert seconds_T(costs, read_TL, beside).tolist() == [13.0, 40.5]
+    before = Outcome(
+        hits_TL=hits_TL, copied_TL=read_TL - hits_TL, is_critical=True,
+        num_copies_T=np.array([1, 1]),
+    )  # fmt: skip
+    assert seconds_T(costs, read_TL, before).tolist() == pytest.approx([10.4 + 6.5, 10.4 + 2.5])
+
+
+def test_lru_keeps_what_was_read_last():
+    is_read_TLF = np.zeros((4, 1, 6), bool)
+    for token, ids in enumerate([(2, 3), (2,), (4,), (2, 3, 4)]):
+        is_read_TLF[token, 0, list(ids)] = True
+    outcome = lru(make_case(is_read_TLF, 2))  # slots {0, 1} -> {2, 3} -> {2, 3} -> {2, 4}
+    assert outcome.hits_TL[:, 0].tolist() == [0, 1, 0, 2]
+    assert outcome.copied_TL[:, 0].tolist() == [2, 0, 1, 1]
+
+
+def test_ours_is_the_policy_of_the_engine():
+    random = np.random.default_rng(5)
+    is_read_TLF = random.random((200, 2, 40)) < random.random((2, 40)) ** 2
+    case = make_case(is_read_TLF, 10)
+    outcome = ours(case)
+    policy = CachePolicy.of(case.slots_LN, case.frequency_LF, case.costs, case.options)
+    for bits_1LW in case.trace.bits_TLW[:, None]:
+        policy.step(np.ascontiguousarray(bits_1LW))
+    report = policy.report()
+    assert seconds_T(case.costs, case.trace.read_TL, outcome).sum() == pytest.approx(report.seconds)
+    still = seconds_T(case.costs, case.trace.read_TL, static(case)).sum()
+    assert still == pytest.approx(report.planned_seconds)
+    assert outcome.num_copied == report.num_swaps > 0
+    assert hindsight(case).num_copied == 0 and set(POLICIES) >= {
+        "static",
+        "lru",
+        "lfu",
+        "sparkinfer",
+    }
