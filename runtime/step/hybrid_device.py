@@ -20,6 +20,7 @@ from torch import Tensor
 from sparkinfer.runtime.device.streams import Stream
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.model.attention import Norm, Rotary
 from sparkinfer.runtime.model.feed_forward import FeedForward, NeuronBlock
 from sparkinfer.runtime.model.loader import Layer, Weights
@@ -40,6 +41,10 @@ class DividedLayer:
     hot_id_N: Tensor | None  # int32
     cold: NativeNeurons | None
     num_parts: int  # S, the partial sums of the hot neurons
+    named_W: Tensor  # the predicted neurons on the host, int32 [F / 32 rounded up]
+    # With a neuron cache in mode "exact", int32 on the device: the slot of each neuron, and the bits of
+    # the hot ones that a step reads, which it writes.
+    hot_bits: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +119,7 @@ class DeviceProgram:
     host: HostBuffers
     rotary: Rotary | None
     input_layer_offset: int
+    slot_kernels: SlotKernels | None = None
     pending: Tensor | None = None
 
     def begin(self) -> None:
@@ -190,7 +196,7 @@ class DeviceProgram:
         ffn_input_D = self._ffn_input(divided.index)
         self.main.copy(ffn_input_D, host.ffn_input_D)
         if is_predicted:
-            self.main.copy(b.named_W, host.named_W)
+            self.main.copy(b.named_W, divided.named_W)
         self._hot(divided, divided.hot, ffn_input_D)
         first_D, rest_PD = b.sum_PD[1], b.sum_PD[2 : 1 + divided.num_parts]
         if len(rest_PD):
@@ -265,14 +271,16 @@ class DeviceProgram:
         rotary = self.rotary
         query, key = attention.query_norm, attention.key_norm
         cache, num_heads = attention.cache, attention.num_heads
+        frequency_W = rotary.frequency_W if rotary else None
+        query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
         self._launch(
             lambda: self.kernels.rotate_append(
-                b.qkv, rotary.frequency_W if rotary else None, bool(rotary and rotary.is_adjacent),
-                query.weight_D if query else None, key.weight_D if key else None,
+                b.qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
                 query.epsilon if query else 0.0,
                 b.position_1, cache.key_CKW, cache.value_CKW, num_heads,
             ),
-            [b.qkv, b.position_1], [b.qkv, cache.key_CKW, cache.value_CKW],
+            [b.qkv, frequency_W, query_W, key_W, b.position_1],
+            [b.qkv, cache.key_CKW, cache.value_CKW],
         )  # fmt: skip
         self._launch(
             lambda: self.kernels.attend(
@@ -332,6 +340,7 @@ class DeviceProgram:
     def _hot(self, divided: DividedLayer, hot: NeuronBlock, x_D: Tensor) -> None:
         b, ffn = self.buffers, divided.layer.ffn
         gate, up, down = hot.gate, hot.up, hot.down
+        up_weight, up_bias_N = (up.weight, up.bias_N) if up else (None, None)
         named_W = b.named_W if ffn.mode == "predicted" else None
         hidden_N = b.hidden_N[: len(hot.id_N)]
         parts_SD = b.sum_PD[1 : 1 + divided.num_parts]
@@ -339,16 +348,22 @@ class DeviceProgram:
         act = ffn.gate
         self._launch(
             lambda: self.kernels.gate_up(
-                gate.weight, gate.bias_N, up.weight if up else None, up.bias_N if up else None,
-                divided.hot_id_N, named_W, x_D, act.activation, act.threshold, is_dense, hidden_N,
+                gate.weight, gate.bias_N, up_weight, up_bias_N, divided.hot_id_N, named_W, x_D,
+                act.activation, act.threshold, is_dense, hidden_N,
             ),
-            [gate.weight.data, named_W, x_D], [hidden_N],
+            [gate.weight.data, gate.bias_N, up_weight.data if up_weight else None, up_bias_N,
+             divided.hot_id_N, named_W, x_D],
+            [hidden_N],
         )  # fmt: skip
         self._launch(
             lambda: self.kernels.down(down, hidden_N, parts_SD, skips_zeros=not is_dense),
             [down.data, hidden_N],
             [parts_SD],
         )
+        if divided.hot_bits is not None:
+            assert self.slot_kernels is not None
+            (slot_F, open_W), pack_open = divided.hot_bits, self.slot_kernels.pack_open
+            self._launch(lambda: pack_open(hidden_N, slot_F, open_W), [hidden_N, slot_F], [open_W])
 
     def _launch(
         self, run: Callable[[], None], reads: list[Tensor | None], writes: list[Tensor | None]

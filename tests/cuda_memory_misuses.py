@@ -1,0 +1,218 @@
+"""Wrong uses of memory, streams and events, as those of cuda_misuses.py."""
+
+import torch
+from cuda_misuses import (
+    COUNT,
+    OTHER,
+    copy,
+    kernel,
+    node,
+    pinned,
+    raw,
+    rejected,
+    streams,
+    zeros,
+)
+from fake_cuda import library
+from fake_cuda.library import call, made
+from fake_cuda.torch_cuda import FakeCuda
+
+from sparkinfer.runtime.device import huge_pages
+from sparkinfer.runtime.device.streams import CudaStream
+
+# ---- memory
+
+
+@rejected("copy: 256 bytes at .* are memory that was freed")
+def copying_what_was_freed(cuda):
+    first, second, stream = raw(), raw(), streams()[0]
+    call("cudaFree", first)
+    copy(second, first, stream)
+
+
+@rejected("some kernel: 256 bytes at .* are memory that was freed")
+def a_kernel_on_what_was_freed(cuda):
+    x = zeros()
+    address = x.data_ptr()
+    del x
+    library.launch("some kernel", 0, lambda: None, [(address, 4 * COUNT, False)])
+
+
+@rejected("cudaFree: .* is freed already")
+def freeing_twice(cuda):
+    address = raw()
+    call("cudaFree", address)
+    call("cudaFree", address)
+
+
+@rejected("cudaFree: .* is nothing that was allocated so")
+def freeing_a_part(cuda):
+    call("cudaFree", raw() + 16)
+
+
+@rejected("cudaFreeHost: .* is nothing that was allocated so")
+def freeing_by_the_other_function(cuda):
+    call("cudaFreeHost", raw())
+
+
+@rejected("copy: 256 bytes at .* are memory beyond an allocation's end")
+def copying_past_the_end(cuda):
+    first, second, stream = raw(), raw(), streams()[0]
+    copy(first + 4, second, stream)
+
+
+@rejected("some kernel: 32 bytes at .* are memory of the host that is not pinned")
+def a_kernel_on_the_host(cuda):
+    library.launch("some kernel", 0, lambda: None, [(torch.zeros(8).data_ptr(), 32, True)])
+
+
+@rejected("cudaHostRegister: 8192 bytes at .* are pinned in part")
+def pinning_twice(cuda):
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    call("cudaHostRegister", memory.data_ptr(), 8192, 1)
+    call("cudaHostRegister", memory.data_ptr() + 4096, 8192, 1)
+
+
+@rejected("cudaHostUnregister: .* is not pinned")
+def unpinning_what_is_not_pinned(cuda):
+    call("cudaHostUnregister", torch.zeros(8).data_ptr())
+
+
+@rejected("cudaHostUnregister: .* is within pinned memory")
+def unpinning_from_the_middle(cuda):
+    memory = torch.zeros(8192, dtype=torch.uint8)
+    call("cudaHostRegister", memory.data_ptr(), 8192, 1)
+    call("cudaHostUnregister", memory.data_ptr() + 4096)
+
+
+@rejected("cudaHostUnregister: copy on stream 1 still uses")
+def unpinning_under_a_copy(cuda):
+    mapping, memory = huge_pages.untouched(4096)
+    mapping.pin(memory.data_ptr(), 4096)
+    x, stream = zeros(), streams()[0]
+    stream.copy(x, memory[: 4 * COUNT].view(torch.float32))
+    del mapping, memory
+
+
+@rejected("pinned memory is freed while copy on stream 1 still uses")
+def freeing_pinned_memory_under_a_copy(cuda):
+    x, host, stream = zeros(), pinned(), streams()[0]
+    stream.copy(x, host)
+    del host
+
+
+# ---- streams and events
+
+
+@rejected("stream 1 waits for an event that was never recorded")
+def an_event_that_was_never_recorded(cuda):
+    streams()[0].wait(torch.cuda.Event())
+
+
+@rejected("cudaEventSynchronize: an event that was never recorded")
+def synchronising_an_event_never_recorded(cuda):
+    torch.cuda.Event().synchronize()
+
+
+@rejected("cudaStreamSynchronize: a stream that was destroyed")
+def a_destroyed_stream(cuda):
+    handle = made("cudaStreamCreateWithFlags", 1)
+    call("cudaStreamDestroy", handle)
+    call("cudaStreamSynchronize", handle)
+
+
+@rejected("cudaEventRecord: an event that was destroyed")
+def a_destroyed_event(cuda):
+    handle = made("cudaEventCreateWithFlags", 2)
+    call("cudaEventDestroy", handle)
+    call("cudaEventRecord", handle, 0)
+
+
+@rejected("cudaEventDestroy: an event that was destroyed")
+def destroying_twice(cuda):
+    handle = made("cudaEventCreateWithFlags", 2)
+    call("cudaEventDestroy", handle)
+    call("cudaEventDestroy", handle)
+
+
+@rejected("on a stream of device 1, the current device is 0")
+def a_stream_of_another_device(cuda):
+    x, there = zeros(), CudaStream(OTHER)
+    start = x.data_ptr()
+    library.launch("some kernel", there.stream.cuda_stream, print, [(start, 4 * COUNT, True)])
+
+
+@rejected("is memory of device 1, the stream is of device 0")
+def memory_of_another_device(cuda):
+    x = zeros(OTHER)
+    library.launch("some kernel", 0, lambda: None, [(x.data_ptr(), 4 * COUNT, True)])
+
+
+@rejected("an event of device 0 on a stream of device 1")
+def an_event_of_another_device(cuda):
+    event = torch.cuda.Event()
+    event.record(streams()[0].stream)
+    event.record(streams(OTHER)[0].stream)
+
+
+@rejected("cudaSetDevice: no device 2")
+def no_such_device(cuda):
+    torch.cuda.set_device(2)
+
+
+@rejected("torch's add_ on stream 1 and torch's add_ on stream 2 use the")
+def two_streams_without_an_event(cuda):
+    x, (main, side) = zeros(), streams()
+    kernel(main, x)
+    kernel(side, x)
+
+
+@rejected("copy on stream 1 and host function on stream 2 use the")
+def a_host_function_that_nothing_orders(cuda):
+    x, host, (main, side) = zeros(), pinned(), streams()
+    main.copy(host, x)
+    side.host(node(lambda argument: None, reads=(host,)))
+
+
+@rejected("torch's add_ on stream 2 and torch's zeros on stream 0")
+def a_tensor_freed_under_another_stream(cuda):
+    """Its memory is the next tensor's at once, as no event tells the allocator."""
+    x, side = zeros(), streams()[1]
+    kernel(side, x)
+    del x
+    zeros()
+
+
+@rejected("cudaStreamSynchronize: called from a host function")
+def a_host_function_that_calls_cuda(cuda):
+    found = []
+    it = node(lambda argument: found.append(library.load().cudaStreamSynchronize(0)))
+    main = streams()[0]
+    main.host(it)
+    main.finish()
+    assert found == [800]
+
+
+@rejected("cudaLaunchHostFunc: no function")
+def no_host_function(cuda):
+    call("cudaLaunchHostFunc", streams()[0].stream.cuda_stream, 0, 0)
+
+
+@rejected("some kernel failed as it ran on stream 0")
+def going_on_after_a_failure(cuda):
+    def fail():
+        raise ArithmeticError("a kernel's own error")
+
+    library.launch("some kernel", 0, fail, [])
+    try:
+        torch.cuda.synchronize()
+    except ArithmeticError:
+        torch.cuda.synchronize()
+
+
+def a_kernel_beyond_its_declaration(cuda: FakeCuda):
+    from sparkinfer.runtime.step.cuda_backend import cuda_backend
+
+    x, y, main = zeros(), zeros(), streams()[0]
+    run = cuda_backend(has_graph=False).kernels.add_norm
+    main.launch(lambda: run(x, None, None, None, 0.0, None, y), reads=[x], writes=[])

@@ -1,0 +1,275 @@
+"""Wrong uses of CUDA in captures and graphs, each with the line by which the fake runtime rejects it: the product's own
+classes where they can be misused, else the calls they make. Every function gets the FakeCuda."""
+
+import ctypes
+import gc
+from collections.abc import Callable
+from contextlib import contextmanager
+from ctypes import CFUNCTYPE, c_void_p
+
+import torch
+from fake_cuda import library
+from fake_cuda.library import call, made
+from fake_cuda.torch_cuda import FakeCuda
+
+from sparkinfer.runtime.device import huge_pages
+from sparkinfer.runtime.device.streams import CudaStream, HostNode
+from sparkinfer.runtime.step.cuda_backend import _captured
+
+GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+COUNT = 64
+
+
+MISUSES: dict[Callable[[FakeCuda], object], str] = {}
+
+
+def rejected(line: str) -> Callable[[Callable[[FakeCuda], None]], Callable[[FakeCuda], None]]:
+    """Enters a misuse with the line that rejects it, a regular expression."""
+
+    def enter(misuse: Callable[[FakeCuda], None]) -> Callable[[FakeCuda], None]:
+        MISUSES[misuse] = line
+        return misuse
+
+    return enter
+
+
+def zeros(device=GPU, count=COUNT):
+    return torch.zeros(count, device=device)
+
+
+def pinned(count=COUNT):
+    return torch.zeros(count, pin_memory=True)
+
+
+def streams(device=GPU):
+    """Main and side, which have waited for what torch has launched so far."""
+    found = CudaStream(device), CudaStream(device)
+    for stream in found:
+        stream.follow()
+    return found
+
+
+def raw(device=0):
+    """Memory of cudaMalloc, by address."""
+    with torch.cuda.device(device):
+        return made("cudaMalloc", 4 * COUNT)
+
+
+def copy(target, source, stream):
+    call("cudaMemcpyAsync", target, source, 4 * COUNT, 4, stream.stream.cuda_stream)
+
+
+def captured(submit: Callable[[CudaStream, CudaStream], object], before=lambda main, side: None):
+    """Captures what `submit` gives to two streams, as a step is captured."""
+    main, side = streams()
+    before(main, side)
+    return _captured(main, lambda: submit(main, side))
+
+
+def kernel(stream, tensor):
+    stream.launch(lambda: tensor.add_(1), reads=[tensor], writes=[tensor])
+
+
+@contextmanager
+def raw_capture(stream, mode=0):
+    call("cudaStreamBeginCapture", stream.stream.cuda_stream, mode)
+    yield
+    library.made_after("cudaStreamEndCapture", stream.stream.cuda_stream)
+
+
+def node(function, reads=(), writes=()):
+    call_it = CFUNCTYPE(None, c_void_p)(function)
+    address = ctypes.cast(call_it, c_void_p).value
+    return HostNode(function=address, argument=address, reads=reads, writes=writes, kept=(call_it,))
+
+
+# ---- in a capture
+
+
+@rejected("cudaStreamSynchronize: stream 1 is captured")
+def synchronising_the_stream(cuda):
+    captured(lambda main, side: main.finish())
+
+
+@rejected("cudaDeviceSynchronize: stream 1 is captured")
+def synchronising_the_device(cuda):
+    captured(lambda main, side: torch.cuda.synchronize())
+
+
+@rejected("cudaEventSynchronize: the event was recorded in a capture")
+def synchronising_an_event_of_it(cuda):
+    captured(lambda main, side: main.record().synchronize())
+
+
+@rejected("cudaStreamSynchronize: stream 1 is captured")
+def reading_a_value(cuda):
+    x = zeros()
+
+    def submit(main, side):
+        with torch.cuda.stream(main.stream):
+            x[0].item()
+
+    captured(submit)
+
+
+@rejected("cudaHostAlloc: not allowed while stream 1 is captured")
+def allocating_pinned_memory(cuda):
+    captured(lambda main, side: pinned())
+
+
+@rejected("cudaMalloc: not allowed while stream 1 is captured")
+def more_memory_from_the_driver(cuda):
+    """torch's own allocations are allowed in a capture, in thread_local mode by the same thread only
+    where the allocator has asked for it; a plain cudaMalloc is not."""
+    captured(lambda main, side: raw())
+
+
+@rejected("cudaHostRegister: not allowed while stream 1 is captured")
+def pinning(cuda):
+    mapping, memory = huge_pages.untouched(4096)
+    captured(lambda main, side: mapping.pin(memory.data_ptr(), 4096))
+
+
+@rejected("cudaHostUnregister: not allowed while stream 1 is captured")
+def collecting_pinned_weights(cuda):
+    kept = [huge_pages.untouched(4096)]
+    kept[0][0].pin(kept[0][1].data_ptr(), 4096)
+
+    def submit(main, side):
+        kept.clear()
+        gc.collect()
+
+    captured(submit)
+
+
+@rejected("torch's add_: given to the default stream while stream 1 is")
+def work_on_the_default_stream(cuda):
+    x = zeros()
+    captured(lambda main, side: x.add_(1) if set_default() else None)
+
+
+def set_default():
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    return True
+
+
+@rejected("stream 2 was not joined: its torch's add_ is not waited for")
+def a_fork_that_is_not_joined(cuda):
+    x = zeros()
+
+    def submit(main, side):
+        kernel(main, x)
+        side.wait(main.record())
+        kernel(side, x)
+
+    captured(submit)
+
+
+@rejected("stream 1, which is captured, waits for an event from outside")
+def an_event_from_before_it(cuda):
+    found = []
+    captured(
+        lambda main, side: main.wait(found[0]),
+        before=lambda main, side: found.append(side.record()),
+    )
+
+
+@rejected("waits for an event of a capture that has ended")
+def an_event_of_it_afterwards(cuda):
+    found = []
+    captured(lambda main, side: found.append(main.record()))
+    CudaStream(GPU).wait(found[0])
+
+
+@rejected("the event was recorded in a capture")
+def waiting_for_an_event_of_it_afterwards(cuda):
+    found = []
+    captured(lambda main, side: found.append(main.record()))
+    found[0].synchronize()
+
+
+@rejected("stream 1 waits for an event of another capture")
+def an_event_of_another_capture(cuda):
+    main, side = streams()
+    with raw_capture(main), raw_capture(side):
+        main.wait(side.record())
+
+
+@rejected("cudaStreamBeginCapture: the default stream")
+def the_default_stream_itself(cuda):
+    call("cudaStreamBeginCapture", 0, 0)
+
+
+@rejected("stream 1 is captured already")
+def beginning_twice(cuda):
+    main, _ = streams()
+    with raw_capture(main), raw_capture(main):
+        pass
+
+
+@rejected("the capture began on stream 1, not on 2")
+def ending_on_another_stream(cuda):
+    main, side = streams()
+    call("cudaStreamBeginCapture", main.stream.cuda_stream, 0)
+    side.wait(main.record())
+    library.made_after("cudaStreamEndCapture", side.stream.cuda_stream)
+
+
+@rejected("cudaStreamEndCapture: the stream is not captured")
+def ending_without_a_beginning(cuda):
+    library.made_after("cudaStreamEndCapture", streams()[0].stream.cuda_stream)
+
+
+@rejected("256 bytes of memory that is not pinned, while stream 1 is captured")
+def copying_unpinned_memory(cuda):
+    x, host = zeros(), torch.zeros(COUNT)
+    captured(lambda main, side: main.copy(x, host))
+
+
+# ---- graphs and what they refer to
+
+
+@rejected("a graph is launched after memory of its copy was freed")
+def a_freed_buffer_in_a_graph(cuda):
+    kept = [zeros(), pinned()]
+    replay = captured(lambda main, side: main.copy(kept[1], kept[0]))
+    del kept[0]
+    replay()
+
+
+@rejected("of its copy was freed and given away again")
+def a_buffer_given_to_another_in_a_graph(cuda):
+    kept = [zeros(), pinned()]
+    replay = captured(lambda main, side: main.copy(kept[1], kept[0]))
+    address = kept[0].data_ptr()
+    del kept[0]
+    other = zeros()
+    assert other.data_ptr() == address
+    replay()
+
+
+@rejected("a graph is launched after memory of its copy was freed")
+def freed_pinned_memory_in_a_graph(cuda):
+    kept = [zeros(), pinned()]
+    replay = captured(lambda main, side: main.copy(kept[0], kept[1]))
+    del kept[1]
+    replay()
+
+
+@rejected("a graph is launched after memory of its copy was freed or unpinned")
+def unpinned_memory_in_a_graph(cuda):
+    mapping, memory = huge_pages.untouched(4096)
+    mapping.pin(memory.data_ptr(), 4096)
+    x, host = zeros(), memory[: 4 * COUNT].view(torch.float32)
+    replay = captured(lambda main, side: main.copy(x, host))
+    call("cudaHostUnregister", memory.data_ptr())
+    mapping._pinned_at = None
+    replay()
+
+
+@rejected("cudaGraphLaunch: a graph that was destroyed")
+def a_graph_after_its_end(cuda):
+    x, y = zeros(), zeros()
+    captured(lambda main, side: main.copy(x, y))
+    call("cudaGraphExecDestroy", cuda.graphs[-1].handle)
+    call("cudaGraphLaunch", cuda.graphs[-1].handle, 0)

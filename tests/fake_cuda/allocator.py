@@ -1,0 +1,131 @@
+"""torch's caching allocator on the fake runtime: the rules of CUDACachingAllocator.cpp that the
+product counts on. Segments of 2 MiB for small tensors, 20 MiB for those below 10 MiB, and of the
+tensor's own size, rounded to 2 MiB, for larger ones; a freed block serves the stream that it was
+allocated on again; a limit on what is reserved; a pool of its own for each captured graph."""
+
+from dataclasses import dataclass, field
+
+import torch
+from fake_cuda import library
+from fake_cuda.library import CudaError
+
+SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
+LEAST_OWN, LARGE_SEGMENT = 10 << 20, 20 << 20
+ROUNDING = 512
+
+
+@dataclass(eq=False)
+class Segment:
+    """Memory of cudaMalloc; `blocks` are (start, bytes, whether it is taken), without gaps."""
+
+    start: int
+    num_bytes: int
+    stream: int
+    pool: int  # 0: everybody's; else a graph's
+    is_small: bool
+    blocks: list[tuple[int, int, bool]]
+
+    @property
+    def is_free(self) -> bool:
+        return not any(is_taken for _, _, is_taken in self.blocks)
+
+    def take(self, num_bytes: int) -> int | None:
+        fitting = [b for b in self.blocks if not b[2] and b[1] >= num_bytes]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda block: block[1])
+        at, (start, size, _) = self.blocks.index(found), found
+        rest = [(start + num_bytes, size - num_bytes, False)] if size > num_bytes else []
+        self.blocks[at : at + 1] = [(start, num_bytes, True), *rest]
+        return start
+
+    def give_back(self, start: int) -> int:
+        """Frees a block, joined with free neighbours; returns its bytes."""
+        size = next(size for at, size, _ in self.blocks if at == start)
+        joined: list[tuple[int, int, bool]] = []
+        for at, count, is_taken in self.blocks:
+            is_taken = is_taken and at != start
+            if joined and not is_taken and not joined[-1][2]:
+                joined[-1] = (joined[-1][0], joined[-1][1] + count, False)
+            else:
+                joined.append((at, count, is_taken))
+        self.blocks = joined
+        return size
+
+
+@dataclass(eq=False)
+class Allocator:
+    """Of one device. Calls are made with that device current."""
+
+    device: int
+    total_bytes: int
+    segments: list[Segment] = field(default_factory=list)
+    fraction: float = 1.0
+    allocated: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+
+    @property
+    def reserved(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+    def allocate(self, num_bytes: int, stream: int, pool: int = 0) -> int:
+        size = -(-max(1, num_bytes) // ROUNDING) * ROUNDING
+        is_small = size <= SMALL
+        start = self._cached(size, stream, pool, is_small)
+        if start is None:
+            self.segments.append(self._segment(size, stream, pool, is_small))
+            start = self.segments[-1].take(size)
+            assert start is not None
+        library.load().fakeBlock(start, size, 1)
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return start
+
+    def free(self, start: int) -> None:
+        """In stream order: the memory may be given away again at once."""
+        segment = next(s for s in self.segments if s.start <= start < s.start + s.num_bytes)
+        size = segment.give_back(start)
+        library.load().fakeBlock(start, size, 0)
+        self.allocated -= size
+
+    def empty_cache(self, pool: int | None = None) -> None:
+        """Returns free segments to the driver: everybody's, or those of one graph's pool."""
+        for segment in [s for s in self.segments if s.is_free and s.pool == (pool or 0)]:
+            library.call("cudaFree", segment.start)
+            self.segments.remove(segment)
+
+    def _cached(self, size: int, stream: int, pool: int, is_small: bool) -> int | None:
+        for segment in self.segments:
+            if (segment.stream, segment.pool, segment.is_small) == (stream, pool, is_small):
+                start = segment.take(size)
+                if start is not None:
+                    return start
+        return None
+
+    def _segment(self, size: int, stream: int, pool: int, is_small: bool) -> Segment:
+        num_bytes = SMALL_SEGMENT if is_small else LARGE_SEGMENT
+        if size >= LEAST_OWN:
+            num_bytes = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
+        start = self._reserved(num_bytes) or self._after_emptying(num_bytes)
+        self.peak_reserved = max(self.peak_reserved, self.reserved + num_bytes)
+        return Segment(start, num_bytes, stream, pool, is_small, [(start, num_bytes, False)])
+
+    def _reserved(self, num_bytes: int) -> int | None:
+        if self.reserved + num_bytes > int(self.fraction * self.total_bytes):
+            return None
+        try:
+            return library.made("cudaMalloc", num_bytes)
+        except CudaError as error:
+            if error.status != library.OUT_OF_MEMORY:
+                raise
+            return None
+
+    def _after_emptying(self, num_bytes: int) -> int:
+        self.empty_cache()
+        found = self._reserved(num_bytes)
+        if found is None:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {num_bytes / (1 << 20):.2f} MiB."
+            )
+        return found

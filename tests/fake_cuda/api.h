@@ -1,0 +1,21 @@
+// What every call of the API begins with.
+
+#pragma once
+
+#include "state.h"
+
+namespace fake {
+
+// 0, or why a call may not be made now: from a host function, or after a failure of the device.
+int refused(const char* name);
+// 0, or the status of a call that may not be made while somebody captures; breaks the captures.
+int refused_in_capture(const char* name);
+
+}  // namespace fake
+
+#define FAKE_CALL(name)                                                     \
+  std::lock_guard<std::recursive_mutex> guard(fake::state().mutex);         \
+  if (const int status = fake::refused(name)) return status
+
+#define FAKE_UNSAFE_IN_CAPTURE(name) \
+  if (const int status = fake::refused_in_capture(name)) return status

@@ -1,0 +1,59 @@
+"""What the product declares of its submissions, made known to the fake runtime: the memory of host
+functions, which CUDA does not know, and that of kernels, which must be what they touch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from fake_cuda import library
+from fake_cuda.library import Range
+from fake_cuda.tensors import range_of
+from torch import Tensor
+
+from sparkinfer.runtime.device.streams import CudaStream, HostNode
+
+_open: list[list[Range]] = []  # of the launch that is being submitted
+
+
+class Undeclared(AssertionError):
+    """A kernel touches memory that its launch does not declare."""
+
+
+def check(name: str, ranges: list[Range]) -> None:
+    """Raises Undeclared for a kernel of a CudaStream."""
+    for start, size, is_written in ranges if _open else ():
+        inside = [
+            first <= start and start + size <= first + count and (may_write or not is_written)
+            for first, count, may_write in _open[-1]
+        ]
+        if size and not any(inside):
+            what = "writes" if is_written else "reads"
+            raise Undeclared(f"{name} {what} {size} bytes that its launch does not declare")
+
+
+@contextmanager
+def declarations() -> Iterator[None]:
+    host, launch = CudaStream.host, CudaStream.launch
+
+    def declaring_host(stream: CudaStream, node: HostNode) -> None:
+        library.declare(node.argument, _ranges(node.reads, node.writes))
+        host(stream, node)
+
+    def declaring_launch(stream: CudaStream, run, *, reads, writes) -> None:
+        _open.append(_ranges(reads, writes))
+        try:
+            launch(stream, run, reads=reads, writes=writes)
+        finally:
+            _open.pop()
+
+    with (
+        mock.patch.object(CudaStream, "host", declaring_host),
+        mock.patch.object(CudaStream, "launch", declaring_launch),
+    ):
+        yield
+
+
+def _ranges(reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> list[Range]:
+    return [range_of(t, is_written=False) for t in reads] + [
+        range_of(t, is_written=True) for t in writes
+    ]

@@ -1,0 +1,8 @@
+// Lets torch's build for the CPU index tensors that say they are on a CUDA device.
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+using c10::impl::NoOpDeviceGuardImpl;
+C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+}  // namespace

@@ -1,0 +1,193 @@
+"""The fake CUDA runtime (*.cpp beside this file): built once per version of its sources, and its
+calls. Every refusal raises CudaError with the runtime's line."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import CDLL, CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+BUILD = FOLDER.parent.parent / "build" / "fake-cuda"
+NOT_READY = 600
+OUT_OF_MEMORY = 2
+_RUN, _FORGET = CFUNCTYPE(c_int, c_int64), CFUNCTYPE(None, c_int64)
+
+Range = tuple[int, int, bool]  # address, bytes, whether it is written
+
+
+class CudaError(RuntimeError):
+    """A call that the runtime refused; torch raises its own RuntimeError for these."""
+
+    def __init__(self, status: int, line: str) -> None:
+        super().__init__(f"CUDA error: {line}")
+        self.status = status
+
+
+def can_be_built() -> bool:
+    return shutil.which("c++") is not None and sys.platform == "linux"
+
+
+def _built(name: str, sources: Sequence[Path], options: Sequence[str]) -> Path:
+    """The library, from an earlier build if there is one of the same sources."""
+    text = b"".join(path.read_bytes() for path in [*sources, *sorted(FOLDER.glob("*.h"))])
+    key = hashlib.sha256(text + " ".join([*options, torch.__version__]).encode()).hexdigest()[:16]
+    target = BUILD / key / name
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder, name)
+        command = ["c++", "-shared", "-fPIC", "-Wall", "-Wextra", *map(str, sources), *options]
+        subprocess.run([*command, "-o", str(made)], check=True)
+        os.replace(made, target)
+    return target
+
+
+@cache
+def load() -> CDLL:
+    """The runtime. Its name is such that cuda_runtime.loaded_library finds it."""
+    sources = sorted(path for path in FOLDER.glob("*.cpp") if path.name != "guard.cpp")
+    library = CDLL(str(_built("libcudart_fake.so", sources, ["-std=c++17", "-O1"])))
+    for name in ("fakeText", "fakeGraphText", "cudaGetErrorString"):
+        getattr(library, name).restype = c_char_p
+    pointers, sizes, flags = POINTER(c_void_p), POINTER(c_int64), POINTER(c_int)
+    arguments = {
+        "cudaMalloc": [pointers, c_size_t],
+        "cudaFree": [c_void_p],
+        "cudaHostAlloc": [pointers, c_size_t, c_int],
+        "cudaFreeHost": [c_void_p],
+        "cudaHostRegister": [c_void_p, c_size_t, c_int],
+        "cudaHostUnregister": [c_void_p],
+        "cudaMemGetInfo": [POINTER(c_size_t), POINTER(c_size_t)],
+        "cudaStreamCreateWithFlags": [pointers, c_int],
+        "cudaStreamDestroy": [c_void_p],
+        "cudaStreamSynchronize": [c_void_p],
+        "cudaStreamQuery": [c_void_p],
+        "cudaStreamWaitEvent": [c_void_p, c_void_p, c_int],
+        "cudaEventCreateWithFlags": [pointers, c_int],
+        "cudaEventDestroy": [c_void_p],
+        "cudaEventRecord": [c_void_p, c_void_p],
+        "cudaEventQuery": [c_void_p],
+        "cudaEventSynchronize": [c_void_p],
+        "cudaLaunchHostFunc": [c_void_p, c_void_p, c_void_p],
+        "cudaMemcpyAsync": [c_void_p, c_void_p, c_size_t, c_int, c_void_p],
+        "cudaStreamBeginCapture": [c_void_p, c_int],
+        "cudaStreamEndCapture": [c_void_p, pointers],
+        "cudaStreamIsCapturing": [c_void_p, POINTER(c_int)],
+        "cudaGraphInstantiate": [pointers, c_void_p, c_int64],
+        "cudaGraphLaunch": [c_void_p, c_void_p],
+        "cudaGraphDestroy": [c_void_p],
+        "cudaGraphExecDestroy": [c_void_p],
+        "fakeReset": [c_int, c_size_t, c_int64],
+        "fakeSeed": [c_int64],
+        "fakeDeclare": [c_void_p, c_int, pointers, sizes, flags],
+        "fakeBlock": [c_void_p, c_size_t, c_int],
+        "fakeIsPinned": [c_void_p],
+        "fakeGraphText": [c_void_p],
+        "fakeGraphOmit": [c_void_p, c_int],
+        "fakeLaunchKernel": [c_char_p, c_void_p, _RUN, c_int64, _FORGET, c_int, pointers, sizes,
+                             flags],
+    }  # fmt: skip
+    for name, types in arguments.items():
+        getattr(library, name).argtypes = types
+    return library
+
+
+@cache
+def add_device_guard() -> None:
+    """Makes torch accept indices and other views of tensors on a CUDA device."""
+    site = Path(torch.__file__).parent
+    options = ["-std=c++20", "-Wno-unused-parameter", f"-I{site / 'include'}", f"-L{site / 'lib'}", "-lc10",
+               f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]  # fmt: skip
+    CDLL(str(_built("libtorch_cuda_guard.so", [FOLDER / "guard.cpp"], options)))
+
+
+def call(name: str, *arguments: object) -> None:
+    """Raises CudaError, or what a kernel raised that has run meanwhile."""
+    status = getattr(load(), name)(*arguments)
+    if _raised:
+        raise _raised.pop()
+    if status:
+        raise CudaError(status, load().cudaGetErrorString(status).decode())
+
+
+def made(name: str, *arguments: object) -> int:
+    """What a call returns through its first argument: a handle or an address."""
+    found = c_void_p()
+    call(name, byref(found), *arguments)
+    return found.value or 0
+
+
+def made_after(name: str, argument: object) -> int:
+    """The same where the result is the second argument."""
+    found = c_void_p()
+    call(name, argument, byref(found))
+    return found.value or 0
+
+
+def text(what: str) -> list[str]:
+    return load().fakeText(what.encode()).decode().splitlines()
+
+
+def _ranges(ranges: Iterable[Range]) -> tuple[object, ...]:
+    found = list(ranges)
+    count = len(found)
+    starts, sizes, flags = zip(*found, strict=True) if found else ((), (), ())
+    return (count, (c_void_p * count)(*starts), (c_int64 * count)(*sizes),
+            (c_int * count)(*map(int, flags)))  # fmt: skip
+
+
+def declare(argument: int, ranges: Iterable[Range]) -> None:
+    """What the host function with this argument touches."""
+    load().fakeDeclare(argument, *_ranges(ranges))
+
+
+_kernels: dict[int, Callable[[], object]] = {}
+_raised: list[BaseException] = []
+_next = iter(range(1, 1 << 62))
+
+
+@_RUN
+def _run(number: int) -> int:
+    try:
+        with torch.inference_mode():
+            _kernels[number]()
+    except BaseException as error:  # passed on by the call that waits for the kernel
+        _raised.append(error)
+        return 1
+    return 0
+
+
+@_FORGET
+def _forget(number: int) -> None:
+    _kernels.pop(number, None)
+
+
+def launch(name: str, stream: int, run: Callable[[], object], ranges: Iterable[Range]) -> None:
+    """Submits a kernel, which runs when somebody waits for it, or earlier."""
+    number = next(_next)
+    _kernels[number] = run
+    try:
+        call("fakeLaunchKernel", name.encode(), stream, _run, number, _forget, *_ranges(ranges))
+    except CudaError:
+        _kernels.pop(number, None)
+        raise
+
+
+def graph_text(exec_handle: int) -> list[list[str]]:
+    lines = load().fakeGraphText(exec_handle).decode().splitlines()
+    return [line.split("\t") for line in lines]
+
+
+def address(function: object) -> int:
+    """Of a C function that ctypes made."""
+    return ctypes.cast(function, c_void_p).value or 0

@@ -1,0 +1,178 @@
+// What the fake CUDA runtime knows: memory, streams, events, captures, graphs, and operations that
+// are queued. A device is the CPU, its memory ordinary memory; an operation runs when somebody waits
+// for it, or earlier by chance, in any order that streams and events allow.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace fake {
+
+// Numbers of driver_types.h.
+enum Status : int {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kInvalidDevice = 101,
+  kInvalidHandle = 400,
+  kIllegalState = 401,
+  kNotReady = 600,
+  kIllegalAddress = 700,
+  kAlreadyRegistered = 712,
+  kNotRegistered = 713,
+  kLaunchFailure = 719,
+  kNotPermitted = 800,
+  kCaptureUnsupported = 900,
+  kCaptureInvalidated = 901,
+  kCaptureMerge = 902,
+  kCaptureUnmatched = 903,
+  kCaptureUnjoined = 904,
+  kCaptureIsolation = 905,
+  kCaptureImplicit = 906,
+  kCapturedEvent = 907,
+  kCaptureWrongThread = 908,
+  kRace = 999,  // CUDA has no such error: the result is wrong without one
+};
+
+enum class Place { kDevice, kHostAlloc, kRegistered };
+
+struct Region {  // of cudaMalloc, cudaHostAlloc or cudaHostRegister
+  Place place;
+  size_t bytes;
+  int device;
+  uint64_t id;
+};
+
+struct Block {  // a part of a region that an allocator above this runtime has given away
+  size_t bytes;
+  uint64_t id;
+  bool is_live;
+};
+
+struct Use {  // memory that an operation touches
+  char* start;
+  size_t bytes;
+  bool is_write;
+  uint64_t region = 0;  // 0: ordinary host memory
+  uint64_t block = 0;
+};
+
+struct Work {  // what an operation does; shared by a graph and its launches
+  std::string name;
+  int device = 0;
+  int stream = 0;
+  bool is_host = false;
+  std::vector<Use> uses;
+  std::function<int()> run;
+};
+using WorkPtr = std::shared_ptr<Work>;
+
+struct Operation {
+  WorkPtr work;
+  std::vector<uint64_t> deps;
+  std::vector<uint64_t> ancestors;  // bits by id - base
+  bool is_done = false;
+  bool is_known = false;  // the host has waited for it
+};
+
+struct Node {
+  WorkPtr work;
+  std::set<int> deps;
+};
+
+struct Graph {
+  std::vector<Node> nodes;
+  bool is_alive = true;
+  int omitted = -1;                  // an edge that is left out, by its number
+  std::set<uint64_t> last_launch;    // launches of one graph follow one another
+};
+
+struct Stream;
+
+struct Capture {
+  Stream* origin;
+  int mode;
+  std::thread::id thread;
+  std::string broken_by;  // the first line that invalidated it
+  std::vector<Node> nodes;
+  bool is_active = true;
+};
+
+struct Stream {
+  int number = 0, device = 0;
+  bool is_blocking = false, is_alive = true;
+  std::set<uint64_t> frontier;  // operations that the next one follows
+  std::shared_ptr<Capture> capture;
+  std::set<int> captured;  // the same among the capture's nodes
+};
+
+struct Event {
+  int device = 0, number = 0;
+  bool is_alive = true, is_recorded = false;
+  std::set<uint64_t> frontier;
+  std::shared_ptr<Capture> capture;
+  std::set<int> captured;
+};
+
+struct State {
+  std::recursive_mutex mutex;
+  int num_devices = 1;
+  size_t total_bytes = 0;
+  std::vector<size_t> used_bytes;
+  std::map<char*, Region> regions;
+  std::map<char*, Block> blocks;
+  std::map<char*, size_t> freed;
+  std::map<void*, std::vector<Use>> declared;  // by a host function's argument
+  std::map<void*, std::unique_ptr<Stream>> streams;
+  std::vector<Stream> legacy;
+  std::map<void*, std::unique_ptr<Event>> events;
+  std::map<void*, std::unique_ptr<Graph>> graphs, execs;
+  std::vector<std::shared_ptr<Capture>> captures;
+  std::deque<Operation> queue;
+  uint64_t base = 0;  // the first operation of the queue
+  uint64_t next_id = 1;
+  std::mt19937_64 random;
+  bool checks_races = true;
+  int sticky = 0;
+  std::string sticky_text;
+  std::vector<std::string> violations;
+  std::vector<std::string> log;  // names of operations in the order in which they ran
+  int num_undeclared = 0;
+};
+
+State& state();
+extern thread_local int current_device;
+extern thread_local bool is_in_host_function;
+extern thread_local std::string last_text;
+extern thread_local int last_status;
+
+// Notes a violation; returns its status.
+int violation(int status, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// memory.cpp
+Region* region_at(char* start, size_t bytes);
+int resolve(Use& use, const char* name, int device, bool may_be_pageable);
+int check_alive(const Work& work);
+std::string about(char* address);
+
+// queue.cpp
+std::string conflict(const Work& first, const Work& second);
+int enqueue(WorkPtr work, const std::set<uint64_t>& after, uint64_t* id);
+int submit(Stream& stream, WorkPtr work);
+int complete(const std::set<uint64_t>& targets);
+int complete_device(int device);
+bool is_done(const std::set<uint64_t>& targets);
+const Work* pending_user(const char* start, size_t bytes);
+
+}  // namespace fake

@@ -1,0 +1,325 @@
+"""Tensors on a fake CUDA device, for a build of torch that knows none.
+
+A DeviceTensor says that it is on cuda:n; its memory comes from the fake runtime. torch gives every
+operation on one to `Dispatch`, which does what torch does on a GPU: views at once, everything else
+as a kernel on the current stream of the tensor's device, which runs late. What would wait for the
+device there waits here (`item`, copies to and from the host, results whose size depends on values).
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from fake_cuda import library
+from fake_cuda.library import Range
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+_EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+
+
+class Owner(Protocol):
+    """The devices, as torch's C++ knows them (torch_cuda.py)."""
+
+    def allocate(self, device: int, num_bytes: int) -> tuple[int, Callable[[], None]]:
+        """(address, what frees it) of memory for a tensor, by the current stream of the device."""
+
+    def pinned(self, num_bytes: int) -> tuple[int, Callable[[], None]]: ...
+
+    def on_device(self, device: int) -> Any:
+        """A context in which the device is current; its value is the current stream's handle."""
+
+
+class DeviceTensor(Tensor):
+    """`memory` is a tensor of the CPU at the addresses of the device."""
+
+    memory: Tensor
+    dispatch: ClassVar["Dispatch | None"] = None  # of the fake_cuda block around the code
+
+    @staticmethod
+    def __new__(cls, memory: Tensor, index: int) -> "DeviceTensor":
+        found = torch.Tensor._make_wrapper_subclass(
+            cls, memory.size(), strides=memory.stride(), storage_offset=memory.storage_offset(),
+            dtype=memory.dtype, device=torch.device("cuda", index),
+        )  # fmt: skip
+        found.memory = memory
+        return found
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+    def numpy(self, **options: object) -> np.ndarray:
+        raise TypeError("can't convert a cuda tensor to numpy: copy it to host memory first")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **options: object) -> str:
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert cls.dispatch is not None, f"{func} outside of a fake_cuda block"
+        return cls.dispatch.__torch_dispatch__(func, types, args, kwargs)
+
+
+def at_address(start: int, num_bytes: int, release: Callable[[], None] | None = None) -> Tensor:
+    """uint8 memory that is there already; `release` is called when no tensor has it any more."""
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, num_bytes)).from_address(start))
+    if release is not None:
+        weakref.finalize(array, release).atexit = False
+    return torch.from_numpy(array)[:num_bytes]
+
+
+def shaped(memory: Tensor, like: Tensor) -> Tensor:
+    return memory.view(like.dtype).as_strided(like.size(), like.stride())
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The tensor's memory for the CPU, which a kernel does not keep from being freed."""
+    tensor = memory_of(tensor)
+    start, stop = span(tensor)
+    return shaped(at_address(start, stop - start), tensor) if start else torch.empty_like(tensor)
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to past its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def range_of(tensor: Tensor, *, is_written: bool) -> Range:
+    start, stop = span(tensor)
+    return start, stop - start, is_written
+
+
+class Dispatch(TorchDispatchMode):
+    def __init__(self, owner: Owner) -> None:
+        super().__init__()
+        self.owner = owner
+        self.waited: list[str] = []  # operations that waited for the device to know a size
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import the compiler, which takes seconds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        is_made = device is not None and torch.device(device).type == "cuda"
+        if not is_made and not any(True for _ in device_tensors((args, kwargs))):
+            if kwargs.get("pin_memory"):
+                return self.pinned(func(*args, **{**kwargs, "pin_memory": False}))
+            return func(*args, **kwargs)
+        if func._can_decompose():
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name == "copy_":
+            return self._copied(*args, **kwargs)
+        if name == "_to_copy":
+            return self._moved(*args, **kwargs)
+        if name == "_local_scalar_dense":
+            self._wait(args[0].device.index)
+            return args[0].memory.item()
+        if torch.Tag.inplace_view in func.tags:  # squeeze_ and the like, on what torch sees, too
+            func(*tree_map(memory_of, args), **kwargs)
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return func(*args, **kwargs)
+        if is_view(func):
+            base = next(device_tensors(args))
+            index = base.device.index
+            with torch.inference_mode(base.is_inference()):  # as the view of any tensor
+                found = func(*tree_map(memory_of, args), **kwargs)
+                return tree_map(lambda view: DeviceTensor(view, index), found)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cuda":  # as empty_like's
+            return func(*tree_map(meta_of, args), **kwargs)
+        return self._kernel(func, name, args, kwargs)
+
+    def _kernel(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        index = self._index(name, args, kwargs)
+        kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        outputs = written = written_arguments(func, args, kwargs)
+        if written:
+            if kwargs.get("generator") is None:  # wrong shapes are refused now, not as it runs
+                with suppress(NotImplementedError):
+                    func(*tree_map(meta_of, args), **on_meta(kwargs))
+            result = written[0] if len(written) == 1 else tuple(written)
+        else:
+            try:
+                shapes = func(*tree_map(meta_of, args), **on_meta(kwargs))
+            except (NotImplementedError, RuntimeError):
+                shapes = None
+            if not all(isinstance(t, Tensor) for t in tree_flatten(shapes)[0]):
+                return self._waiting(func, name, index, args, kwargs)
+            result = tree_map(lambda t: self._new(index, t), shapes)
+            outputs = tree_flatten(result)[0]
+            if name in _EMPTY:
+                return result
+        given = tree_map(borrowed_of, (args, kwargs))
+        targets = [] if written else [borrowed(t) for t in outputs]
+
+        def run() -> None:
+            found = tree_flatten(compute(func, name, *given))[0]
+            for target, value in zip(targets, found, strict=bool(targets)):
+                target.copy_(value)
+
+        ranges = [range_of(t, is_written=False) for t in device_tensors((args, kwargs))]
+        ranges += [range_of(t, is_written=True) for t in outputs]
+        with self.owner.on_device(index) as stream:
+            library.launch(f"torch's {name}", stream, run, ranges)
+        return result
+
+    def _waiting(self, func: Any, name: str, index: int, args: Any, kwargs: Any) -> Any:
+        """An operation whose result's size, or Python value, depends on values."""
+        self.waited.append(name)
+        self._wait(index)
+        found = compute(func, name, *tree_map(memory_of, (args, kwargs)))
+        return tree_map(lambda t: self._uploaded(t, index) if isinstance(t, Tensor) else t, found)
+
+    def _uploaded(self, value: Tensor, index: int) -> "DeviceTensor":
+        made = self._new(index, value)
+        with torch.inference_mode():
+            made.memory.copy_(value)
+        return made
+
+    def _index(self, name: str, args: Any, kwargs: Any) -> int:
+        """The device of an operation, all of whose tensors must be there."""
+        devices = {t.device.index for t in device_tensors((args, kwargs))}
+        device = kwargs.get("device")
+        if device is not None:
+            asked = torch.device(device).index
+            devices.add(torch.cuda.current_device() if asked is None else asked)
+        on_host = [t for t in tree_flatten((args, kwargs))[0]
+                   if isinstance(t, Tensor) and not isinstance(t, DeviceTensor) and t.dim()]  # fmt: skip
+        if len(devices) > 1 or on_host:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, found some of {name} on"
+                f" {sorted(f'cuda:{d}' for d in devices) + ['cpu'] * bool(on_host)}"
+            )
+        return devices.pop()
+
+    def _new(self, index: int, like: Tensor) -> "DeviceTensor":
+        size = span_bytes(like)
+        start, release = self.owner.allocate(index, size)
+        return DeviceTensor(shaped(at_address(start, size, release), like), index)
+
+    def pinned(self, values: Tensor) -> Tensor:
+        start, release = self.owner.pinned(values.nbytes)
+        return shaped(at_address(start, values.nbytes, release), values).copy_(values)
+
+    def _wait(self, index: int) -> None:
+        with self.owner.on_device(index) as stream:
+            library.call("cudaStreamSynchronize", stream)
+
+    def _moved(self, source: Tensor, *, dtype=None, device=None, non_blocking=False, **rest) -> Any:
+        target = source.device if device is None else torch.device(device)
+        if target.type == "cuda" and target.index is None:
+            target = torch.device("cuda", torch.cuda.current_device())
+        like = torch.empty_like(meta_of(source), dtype=dtype or source.dtype)
+        made = torch.empty(like.shape, dtype=like.dtype) if target.type == "cpu" else None
+        if made is None:
+            made = self._new(target.index, like)
+        return self._copied(made, source, non_blocking)
+
+    def _copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """As aten/src/ATen/native/cuda/Copy.cu: kernels on a device, else a copy of bytes."""
+        if target.device == source.device or not source.dim() and source.device.type == "cpu":
+            return self._kernel(aten.copy_.default, "copy_", (target, source), {})
+        if not target.numel():
+            return target
+        index = (target if target.device.type == "cuda" else source).device.index
+        if source.device.type == "cuda" and (source.dtype != target.dtype
+                                             or not source.is_contiguous()):  # fmt: skip
+            made = self._new(index, torch.empty(source.shape, dtype=target.dtype, device="meta"))
+            source = self._kernel(aten.copy_.default, "copy_", (made, source), {})
+        if source.device.type == "cpu":
+            source = source.to(target.dtype)
+        source = source.expand(target.shape).contiguous()
+        direct = target
+        if not target.is_contiguous():
+            like = torch.empty(target.shape, dtype=target.dtype, device="meta")
+            is_there = target.device.type == "cuda"
+            direct = (
+                self._new(index, like) if is_there else torch.empty(like.shape, dtype=like.dtype)
+            )
+        with self.owner.on_device(index) as stream:
+            library.call("cudaMemcpyAsync", direct.data_ptr(), source.data_ptr(), source.nbytes, 4,
+                         stream)  # fmt: skip
+            is_between = target.device.type == source.device.type == "cuda"
+            if not (non_blocking or is_between):
+                library.call("cudaStreamSynchronize", stream)
+        return target if direct is target else target.copy_(direct)
+
+
+def compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What a kernel of torch computes, on the CPU's tensors."""
+    if func is aten.mm.dtype:  # which the CPU has not
+        return args[0].to(args[2]) @ args[1].to(args[2])
+    return func(*args, **kwargs)
+
+
+def device_tensors(tree: Any) -> Iterator[DeviceTensor]:
+    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, DeviceTensor))
+
+
+def is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[DeviceTensor]:
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += device_tensors(value)
+    return found
+
+
+def memory_of(leaf: Any) -> Any:
+    return leaf.memory if isinstance(leaf, DeviceTensor) else leaf
+
+
+def borrowed_of(leaf: Any) -> Any:
+    if isinstance(leaf, DeviceTensor):
+        return borrowed(leaf)
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf  # a scalar, by value
+
+
+def meta_of(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    found = tree_map(meta_of, kwargs)
+    return {**found, "device": torch.device("meta")} if "device" in found else found
+
+
+def span_bytes(like: Tensor) -> int:
+    if not like.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
+    return (last + 1) * like.element_size()

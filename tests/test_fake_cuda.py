@@ -1,0 +1,216 @@
+"""The fake CUDA runtime: it rejects every planted misuse with its line, and accepts the right use
+beside each; what it runs late and in any order comes out as if it were run in order."""
+
+import re
+
+import pytest
+import torch
+from cuda_memory_misuses import a_kernel_beyond_its_declaration
+from cuda_misuses import (
+    COUNT,
+    GPU,
+    MISUSES,
+    OTHER,
+    captured,
+    kernel,
+    node,
+    pinned,
+    raw,
+    raw_capture,
+    streams,
+    zeros,
+)
+from fake_cuda import library
+from fake_cuda.declared import Undeclared
+from fake_cuda.torch_cuda import fake_cuda
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.device import cuda_runtime, huge_pages
+from sparkinfer.runtime.device.staging import Staging
+from sparkinfer.runtime.device.streams import CudaStream
+
+pytestmark = pytest.mark.skipif(
+    not library.can_be_built(), reason="needs a C++ compiler, and Linux"
+)
+
+
+@pytest.fixture
+def cuda():
+    with fake_cuda(num_devices=2, total_bytes=64 << 20) as found:
+        yield found
+
+
+@pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__)
+def test_a_misuse_is_rejected_with_its_line(cuda, misuse):
+    """By the wrong call, or by the next one; a destructor cannot raise, so the first line counts."""
+    try:
+        misuse(cuda)
+    except (RuntimeError, SparkinferError) as error:
+        assert "\n" not in str(error)
+    lines = library.text("violations")
+    assert lines, "accepted"
+    assert re.search(MISUSES[misuse], lines[0]), lines
+
+
+def test_there_are_more_than_forty_lines_of_their_own():
+    assert len(set(MISUSES.values())) > 40
+
+
+def test_a_kernel_beyond_its_declaration_is_rejected(cuda):
+    with pytest.raises(Undeclared, match="add_norm writes 256 bytes that its launch does not"):
+        a_kernel_beyond_its_declaration(cuda)
+
+
+def test_a_kernels_own_error_is_raised_where_it_is_waited_for(cuda):
+    def fail():
+        raise ArithmeticError("a kernel's own error")
+
+    library.launch("some kernel", 0, fail, [])
+    with pytest.raises(ArithmeticError, match="own error"):
+        torch.cuda.synchronize()
+
+
+# ---- right uses
+
+
+@pytest.fixture
+def accepted(cuda):
+    yield cuda
+    assert not library.text("violations")
+
+
+def test_a_fork_that_is_joined_is_a_graph(accepted):
+    x, y, host = zeros(), zeros(), pinned()
+
+    def submit(main, side):
+        kernel(main, x)
+        side.wait(main.record())
+        kernel(side, y)
+        done = side.record()
+        main.wait(done)
+        main.copy(host, y)
+
+    replay = captured(submit)  # which replays it once
+    for count in (2, 3):
+        replay()
+        torch.cuda.synchronize()
+        assert host.tolist() == [count] * COUNT
+        assert x.tolist() == [count] * COUNT
+    names = [line[2] for line in library.graph_text(accepted.graphs[-1].handle)
+             if line[0] == "node"]  # fmt: skip
+    assert names == ["torch's add_", "torch's add_", "copy"]
+
+
+def test_a_capture_runs_nothing(accepted):
+    x, (main, _) = zeros(), streams()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=main.stream):
+        kernel(main, x)
+    torch.cuda.synchronize()
+    assert not x.any()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_events_order_what_runs_late(accepted, seed):
+    library.load().fakeSeed(seed)
+    x, host, (main, side) = zeros(), pinned(), streams()
+    seen = []
+    read = node(lambda argument: seen.append(float(host[0])), reads=(host,))
+    for _ in range(10):
+        kernel(main, x)
+        side.wait(main.record())
+        side.copy(host, x)
+        side.host(read)
+        main.wait(side.record())
+    assert not seen  # nobody has waited
+    main.finish()
+    assert seen == list(range(1, 11))
+
+
+def test_without_an_event_orders_differ(cuda):
+    """The race check off: of two writers now one is last, now the other."""
+    library.load().fakeCheckRaces(0)
+    found = set()
+    for seed in range(20):
+        x, (main, side) = zeros(), streams()
+        torch.cuda.synchronize()
+        library.load().fakeSeed(seed)
+        main.launch(lambda x=x: x.fill_(1), reads=[], writes=[x])
+        side.launch(lambda x=x: x.fill_(2), reads=[], writes=[x])
+        torch.cuda.synchronize()
+        found.add(float(x[0]))
+    assert found == {1.0, 2.0}
+
+
+def test_host_memory_is_used_until_its_copies_are_done(accepted):
+    mapping, memory = huge_pages.untouched(4096)
+    memory.fill_(7)
+    mapping.pin(memory.data_ptr(), 4096)
+    assert memory.is_pinned() and not torch.zeros(8).is_pinned()
+    x, main = zeros(), streams()[0]
+    main.copy(x.view(torch.uint8), memory[: 4 * COUNT])
+    main.finish()
+    del mapping, memory
+    assert set(x.view(torch.uint8).tolist()) == {7}
+    assert "registered 4096" not in library.text("left")
+
+
+def test_rows_go_through_two_buffers(accepted):
+    stream = CudaStream(GPU)
+    staging = Staging(256, stream, is_pinned=True)
+    targets = [torch.empty(256, dtype=torch.uint8, device=GPU) for _ in range(5)]
+    stream.follow()
+    for value, target in enumerate(targets):
+        staging.send(target, lambda buffer, value=value: buffer.fill_(value))
+    staging.finish()
+    assert [set(target.tolist()) for target in targets] == [{0}, {1}, {2}, {3}, {4}]
+
+
+def test_a_freed_tensors_memory_serves_its_stream_again(accepted):
+    x = zeros() + 1
+    address = x.data_ptr()
+    y = x * 2
+    del x
+    z = zeros()
+    assert z.data_ptr() == address and y.tolist() == [2] * COUNT
+
+
+def test_devices_have_their_own_memory_and_streams(accepted):
+    x, there = zeros(GPU) + 1, zeros(OTHER)
+    main, other = streams(GPU)[0], streams(OTHER)[0]
+    other.wait(main.record())
+    other.copy(there, x)
+    other.finish()
+    assert there.tolist() == [1] * COUNT and there.device == OTHER
+    with pytest.raises(RuntimeError, match="same device"):
+        x + there
+
+
+def test_the_allocator_keeps_to_its_limit_and_the_device_to_its_size(accepted):
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        zeros(count=10 << 20)
+    held = zeros(count=1 << 20)  # 4 MiB, in a segment of 20
+    assert torch.cuda.memory_reserved() == 20 << 20
+    assert torch.cuda.mem_get_info() == (44 << 20, 64 << 20)
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == 0
+
+
+def test_the_product_finds_the_runtime(accepted):
+    raw()
+    found = cuda_runtime.load()
+    assert "libcudart_fake" in found.library._name
+    with pytest.raises(SparkinferError, match="a copy of 8 bytes was refused by CUDA: .*destroyed"):
+        main = CudaStream(GPU)
+        handle = main.stream.cuda_stream
+        library.call("cudaStreamDestroy", handle)
+        found.copy(raw(), raw(), 8, handle)
+    library.load().fakeReset(2, 64 << 20, 0)
+
+
+def test_a_relaxed_capture_may_allocate(accepted):
+    main = streams()[0]
+    with raw_capture(main, mode=2):
+        raw()
