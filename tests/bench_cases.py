@@ -1,4 +1,4 @@
-"""What the tests of bench ask for; the files that they ask about are in bench_fixtures."""
+"""Cases for the tests of bench; their files are in bench_fixtures."""
 
 from pathlib import Path
 

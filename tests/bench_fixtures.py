@@ -1,4 +1,4 @@
-"""What the tests of bench have in common: two small models, a plan, and a quick bandwidth."""
+"""Fixtures shared by the tests of bench: two small models, a plan, and a quick bandwidth."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from test_runtime import make_split
 
 @pytest.fixture
 def threads_put_back(restore_library):
-    """The number of threads is put back, torch's too."""
+    """Restores the number of threads, torch's too."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -32,5 +32,5 @@ def bench_files(tmp_path_factory):
 
 @pytest.fixture
 def small_buffer(monkeypatch):
-    """Bandwidth of next to nothing, which takes no time."""
+    """Measures bandwidth over very little memory, which takes no time."""
     monkeypatch.setattr("sparkinfer.bench.bandwidth.buffer_bytes", lambda: 1 << 20)

@@ -1,7 +1,8 @@
 """Chat templates in the style of the families they are named after, and messages for them.
 
-Each uses what its family's published one uses: macros, namespaces, tools as JSON, loop controls,
-whitespace control by hand or by trim_blocks, slices, reversed loops, dates, exceptions."""
+Each uses the features of its family's published one: macros, namespaces, tools as JSON, loop
+controls, whitespace control by hand or by trim_blocks, slices, reversed loops, dates,
+exceptions."""
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content']"

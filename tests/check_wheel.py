@@ -1,6 +1,6 @@
 """Installs a wheel into fresh environments and runs it there, as a user would.
 
-    python tests/check_wheel.py WHEEL                       only what it holds; no network
+    python tests/check_wheel.py WHEEL                       checks only its contents; no network
     python tests/check_wheel.py WHEEL python3.12 ...        and in an environment of each Python
     python tests/check_wheel.py WHEEL --installed PYTHON    in one that has it already
 
@@ -120,7 +120,7 @@ class Environment:
 
 
 def is_our_warning(line: str) -> bool:
-    """Python's own, such as that something will be gone in the next version."""
+    """True for a Python warning that our code causes, such as a deprecation."""
     return "/sparkinfer/" in line and "Warning: " in line
 
 
@@ -137,7 +137,7 @@ def install(python: str, wheel: Path, folder: Path) -> Path:
 
 
 def check_package(environment: Environment, wheel: Path) -> None:
-    """It is the wheel's package that is imported, whole, and the program starts."""
+    """Checks that the wheel's package is imported, complete, and that the program starts."""
     place = Path(environment.ask("-c", SERVED).strip())
     if ROOT in place.parents or place.parent.name not in ("site-packages", "dist-packages"):
         raise CheckError(f"{place} is not what the wheel installed")
@@ -151,7 +151,7 @@ def check_package(environment: Environment, wheel: Path) -> None:
 
 
 def check_types(environment: Environment) -> None:
-    """mypy, of the Python that runs this, finds the types without settings."""
+    """Checks that the mypy of this Python finds the package's types without settings."""
     (environment.folder / "user.py").write_text(TYPED)
     command = [sys.executable, "-m", "mypy", "--python-executable", environment.python,
                "--follow-imports=silent", "--cache-dir=mypy", "user.py"]  # fmt: skip
@@ -163,7 +163,7 @@ def check_types(environment: Environment) -> None:
 
 
 def pipeline(environment: Environment, corpus: Path) -> dict[str, str]:
-    """All stages on the bundled model: what each gave that does not depend on the machine."""
+    """All stages on the bundled model; returns results that do not depend on the machine."""
     run, few = environment.run, ("--yes", "--tokens", "6144")
     run("convert", MODEL, "-o", "base.gguf")
     run("profile", "base.gguf", "--corpus", corpus, "-o", "counts", "--tokens", "1024")

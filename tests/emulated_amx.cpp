@@ -1,6 +1,6 @@
 // Products at the AMX level, on emulated tiles, against those of the generic level, to the bit. Rows end
-// where their allocation does, so that the address sanitizer sees reads past them. With an argument
-// "wrong": on tiles that err. With another: a misuse of tiles, which must end the program.
+// where their allocation does, so that the address sanitizer sees reads past them. With the argument
+// "wrong", the tiles err. Any other argument names a misuse of tiles, which must end the program.
 #include "emulated_amx.h"
 
 #include <vector>

@@ -103,7 +103,7 @@ class Case:
         return {name: content_of(self.output / name) for name in self.command.outputs}
 
     def left(self) -> list[str]:
-        """Names in the output folder that are no outputs and no state."""
+        """Names in the output folder that are neither outputs nor state."""
         wanted = {name.split("/")[0] for name in (*self.command.outputs, *self.command.state)}
         found = [path.name for path in self.output.iterdir() if path.name not in wanted]
         inner = [p for name in wanted for p in (self.output / name).rglob("*")

@@ -34,6 +34,6 @@ def leave(count: int) -> None:
 
 
 def remove() -> None:
-    """The library's file, in the end."""
+    """Removes the library's file at the end."""
     if is_loaded():
         shutil.rmtree(Path(os.environ[VARIABLE]).parent, ignore_errors=True)

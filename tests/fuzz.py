@@ -1,4 +1,4 @@
-"""Runs cases one after the other, in a process that may not survive them, and reports their
+"""Runs cases one after another, in a process that may not survive them, and reports their
 outcomes.
 
     python fuzz.py INPUTS WORK LIMIT_S KIND:START:STOP ...

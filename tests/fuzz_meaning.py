@@ -1,7 +1,7 @@
-"""Well-formed files with a wrong value out of fuzz_wrong. Each must be refused by its reader; a
+"""Well-formed files with a wrong value from fuzz_wrong. Each must be refused by its reader; a
 silent "done" is wrong.
 
-A case is a change out of a table, by its number, with places and values drawn from it. Damaged
+A case's number selects a change from a table, and seeds its places and values. Damaged
 bytes are in fuzz_damage, files that do not fit each other in fuzz_pairs."""
 
 import hashlib

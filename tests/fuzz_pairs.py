@@ -239,7 +239,7 @@ def must_refuse(pair: Pair, name: str, forged: bool) -> bool:
 
 
 def artifact_of(pair: Pair, folder: Path, name: str, forged: bool, path: Path) -> None:
-    """For the model of that name; `forged`: it says the base model's id."""
+    """The artifact for the model of that name; `forged`: with the base model's id."""
     from sparkinfer.model_file import ModelFile
 
     model = ModelFile.load(model_of(folder, name))

@@ -65,9 +65,9 @@ def make_model(
 ) -> ModelFile:
     """A sparse model file in memory; `.save(path)` writes it to disk.
 
-    Matrices are of `kind` and norms of f32; for K-quants the shape must have widths of 256. With
-    `predictor_rank` every layer gets a predictor of that rank, in f32 so that any rank will do.
-    Weights are scaled so that activations neither grow nor vanish."""
+    Matrices have the type `kind`, norms are f32; K-quants need widths that are multiples of 256.
+    With `predictor_rank` every layer gets a predictor of that rank, in f32 so that any rank will
+    do. Weights are scaled so that activations neither grow nor vanish."""
     shape = shape or make_shape()
     num_layers = shape.num_layers
     predictor = None
@@ -96,8 +96,8 @@ def make_model(
 
 
 def decided_predictors(num_layers, num_neurons):
-    """Biases for a model's predictors that keep all scores away from zero, though there are
-    millions: rounding then selects no other neurons."""
+    """Biases for a model's predictors that keep all scores, millions of them, away from zero, so that
+    rounding selects no other neurons."""
     random = np.random.default_rng(3)
     return {
         f"blk.{layer}.ffn_pred_up.bias": array_entry(

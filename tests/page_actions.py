@@ -57,7 +57,7 @@ def stats(browser: Browser) -> str:
 
 
 def act(browser: Browser, label: str) -> None:
-    """Clicks the last button that is called so."""
+    """Clicks the last button with this name."""
     browser.run(
         f"[...document.querySelectorAll('button[aria-label={json.dumps(label)}]')].at(-1).click()"
     )

@@ -1,4 +1,4 @@
-"""What the tests of `sparkinfer run` have in common: models, a text, and a cache of each test's own."""
+"""Fixtures shared by the tests of `sparkinfer run`: models, a text, and a cache for each test."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache of the test's own; measurements of the machine are short."""
+    """A separate cache for the test; measurements of the machine are short."""
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sparkinfer.run.rates.ENCODE_S", 0.01)
     monkeypatch.setattr("sparkinfer.run.rates.MATMUL_S", 0.01)

@@ -1,4 +1,4 @@
-// Runs every kernel of every usable level at sizes round the block edges, and whole decode steps, with
+// Runs every kernel of every usable level at sizes around block edges, and whole decode steps, with
 // all keys and with selected ones, on buffers that end where they must not be read past. Compiled by
 // test_sanitizers.py with the address and undefined-behaviour sanitizers, which end the program on an
 // error.
@@ -274,7 +274,7 @@ struct Selecting {
         step.key_kind = step.value_kind = cache_kind;
     }
 
-    // Turns at every capped position, and at none behind.
+    // Rotations for every capped position, and none beyond.
     void cap() {
         const SparkSelect& rule = step.select;
         const int64_t count = (rule.sinks + rule.top + rule.window + rule.block) * step.head_width / 2;
@@ -331,7 +331,8 @@ struct Selecting {
     }
 };
 
-// Selected keys give the same bits however long the blocks and steps are, and others than all keys do.
+// Selected keys give the same bits however long the blocks and steps are, and not those of all
+// keys.
 bool selects(int32_t cache_kind, int64_t W, const SparkSelect& rule, bool is_capped, int64_t C) {
     Selecting model(cache_kind, W, C);
     model.step.is_key_rotated = !is_capped && cache_kind >= KIND_Q8_0;
@@ -386,7 +387,7 @@ bool level() {
 
 void faults(const Rows&, const Input&, float*, int64_t, int64_t, int64_t) { __builtin_trap(); }
 
-// Right for one vector alone.
+// Right only for one vector.
 void errs(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     kernels_generic.dot_rows[KIND_F32](rows, x.part(0, 1), y, y_stride, a0, a1);
     for (int64_t t = 1; t < x.count; ++t)
@@ -438,6 +439,8 @@ int main() {
         if (spark_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {
             const bool is_last = threads > 1;
+            // How work is divided is the same code at every level: once undivided is enough.
+            if (!is_last && std::strcmp(name, "avx2") != 0) continue;
             if (spark_set_threads(threads) != STATUS_OK || !level() || (is_last && !selections())) {
                 std::printf("%s with %d threads: wrong\n", name, threads);
                 return 1;

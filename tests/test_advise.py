@@ -47,7 +47,7 @@ def test_a_model_a_text_and_an_advice(files):
     advice = json.loads(done.stdout)
     dense = [p for p in advice["points"] if p["rule"] == "dense"]
     assert [p["type"] for p in dense] == ["f16", "q8_0"]
-    assert dense[0]["close"]["kl"] == 0.0  # of itself
+    assert dense[0]["close"]["kl"] == 0.0  # against itself
     rules = {p["rule"] for p in advice["points"]}  # a rule may be unable to save so much
     assert {"dense", "mixed"} <= rules <= {"dense", "gates", "hidden", "mixed"}
     assert all(p["seconds"] > 0 for p in advice["points"])

@@ -72,7 +72,7 @@ def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
 
 @needs_kernels
 def test_a_plan_divides_the_bytes(bench_files):
-    """All of them, each on its side: hot neurons and what of the dense blocks is on the GPU."""
+    """All of them, each on its side: hot neurons and the dense blocks' parts on the GPU."""
     plan = Split.load(bench_files / "plan.gguf")
     with Engine.load(
         bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
@@ -106,7 +106,7 @@ def test_a_sparse_step_reads_less_and_its_predictors(bench_files):
 
 @needs_kernels
 def test_shapes_say_what_a_gpu_reads(bench_files):
-    """What follows from shapes where nothing is counted is what the CPU counts for the same plan."""
+    """Bytes computed from shapes equal those that the CPU counts for the same plan."""
     plan = Split.load(bench_files / "plan.gguf")
     with Engine.load(
         bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
@@ -171,7 +171,7 @@ def test_times_change_no_bit_and_the_bytes_are_the_traffic(bench_files):
 
 @needs_kernels
 def test_parts_are_the_time_of_the_native_call(monkeypatch, tmp_path):
-    """Against another clock, round the call: at least 95 %, and never more than all of it."""
+    """Against another clock around the call: at least 95 %, and never more than all of it."""
     shape = make_shape(num_layers=2, width=512, num_neurons=2048, num_heads=8)
     make_model(shape=shape, kind="f16").save(tmp_path / "m.gguf")
     taken, run = [], library.run_step

@@ -125,7 +125,7 @@ def as_taken(kind: str, x_D: Tensor) -> Tensor:
 
 def magnitudes_of(W: "Matrix") -> Tensor:
     """|weight| as it is really added, float64 [F, D]: q4_0's nibbles count from 0 in dot_rows, and 8
-    times the sum of x is taken off again; so it is with the minima of q4_k and q5_k."""
+    times the sum of x is subtracted afterwards, as are the minima of q4_k and q5_k."""
     magnitudes_FD = W.exact_FD.abs()
     if W.kind.startswith("q4_0"):
         weight = W.weight if W.kind == "q4_0" else interleaved(W.weight, W.kind)
@@ -149,7 +149,7 @@ def dot_terms(W: "Matrix", x_D: Tensor, index_A: Tensor | None = None) -> tuple[
 def accumulate_terms(
     W: "Matrix", c_A: Tensor, index_A: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same of accumulate_rows, [D, A]."""
+    """The same for accumulate_rows, [D, A]."""
     if W.kind in QUANT_TYPES and W.kind not in BLOCK_BYTES:
         return planar_terms(W, c_A, index_A)
     c_A1 = c_A.double()[:, None]
@@ -159,7 +159,7 @@ def accumulate_terms(
 
 def planar_terms(W: "Matrix", c_A: Tensor, index_A: Tensor | None) -> tuple[Tensor, Tensor]:
     """The terms of q8_0 and q4_0: factors c * scale are 16-bit integers (planar_template.h). Quants
-    count from 0 in the sum, and 8 or 128 times the factor is taken off again."""
+    count from 0 in the sum, and 8 or 128 times the factor is subtracted afterwards."""
     weight = taken(W.weight if W.kind in PLANAR else planar(W.weight, W.kind), index_A)
     count = weight.shape[1] // (2 + QUANT_BYTES[W.kind[:2]])
     scale_AB = weight[:, : 2 * count].contiguous().view(torch.float16).float()
@@ -185,7 +185,7 @@ def factors_as_taken(factor_AB: Tensor) -> Tensor:
 
 
 def is_right(got: Tensor, terms: Tensor, magnitudes: Tensor | None = None) -> bool:
-    """Whether got is terms.sum(-1) as f32 can have it. terms: the float64 products, [..., N].
+    """Whether `got` is terms.sum(-1) within f32 rounding. terms: the float64 products, [..., N].
 
     Summing N products in f32, in any order, with two scales multiplied in, rounds each term at most
     N + 4 times, by EPS / 2 each (Higham, Accuracy and Stability, 3.1); EPS leaves a factor of two.
@@ -350,7 +350,7 @@ def test_every_half_precision_number_is_unpacked_exactly(level, kind):
 
 @pytest.mark.parametrize("kind", SMALL_BLOCKS)
 def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
-    """All 63,488 finite scales, each with other random quants."""
+    """All 63,488 finite scales, each with different random quants."""
     bits = np.arange(2**16, dtype=np.uint16)
     scales = bits[np.isfinite(bits.view(np.float16))].view(np.uint8).reshape(-1, 2)
     size = (len(scales), QUANT_BYTES[kind[:2]])
@@ -369,7 +369,7 @@ def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
 
 @pytest.mark.parametrize("kind", BLOCK_BYTES)
 def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
-    """All finite f16 numbers, each with other random bits."""
+    """All finite f16 numbers, each with different random bits."""
     bits = np.arange(2**16, dtype=np.uint16)
     numbers = bits[np.isfinite(bits.view(np.float16))]
     random = np.random.default_rng(0)

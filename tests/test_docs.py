@@ -58,7 +58,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(text: str, at: Path) -> list[str]:
-    """Links to files that are not there, or to headings that they do not have."""
+    """Links to files that do not exist, or to headings that they do not have."""
     broken = []
     for link in LINK.findall(prose(text)):
         if "://" in link or link.startswith("mailto:"):
@@ -74,7 +74,7 @@ def broken_links(text: str, at: Path) -> list[str]:
 
 
 def missing_paths(text: str) -> list[str]:
-    """Files of the repository that the text names and that are not there."""
+    """Files of the repository that the text names and that do not exist."""
     names = set(PATH.findall(text))
     known = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     return sorted(n for n in names if not (is_there(n) if "/" in n else n in known))
@@ -92,7 +92,7 @@ def is_there(name: str) -> bool:
 
 
 def unknown_options(text: str) -> list[str]:
-    """Commands and options of sparkinfer that the text uses and that are not there."""
+    """Commands and options of sparkinfer that the text uses and that do not exist."""
     code = re.findall(r"^```.*?^```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL)
     lines = "\n".join(code).replace("\\\n", " ").replace("`", "\n")
     unknown = []
@@ -118,7 +118,7 @@ def sections(text: str) -> list[tuple[int, str]]:
 
 
 def differences(one: str, other: str) -> list[str]:
-    """In what two translations of a document differ: code, headings, numbers of a section."""
+    """The differences between two translations: code, headings, numbers of a section."""
     found = []
     if FENCE.findall(one) != FENCE.findall(other):
         found.append("code blocks")

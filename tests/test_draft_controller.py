@@ -1,5 +1,5 @@
-"""The controller of drafts, on costs and drafters that are known: it drafts as long as is best, stops where
-it does not pay, comes back, and trying costs little."""
+"""The draft controller with known costs and drafters: it chooses the best length, stops where drafts do
+not pay, resumes, and loses little by trying."""
 
 import random
 import time
@@ -104,8 +104,8 @@ def test_it_turns_off_and_comes_back(is_free):
 @pytest.mark.parametrize("is_free", [True, False])
 @pytest.mark.parametrize("cost", COSTS)
 def test_trying_costs_little_from_the_first_token_on(cost, is_free):
-    """Wherever the text is cut off: no more than its share and what the account begins with, for a
-    drafter that lies from the beginning, and one that begins to after it was trusted."""
+    """Wherever the text is cut off, the loss is at most the share and the initial account, for a
+    drafter that is always wrong and for one that becomes wrong after it was trusted."""
     for right in (lambda place: 0.0, lambda place: 0.3):
         drafter = Chance(right)
         drafter.is_free = is_free

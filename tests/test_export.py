@@ -80,7 +80,8 @@ def index_hot(path: Path) -> list[set[int]]:
 
 
 def make_hot(num_layers, seed=0):
-    """Another number of other neurons in every layer; none in the second, all in the last."""
+    """A different number of different neurons in every layer; none in the second, all in the
+    last."""
     random = np.random.default_rng(seed)
     hot = [random.permutation(NEURONS)[: 1 + random.integers(NEURONS)] for _ in range(num_layers)]
     hot[1], hot[-1] = np.zeros(0), random.permutation(NEURONS)

@@ -21,7 +21,7 @@ def run_faults(*options: object) -> subprocess.CompletedProcess:
 
 
 def test_no_fault_breaks_an_artifact():
-    """Three of each command; make a run of its own for more: python tests/faults.py."""
+    """Three for each command; for more, run python tests/faults.py."""
     result = run_faults("--cases", 3 * len(COMMANDS), "--seed", 1)
     *lines, last = result.stdout.splitlines()
     assert result.returncode == 0, (lines, result.stderr[-2000:])

@@ -1,6 +1,6 @@
 """Damaged inputs end in one line, or are read as whole ones are; what contradicts itself, or does
-not belong together, ends in one line. See fuzz.py, fuzz_readers, fuzz_meaning and fuzz_pairs; for hours
-of it fuzz_long.py."""
+not belong together, ends in one line. See fuzz.py, fuzz_readers, fuzz_meaning and fuzz_pairs;
+fuzz_long.py runs for hours."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor

@@ -65,7 +65,7 @@ BROKEN = {
 @pytest.mark.parametrize("words", BROKEN)
 @pytest.mark.parametrize("layout", ["sparse", "stock"])
 def test_a_tokenizer_that_cannot_be_read_is_not_converted(silu, tmp_path, words, layout):
-    """Without a verification, which --no-verify leaves out."""
+    """The converter notices it even without the verification."""
     folder, output = copied(silu, tmp_path, "tokenizer.json", **BROKEN[words]), tmp_path / "m.gguf"
     line = refusal_of(convert, ConvertConfig(source=folder, output=output, layout=layout))
     assert "tokenizer.json" in line and words in line
@@ -73,7 +73,7 @@ def test_a_tokenizer_that_cannot_be_read_is_not_converted(silu, tmp_path, words,
 
 
 def with_tokenizer(silu: Path, tmp_path: Path, text: str) -> Path:
-    """A model file that has that for its tokenizer."""
+    """A model file with this tokenizer."""
     whole, path = tmp_path / "whole.gguf", tmp_path / "changed.gguf"
     convert(ConvertConfig(source=silu, output=whole))
     keys, tensors = read_gguf(whole, "model")
@@ -124,7 +124,9 @@ def test_a_special_token_that_is_none_is_refused(silu, tmp_path, key):
 def test_a_special_token_that_the_model_has_not_is_told(silu, tmp_path, key):
     folder = copied(silu, tmp_path, "config.json", **{key: 99_999})
     report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
-    assert any(f"config.json: {key} 99999 is not a token of the model" in note for note in report.notes)
+    assert any(
+        f"config.json: {key} 99999 is not a token of the model" in note for note in report.notes
+    )
     numbers = ModelFile.load(report.output).extra_keys
     assert 99_999 not in [n for key, n in numbers.items() if key.endswith("token_id")]
 

@@ -1,4 +1,4 @@
-"""Which keys a token of a long text reads: tables, choice, bits, bytes, and what cannot be."""
+"""Which keys a token of a long text reads: tables, choice, bits, bytes, and refusals."""
 
 import json
 from itertools import pairwise, product
@@ -216,7 +216,7 @@ def test_the_choice_keeps_most_of_what_the_best_one_would():
     [*((rule, 256, 4, 2) for rule in RULES), (RULES[0], 160, 2, 1), (RULES[1], 96, 3, 3)],
 )
 def test_torch_computes_the_same(tmp_path, rule, width, heads, kv):
-    """Where no two keys promise nearly alike; the others are few."""
+    """Except where two keys have nearly equal scores, which is rare."""
     path = save(tmp_path, width=width, heads=heads, kv=kv)
     with load(path, rule) as engine:
         found = engine.logits(IDS)
@@ -319,7 +319,7 @@ def test_bytes_are_those_announced(path, rule, num_sequences):
         assert engine.bytes_by_role["cpu"]["kv_cache"] == taken
 
 
-# ---- what cannot be ------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -363,8 +363,8 @@ def test_capped_positions_take_keys_that_are_not_turned(path):
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0-plain"])
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_capped_positions(path, kind, num_sequences):
-    """Up to where a text is read entirely, rounding apart, the logits of original positions; behind it
-    those of torch; and no row depends on the others."""
+    """While a text is read entirely, the logits are those of original positions up to rounding; after
+    that, those of torch. No row depends on the others."""
     options = {"cache_type_k": kind, "num_sequences": num_sequences}
     full = logits(path, None, cache_type_k=kind)
     with load(path, CAPPED, **options) as engine:

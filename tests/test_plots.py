@@ -53,8 +53,8 @@ def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
 
 
 def _check_predictors(folder) -> None:
-    """Every candidate is a mark of its own, unlike forms are unlike marks, no line joins any, and the
-    chosen ones stand where they stood among the candidates."""
+    """Every candidate has its own mark, different forms have different marks, no line joins them, and the
+    chosen ones are where they were among the candidates."""
     loaded = Profile.load(folder / "p")
     quality_L = load_predictor_report(folder / "p.report.json", loaded.model_id).quality_L
     pyplot = plots.load_pyplot()

@@ -82,7 +82,7 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
 
 @pytest.mark.parametrize("least", [-0.02, -0.5, -3.0])
 def test_rounding_goes_by_a_moment_that_rounding_errors_left_negative(least):
-    """Such is the moment of fewer tokens than values, with rows of very different lengths."""
+    """The moment of fewer tokens than values is like that, with rows of very different lengths."""
     x_TD = inputs(WIDTH // 2)
     moment_DD = x_TD.T @ x_TD / len(x_TD)
     direction_D = torch.linalg.eigh(moment_DD)[1][:, 0]

@@ -93,7 +93,7 @@ def test_a_run_that_is_stopped_anywhere_gives_what_an_undisturbed_one_does(
     for bit."""
     profile(config(files, "whole", **training(files, "whole")))
     seen = stopped_at(monkeypatch, window)
-    with pytest.raises(Interrupted, match="goes on from there"):
+    with pytest.raises(Interrupted, match="continues from there"):
         profile(config(files, "cut", **training(files, "cut")))
     assert not (files / "cut").exists()
     assert (files / "cut.resume").exists()
@@ -162,7 +162,7 @@ def test_the_resume_file_of_another_run_is_refused(files, monkeypatch, change, w
 
 @pytest.fixture
 def another_level():
-    """Another level of the kernels than the best one, for the length of a test."""
+    """Switches the kernels to a level other than the best one, for one test."""
     from sparkinfer.runtime.kernels.cpu import library
 
     before = library.level()
@@ -207,7 +207,7 @@ def test_a_damaged_resume_file_is_refused(files):
 
 @pytest.mark.parametrize("change", ["done", "phase", "counts", "missing"])
 def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
-    """Whole, and of this run, but not what was saved: it would silently count wrong."""
+    """A whole file of this run with contents other than those saved would silently miscount."""
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))
@@ -259,7 +259,7 @@ def test_a_signal_between_phases_ends_at_once_and_says_what_is_saved(files, monk
     with pytest.raises(Interrupted, match="nothing was saved yet"):
         profile(config(files, "cut", **training(files, "cut")))
     assert not list(files.glob("cut*"))
-    with pytest.raises(Interrupted, match="cut.resume has what was done"):
+    with pytest.raises(Interrupted, match="cut.resume holds the work so far"):
         profile(config(files, "cut", save_every_s=0.0, **training(files, "cut")))
 
 
@@ -426,7 +426,7 @@ def test_the_command_says_that_it_goes_on(files, number):
         env=ENV, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 128 + number
-    assert "cut.resume has what was done, the same command goes on from there" in done.stderr
+    assert "cut.resume holds the work so far; the same command continues from there" in done.stderr
     assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~current_umask()
 
 

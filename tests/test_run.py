@@ -1,7 +1,7 @@
 """`sparkinfer run` and `sparkinfer cache`: made once, kept, shared, resumed, and removed.
 
-Machines with a GPU are pretended: their figures are models.make_machine's, and the engine runs a
-plan on the CPU, which it can."""
+GPUs are simulated: their figures are those of models.make_machine, and the engine runs plans on
+the CPU."""
 
 import dataclasses
 import json
@@ -140,7 +140,7 @@ def test_a_dense_model_that_does_not_fit_gets_a_plan_by_a_short_look(capsys, sil
 
 
 def interrupting(monkeypatch, place: str, after: int):
-    """Ctrl-C in a stage, after so many calls of what it reports to."""
+    """Ctrl-C in a stage, after this many calls of its progress callback."""
     count = 0
 
     def wrapped(function):
@@ -176,7 +176,7 @@ FIVE = (  # a stage, how often it reports before Ctrl-C, what the run before tha
 def test_a_run_interrupted_in_five_places_and_then_by_other_budgets(
     monkeypatch, capsys, relu, text, gpu, cache
 ):
-    """Each time the same command goes on; at the end a budget or a context redoes the plan alone."""
+    """Each time the same command goes on; at the end a budget or a context only redoes the plan."""
     asked = (relu, "--corpus", text, "--no-verify", "--mode", "predicted", "--tokens", 1408)
     short = ("--vram", "1500000B", "-c", 32)
     there: list[str] = []
@@ -187,7 +187,7 @@ def test_a_run_interrupted_in_five_places_and_then_by_other_budgets(
             assert main(["run", *words]) == 130, place
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("sparkinfer: interrupted in stage "), place
-        assert last.endswith("the same command goes on from there")
+        assert last.endswith("the same command continues from there")
         there += before
         ready = [s.kind for s in housekeeping.list_cache(cache) if s.state == "ready"]
         assert sorted(ready) == sorted(there), place

@@ -1,4 +1,4 @@
-"""What `sparkinfer run` chooses, how long it says that it will take, and the text that it brings."""
+"""What `sparkinfer run` chooses, how long it says that it will take, and its bundled text."""
 
 import pytest
 from checkpoints import random_dejavu

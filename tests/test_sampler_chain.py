@@ -108,7 +108,7 @@ def test_xtc_comes_as_often_as_asked():
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_reaches_its_target(version):
-    """The mean surprise of what is drawn, among its candidates, comes to the target."""
+    """The mean surprise of the drawn tokens among their candidates approaches the target."""
     draw = np.random.default_rng(3)
     rows = torch.from_numpy((2 * draw.normal(size=(800, 2000))).astype(np.float32))
     chain = chain_of(2000, mirostat=version, mirostat_ent=3.0, seed=1)

@@ -99,7 +99,7 @@ def test_a_sampler_is_its_formula(name):
 
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_a_threshold_that_is_met_exactly(is_sorted):
-    """Top-p stops where it is reached, typical-p where it is passed; min-p keeps what is at it."""
+    """Top-p stops where it is reached, typical-p where it is passed; min-p keeps tokens at it."""
     four = candidates_of([(i, 0.0) for i in range(4)], is_sorted=is_sorted)
     assert samplers.top_p(four, 0.5).ids_A.tolist() == [0, 1]
     assert samplers.typical_p(four, 0.5).ids_A.tolist() == [0, 1, 2]
@@ -135,7 +135,7 @@ def test_the_largest_of_many(size, kind):
 
 
 def test_long_tails_are_looked_at_piece_by_piece():
-    """More candidates than the first look: the same as of the sorted whole."""
+    """More candidates than the first slice: the same result as from sorting all."""
     draw = np.random.default_rng(0)
     tokens = [(i, float(x)) for i, x in enumerate(draw.normal(size=9000))]
     for p in (0.2, 0.9, 0.999999):

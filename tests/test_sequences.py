@@ -39,7 +39,7 @@ class Alone:
 
 
 def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) -> int:
-    """A random life of up to ROOM sequences; the number of rows compared."""
+    """Takes up to ROOM sequences through random operations; returns the number of rows compared."""
     texts = [engine.sequence()]
     compared = 0
     for _ in range(steps):

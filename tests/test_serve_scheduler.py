@@ -1,5 +1,5 @@
-"""Continuous batching: whatever joins, leaves or fails beside it, a text is the one that it is
-alone; places and queue are bounded, order is fair, and prefixes are shared."""
+"""Continuous batching: each text is the same as alone, whatever joins, leaves or fails beside it;
+places and queue are bounded, order is fair, and prefixes are shared."""
 
 import random
 import threading
@@ -33,7 +33,7 @@ SAMPLINGS = (
 
 class Bench:
     """An engine of several sequences under a scheduler that is stepped by hand, and one of a single
-    sequence, which gives each text alone."""
+    sequence, which computes each text alone."""
 
     def __init__(self, model, *, parallel=PARALLEL, kept=KEPT, queue=64):
         self.engine = Engine.load(model, context_length=CONTEXT, num_sequences=parallel + kept)

@@ -161,7 +161,7 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
 
 
 def head_options(model, machine, gpu_number=0):
-    """The same of the head: a norm and a product, and the logits' bytes on their way back."""
+    """The same for the head: a norm and a product, and the logits' bytes on their way back."""
     head, gpu = budget.head_bytes(model), machine.gpus[gpu_number]
     gpu_s = head / (gpu.bandwidth_gb_per_s.best * 1e9) + 2 * gpu.launch_s.best
     gpu_s += 4 * model.shape.vocab_size / (gpu.host_to_device_gb_per_s.best * 1e9)

@@ -106,7 +106,7 @@ def refusal_of(inputs: Inputs, max_loss: float | None) -> TooSmallError | None:
 
 
 def refused_inputs(seed: int, tmp_path) -> Inputs:
-    """A problem whose memories are taken down until there is no plan."""
+    """A problem whose memories are reduced until there is no plan."""
     rng = np.random.default_rng(seed)
     inputs = tiny_inputs(int(rng.integers(0, 10_000)), int(rng.integers(1, 3)), tmp_path)
     inputs = replace(inputs, mode=str(rng.choice(["exact", "dense"])))

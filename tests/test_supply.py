@@ -128,7 +128,8 @@ def test_the_check_of_a_wheel_rejects_a_warning_a_failure_and_another_text(tmp_p
 
 @pytest.mark.slow
 def test_the_archives_hold_what_they_should(tmp_path):
-    """The wheel runs in a fresh environment; neither it nor the sdist has what is not ours to give."""
+    """The wheel runs in a fresh environment; neither it nor the sdist has files that are not
+    ours."""
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
          "-w", tmp_path, ROOT],

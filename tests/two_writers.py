@@ -4,8 +4,8 @@
 
 A round starts two processes at once, each with its own content. Afterwards the name has one whole
 artifact, the one or the other, nothing is left beside it, and neither process had an error. The
-last line on stdout has the counts by kind: how often which of the two came second, and so is
-there."""
+last line on stdout has the counts by kind: how often each of the two wrote last, so that its
+content remains."""
 
 import argparse
 import json

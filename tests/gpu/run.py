@@ -87,7 +87,7 @@ class Runner:
                     self._look(job)
                 self._make_way()
                 time.sleep(0.2)
-        finally:  # an interrupt, too, leaves nothing running
+        finally:  # even after an interrupt, nothing keeps running
             for job in self.jobs:
                 self._stop(job)
             self.save()
@@ -164,7 +164,7 @@ class Runner:
 
 
 def jobs_of(device: str) -> list[Job]:
-    """On the CPU only those that compare the two."""
+    """All jobs of a device; on the CPU, only those that compare devices."""
     jobs = [job for path in sorted(HERE.glob("test_*.py")) for job in _of(path, "--device", device)]
     if device == "cuda":
         for path in sorted((ROOT / "tests").glob("test_gpu_*.py")):

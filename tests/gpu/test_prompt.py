@@ -37,4 +37,4 @@ def test_it_makes_no_difference_who_computes_cold_neurons(
     assert rel_error(brought, want) < BOUND
     assert rel_error(computed, want) < BOUND
     assert torch.equal(brought, again)
-    assert not torch.equal(brought, computed)  # other sums: it was another way
+    assert not torch.equal(brought, computed)  # different rounding: it was a different path

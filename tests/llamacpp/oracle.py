@@ -74,8 +74,8 @@ def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str)
 
 
 def quantize(source: str, target: str, kind: str) -> dict:
-    """All matrices of one type, as `llama-quantize --pure` does; a mixture, which ends in _m, as
-    without."""
+    """Quantises all matrices to one type, as `llama-quantize --pure` does; a mixture, whose name ends
+    in _m, as it does without that option."""
     params = llama.llama_model_quantize_default_params()
     params.ftype = {
         "f16": llama.LLAMA_FTYPE_MOSTLY_F16,

@@ -1,4 +1,5 @@
-"""bench beside llama.cpp itself: both sides are measured, and what it cannot load is said."""
+"""bench beside llama.cpp itself: both sides are measured, and a model that it cannot load is
+reported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every family that has a stock layout, in llama.cpp: the logits are ours and transformers'."""
+"""Every family that has a stock layout, in llama.cpp: its logits equal ours and transformers'."""
 
 import numpy as np
 import pytest
