@@ -98,7 +98,7 @@ def codec_model(tmp_path):
 
 @pytest.fixture
 def restore_library():
-    """Puts the level and the number of threads back."""
+    """Restores the level and the number of threads."""
     threads, level = library.num_threads(), library.level()
     yield
     library.set_threads(threads)

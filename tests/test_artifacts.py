@@ -303,7 +303,7 @@ def test_sizes_are_read(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 apples", "1e3"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(SparkinferError, match="not a size"):
         parse_bytes(text)
 

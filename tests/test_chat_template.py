@@ -235,7 +235,7 @@ def test_the_process_has_nothing_of_ours(monkeypatch):
     [[], ["text"], [{"content": "x"}], [{"role": 1, "content": "x"}], [None],
      [{"role": "user", "content": object()}], [{"role": "user", "content": b"x"}]],
 )  # fmt: skip
-def test_what_is_no_message_is_refused(messages, process):
+def test_invalid_messages_are_refused(messages, process):
     with pytest.raises(SparkinferError) as told:
         template(CHATML, process).render(messages)
     assert "\n" not in str(told.value)

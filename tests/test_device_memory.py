@@ -1,5 +1,5 @@
-"""A GPU's memory, played by the CPU: a slab of the plan's bytes, filled from the file; the limit that
-torch's allocator is given; products as tensor cores make them; what a pass takes."""
+"""A GPU's memory, simulated on the CPU: a slab of the plan's bytes, filled from the file; the limit on
+torch's allocator; products as on tensor cores; the memory that a pass takes."""
 
 import dataclasses
 import os
@@ -108,7 +108,7 @@ def test_what_is_in_the_slab_gives_what_the_file_gives(planned):
 
 
 def test_two_gpus_have_each_their_part():
-    """And stream cold weights, each for its own layers."""
+    """Each GPU also streams the cold weights of its own layers."""
     cards = (torch.device("cpu", 0), torch.device("cpu", 1))
     model = make_model(shape=make_shape(num_layers=3), predictor_rank=8)
     hot = [*PATTERNS["random"], [3]]
@@ -205,7 +205,7 @@ def test_a_plan_of_other_bytes_is_refused_while_loading(planned):
         )  # fmt: skip
 
 
-# ---- the limit, on a card that is played ------------------------------------------------------
+# ---- the limit, on a simulated card ------------------------------------------------------
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_a_pass_is_made_as_short_as_the_room_asks_for(card):
 
 
 @pytest.mark.parametrize("room", ["none", "for a pass", "for cold weights too"])
-def test_cold_weights_are_brought_where_there_is_room_for_them(room, monkeypatch):
+def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatch):
     shape = make_shape(width=256, num_neurons=2048, context_length=256)
     model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
     split = make_split(model, [range(0, 2048, 2), range(100)], context_length=256)
@@ -485,7 +485,7 @@ def test_the_measure_rejects_wrong_products(as_on_a_gpu, wrong):
     assert not is_right(wrong(matrix.product(x_TD)), x_TD, exact_ND.T, eps_of("q4_0"))
 
 
-def test_what_is_no_number_stays_in_its_token(as_on_a_gpu):
+def test_nan_stays_in_its_token(as_on_a_gpu):
     matrix, exact_ND = random_matrix("f16")
     x_TD = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
     x_TD[0, 5], x_TD[2, 7] = torch.nan, torch.inf
@@ -536,9 +536,9 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
 @pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
 def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_heads, neurons,
                                        width, context):  # fmt: skip
-    """Torch's account of what was alive at once is the measure. The tile that the bound has is not
-    needed for f32, so the rest must do without it; products and unpacking of tiles take what they
-    take on CUDA, where they are no more than a result, and compute nothing."""
+    """Measured by torch's account of the memory alive at once. f32 hardly needs a tile, so the rest
+    must fit without the bound's; products and unpacking compute nothing and allocate only their
+    results, as on CUDA."""
     shape = make_shape(
         width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
         vocab_size=3000, context_length=context,
@@ -595,13 +595,13 @@ def test_models_that_people_have_leave_room_in_their_workspace(shape, context):
 
 
 def test_what_is_spanned_is_what_was_taken():
-    """The sum of a checker of another file, on memory that is known."""
+    """Checks spanned_bytes, which another file's tests rely on, on known memory."""
     memory = DeviceMemory.of(CARD, 4096)
     data = memory.take((4, 8), torch.float32, "a")
     assert spanned_bytes([Matrix(data=data, kind="f32", width=8)]) == 128
 
 
-def test_all_neurons_on_the_cpu_are_brought_for_prompts():
+def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     """The effect of --cpu-ffn on a model, without a plan."""
     model = make_model(shape=make_shape(width=64), kind="q8_0")
     placement = Placement.without_neurons(2, CARD)

@@ -228,7 +228,7 @@ def test_the_measure_rejects_wrong_products(kind, wrong):
         assert_close(wrong(want), want, bound)
 
 
-def test_the_measure_rejects_one_value_that_is_none_or_wrong():
+def test_the_measure_rejects_one_nan_and_one_wrong_value():
     want = vector(64)
     for value in (NAN, float(want[9]) * 1.001):
         got = want.clone()

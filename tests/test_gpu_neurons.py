@@ -95,7 +95,7 @@ def test_gate_up_of_every_activation(kernels, activation, is_gated, is_dense):
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_gate_up_of_what_is_no_number_or_large(kernels):
+def test_gate_up_of_nan_and_large_values(kernels):
     """NaN fires and stays; extreme values leave no NaN behind."""
     gate, up = make_matrix("f32", 6, 32), make_matrix("f32", 6, 32, seed=5)
     gate.data.zero_()

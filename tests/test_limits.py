@@ -84,7 +84,7 @@ def entry_of(values: np.ndarray, kind: str) -> TensorEntry:
 
 @dataclass
 class Reference:
-    """A decoder in float64 that chooses its limits on the way, or has them; and counts."""
+    """A decoder in float64 that chooses its limits on the way, or is given them, and counts."""
 
     model: ModelFile
     fields: tuple[str, ...] = ALL
@@ -376,7 +376,7 @@ def test_divided_layers_have_their_neurons_limits(tmp_path):
 
 
 @pytest.mark.parametrize("storage", STORED)
-def test_what_is_no_number_passes_every_limit(tmp_path, storage):
+def test_nan_passes_every_limit(tmp_path, storage):
     """An input, a gate, an up; everything else is silent."""
     places = {"attn_norm": ("qkv_D", "output_H"), "ffn_norm": ("ffn_D",), "ffn_gate": NEURONS,
               "ffn_up": ("hidden_F",)}  # fmt: skip

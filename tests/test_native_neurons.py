@@ -91,7 +91,7 @@ def test_biases_are_those_of_the_named_rows(tmp_path):
     assert rel_error(neurons.y_D, want) < 1e-5
 
 
-def test_a_gate_that_is_no_number_does_not_vanish(tmp_path):
+def test_a_nan_gate_does_not_vanish(tmp_path):
     for activation in ACTIVATIONS:
         ffn = layer_of(tmp_path, activation=activation)
         ffn.blocks[0].gate.weight.data[5, 3] = torch.nan

@@ -24,8 +24,7 @@ BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3,
 
 
 def watched(engine, ids):
-    """Does `decoded` by the ordinary path, which an observer that wants nothing suffices to
-    select."""
+    """Runs `decoded` on the ordinary path, which an observer that wants nothing selects."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):
         return decoded(engine, ids)
 
@@ -81,7 +80,7 @@ def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, na
 
 
 @pytest.mark.parametrize("num_neurons", [15, 48, 77])
-def test_neurons_whose_scores_are_no_numbers_are_named(tmp_path, level, num_neurons):
+def test_neurons_with_nan_scores_are_named(tmp_path, level, num_neurons):
     """Whole vectors of scores, and what is left of them."""
     shape = make_shape(num_neurons=num_neurons)
     model = saved(tmp_path, shape=shape, predictor_rank=8)

@@ -114,7 +114,8 @@ def test_windows_do_not_depend_on_the_order_of_a_listing(tmp_path, codec_model, 
 
 
 def test_a_huge_file_is_not_read_whole(tmp_path, codec_model, monkeypatch):
-    """10 MB, 1,000 tokens: but for the sha256, a block for each piece that is tokenised."""
+    """10 MB, 1,000 tokens: besides the sha256, one block is read for each piece that is
+    tokenised."""
     (tmp_path / "t.txt").write_text("0123456789abcde\n" * 640_000)
     monkeypatch.setattr("sparkinfer.profile.corpus.sha256_of_text", lambda source: "0" * 64)
     read = []
@@ -167,7 +168,7 @@ def test_not_utf8_says_which_byte(tmp_path, codec_model):
         ("a/b.bin", b"x", "no corpus in it; wanted files named"),
     ],
 )
-def test_what_is_no_corpus_is_refused(tmp_path, codec_model, name, content, words):
+def test_invalid_corpora_are_refused(tmp_path, codec_model, name, content, words):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)

@@ -411,7 +411,7 @@ def test_an_entry_knows_its_bytes():
 
 
 @pytest.mark.parametrize("ids", [[1.5], [True], torch.tensor([1.0]), [[1, 2]], [-1], [10**9]])
-def test_what_is_no_token_is_refused(tmp_path, ids):
+def test_invalid_tokens_are_refused(tmp_path, ids):
     make_model(kind="f32").save(tmp_path / "m.gguf")
     with Engine.load(tmp_path / "m.gguf") as engine, pytest.raises(SparkinferError) as error:
         engine.logits(ids)

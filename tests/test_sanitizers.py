@@ -26,7 +26,7 @@ SOURCES = {
     "rows_amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
 }
 FLAGS = "-std=c++17 -O1 -w -ffp-contract=off -pthread".split()
-# Blocks of 18 and 34 bytes lie where they lie: their loads say so, and x86 takes them.
+# Blocks of 18 and 34 bytes are not aligned: their loads allow for that, and so does x86.
 SANITIZE = ["-fsanitize=address,undefined"]
 # Undefined behaviour ends the program by a trap, which compiles in half the time that a message and
 # line numbers take. Where a program fails, it is compiled again to say where.

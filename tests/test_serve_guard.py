@@ -37,7 +37,7 @@ def service_of(**fields):
 
 
 def ask(service, method, path, headers=(), body=(b"",), scope=()):
-    """(status, headers, JSON) of a request. `body`: pieces; None waits for ever."""
+    """(status, headers, JSON) of a request. `body`: pieces; None waits forever."""
     pieces = list(body)
     sent = []
 
@@ -79,7 +79,7 @@ def basic(password):
      {"Authorization": "Basic %%%"}, {"Authorization": f"Bearer {KEY[:-1]}"},
      {"Authorization": "Bearer caf\u00e9"}],
 )  # fmt: skip
-def test_every_path_but_health_wants_the_key(method, path, headers):
+def test_every_path_but_health_needs_the_key(method, path, headers):
     status, _, content = ask(service_of(api_key=KEY), method, path, headers)
     if path == "/health":
         assert status == 503 and content == {"status": "loading model"}
@@ -335,7 +335,7 @@ def test_what_is_dropped_is_bounded():
 
 
 def test_an_answer_that_is_not_taken_leaves_one_line_in_the_log(caplog):
-    """The connection is cut, and uvicorn has nothing to say of it."""
+    """The connection is cut, and uvicorn logs nothing about it."""
     lines = []
 
     async def app(scope, receive, send):

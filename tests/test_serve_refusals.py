@@ -90,7 +90,7 @@ def test_wrong_values_are_refused(served, fields, param):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_what_is_no_json_is_refused(served, path, raw, status):
+def test_invalid_json_is_refused(served, path, raw, status):
     found, answer = served.ask(path, raw=raw, method="POST")
     assert found == status and answer["error"]["type"] == "invalid_request_error"
 

@@ -93,7 +93,7 @@ def planned(tmp_path, hot, **options):
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("is_resident", [False, True])
-def test_brought_neurons_give_what_they_give_on_the_cpu(tmp_path, pattern, mode, is_resident):
+def test_streamed_neurons_give_what_they_give_on_the_cpu(tmp_path, pattern, mode, is_resident):
     if is_resident and not library.is_available():
         pytest.skip("the C++ kernels are not built")
     model, split = planned(tmp_path, PATTERNS[pattern], predictor_rank=8)

@@ -119,7 +119,7 @@ def test_parts_and_chosen_rows_give_what_all_rows_give(model_path, mode, num_tok
         assert (got.flip(0) - want).norm() / want.norm() > 1e-2 or num_tokens == 2
 
 
-def test_who_watches_sees_short_passes(model_path):
+def test_observers_see_short_passes(model_path):
     seen = []
     with Engine.load(model_path, device="cpu") as engine:
         assert engine._live.most_tokens == (MAX_ROWS if library.is_available() else PREFILL_CHUNK)

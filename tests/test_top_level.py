@@ -144,8 +144,8 @@ def test_a_full_stderr_is_no_reason_for_another_error(tmp_path):
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Whoever started the tests may have them ignore signals (nohup, `&` of a script), which
-    processes inherit."""
+    """The tests may have been started with signals ignored (nohup, `&` of a script), which processes
+    inherit."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, found in before.items():
@@ -173,7 +173,7 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_it_starts_is_one_line(name, number):
     if name == "sparkinfer.top_level" and number != signal.SIGINT:
-        return  # nothing hears these before; the process ends, and has begun nothing
+        return  # no handler is installed yet; the process ends without having begun
     code = AT_IMPORT.replace("NAME", repr(name)).replace("NUMBER", str(int(number)))
     result = run(code + PROGRAM, "inspect", "x")
     assert result.returncode == 128 + number, result.stderr
