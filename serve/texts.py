@@ -119,7 +119,7 @@ class Text:
         )
 
     def draw(self) -> Sequence[Token]:
-        """The next token; `generation` has its logits."""
+        """Draws the next token; `generation` has its logits."""
         assert self.generation is not None
         self.last_s = time.monotonic()
         if not self.is_writing:
