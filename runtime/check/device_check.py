@@ -1,5 +1,5 @@
-"""Checks a GPU at the first load of a plan, part by part, and takes each part that fails to its
-fallback with one line.
+"""Checks a GPU at the first load of a plan, part by part, and replaces each part that fails by its
+fallback, with one line of output.
 
     part                  fallback
     device                the CPU
@@ -54,7 +54,7 @@ class DeviceLost(Exception):
 
 
 class _NotChecked(Exception):
-    """There was no memory for a check, from which nothing follows."""
+    """There was no memory for a check, so it has no result."""
 
 
 @dataclass(eq=False)
@@ -121,8 +121,8 @@ class DeviceCheck:
         *,
         has_graph: bool,
     ) -> Backend | str:
-        """The backend of a decode step by the best way that works: captured, submitted, or a reason
-        why there is none. `plain` computes a token layer by layer. Raises DeviceLost."""
+        """The backend for the best kind of decode step that works, captured or submitted, or the
+        reason why there is none. `plain` computes a token layer by layer. Raises DeviceLost."""
         if self._no_pinning:
             return self._no_pinning
         first = self.parts[0]

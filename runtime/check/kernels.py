@@ -34,7 +34,7 @@ _OUTPUTS = {
 
 
 class Wrong(Exception):
-    """A part of the runtime that gives something else than it should; the message says what."""
+    """A part of the runtime gives a wrong result; the message says how."""
 
 
 def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[
 
 
 def difference(got: Tensor, want: Tensor, bound: float) -> str:
-    """In what the two differ by more than the bound; "" if they do not."""
+    """How the two differ by more than the bound; "" if they do not."""
     if want.dtype == torch.int32:
         count = int(_bits(got ^ want))
         most = max(LEAST_BITS, int(BITS_SHARE * 32 * want.numel()))
@@ -104,7 +104,8 @@ def _outputs(launch: Launch) -> list[Tensor]:
 
 @contextmanager
 def _filled(launch: Launch) -> Iterator[None]:
-    """Random inputs; outputs that are not also inputs hold what no kernel should leave."""
+    """Fills inputs at random, and outputs that are not also inputs with what no kernel should
+    leave."""
     random = torch.Generator(device=launch.device).manual_seed(len(launch.variant))
     given = launch.arguments
     inputs = [given[name] for name in _INPUTS[launch.kernel] if given[name] is not None]

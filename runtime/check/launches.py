@@ -65,7 +65,7 @@ class Launch:
 
 
 def _words(name: str, value: Any) -> str:
-    """What of an argument makes another variant; "" for what is always the same."""
+    """The part of an argument that distinguishes variants; "" if none does."""
     if isinstance(value, StoredMatrix):
         stride = "" if value.stride_bytes % _WIDE_LOAD == 0 else f"/{_gcd(value.stride_bytes)}"
         return f"{value.kind}[{value.width}]{stride}x{rows_of_program(value.num_rows)}"
@@ -85,7 +85,7 @@ def _gcd(stride: int) -> int:
 
 
 class NoStream:
-    """Calls what launches kernels, and does nothing else."""
+    """Runs launches, and does nothing else."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -145,7 +145,7 @@ def launches_of(
 def _multiplied(
     weights: Weights, placement: Placement
 ) -> Iterable[tuple[StoredMatrix, torch.device]]:
-    """Matrices that prompts multiply on a GPU, with that GPU: those that lie there, and the cold
+    """Matrices that prompts multiply on a GPU, with that GPU: those stored there, and the cold
     neurons that are streamed to it."""
     for index, layer in enumerate(weights.layers):
         home = placement.homes[index]

@@ -70,7 +70,7 @@ def parts_of(device: torch.device) -> DeviceParts | None:
 
 
 def key_of(device: torch.device) -> DeviceKey:
-    """What the results on a CUDA device hold for."""
+    """The configuration that a CUDA device's results hold for."""
     properties = torch.cuda.get_device_properties(device)
     return DeviceKey(
         index=device.index or 0,
@@ -127,7 +127,7 @@ def _pin(device: torch.device) -> None:
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> None:
-    """A product of several tokens with a tile, in the way of prompts."""
+    """Multiplies several tokens by a tile, as prompts do."""
     random = torch.Generator().manual_seed(0)
     x_TD, tile_AD = (torch.randn(_SIZE, _SIZE, generator=random) for _ in range(2))
     tile_AD = tile_AD.to(dtype)
@@ -139,7 +139,7 @@ def multiply(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _limit(device: torch.device) -> None:
-    """Whether torch's allocator keeps to a limit."""
+    """Checks that torch's allocator keeps to a limit."""
     with device_memory.limited_for_a_moment(device, _LIMIT_BYTES):
         try:
             torch.empty(_MORE_BYTES, dtype=torch.uint8, device=device)

@@ -6,8 +6,8 @@
     before t + 2     staged rows go to their slots, and the tables of hot and cold neurons change
 
 Nothing is written back: main memory holds every row of a layer that has slots. Nothing depends on a
-clock: a step waits for the copies that were to be done by then. Who decides is the policy's business,
-where rows are is that of `Slots`.
+clock: a step waits for the copies that were due by then. The policy decides; `Slots` knows where
+rows are.
 
 Letters: T rows of a step, L layers, W words of 32 bits, S swaps, N slots of a layer."""
 
@@ -26,7 +26,7 @@ SWAP = np.dtype([("layer", np.int32), ("slot", np.int32), ("in", np.int32), ("ou
 
 
 class Policy(Protocol):
-    """Decides on swaps; knows nothing of memory. `CachePolicy` is the one."""
+    """Decides on swaps, regardless of where memory is; policy.CachePolicy implements it."""
 
     def learn(self, bits_RLW: np.ndarray) -> None:
         """Observes tokens of a prompt, uint32 [R, L, W]."""
@@ -47,7 +47,8 @@ class Slots(Protocol):
 
 
 class NeuronCache:
-    """The cache of a running model. `use` gives it its slots, `attach` the place of steps' bits."""
+    """The cache of a running model. `use` gives it its slots, `attach` the memory of steps'
+    bits."""
 
     def __init__(
         self, policy: Policy, residency: Residency, copy_bytes_per_s: float | None = None
@@ -70,7 +71,7 @@ class NeuronCache:
         self._bits_TLW = bits_TLW.numpy().view(np.uint32)
 
     def before_step(self) -> None:
-        """Puts the neurons into their slots that were to arrive during the last step."""
+        """Puts the neurons that arrived during the last step into their slots."""
         if not self._num_pending:
             return
         assert self.slots is not None

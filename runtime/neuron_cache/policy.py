@@ -29,7 +29,7 @@ class CacheReport:
 
     @property
     def line(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         if not self.num_steps:
             return "neuron cache: no step"
         hits = f"hits {self.planned_hit_rate:.1%} by plan, {self.hit_rate:.1%} with the cache"
@@ -44,7 +44,7 @@ class CacheReport:
 
 
 class CachePolicy:
-    """The scores, slots and decisions of one model. `step` is called behind every step."""
+    """The scores, slots and decisions of one model. `step` is called after every step."""
 
     def __init__(self, struct: library.CacheStruct, kept: tuple[object, ...]) -> None:
         self._struct, self._kept = struct, kept
@@ -93,11 +93,11 @@ class CachePolicy:
         return self._struct.num_layers, -(-self._struct.num_neurons // 32)
 
     def learn(self, bits_RLW: np.ndarray) -> None:
-        """Updates the scores by tokens of a prompt; swaps nothing."""
+        """Updates the scores with tokens of a prompt; swaps nothing."""
         library.learn(self._struct, *self._checked(bits_RLW))
 
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
-        """The boundary behind a step of R tokens: returns the swaps to do during the next step, as a
+        """Ends a step of R tokens: returns the swaps to do during the next step, as a
         view (fields layer, slot, in, out) that is valid until then. Those it returned before count
         as done from here on.
 

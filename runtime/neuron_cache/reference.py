@@ -1,6 +1,6 @@
 """The policy of native/policy.cpp in numpy, neuron by neuron and slowly: the definition that the C++ is
 compared with. With `dtype` float32 both round alike and decide alike; with float64 the scores show
-how far rounding goes.
+the effect of rounding.
 
 Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer."""
 
@@ -48,7 +48,7 @@ class ReferencePolicy:
         self.hits = self.planned_hits = self.read = self.num_swaps = self.num_starts = 0
 
     def step(self, is_read_RLF: np.ndarray) -> list[Swap]:
-        """The boundary behind a step; see policy.CachePolicy.step."""
+        """Ends a step; see policy.CachePolicy.step."""
         saved_s = self._measure(is_read_RLF.any(axis=0))
         self.saved_s = 0.99 * self.saved_s + 0.01 * saved_s
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""What an engine needs for a neuron cache beside its weights."""
+"""What an engine needs for a neuron cache besides its weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""The GPU kernels by torch, on any device: what stands in for Triton's where those are missing or
-wrong.
+"""The GPU kernels in torch, on any device: a fallback where Triton's are missing or wrong.
 
 They are the float64 reference, in pieces of rows and heads so that temporaries stay small. Some of
 them wait for the device, so they cannot be captured into a graph. Contracts: kernels.py.

@@ -1,4 +1,4 @@
-"""The C++ in this folder: the neuron cache's policy, and the bound it is judged by.
+"""The C++ in this folder: the neuron cache's policy, and a bound to compare it with.
 
 Letters: T steps, R tokens of a step, L layers, F neurons of a layer, W words of F bits."""
 
@@ -74,7 +74,8 @@ def best_gain(
     every step: `value` for a step that reads it in a slot, less the slot's price at each step and
     `fetch` for each copy. Also the slots taken by step (int32 [T]), copies and hits of that choice.
 
-    bits_TW: uint32, rows may be apart; initial_W: uint32, who is in a slot beforehand; price_T: f32."""
+    bits_TW: uint32, rows may be apart; initial_W: uint32, the neurons in slots beforehand; price_T:
+    f32."""
     assert bits_TW.dtype == initial_W.dtype == np.uint32 and price_T.dtype == np.float32
     num_steps, num_words = bits_TW.shape
     assert bits_TW.strides[1] == 4 and num_words == len(initial_W) == -(-num_neurons // 32)
