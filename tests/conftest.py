@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 
+import forked
 import pytest
 import torch
 from models import byte_level_keys, make_model, make_shape
@@ -65,9 +66,11 @@ subprocess.Popen = NotedProcess  # type: ignore[misc]  # subprocess.run's too
 
 def unexpected_ends():
     """Unexpected ends since the last call."""
-    codes = [str(p.args) for p in started if p.returncode == UNEXPECTED]
+    processes = [*started, *forked.finished]
+    codes = [str(p.args) for p in processes if p.returncode == UNEXPECTED]
     found = [*unexpected, *codes]
     started.clear()
+    forked.finished.clear()
     unexpected.clear()
     return found
 

@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import subprocess
-import sys
+import os
+import signal
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+from forked import Forked
 from models import make_model, make_shape
 
 TOKENIZER = Path(__file__).parent.parent / "examples" / "tiny-relu" / "tokenizer.json"
@@ -46,21 +47,23 @@ class Served:
     def __init__(self, model, *options, key=None):
         self.key = key
         arguments = [str(model), "--port", "0", "--json", "--threads", "1", *options]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sparkinfer", "serve", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        (read, out), (read_log, error) = os.pipe(), os.pipe()
+        with open(os.devnull) as nothing:
+            self.process = Forked(["serve", *arguments], (nothing.fileno(), out, error))
+        os.close(out)
+        os.close(error)
         self.log = []
-        threading.Thread(target=self._read_log, daemon=True).start()
-        line = self.process.stdout.readline()
+        threading.Thread(target=self._read_log, args=(read_log,), daemon=True).start()
+        with os.fdopen(read) as said:
+            line = said.readline()
         assert line, self.log
         self.start = json.loads(line)
         self.url = self.start["url"]
         self.port = int(self.url.rpartition(":")[2])
 
-    def _read_log(self):
-        for line in self.process.stderr:
-            self.log.append(line)
+    def _read_log(self, read_log):
+        with os.fdopen(read_log) as lines:
+            self.log.extend(lines)
 
     def ask(self, path, body=None, *, method=None, headers=None, raw=None):
         """(status, the body, parsed if it is JSON)."""
@@ -104,7 +107,7 @@ class Served:
             time.sleep(0.02)
 
     def close(self):
-        self.process.terminate()
+        self.process.send_signal(signal.SIGTERM)
         self.process.wait(30)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import run_command
 from models import make_shape
 from test_runtime import saved
 
@@ -215,7 +216,7 @@ def test_a_sequence_that_others_use_meanwhile_is_noticed(codec_model):
 def test_a_context_too_short_to_be_shifted(codec_model):
     options = GenerationOptions(max_tokens=5, ignores_end=True, shift_keep=0)
     with Engine.load(codec_model, context_length=2) as engine:
-        with pytest.raises(SparkinferError, match="a context of 2 has no half"):
+        with pytest.raises(SparkinferError, match="a context of 2 is too short to drop half of it"):
             list(engine.generate([1], options=options))
 
 
@@ -308,10 +309,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
 
 def run(*args, stdin: str | bytes = "", code: int = 0) -> subprocess.CompletedProcess:
     stdin = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run(
-        [sys.executable, "-m", "sparkinfer", "generate", *map(str, args)],
-        input=stdin, capture_output=True, timeout=120,
-    )  # fmt: skip
+    done = run_command("generate", *args, stdin=stdin, text=False)
     assert done.returncode == code, done.stderr.decode()
     assert b"Traceback" not in done.stderr
     return done
@@ -377,7 +375,7 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
         (("-p", "ab", "--logprobs", "-1"), "logprobs of -1", 1),
         (("-p", "ab", "--logprobs", "1"), "goes with --json", 2),
         (("-p", ""), "the prompt is empty", 1),
-        (("-p", "ab", "--prompt-cache", "/no/such/folder/f"), "no such folder", 1),
+        (("-p", "ab", "--prompt-cache", "/no/such/folder/f"), "its folder does not exist", 1),
         (("-p", "ab", "--context-shift", "--keep", "40"), "wanted half of it at most", 1),
         (("-p", "ab", "--temp", "nan"), "temperature", 1),
     ],

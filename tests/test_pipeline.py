@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_config, random_llama
+from forked import run_command
 from reference import rel_error
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +29,7 @@ from sparkinfer.profile.collect import profile
 from sparkinfer.profile.config import ProfileConfig
 from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.profile.rounds import MIN_ROUNDS
 from sparkinfer.profile.selection import Target
 from sparkinfer.profile.thresholds import thresholds_for
 from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
@@ -300,13 +302,6 @@ def test_a_silu_model_needs_thresholds_before_predictors(tmp_path):
 # ---- the commands ----------------------------------------------------------------------------
 
 
-def command(*args, cwd=None, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "sparkinfer", *map(str, args)],
-        cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ, **env},
-    )  # fmt: skip
-
-
 def test_the_pipeline_by_its_commands(tmp_path, random_model):
     """Every stage as a user types it; --json gives one object on stdout."""
     text = random_model / "text.txt"
@@ -334,22 +329,24 @@ def test_the_pipeline_by_its_commands(tmp_path, random_model):
             whole |= {"workspace": measure_workspace(model, 128, "predicted")}
             half = f"{sum(whole.values()) - whole['neurons'] // 2}B"
             step = tuple(half if word == "HALF" else word for word in step)
-        done = command(*step, "--json", cwd=tmp_path)
+        done = run_command(*step, "--json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         reports[step[0]] = json.loads(done.stdout)
+        assert step[0] != "calibrate" or "CPU, 1 threads: " in done.stderr
     assert reports["generate"]["mode"] == reports["eval"]["mode"] == "predicted"
     assert len(reports["generate"]["token_ids"]) <= 5
+    assert reports["calibrate"]["cpu_bandwidth_gb_per_s"]["1"]["rounds"] >= MIN_ROUNDS
     gpu_bytes = reports["solve"]["gpu_bytes"]
     assert 0 < sum(gpu_bytes.values()) <= int(half.removesuffix("B"))
     assert gpu_bytes["neurons"] < whole["neurons"]
     made = {"base.gguf", "p.safetensors", "p.report.json", "p.report.md", "pred", "m.gguf",
             "card.json", "machine.json", "m.split.gguf"}  # fmt: skip
     assert {p.name for p in tmp_path.iterdir()} == made
-    again = command(*steps[5], cwd=tmp_path)
+    again = run_command(*steps[5], cwd=tmp_path)
     assert again.stdout.startswith("the quick")
     assert "tokens" in again.stderr
     assert "GPU role" in again.stderr
-    refused = command(*steps[0], cwd=tmp_path)
+    refused = run_command(*steps[0], cwd=tmp_path)
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
     assert "--force" in refused.stderr
 
@@ -374,7 +371,7 @@ def test_bad_input_gives_one_line_and_exit_1_and_leaves_nothing(tmp_path, random
         (("calibrate", "-o", "/proc/none/x.json"), "cannot be written"),
     ]
     for args, message in bad:
-        done = command(*args, cwd=tmp_path)
+        done = run_command(*args, cwd=tmp_path)
         assert done.returncode == 1, (args, done.stderr)
         assert done.stderr.count("\n") == 1, done.stderr
         assert message in done.stderr
@@ -383,8 +380,8 @@ def test_bad_input_gives_one_line_and_exit_1_and_leaves_nothing(tmp_path, random
 
 
 def test_usage_errors_are_2_and_help_needs_no_torch(tmp_path):
-    assert command("solve").returncode == 2
-    assert command("solve", "m", "--vram-budget", "8 apples").returncode == 2
+    assert run_command("solve").returncode == 2
+    assert run_command("solve", "m", "--vram-budget", "8 apples").returncode == 2
     probe = (
         "import sys; from sparkinfer.cli import main; main(['--help']);"
         "assert 'torch' not in sys.modules"

@@ -3,12 +3,11 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from forked import run_command
 
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
@@ -198,10 +197,9 @@ def test_standard_input_is_a_corpus(tmp_path, codec_model):
     (tmp_path / "t.txt").write_text(text_of(0))
     found = []
     for corpus, stdin in ((tmp_path / "t.txt", None), ("-", (tmp_path / "t.txt").open())):
-        done = subprocess.run(
-            [sys.executable, "-m", "sparkinfer", "profile", codec_model, "--corpus", corpus,
-             "-o", tmp_path / "p", "--tokens", "500", "--json", "--force"],
-            stdin=stdin, capture_output=True, text=True, timeout=120,
+        done = run_command(
+            "profile", codec_model, "--corpus", corpus, "-o", tmp_path / "p", "--tokens", 500,
+            "--json", "--force", stdin=stdin.fileno() if stdin else b"",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout)["density_L"])

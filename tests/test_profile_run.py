@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import run_command
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
@@ -397,10 +398,7 @@ def test_what_does_not_add_up_is_refused(tmp_path):
 def test_merge_by_its_command(tmp_path):
     model = make_model()
     paths = [saved(tmp_path, n, make_profile(model, num_tokens=100), n) for n in "abc"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sparkinfer", "profile", "--merge", *paths, "-o", tmp_path / "out"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run_command("profile", "--merge", *paths, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "300 tokens of 3 profiles" in done.stderr
     assert Profile.load(tmp_path / "out").num_tokens == 300

@@ -1,0 +1,198 @@
+"""Commands as processes of their own, forked from one that has imported what they import.
+
+A command that starts by itself spends two seconds of a core on imports; a fork of a process that has
+done it spends a hundredth. All else is as `python -m sparkinfer` has it: its own pid, signals, exit
+code, files, environment and end. What tests say about the start itself starts by itself.
+
+Run as a program this is the server: it takes one connection a command, with its words and its three
+files, and answers with its pid and then its status."""
+
+import atexit
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+MODULES = """
+torch numpy safetensors tokenizers transformers sparkinfer.cli sparkinfer.commands.all_commands
+sparkinfer.runtime.engine sparkinfer.profile.collect sparkinfer.profile.quality
+sparkinfer.convert.convert sparkinfer.solver.solve
+""".split()
+READY = b"ready\n"
+LONGEST = 1 << 20  # bytes of a request
+MOST_STDIN = 1 << 16  # what a pipe takes without a reader
+# What these decide is decided when a process starts.
+AT_START = ("OMP_", "MKL_", "PYTHON", "LD_", "CUDA_", "TRITON_")
+
+finished: list[subprocess.CompletedProcess] = []  # of the running test: see conftest.py
+
+
+# ---- tests ------------------------------------------------------------------------------------
+
+
+@cache
+def _server() -> Path:
+    """The socket of a server, which ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="forked-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    process = subprocess.Popen(
+        [sys.executable, __file__, folder / "socket"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == READY
+    _server.process = process  # type: ignore[attr-defined]  # its stdin stays open as long as we live
+    return folder / "socket"
+
+
+class Forked:
+    """A running command. `files` are its stdin, stdout and stderr."""
+
+    def __init__(
+        self, words: list[str], files: tuple[int, int, int], *, cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        environment = dict(os.environ if env is None else env)
+        changed = {
+            k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)
+        }
+        assert not [name for name in changed if name.startswith(AT_START)], changed
+        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": environment}
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(str(_server()))
+        content = json.dumps(request).encode()
+        assert len(content) < LONGEST
+        socket.send_fds(self._connection, [len(content).to_bytes(4, "little")], files)
+        self._connection.sendall(content)
+        self._answers = self._connection.makefile("rb")
+        self.pid = int(self._answers.readline())
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            self.returncode = os.waitstatus_to_exitcode(int(self._answers.readline()))
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit code, or None as long as it runs."""
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+def run_command(
+    *words: object, stdin: bytes | int = b"", cwd: Path | None = None,
+    env: Mapping[str, str] | None = None, text: bool = True, timeout: float = 120.0,
+) -> subprocess.CompletedProcess:  # fmt: skip
+    """`python -m sparkinfer WORDS`, to its end; `stdin` is given through a pipe, or is a file."""
+    arguments = [os.fspath(word) if isinstance(word, Path) else str(word) for word in words]
+    read, write = os.pipe()
+    if isinstance(stdin, bytes):
+        assert len(stdin) <= MOST_STDIN
+        os.write(write, stdin)
+    os.close(write)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error:
+        source = read if isinstance(stdin, bytes) else stdin
+        try:
+            command = Forked(arguments, (source, out.fileno(), error.fileno()), cwd=cwd, env=env)
+        finally:
+            os.close(read)
+        try:
+            code = command.wait(timeout)
+        except TimeoutError:
+            command.send_signal(signal.SIGKILL)
+            raise
+        given: list[Any] = []
+        for file in (out, error):
+            file.seek(0)
+            given.append(file.read().decode() if text else file.read())
+    done = subprocess.CompletedProcess(["sparkinfer", *arguments], code, *given)
+    finished.append(done)
+    return done
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+def _serve(listener: socket.socket) -> None:
+    """Until stdin ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who waits for a command is not waited for
+    while select.select([listener, 0], [], [])[0] == [listener]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _attend(connection)
+        connection.close()
+
+
+def _attend(connection: socket.socket) -> NoReturn:
+    """Starts a command, and tells its status when it has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, files, _, _ = socket.recv_fds(connection, 4, 3)
+    content = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+    request = json.loads(content)
+    child = os.fork()
+    if child:
+        for file in files:
+            os.close(file)
+        connection.sendall(f"{child}\n".encode())
+        _, status = os.waitpid(child, 0)
+        connection.sendall(f"{status}\n".encode())
+        os._exit(0)
+    connection.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = ["sparkinfer", *request["words"]]
+    _run_main()
+
+
+def _run_main() -> NoReturn:
+    from sparkinfer.cli import main
+
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    # An interpreter that ends takes everything to pieces, and so would copy all of the server's.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _start(path: str) -> None:
+    for name in MODULES:
+        __import__(name)
+    gc.freeze()  # a collection in a fork would copy them all
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(16)
+    sys.stdout.write(READY.decode())
+    sys.stdout.flush()
+    _serve(listener)
+
+
+if __name__ == "__main__":
+    _start(sys.argv[1])
