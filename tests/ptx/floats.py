@@ -65,7 +65,13 @@ def _pairs(compute, rest, operands, registers):
         parts = (np.ascontiguousarray(value).view(np.float32) for value in values)
         return compute(*parts).view(np.uint64)
 
-    return pure(target, [(text, "f32x2") for text in sources], both, registers)
+    def traced(*undefined):
+        """Each half by itself."""
+        found = np.bitwise_or.reduce(np.broadcast_arrays(*undefined))
+        low, high = (found & np.uint8(0x0F)) != 0, (found & np.uint8(0xF0)) != 0
+        return low * np.uint8(0x0F) | high * np.uint8(0xF0)
+
+    return pure(target, [(text, "f32x2") for text in sources], both, registers, traced)
 
 
 def _quotient(rest: list[str], kind: str):

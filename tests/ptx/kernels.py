@@ -19,19 +19,22 @@ from ptx.machine import Program
 from ptx.memory import Memory
 from sparkinfer.runtime.kernels.gpu import launch
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 
 PACKAGE = "sparkinfer.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = ("rows", "norm", "attention", "predictor", "neurons")
+SLOT_MODULE = "slot_kernels"
 # The parameters that each kernel may store to. Those of the second are wholly written and never
 # read, so that they count as uninitialised before and must not afterwards.
 STORES = {
     "_dot": {"out"}, "_unpack": {"out"}, "_add_norm": {"out", "x_out"},
     "_rotate_append": {"qkv", "key", "value"}, "_attend_part": {"sums", "peaks", "weights"},
     "_attend_join": {"out"}, "_predict": {"named"}, "_gate_up": {"hidden"}, "_down": {"parts"},
+    "_scatter": set(), "_pack_open": {"open_W"},
 }  # fmt: skip
 FILLS = {"_dot": "out", "_attend_join": "out", "_predict": "named", "_gate_up": "hidden",
-         "_down": "parts"}  # fmt: skip
+         "_down": "parts", "_pack_open": "open_W"}  # fmt: skip
 
 
 class PtxKernels:
@@ -61,6 +64,11 @@ class PtxKernels:
             rotate_append=attention.rotate_append, attend=attention.attend,
             predict=predictor.predict, gate_up=neurons.gate_up, down=neurons.down,
         )  # fmt: skip
+
+    @property
+    def slot_kernels(self) -> SlotKernels:
+        module = self._module(SLOT_MODULE)
+        return SlotKernels(scatter=module.scatter, pack_open=module.pack_open)
 
     def _module(self, name: str) -> ModuleType:
         """A copy whose kernels are `PtxLaunch`."""
@@ -111,6 +119,9 @@ class PtxLaunch:
                 )  # fmt: skip
                 value = value.data_ptr()
             values.append(value)
+        if name == "_scatter":
+            for _, target, num_bytes, _ in given["copies"].tolist():
+                memory.add(target, num_bytes, name="a slot", is_written=False)
         record = program(text).launch(
             name, grid, (32 * compiled.num_warps,), values, memory, compiled.shared_bytes
         )

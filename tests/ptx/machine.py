@@ -298,18 +298,15 @@ class Machine:
         if name == "%laneid":
             return self.lane_in_warp
         base, _, axis = name.partition(".")
-        axis = "xyz".find(axis or "?")
+        at = "xyz".index(axis)
         sizes = {"%ntid": self.launch.block, "%nctaid": self.launch.grid}
-        if axis >= 0 and base in sizes:
-            return np.full(self.num_lanes, sizes[base][axis])
-        numbers = {
+        if base in sizes:
+            return np.full(self.num_lanes, sizes[base][at])
+        number, size = {
             "%tid": (self.lane % self.launch.num_threads, self.launch.block),
             "%ctaid": (self.numbers[self.block_of], self.launch.grid),
-        }
-        if axis < 0 or base not in numbers:
-            raise UnknownInstruction(f"register {name}")
-        number, size = numbers[base]
-        return number // int(np.prod(size[:axis])) % size[axis]
+        }[base]
+        return number // int(np.prod(size[:at])) % size[at]
 
     def symbol(self, name: str) -> int:
         if name not in self.launch.symbols:

@@ -63,7 +63,11 @@ def _unpacked(members, value, kind, registers):
         both, undefined = getter(machine), machine.undefined_of(read)
         for at, number in enumerate(numbers):
             if number is not None:
-                machine.write(number, (both >> whole.type(at * bits)).astype(part), undefined, mask)
+                value = (both >> whole.type(at * bits)).astype(part)
+                own = None
+                if undefined is not None:
+                    own = undefined >> np.uint8(at * bits // 8) & np.uint8((1 << bits // 8) - 1)
+                machine.write(number, value, own, mask)
 
     return step
 

@@ -21,6 +21,8 @@ DTYPE = {
     "s16x2": np.uint32, "u16x2": np.uint32, "f32x2": np.uint64,
 }  # fmt: skip
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+SPECIAL = ("%laneid", *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid")
+                        for axis in "xyz"))  # fmt: skip
 _ADDRESS = re.compile(r"\[\s*([\w$%.']+)\s*(?:\+\s*(-?\d+)|-\s*(\d+))?\s*\]")
 
 ALL_BYTES = np.uint8(0xFF)
@@ -86,6 +88,8 @@ def source(text: str, kind: str, registers: Registers) -> tuple[Getter, Reads]:
     if text in registers.number:
         return _register(registers.number[text], dtype, registers)
     if text.startswith("%"):
+        if text not in SPECIAL:
+            raise UnknownInstruction(f"register {text!r}")
         return (lambda machine: machine.special(text).astype(dtype, copy=False)), ()
     return (lambda machine: dtype.type(machine.symbol(text))), ()
 
@@ -98,6 +102,8 @@ def _register(number: int, dtype: np.dtype, registers: Registers):
         raise UnknownInstruction(f"a register of {held} as {dtype}")
     if held.itemsize == dtype.itemsize:
         return (lambda machine: machine.value[number].view(dtype)), ((number, ALL_BYTES),)
+    if dtype.itemsize > 1:  # bytes have no registers of their own
+        raise UnknownInstruction(f"a register of {held} as {dtype}")
     narrow, read = BITS[dtype.itemsize], np.uint8((1 << dtype.itemsize) - 1)
     return (lambda machine: machine.value[number].astype(narrow).view(dtype)), ((number, read),)
 

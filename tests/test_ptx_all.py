@@ -1,0 +1,20 @@
+"""Every comparison of the GPU kernels with float64, of the kernels' own tests, with the kernels compiled
+for three architectures and executed as PTX. What Triton makes for sm_80, 86 and 89 is the same text."""
+
+import pytest
+import torch
+from ptx.kernels import PtxKernels
+from test_gpu_attention import *  # noqa: F403
+from test_gpu_kernels import *  # noqa: F403
+from test_gpu_neurons import *  # noqa: F403
+
+ARCHITECTURES = (89, 90, 120)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the device instead"),
+]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+def kernels(request):
+    return PtxKernels(request.param).kernels
