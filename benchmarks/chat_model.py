@@ -108,7 +108,7 @@ def _type(
 
 
 class Round:
-    """One round: everything once, ours and theirs in turns, with a number of threads."""
+    """One round: everything once, ours and theirs alternating, with a number of threads."""
 
     def __init__(self, engine: Engine, rival: Rival, threads: int, weight: torch.Tensor) -> None:
         self.engine, self.rival, self.threads, self.weight = engine, rival, threads, weight

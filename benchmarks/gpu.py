@@ -6,7 +6,7 @@
 Models are synthetic (gpu_model.py): a 7B shape and eight layers of a 70B one, f16, with planted
 sparsity. For each shape the benchmark writes the model, calibrates (once, after the first model),
 solves at each budget (a share of the model's bytes, mode predicted) and at one that holds the whole
-model, loads each plan in a separate process, and measures them in turns (gpu_cases.py). A plan's
+model, loads each plan in a separate process, and measures them alternately (gpu_cases.py). A plan's
 limit is the solver's: the bytes that a token touches on the GPU and on the CPU, over the measured
 bandwidth of each, with both overlapped and without fixed costs.
 

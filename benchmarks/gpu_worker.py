@@ -26,7 +26,7 @@ TIMELINE_STEPS = 3
 def main() -> None:
     arguments = _arguments()
     answers = sys.stdout
-    with redirect_stdout(sys.stderr):  # output of libraries is no answer
+    with redirect_stdout(sys.stderr):  # output of libraries is not an answer
         threads = use_threads(arguments.threads)
         _answer(answers, {"threads": threads})
         worker = Worker(arguments)

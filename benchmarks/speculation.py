@@ -5,7 +5,7 @@
 Two texts of a real chat model, `make smollm2`: a Python file of 150 lines that is to be written
 again (greedy; the model leaves out a line here and there), and a story, greedy and drawn from a
 seed. In each round the text is made without drafts and with each drafter in sequences of one
-engine, a few tokens of each in turns, so that other load affects all alike; the tokens are
+engine, alternating every few tokens, so that other load affects all alike; the tokens are
 compared, and the time is that from the first token to the last. Each time the controller starts
 from scratch. For the planted model, whose text is meaningless, only the steps are timed.
 

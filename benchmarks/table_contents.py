@@ -136,7 +136,7 @@ def serve_load() -> str:
         ["cancelled at random moments", f"{found['cancelled']:,}"],
         ["refused by the full queue", f"{found['refused']:,}"],
         ["lost, mixed up or stuck", str(found["num_failures"])],
-        ["tokens/s, beside other work", f"{found['tokens_per_s']:.0f}"],
+        ["tokens/s, alongside other work", f"{found['tokens_per_s']:.0f}"],
         ["first token, queue included, p50 and p99", f"{first['p50'] / 1e3:.1f} s, {first['p99'] / 1e3:.1f} s"],
         ["between tokens, p50 and p99", f"{gap['p50']:.0f} ms, {gap['p99']:.0f} ms"],
         ["growth of resident memory after the first minutes", signed(found["rss_growth"])],
@@ -330,7 +330,7 @@ def long_context() -> str:
     growth = found["growth"]
     rows.append(["growth from the first to the last", f"{times(growth['all'])} (llama.cpp"
                  f" {times(growth['llamacpp'])})", times(growth["chosen"])])  # fmt: skip
-    return markdown(["behind", "all keys", "`--kv-offload`"], rows)
+    return markdown(["after", "all keys", "`--kv-offload`"], rows)
 
 
 def kv_beyond() -> str:
@@ -407,7 +407,7 @@ def fair_share() -> str:
     found = result("fair-share-amd-epyc")["median_ratios"]
     names = {"eval": "`eval`", "prefill": "a prompt", "first_token": "the first token"}
     rows = [[words, times(found[name])] for name, words in names.items()]
-    return markdown(["beside two processes that keep both cores busy", "times as long"], rows)
+    return markdown(["alongside two processes that keep both cores busy", "times as long"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

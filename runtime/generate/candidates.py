@@ -1,6 +1,6 @@
 """Candidates, the tokens that may still be drawn, and the search for the largest of many numbers.
 
-Letters: V vocabulary, A candidates. A token whose logit is -inf cannot be drawn and is no
+Letters: V vocabulary, A candidates. A token whose logit is -inf cannot be drawn and is not a
 candidate; +inf wins: if there is one, all other logits are dropped. So samplers only ever see
 finite logits."""
 

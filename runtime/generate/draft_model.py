@@ -18,8 +18,7 @@ from sparkinfer.typed import shown
 
 
 class DraftModel:
-    """Drafts of a model. `sequence` belongs to the draft model's engine; whoever opened it closes
-    it."""
+    """Drafts of a model. `sequence` belongs to the draft model's engine; the caller closes it."""
 
     name = "draft"
     is_free = False

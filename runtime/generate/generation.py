@@ -149,7 +149,7 @@ class Generation:
         self._right = 0
         self._step_s = 0.0
         self._kept = 0  # tokens of the sequence before it
-        self._length = 0  # and its length if nobody else uses it
+        self._length = 0  # and its length unless something else uses it
 
     @property
     def is_over(self) -> bool:

@@ -96,8 +96,8 @@ struct Rows {
     // Alternatively what to prefetch while row a0 + i is used, for each i; null: rows of this matrix.
     const uint8_t* const* next = nullptr;
     const uint8_t* const* also = nullptr;  // likewise, in addition to `next`
-    // If rows lie close together, instead of `next`: where the parts of rows needed after these begin,
-    // in memory order, and how long each is. accumulate_rows of SUM_ROWS rows at most.
+    // If rows are close together, instead of `next`: where the parts of rows needed after these
+    // begin, in memory order, and how long each is. accumulate_rows of SUM_ROWS rows at most.
     const uint8_t* const* then = nullptr;
     int64_t num_then = 0, then_bytes = 0;
 };
