@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
+from sparkinfer.device_checks import forget_checks
 from sparkinfer.errors import SparkinferError
 from sparkinfer.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
 from sparkinfer.run.keys import STAGES
@@ -71,6 +72,7 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
         else:
             kept.append((each.name, why))
     if not names and not stale_only:
+        forget_checks(cache)
         with suppress(OSError):
             (cache / RATES).unlink()
     return Cleared(removed=tuple(removed), num_bytes=count, kept=tuple(kept))

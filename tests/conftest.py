@@ -6,6 +6,7 @@ import functools
 import os
 import socket
 import subprocess
+import tempfile
 
 import forked
 import pytest
@@ -20,6 +21,10 @@ from sparkinfer.top_level import UNEXPECTED
 # import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Results of checks of GPUs, of which every load writes some, end with the tests.
+_cache = tempfile.TemporaryDirectory(prefix="sparkinfer-tests-")
+os.environ.setdefault("SPARKINFER_CACHE", _cache.name)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
 _connect = socket.socket.connect

@@ -288,7 +288,7 @@ def paths(kind: type | None) -> set[tuple[str, str]]:
 OUTPUTS = {
     ("convert", "output"), ("calibrate", "output"), ("profile", "output"), ("solve", "output"),
     ("solve", "heat_map"), ("export", "output"), ("sparsify", "output"), ("advise", "limits_path"),
-    ("advise", "plot"), ("generate", "prompt_cache"), ("report", "output"),
+    ("advise", "plot"), ("generate", "prompt_cache"), ("report", "output"), ("doctor", "report"),
 }  # fmt: skip
 FOLDERS = {
     ("profile", "train_predictors"), ("profile", "plots"), ("sparsify", "save_checkpoint"),

@@ -106,13 +106,13 @@ def _outputs(launch: Launch) -> list[Tensor]:
 def _filled(launch: Launch) -> Iterator[None]:
     """Fills inputs at random, and outputs that are not also inputs with what no kernel should
     leave."""
-    random = torch.Generator(device=launch.device).manual_seed(len(launch.variant))
+    random = torch.Generator().manual_seed(len(launch.variant))
     given = launch.arguments
     inputs = [given[name] for name in _INPUTS[launch.kernel] if given[name] is not None]
     for target in _outputs(launch):
         target.fill_(0x5555 if target.dtype == torch.int32 else torch.nan)
     if given.get("is_added"):
-        given["out_D"].normal_(generator=random)
+        _randomise(given["out_D"], random)
     for name in _INPUTS[launch.kernel]:
         if given[name] is not None:
             _fill(launch, name, random)
@@ -130,13 +130,20 @@ def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
         values.fill_(given["matrix"].num_rows // 2)
     elif name == "position_1":  # all of the cache is read
         values.fill_(len(given["key_CKW"]) - 1)
-    elif name == "named_B":
-        low, high = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
-        values.random_(low, high, generator=random)
     else:
-        values.normal_(generator=random)
+        _randomise(values, random)
     if name == "hidden_N" and given["skips_zeros"]:
         values[::3] = 0
+
+
+def _randomise(values: Tensor, random: torch.Generator) -> None:
+    """Normal numbers, or random bits; drawn on the CPU, so the same on every device."""
+    if values.dtype == torch.int32:
+        limits = torch.iinfo(torch.int32)
+        drawn = torch.randint(limits.min, limits.max, values.shape, generator=random)
+        values.copy_(drawn.to(torch.int32))
+    else:
+        values.copy_(torch.randn(values.shape, generator=random))
 
 
 @contextmanager

@@ -72,8 +72,8 @@ def _words(name: str, value: Any) -> str:
     if isinstance(value, Tensor):
         dims = value.shape if value.dim() > 1 else ()
         dims = dims[1:] if name == "out_AD" else dims
-        size = "x".join(map(str, dims))
-        aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else "!"
+        size = f"[{'x'.join(map(str, dims))}]" if dims else ""
+        aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
     if value is None or isinstance(value, float):  # thresholds and epsilons are arguments
         return ""

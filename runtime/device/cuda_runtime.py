@@ -3,7 +3,6 @@
 A second copy of that library would have its own state, so it is looked up among the libraries the
 process has loaded; no toolkit need be installed. Signatures: cuda_runtime_api.h."""
 
-import ctypes
 import re
 from ctypes import CDLL, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -32,6 +31,8 @@ class CudaRuntime:
 
     def host_function(self, stream: int, function: int, argument: int) -> None:
         """Calls `void function(void* argument)` on the host, in stream order."""
+        if not hasattr(self.library, "cudaLaunchHostFunc"):  # before CUDA 10
+            raise SparkinferError("this CUDA runtime has no cudaLaunchHostFunc")
         self._check(self.library.cudaLaunchHostFunc(stream, function, argument), "a host function")
 
     def _check(self, status: int, what: str) -> None:
@@ -46,11 +47,12 @@ def load() -> CudaRuntime:
     torch.cuda.init()
     library = CDLL(loaded_library(_MAPS.read_text() if _MAPS.exists() else ""))
     library.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
-    library.cudaLaunchHostFunc.argtypes = [c_void_p, c_void_p, c_void_p]
+    if hasattr(library, "cudaLaunchHostFunc"):
+        library.cudaLaunchHostFunc.argtypes = [c_void_p, c_void_p, c_void_p]
+        library.cudaLaunchHostFunc.restype = c_int
     library.cudaGetErrorString.argtypes = [c_int]
     library.cudaGetErrorString.restype = c_char_p
-    for name in ("cudaMemcpyAsync", "cudaLaunchHostFunc"):
-        getattr(library, name).restype = ctypes.c_int
+    library.cudaMemcpyAsync.restype = c_int
     return CudaRuntime(library)
 
 

@@ -1,10 +1,10 @@
-"""Results of the checks of GPUs, kept in the user's cache folder.
+"""The results of checking GPUs, kept in the user's cache folder.
 
     CACHE/device-checks/0123456789abcdef01234567.json   one file per key (DeviceKey)
 
 A verdict is on one part: the device itself, a kernel in one variant, the graph of a plan's step.
-Before a part is tried its name is stored as `started`, and removed with its verdict. A name that
-is there when nobody holds the file's lock was left by a process that ended in the middle, and its
+Before a part is tried its name is stored as `started`, and removed with its verdict. A name that is
+found while no process holds the file's lock was left by one that died during the check, and its
 part counts as failed. A damaged file, or one of another format, version or key, is ignored and
 rewritten. The checks themselves: sparkinfer.runtime.check."""
 
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKey:
-    """What the verdicts of a file hold for; with another value of any of these, parts are checked
+    """What the verdicts of a file are valid for; if any of these values differs, parts are checked
     anew."""
 
     index: int  # of the device among those of its process
@@ -75,7 +75,7 @@ class Checks:
 
 
 def read_checks(path: Path) -> Checks | None:
-    """None for a file that is damaged, foreign or not there."""
+    """None for a file that is missing, damaged or of another kind."""
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             return None
@@ -93,8 +93,8 @@ def read_checks(path: Path) -> Checks | None:
 
 
 def _record(kind: type[R], values: dict[str, Any]) -> R:
-    """Raises TypeError or ValueError unless these are the values of such a record, texts of one
-    line among them."""
+    """Raises TypeError or ValueError unless these values make such a record, with one-line
+    texts."""
     made = kind(**values)
     for each in fields(kind):
         value = getattr(made, each.name)
@@ -113,15 +113,12 @@ def stored_checks() -> list[Checks]:
     return [checks for path in paths if (checks := read_checks(path)) is not None]
 
 
-def forget_checks() -> int:
-    """Removes all results, so that the next load checks everything; returns how many files."""
-    count = 0
+def forget_checks(cache: Path | None = None) -> None:
+    """Removes all results in a cache folder (None: the user's): the next load checks everything."""
     with suppress(SparkinferError):
-        for path in (cache_folder() / FOLDER).glob("*.json"):
+        for path in ((cache or cache_folder()) / FOLDER).glob("*.json"):
             with suppress(OSError):
                 path.unlink()
-                count += 1
-    return count
 
 
 @dataclass(eq=False)
@@ -165,7 +162,7 @@ class CheckBook:
         return self.verdicts.get(part)
 
     def start(self, part: str) -> None:
-        """Notes that a part is being checked, should the process not survive it."""
+        """Notes that a part is being checked, in case the process dies of it."""
         self._save(part)
 
     def finish(self, verdict: Verdict) -> None:
@@ -177,7 +174,7 @@ class CheckBook:
         self._save(None)
 
     def _wait(self) -> None:
-        """Takes the lock; where files cannot be locked, two processes check the same."""
+        """Takes the lock; if files cannot be locked, two processes may check the same part."""
         assert self._lock is not None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,6 +14,7 @@ from sparkinfer.commands.advise import advise
 from sparkinfer.commands.bench import bench
 from sparkinfer.commands.cache import cache
 from sparkinfer.commands.chat import chat
+from sparkinfer.commands.doctor import doctor
 from sparkinfer.commands.evaluate import evaluate
 from sparkinfer.commands.generate import generate
 from sparkinfer.commands.help_command import completion, help_command
@@ -70,6 +71,7 @@ cli.add_command(help_command)
 cli.add_command(completion)
 cli.add_command(profile)
 cli.add_command(advise)
+cli.add_command(doctor)
 cli.add_command(sparsify)
 
 

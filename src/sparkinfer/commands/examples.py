@@ -64,3 +64,4 @@ EXPORT = _examples(
     "sparkinfer export plan.gguf --profile p.safetensors --format gpuidx -o out.gpuidx",
     "sparkinfer export p.safetensors --format powerinfer-activations -o activation",
 )
+DOCTOR = _examples("sparkinfer doctor", "sparkinfer doctor --report report.txt")

@@ -1,0 +1,55 @@
+"""Examines this machine: everything that may crash or take long runs in child processes, at the
+same time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkinfer.device_checks import forget_checks, stored_checks
+from sparkinfer.doctor import gpu, machine
+from sparkinfer.doctor.children import Child, Result
+from sparkinfer.doctor.finding import Finding
+
+CHECK_S = 300.0  # compiling a small model's kernels, with room for a slow machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """All findings. `is_fine` if none of them is wrong."""
+
+    is_fine: bool
+    findings: tuple[Finding, ...]
+
+
+def examine(*, again: bool = False) -> Examination:
+    """Looks at everything. With `again`, stored results of GPUs' checks are forgotten first, and
+    with a GPU made anew, which takes a minute."""
+    if again:
+        forget_checks()
+    names = ("kernels", "torch", "triton", "driver")
+    children = [Child(f"sparkinfer.doctor.probe_{name}") for name in names]
+    kernels, torch, triton, driver = (child.result() for child in children)
+    seen = gpu.gpus_of(torch)
+    unfinished = _check([each["index"] for each in seen])
+    has_gpu = bool(seen) or bool(driver.done and driver.done["gpus"])
+    findings = (
+        *machine.system(),
+        *machine.processor(kernels),
+        *machine.memory(),
+        *machine.cache(),
+        *gpu.torch(torch),
+        *gpu.triton(triton, has_gpu=has_gpu),
+        *gpu.driver(driver, torch),
+        *gpu.gpus(torch, driver),
+        *gpu.checks(stored_checks(), has_gpu=has_gpu, unfinished=unfinished),
+    )
+    is_fine = all(finding.state != "wrong" for finding in findings)
+    return Examination(is_fine=is_fine, findings=findings)
+
+
+def _check(indices: Sequence[int]) -> Result | None:
+    """Checks GPUs of which there is no result; None if there is nothing to do."""
+    known = {each.key.index for each in stored_checks()}
+    missing = [f"cuda:{index}" for index in indices if index not in known]
+    if not missing:
+        return None
+    return Child("sparkinfer.doctor.probe_gpu", *missing, limit_s=CHECK_S).result()

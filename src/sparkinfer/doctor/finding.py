@@ -1,0 +1,88 @@
+"""What the doctor says: findings, and the report that goes into an issue, without names or paths."""
+
+import getpass
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+State = Literal["ok", "note", "wrong"]
+_LIBRARY = re.compile(r"[\w+.-]+\.(?:so[\d.]*|py)")
+# A path with at least one name: not the slash of a fraction or of "and/or".
+_PATH = re.compile(r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^\s'\",;:()\[\]]+")
+HIDDEN = "(hidden)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line: about what, how it is, and, unless that is ok, what to do."""
+
+    about: str
+    state: State
+    text: str
+    advice: str = ""
+
+    @property
+    def line(self) -> str:
+        advice = f" -> {self.advice}" if self.advice else ""
+        return f"{self.state:5} {self.about}: {self.text}{advice}"
+
+
+def ok(about: str, text: str) -> Finding:
+    return Finding(about=about, state="ok", text=text)
+
+
+def note(about: str, text: str, advice: str = "") -> Finding:
+    return Finding(about=about, state="note", text=text, advice=advice)
+
+
+def wrong(about: str, text: str, advice: str) -> Finding:
+    return Finding(about=about, state="wrong", text=text, advice=advice)
+
+
+def report_of(findings: Sequence[Finding]) -> str:
+    """The findings as a text for an issue."""
+    lines = [scrubbed(finding.line) for finding in findings]
+    return "\n".join(["sparkinfer doctor", "", *lines, ""])
+
+
+def scrubbed(text: str) -> str:
+    """The text without paths (a library's or module's own name stays) and without the names of the
+    user, the machine and their folders."""
+    for folder in sorted(_folders(), key=len, reverse=True):
+        text = text.replace(folder, "/hidden")  # whose last name is hidden, too
+    text = _PATH.sub(_last_name, text)
+    for name in sorted(_names(), key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text)
+    return text
+
+
+def _last_name(path: re.Match[str]) -> str:
+    last = re.split(r"[/\\]", path[0])[-1].rstrip(".")
+    return last if _LIBRARY.fullmatch(last) else HIDDEN
+
+
+def _folders() -> set[str]:
+    """Folders whose names may have spaces, which no pattern would find whole."""
+    known = [Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)]
+    try:
+        known.append(Path.home())
+    except RuntimeError:
+        pass
+    return {str(path) for path in known if len(path.parts) > 1}
+
+
+def _names() -> set[str]:
+    host = socket.gethostname()
+    found = {host, host.partition(".")[0]}
+    try:
+        found |= {getpass.getuser(), Path.home().name}
+    except (OSError, KeyError, RuntimeError):  # a user without an entry
+        pass
+    found |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "HOSTNAME")}
+    return {name for name in found if len(name) > 1}

@@ -1,0 +1,194 @@
+"""Findings on torch, Triton, the driver and GPUs, and the stored results of their checks."""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from sparkinfer.device_checks import Checks, Verdict
+from sparkinfer.doctor.children import Result
+from sparkinfer.doctor.finding import Finding, note, ok, wrong
+from sparkinfer.doctor.machine import is_wsl
+from sparkinfer.sizes import format_bytes
+
+LEAST_CAPABILITY = 7.5  # that torch's wheels for CUDA 12.8 and later have code for
+BF16_CAPABILITY = 8.0
+INSTALL_TORCH = "pip install torch"
+MOST_LETTERS = 300
+
+
+def torch(found: Result) -> list[Finding]:
+    if found.done is None:
+        return [wrong("torch", f"importing and using it {_ended(found)}", "install torch again, for"
+                      " this processor and Python")]  # fmt: skip
+    done = found.done
+    if "error" in done:
+        if done["is_missing"]:
+            return [wrong("torch", "is not installed: no model can be run", INSTALL_TORCH)]
+        text = f"cannot be imported: {done['error'][:MOST_LETTERS]}"
+        return [wrong("torch", text, "install torch again")]
+    if not done["is_right"]:
+        return [wrong("torch", f"{done['version']} multiplies wrongly", "install torch again")]
+    cuda = f"for CUDA {done['cuda']}" if done["cuda"] else "for the CPU"
+    return [ok("torch", f"{done['version']}, {cuda}")]
+
+
+def driver(found: Result, torch_found: Result) -> list[Finding]:
+    """The driver, and whether torch can use what it has."""
+    if found.done is None:
+        return [wrong("driver", f"asking it {_ended(found)}", "install NVIDIA's driver again")]
+    done, gpus = found.done, gpus_of(torch_found)
+    seen = done["gpus"] or gpus
+    if not done["cuda"] and not seen:
+        advice = "in a container, pass the GPU in (--gpus all)" if not is_wsl() else (
+            "install NVIDIA's driver in Windows, not in WSL"
+        )  # fmt: skip
+        return [note("driver", "none of NVIDIA: everything runs on the CPU",
+                     f"with a GPU: {advice}")]  # fmt: skip
+    text = f"{done['driver'] or 'unknown version'}, CUDA up to {done['cuda'] or 'unknown'}"
+    if gpus or not _has_torch(torch_found):
+        return [ok("driver", text)]
+    return [wrong("driver", f"{text}, but torch sees no GPU{_why_unseen(done, torch_found)}",
+                  _advice_unseen(done, torch_found))]  # fmt: skip
+
+
+def _why_unseen(done: Mapping[str, Any], torch_found: Result) -> str:
+    assert torch_found.done is not None
+    error = torch_found.done.get("gpu_error")
+    if error:
+        return f": {error[:MOST_LETTERS]}"
+    return ": it is built for the CPU" if not torch_found.done["cuda"] else ""
+
+
+def _advice_unseen(done: Mapping[str, Any], torch_found: Result) -> str:
+    assert torch_found.done is not None
+    built = torch_found.done["cuda"]
+    if not built:
+        return "install torch for CUDA (its wheel without +cpu)"
+    if done["cuda"] and _number(done["cuda"]) < _number(built):
+        return (
+            f"the driver is older than torch's CUDA {built}: update it, or install an older torch"
+        )
+    return "look whether CUDA_VISIBLE_DEVICES hides it, and whether nvidia-smi lists it"
+
+
+def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
+    """Triton, its compiler, and its cache: wrong only where there is a GPU to use them."""
+    problem = wrong if has_gpu else note
+    later = "" if has_gpu else " (only a GPU needs it)"
+    if found.done is None:
+        return [problem("triton", f"importing it {_ended(found)}{later}", "install triton again")]
+    done = found.done
+    if "error" in done:
+        text = (
+            "is not installed" if done["is_missing"] else f"fails: {done['error'][:MOST_LETTERS]}"
+        )
+        return [problem("triton", f"{text}: torch computes its kernels, slower{later}",
+                        "pip install triton")]  # fmt: skip
+    size = f"{done['num_files']:,} files of {format_bytes(done['num_bytes'])} in its cache"
+    lines = [ok("triton", f"{done['version']}, {size}")]
+    if not done["can_write"]:
+        lines.append(problem("triton", f"its cache cannot be written, so every load compiles{later}",
+                             "name another folder by TRITON_CACHE_DIR"))  # fmt: skip
+    missing = [] if done["compiler"] else ["a C compiler"]
+    missing += [] if done["has_headers"] else ["Python's headers"]
+    if missing:
+        lines.append(problem("compiler", f"{' and '.join(missing)} not found, with which Triton"
+                             f" builds its launchers{later}", "apt install gcc python3-dev, or the"
+                             " like"))  # fmt: skip
+    return lines
+
+
+def gpus(torch_found: Result, driver_found: Result) -> list[Finding]:
+    """Each GPU with its free memory; as the driver sees it where torch does not work."""
+    seen = gpus_of(torch_found)
+    if not seen and driver_found.done is not None:
+        seen = driver_found.done["gpus"]
+    return [finding for gpu in seen for finding in _gpu(gpu)]
+
+
+def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
+    about, capability = f"GPU {gpu['index']}", _number(gpu["capability"])
+    text = (
+        f"{gpu['name']}, compute capability {gpu['capability']}, {format_bytes(gpu['free'])} free of"
+        f" {format_bytes(gpu['total'])}"
+    )
+    if capability < LEAST_CAPABILITY:
+        return [wrong(about, f"{text}: older than {LEAST_CAPABILITY}, for which torch has no code",
+                      "use --device cpu")]  # fmt: skip
+    if capability < BF16_CAPABILITY:
+        return [note(about, f"{text}: it has no bf16, so a bf16 model may run slower on it",
+                     "convert with --outtype f16 or a quantised type")]  # fmt: skip
+    return [ok(about, text)]
+
+
+def checks(stored: Sequence[Checks], *, has_gpu: bool, unfinished: Result | None) -> list[Finding]:
+    """The stored results of GPUs' checks, the latest of each GPU."""
+    if unfinished is not None and unfinished.done is None:
+        crash = [wrong("check of the GPU", _ended(unfinished), "load a model: parts that ended the"
+                       " process are left out")]  # fmt: skip
+    else:
+        crash = []
+    latest = {(each.key.index, each.key.device): each for each in reversed(stored)}
+    found = [finding for each in latest.values() for finding in _check(each)]
+    if not found and not crash and has_gpu:
+        return [note("check of the GPU", "has not been run", "load a model with the GPU")]
+    return crash + found
+
+
+def _check(stored: Checks) -> list[Finding]:
+    key = stored.key
+    about = f"check of {key.device}, number {key.index}"
+    with_ = f"driver {key.driver}, torch {key.torch}, Triton {key.triton or 'none'}"
+    is_current = (key.torch, key.package) == (_version("torch"), _version("sparkinfer"))
+    failed = [verdict for verdict in stored.verdicts.values() if not verdict.is_fine]
+    reasons = list(dict.fromkeys(verdict.why for verdict in failed))
+    lines = [
+        (wrong if is_current else note)(
+            about, f"{_parts(failed, why)}: {why}",
+            "its fallback is used; after a change of the system, sparkinfer doctor --again checks anew",
+        )
+        for why in reasons
+    ]  # fmt: skip
+    if stored.started is not None:
+        lines.append(note(about, f"{stored.started}: a check of it runs, or ended the process"))
+    if not is_current:
+        return [note(about, f"is of other versions ({with_}); the next load checks anew"), *lines]
+    count = len(stored.verdicts) - len(failed)
+    return [ok(about, f"{count} parts work with {with_}"), *lines]
+
+
+def _parts(failed: Sequence[Verdict], why: str) -> str:
+    """The parts that failed for one reason; kernels by their names if there are many."""
+    parts = [verdict.part for verdict in failed if verdict.why == why]
+    if len(parts) > 1 and all(part.startswith("kernel ") for part in parts):
+        return f"kernels {', '.join(sorted({part.split()[1] for part in parts}))}"
+    # Plans have no names; theirs is a digest.
+    return ", ".join(p.split()[0] if p.startswith(("step ", "graph ")) else p for p in parts)
+
+
+def gpus_of(found: Result) -> list[Mapping[str, Any]]:
+    """What torch sees."""
+    return list(found.done.get("gpus", ())) if found.done is not None else []
+
+
+def _has_torch(found: Result) -> bool:
+    return found.done is not None and "error" not in found.done
+
+
+def _ended(found: Result) -> str:
+    return found.why if found.how.startswith(("crashed", "took")) else f"fails: {found.why}"
+
+
+def _number(text: str) -> float:
+    """A version of two numbers; 0 for what is none."""
+    try:
+        return float(text)
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,142 @@
+"""Child process: the C++ kernels at every level of the processor, against numpy.
+
+It needs numpy and gguf, not torch. Letters: F rows, D values in a row."""
+
+import ctypes
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from sparkinfer.doctor.children import leave_no_core, tell_at, tell_done
+
+LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")
+LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
+# enum Kind in kernels.h; planar ones are packed from these.
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "q4_0_planar", "q8_0_planar")
+_BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
+F, D = 37, 512
+# x is rounded to 15 bits a block of 32, and to 7 bits for sums of rows in blocks.
+DOT_BOUND, SUM_BOUND, UNPACK_BOUND = 1e-3, 2e-2, 1e-5
+_SIZE, _INT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+
+
+def main() -> None:
+    leave_no_core()
+    spec = find_spec("sparkinfer.runtime._cpu")
+    if spec is None or spec.origin is None:
+        tell_done({"is_built": False})
+        return
+    tell_at("loading the library")
+    lib = _load(spec.origin)
+    tell_at("choosing a level")
+    faulty = lib.spark_faulty_level()
+    usable = [name for name in LEVELS if lib.spark_level_status(name.encode()) == 0]
+    found: dict[str, Any] = {
+        "is_built": True,
+        "level": lib.spark_level().decode(),
+        "faulty": None if faulty is None else faulty.decode(),
+        "usable": usable,
+        "forced": os.environ.get(LEVEL_VARIABLE),
+        "num_threads": int(lib.spark_num_threads()),
+    }
+    wrong = []
+    for level in usable:
+        lib.spark_set_level(level.encode())
+        for code, kind in enumerate(KINDS):
+            tell_at(f"{level}, {kind}")
+            wrong += [f"{level}, {kind}: {what}" for what in _faults(lib, code, kind)]
+    tell_done({**found, "wrong": wrong, "num_tried": len(usable) * len(KINDS)})
+
+
+def _load(path: str) -> ctypes.CDLL:
+    lib = ctypes.CDLL(path)
+    lib.spark_dot_rows.argtypes = [
+        _INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER,
+    ]  # fmt: skip
+    lib.spark_accumulate_rows.argtypes = [
+        _INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER,
+    ]  # fmt: skip
+    lib.spark_pack_rows.argtypes = [
+        _INT, _INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE,
+    ]  # fmt: skip
+    lib.spark_unpack_rows.argtypes = [
+        _INT, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER,
+    ]  # fmt: skip
+    lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
+    for function in (lib.spark_level_status, lib.spark_set_level):
+        function.argtypes = [ctypes.c_char_p]
+    return lib
+
+
+def _faults(lib: ctypes.CDLL, code: int, kind: str) -> list[str]:
+    """What this level computes wrongly for matrices of a kind."""
+    random = np.random.default_rng(code)
+    data, exact_FD = _rows(lib, kind, random)
+    stride = data.shape[1] * data.itemsize
+    x_D = random.standard_normal(D, dtype=np.float32)
+    weight_F = random.standard_normal(F, dtype=np.float32)
+    y_F, y_D = np.full(F, np.nan, np.float32), np.full(D, np.nan, np.float32)
+    out_FD = np.full((F, D), np.nan, np.float32)
+    at, end = data.ctypes.data, F
+    statuses = (
+        lib.spark_dot_rows(code, at, stride, F, D, x_D.ctypes.data, 1, None, end, y_F.ctypes.data),
+        lib.spark_accumulate_rows(
+            code, at, stride, F, D, weight_F.ctypes.data, None, end, y_D.ctypes.data
+        ),
+        lib.spark_unpack_rows(code, at, stride, F, D, None, end, out_FD.ctypes.data),
+    )
+    compared = (
+        ("products", y_F, exact_FD @ x_D.astype(np.float64), DOT_BOUND),
+        ("sums of rows", y_D, weight_F.astype(np.float64) @ exact_FD, SUM_BOUND),
+        ("unpacking", out_FD, exact_FD, UNPACK_BOUND),
+    )
+    faults = []
+    for status, (what, got, want, bound) in zip(statuses, compared, strict=True):
+        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        if status or not error <= bound:
+            faults.append(f"{what} are off by {error:.2g}" if not status else f"{what} are refused")
+    return faults
+
+
+def _rows(
+    lib: ctypes.CDLL, kind: str, random: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(random rows as stored, float64 [F, D])."""
+    values = random.standard_normal((F, D), dtype=np.float32)
+    if kind == "f32":
+        return values, values.astype(np.float64)
+    if kind == "f16":
+        return (stored := values.astype(np.float16)), stored.astype(np.float64)
+    if kind == "bf16":
+        stored = (values.view(np.uint32) >> 16).astype(np.uint16)
+        return stored, (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    in_file = kind.removesuffix("_planar")
+    qtype = GGMLQuantizationType[in_file.upper()]
+    data = _k_quants(in_file, random) if in_file in _BLOCK_BYTES else quantize(values, qtype)
+    exact_FD = dequantize(data, qtype).astype(np.float64)
+    if kind != in_file:
+        packed = np.zeros_like(data)
+        code, size = KINDS.index(in_file), data.shape[1]
+        lib.spark_pack_rows(code, 1, data.ctypes.data, F, D, None, F, packed.ctypes.data, size)
+        data = packed
+    return data, exact_FD
+
+
+def _k_quants(kind: str, random: np.random.Generator) -> np.ndarray:
+    """Random blocks of 256 values; their f16 scales are plain numbers."""
+    size = _BLOCK_BYTES[kind]
+    blocks = random.integers(0, 256, (F, D // 256, size), dtype=np.uint8)
+    scale = np.array([0.01, 0.02], np.float16).view(np.uint8)
+    if kind == "q6_k":
+        blocks[..., -2:] = scale[:2]
+    else:
+        blocks[..., :4] = scale
+    return blocks.reshape(F, -1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Child process: whether torch can be imported, multiplies, and sees GPUs."""
+
+from typing import Any
+
+from sparkinfer.doctor.children import leave_no_core, tell_at, tell_done
+
+
+def main() -> None:
+    leave_no_core()
+    tell_at("import torch")
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        tell_done({"error": f"{type(error).__name__}: {error}",
+                   "is_missing": isinstance(error, ModuleNotFoundError) and error.name == "torch"})  # fmt: skip
+        return
+    tell_at("a product")
+    product = torch.ones(64, 64) @ torch.ones(64, 64)
+    found: dict[str, Any] = {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "is_right": bool((product == 64).all()),
+        "num_threads": torch.get_num_threads(),
+    }
+    tell_at("looking for GPUs")
+    try:
+        is_there = torch.cuda.is_available()
+        gpus = [_gpu(torch, n) for n in range(torch.cuda.device_count())] if is_there else []
+        tell_done({**found, "gpus": gpus})
+    except RuntimeError as error:
+        tell_done({**found, "gpus": [], "gpu_error": str(error).splitlines()[0]})
+
+
+def _gpu(torch: Any, number: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    return {
+        "index": number, "name": properties.name, "free": free, "total": total,
+        "capability": f"{properties.major}.{properties.minor}",
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Compiles every kernel variant of a 7B plan for a device that need not be present, and times it:
+
+    python tests/gpu_variants.py ARCH KIND
+
+It prints a JSON object per variant, with the processor seconds of Triton's compiler and ptxas, and
+one for all. The model has 7B's widths and four layers, divided in different ways, of zeros; the
+variants do not depend on the number of layers. Run it without TRITON_INTERPRET; it is not a test
+itself (test_gpu_variants.py)."""
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+# Before Triton is imported: nothing is compiled before, and nothing is left behind.
+_cache = tempfile.TemporaryDirectory(prefix="gpu-variants-")
+os.environ["TRITON_CACHE_DIR"] = _cache.name
+
+import torch  # noqa: E402
+from gpu_compilation import AbsentDevice, compile_instead_of_launching  # noqa: E402
+from models import make_shape  # noqa: E402
+from test_runtime import make_split  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+
+from sparkinfer.architecture import ARCHITECTURES, layer_shapes, outer_shapes  # noqa: E402
+from sparkinfer.gguf_file import TensorEntry, row_bytes  # noqa: E402
+from sparkinfer.model_file import ModelFile, PredictorInfo  # noqa: E402
+from sparkinfer.runtime import gpu_setup  # noqa: E402
+from sparkinfer.runtime.check.launches import Launch, launches_of  # noqa: E402
+from sparkinfer.runtime.device.device_memory import DeviceMemory  # noqa: E402
+from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
+from sparkinfer.runtime.model.feed_forward import Traffic  # noqa: E402
+from sparkinfer.runtime.model.loader import Placement, load_weights  # noqa: E402
+from sparkinfer.runtime.model.observers import Observers  # noqa: E402
+from sparkinfer.runtime.step.plain_backend import plain_backend  # noqa: E402
+from sparkinfer.runtime.weights.upload import Uploader  # noqa: E402
+
+CARD = torch.device("cpu", 0)  # not the same as "cpu" to a placement: where the GPU's part goes
+CONTEXT = 4096
+RANKS = (1024, 512, 1024, 512)
+HOT = (300, 1200, 4000, 11008)  # neurons on the GPU of each layer
+SHAPE = make_shape(
+    num_layers=len(HOT), width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
+    vocab_size=32000, context_length=CONTEXT,
+)  # fmt: skip
+
+
+def model_of(kind: str) -> ModelFile:
+    """A model of zeros with predictors."""
+    graph = ARCHITECTURES["llama"]
+    shapes = outer_shapes(graph, SHAPE) | {"output.weight": (SHAPE.vocab_size, SHAPE.width)}
+    for layer, rank in enumerate(RANKS):
+        in_layer = layer_shapes(graph, SHAPE, "sparse", rank)
+        shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+    zeros = (0.0,) * len(HOT)
+    return ModelFile(
+        path=Path("7b.gguf"), layout="sparse", model_id="0" * 64, shape=SHAPE, activation="relu",
+        threshold_L=zeros, predictor=PredictorInfo(kind="linear", rank_L=RANKS, threshold_L=zeros),
+        tensors={name: _zeros(dims, kind) for name, dims in shapes.items()}, extra_keys={},
+    )  # fmt: skip
+
+
+def _zeros(dims: tuple[int, ...], kind: str) -> TensorEntry:
+    if len(dims) == 1:
+        return TensorEntry(
+            shape=dims, kind="f32", read_rows=lambda a, b: np.zeros(b - a, np.float32)
+        )
+    if kind == "f16":
+        return TensorEntry(
+            shape=dims, kind=kind, read_rows=lambda a, b: np.zeros((b - a, dims[1]), np.float16)
+        )
+    size = row_bytes(dims[1], kind)
+    return TensorEntry(
+        shape=dims, kind=kind, read_rows=lambda a, b: np.zeros((b - a, size), np.uint8)
+    )
+
+
+def launches(kind: str) -> tuple[Launch, ...]:
+    """The launches of a plan of the model, on tensors laid out as on a GPU."""
+    model = model_of(kind)
+    split = make_split(model, [np.arange(n) for n in HOT], context_length=CONTEXT)
+    split = dataclasses.replace(split, mode="predicted")
+    placement = Placement.of_split(split, (CARD,))
+    size = gpu_setup.slab_bytes(model, split.gpu_bytes, CONTEXT, sum(HOT))
+    uploaders = {CARD: Uploader(memory=DeviceMemory.of(CARD, size))}
+    weights = load_weights(
+        model, placement, "predicted", CONTEXT, Observers(), Traffic(), print, None, uploaders
+    )
+    take = plain_backend(triton_kernels()).take
+    return launches_of(weights, placement, 0, take)
+
+
+def seconds() -> float:
+    """Processor seconds of this process and of the compilers that it started."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def main() -> None:
+    arch, kind = int(sys.argv[1]), sys.argv[2]
+    driver.set_active(AbsentDevice(arch))
+    compiled: list = []
+    compile_instead_of_launching(compiled)
+    kernels, found, spent = triton_kernels(), launches(kind), 0.0
+    codes = set()
+    for launch in found:
+        began = seconds()
+        launch.run(kernels)
+        taken = seconds() - began
+        spent += taken
+        codes |= {(name, kernel.hash) for name, kernel in compiled}
+        print(json.dumps({"variant": launch.variant, "seconds": round(taken, 2)}), flush=True)
+        compiled.clear()
+    size = sum(path.stat().st_size for path in Path(_cache.name).rglob("*") if path.is_file())
+    print(json.dumps({"arch": arch, "kind": kind, "variants": len(found), "programs": len(codes),
+                      "seconds": round(spent, 1), "cache_bytes": size}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
