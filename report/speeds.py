@@ -64,6 +64,7 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
         model=model, profile=profile, machine=machine, budgets=split.budgets,
         host_budget=split.host_budget_bytes or None, context_length=split.context_length,
         mode=split.mode, workspace=lambda *asked: workspace,
+        swapped_rows=split.cache.most_rows if split.cache else 0,
     )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def bytes_by_role_of(
             else workspace_bytes(model, context_length, is_short=False)
         ),
         home=plan.home if plan else (),
-        swapped_rows=plan.cache.most_rows if plan and plan.cache else 0,
+        neuron_cache=plan.cache_size if plan else None,
         num_sequences=num_sequences,
         cache_types=cache_types,
     )

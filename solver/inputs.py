@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparkinfer.budget import DEFAULT_CONTEXT, embedding_bytes
+from sparkinfer.budget import DEFAULT_CONTEXT, CacheSize, embedding_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Figure, Gpu, Machine
 from sparkinfer.mode_choice import mode_meant
@@ -27,7 +27,9 @@ NO_GPU = Gpu(
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Checked inputs. `paths` are those of model, profile and machine file, for messages."""
+    """Checked inputs. `paths` are those of model, profile and machine file, for messages.
+
+    With a neuron cache, main memory is checked after a plan is found (`with_cache`)."""
 
     model: ModelFile
     profile: Profile
@@ -38,12 +40,15 @@ class Inputs:
     workspace: int
     budgets: tuple[int, ...]  # of each GPU used
     host_budget: int
+    swapped_rows: int = 0  # of a neuron cache, in a step at most; 0: the plan has none
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         return (self.machine.gpus or (NO_GPU,))[: len(self.budgets)]
 
     def pipeline(self) -> Pipeline:
+        size = self.cache_size
+        cache_bytes = 0 if size is None else size.most_gpu_bytes(self.model)
         problems = tuple(
             build_problem(
                 model=self.model,
@@ -53,14 +58,19 @@ class Inputs:
                 context_length=self.context_length,
                 mode=self.mode,
                 gpu=gpu,
-                workspace=self.workspace,
+                workspace=self.workspace + cache_bytes,
             )
             for gpu, budget in zip(self.gpus, self.budgets, strict=True)
         )
         for_host = self.host_budget - self.always_on_host
-        return Pipeline(
-            problems=problems, need_bytes=max(0, problems[0].placeable_bytes - for_host)
-        )
+        need_bytes = max(0, problems[0].placeable_bytes - for_host)
+        return Pipeline(problems=problems, need_bytes=0 if self.swapped_rows else need_bytes)
+
+    @property
+    def cache_size(self) -> CacheSize | None:
+        if not self.swapped_rows:
+            return None
+        return CacheSize(most_rows=self.swapped_rows, packs_bits=self.mode == "exact")
 
     @property
     def always_on_host(self) -> int:
@@ -82,6 +92,7 @@ def load_inputs(
     context_length: int | None,
     mode: PlanMode | None,
     workspace: Workspace,
+    swapped_rows: int = 0,
 ) -> Inputs:
     """Raises SparkinferError for files that do not belong together or lack something required."""
     files = (ModelFile.load(model), Profile.load(profile), Machine.load(machine))
@@ -100,6 +111,7 @@ def load_inputs(
         workspace=0,
         budgets=budgets,
         host_budget=files[2].memory_bytes if host_budget is None else host_budget,
+        swapped_rows=swapped_rows,
     )
     _check_profile(inputs)
     _check_machine(inputs)

@@ -18,7 +18,7 @@ MIB = 1 << 20
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
     """Memories that would suffice: other budgets, or another main memory; None if no size does.
-    `together`: neither alone, but both at once."""
+    `together`: neither is enough alone, but both are."""
 
     budgets: tuple[int, ...] | None  # per GPU; those that need not change are as given
     host: int | None
@@ -64,6 +64,9 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
 
 def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
     """One refusal for several modes: each memory is that of the mode that needs least of it."""
+    with_cache = [e for e in errors if e.inputs.swapped_rows and e.smallest.host is not None]
+    if with_cache:  # plans were found, which main memory does not hold
+        return min(with_cache, key=lambda e: e.smallest.host or 0)
     alone = [e for e in errors if not e.smallest.together]
     if not alone:
         return min(errors, key=lambda e: (e.smallest.host, e.smallest.budgets))
@@ -90,7 +93,21 @@ def _more(inputs: Inputs, pipeline: Pipeline) -> tuple[int, ...] | None:
 
 def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     budgets, problem = smallest.budgets, pipeline.model
+    if inputs.swapped_rows and budgets is None and smallest.host is not None:
+        return (
+            f"{inputs.host_budget:,} bytes of main memory do not hold the plan with a neuron cache,"
+            " which keeps a copy of each hot neuron there; with this budget of GPU memory the"
+            f" smallest --host-budget that works is {_size(smallest.host)}, or leave --neuron-cache"
+            " out"
+        )
     if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
+        if inputs.swapped_rows:
+            return (
+                f"a budget of {problem.budget_bytes:,} bytes holds nothing beside the neuron cache:"
+                f" the smallest that does is {_size(budgets[0])}, of which"
+                f" {problem.workspace_bytes:,} are workspace and the cache's; most_rows=N with a"
+                " smaller N takes less"
+            )
         return (
             f"a budget of {problem.budget_bytes:,} bytes holds nothing: the smallest that works is"
             f" {_size(budgets[0])}, of which {problem.workspace_bytes:,} are workspace; 0 gives a"

@@ -10,12 +10,14 @@ from typing import Literal
 
 import numpy as np
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_choice import refusal, sparse_modes
 from sparkinfer.solver.inputs import Inputs, Workspace
 from sparkinfer.solver.layer_split import as_plan, layer_split
 from sparkinfer.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from sparkinfer.solver.optimise import Answer, find_plan
 from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
+from sparkinfer.solver.with_cache import check_host
 from sparkinfer.split_file import PlanMode
 
 AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
@@ -57,6 +59,9 @@ def find_fastest(
 ) -> Found:
     """The best plan of all allowed modes. Raises SparkinferError if none fits."""
     allowed, others = allowed_modes(inputs, max_loss)
+    if inputs.swapped_rows:
+        allowed = _cached_modes(inputs, allowed, max_loss)
+        others.append(Alternative(name="dense", seconds=None, why_not="reads every neuron"))
     best: Found | None = None
     refused: list[TooSmallError] = []
     for mode in allowed:
@@ -100,6 +105,19 @@ def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list
     return [*allowed, "dense"], others
 
 
+def _cached_modes(inputs: Inputs, allowed: list[PlanMode], max_loss: float) -> list[PlanMode]:
+    """Those in which a neuron cache has something to follow. Raises SparkinferError if there is
+    none."""
+    found: list[PlanMode] = [mode for mode in allowed if mode != "dense"]
+    if not found:
+        raise SparkinferError(
+            f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the perplexity by"
+            " the file's record, and there a neuron cache has nothing to follow; leave"
+            " --neuron-cache out, or ask for --mode exact or predicted"
+        )
+    return found
+
+
 def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: float) -> Found:
     known = whole_layers(inputs)
     others = [
@@ -110,6 +128,8 @@ def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: fl
     answer = find_plan(pipeline, time_limit_s=time_limit_s, known=known, beat_s=beat_s)
     if answer is None:
         raise too_small(inputs, pipeline)
+    if inputs.swapped_rows:
+        check_host(inputs, pipeline, answer.placement)
     return Found(inputs=inputs, pipeline=pipeline, answer=answer, others=tuple(others))
 
 

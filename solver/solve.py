@@ -17,6 +17,7 @@ from sparkinfer.machine_file import Machine
 from sparkinfer.mode_choice import choose_mode, loss_line
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
+from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.outputs import check_output
 from sparkinfer.profile_file import Profile
 from sparkinfer.sizes import format_bytes
@@ -25,7 +26,16 @@ from sparkinfer.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
 from sparkinfer.solver.modes import Alternative, Found, find, find_fastest
 from sparkinfer.solver.problem import Placement, Problem
 from sparkinfer.solver.verify import verify
+from sparkinfer.solver.with_cache import (
+    advice_line,
+    check_divided,
+    check_options,
+    cost_line,
+    planned_cache,
+)
 from sparkinfer.split_file import PlanMode, Split
+
+COMPARED_S = 2.0  # of the integer program, for a plan that is only compared with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,7 @@ class SolveConfig:
     mode: PlanMode | None = None  # None: the fastest that costs at most `max_loss`
     max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
     time_limit_s: float = 30.0  # of the integer program
+    neuron_cache: CacheOptions | None = None  # None: hot neurons stay as planned
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +71,28 @@ class SolveConfig:
             raise SparkinferError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
         if self.output in (self.model, self.profile, self.machine):
             raise SparkinferError(f"{self.output}: is an input; give the plan another name")
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        """Raises SparkinferError for a neuron cache where none can be."""
+        if self.neuron_cache is None:
+            return
+        check_options(self.neuron_cache)
+        if len(self.budgets) > 1:
+            raise SparkinferError(
+                f"--neuron-cache with {len(self.budgets)} GPUs; it is planned for one: give"
+                " --vram-budget once, or leave --neuron-cache out"
+            )
+        if not any(self.budgets):
+            raise SparkinferError(
+                "--neuron-cache with a --vram-budget of 0; its slots are in the GPU's memory: give"
+                " it some, or leave --neuron-cache out"
+            )
+        if self.mode == "dense":
+            raise SparkinferError(
+                "--neuron-cache with --mode dense, which reads every neuron; wanted exact or"
+                " predicted"
+            )
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -121,13 +154,16 @@ def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | No
 
     Raises SparkinferError if none fits, with the smallest memory that works."""
     if config.mode is not None:
-        return find(inputs, time_limit_s=config.time_limit_s)
-    return find_fastest(
-        inputs,
-        max_loss=config.max_loss,
-        time_limit_s=config.time_limit_s,
-        workspace=workspace or estimated_workspace,
-    )
+        found = find(inputs, time_limit_s=config.time_limit_s)
+    else:
+        found = find_fastest(
+            inputs,
+            max_loss=config.max_loss,
+            time_limit_s=config.time_limit_s,
+            workspace=workspace or estimated_workspace,
+        )
+    check_divided(found.inputs, found.answer.placement)
+    return found
 
 
 def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs:
@@ -140,6 +176,7 @@ def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs
         context_length=config.context_length,
         mode=config.mode,
         workspace=workspace or estimated_workspace,
+        swapped_rows=config.neuron_cache.most_rows if config.neuron_cache else 0,
     )
 
 
@@ -190,6 +227,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         host_budget_bytes=inputs.host_budget,
         profile_sha256=sha256_of(profile_path),
         machine_sha256=sha256_of(machine_path),
+        cache=planned_cache(inputs, pipeline, placement),
     )
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
@@ -297,10 +335,21 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         alternatives=found.others if config.mode is None else (),
         notes=(
             *answer.notes,
+            *_cache_notes(found, split),
             *mode_notes(config, split, advice, inputs.model),
             *notes_of(inputs, advice, split),
         ),
     )
+
+
+def _cache_notes(found: Found, split: Split) -> list[str]:
+    """What the plan's neuron cache takes; without one, that there is room for it, if there is."""
+    inputs, placement = found.inputs, found.answer.placement
+    if not inputs.swapped_rows:
+        line = advice_line(inputs, found.pipeline, placement, split)
+        return [] if line is None else [line]
+    plain = find(replace(inputs, swapped_rows=0), time_limit_s=COMPARED_S)
+    return [cost_line(inputs, placement, split, plain.answer.objective_s)]
 
 
 def mode_notes(

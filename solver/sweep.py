@@ -70,6 +70,8 @@ def sweep(
 ) -> Sweep:
     """Plans for evenly spaced budgets from `first` to `last`; a budget in which nothing fits has
     the plan of the CPU alone. Raises SparkinferError if no budget has a plan."""
+    if config.neuron_cache is not None:
+        raise SparkinferError("a curve over budgets has no neuron cache: leave --neuron-cache out")
     inputs = inputs_of(config, workspace)
     if not inputs.machine.gpus:
         raise SparkinferError(f"{config.machine}: no GPU, so there is no curve over its memory")

@@ -17,6 +17,7 @@ from sparkinfer.budget import (
     layer_tensors,
     transposed_kind,
 )
+from sparkinfer.cache_plan import CachePlan
 from sparkinfer.errors import SparkinferError
 from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.machine_file import Gpu, Machine
@@ -53,6 +54,30 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
     if not abs(seconds - split.objective_s) <= TOLERANCE * seconds:
         raise SparkinferError(
             f"the plan is wrong: it takes {seconds:.9g} s a token, it says {split.objective_s:.9g}"
+        )
+    if split.cache is not None:
+        _check_cache(split, split.cache, model, profile)
+
+
+def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Profile) -> None:
+    """Checks that the cache begins with the profile's frequencies, and that a token which reads as
+    many neurons as the profile expects takes the plan's seconds by the cache's times."""
+    seconds, costs = cache.costs.rest_s, cache.costs
+    for layer, ids in enumerate(split.hot):
+        named_F, fired_F = _shares(split, model, profile, layer)
+        read_F = named_F if split.mode == "predicted" else fired_F
+        if not np.allclose(cache.frequency[layer], read_F, rtol=1e-6, atol=0):
+            raise SparkinferError(
+                f"the plan is wrong: the cache's frequencies of layer {layer} are not the profile's"
+            )
+        hot = read_F[ids].sum()
+        hot_s = costs.hot_s_L[layer] + costs.hot_row_s_L[layer] * hot
+        cold_s = costs.cold_s_L[layer] + costs.cold_row_s_L[layer] * (read_F.sum() - hot)
+        seconds += max(hot_s, cold_s)
+    if not abs(seconds - split.objective_s) <= TOLERANCE * seconds:
+        raise SparkinferError(
+            f"the plan is wrong: a token takes {seconds:.9g} s by the cache's times,"
+            f" {split.objective_s:.9g} by the plan"
         )
 
 

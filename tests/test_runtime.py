@@ -10,7 +10,7 @@ from models import make_model, make_shape
 from reference import logits_ref, rel_error
 
 from sparkinfer import Engine
-from sparkinfer.budget import ITEMS, plan_bytes_of_gpus
+from sparkinfer.budget import ITEMS, CacheSize, plan_bytes_of_gpus
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
 from sparkinfer.split_file import Split
@@ -33,6 +33,7 @@ def make_split(
     num_layers = model.shape.num_layers
     is_one = isinstance(dense_on_gpu, bool)
     dense = (dense_on_gpu,) * num_layers if is_one else tuple(map(bool, dense_on_gpu))
+    is_exact = model.predictor is None
     gpus, cpu = plan_bytes_of_gpus(
         model,
         context_length=context_length,
@@ -40,12 +41,12 @@ def make_split(
         dense_on_gpu=dense,
         head_on_gpu=head_on_gpu,
         home=home or (),
-        swapped_rows=0 if cache is None else cache.most_rows,
+        neuron_cache=cache and CacheSize(most_rows=cache.most_rows, packs_bits=is_exact),
     )
     gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(
         model_id=model.model_id,
-        mode="exact" if model.predictor is None else "predicted",
+        mode="exact" if is_exact else "predicted",
         vram_budget_bytes=sum(gpu.values()),
         context_length=context_length,
         hot=tuple(np.asarray(ids, np.int32) for ids in hot),

@@ -28,10 +28,13 @@ FLOAT_BYTES = 4
 # but enough rows to amortise reading and writing the result of each tile.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
-# Of the online neuron cache (runtime/neuron_cache): the parts of a neuron (rows, biases) begin at
-# multiples of this in staging; a swap that a kernel does is layer, slot, neuron and none, int32.
+# The online neuron cache (runtime/neuron_cache): a neuron's parts (rows, biases) begin at multiples
+# of STAGED_ALIGNMENT in staging. A swap copies each part and changes up to three numbers (int32);
+# for each of these, staging holds a description of the copy, and the number.
 STAGED_ALIGNMENT = 16
-SWAP_BYTES = 16
+NUMBERS_OF_SWAP = 3
+NUMBER_BYTES = 4
+COPY_BYTES = 32
 # A candidate of the policy: layer, slot, incoming and outgoing neuron, and the seconds it gains.
 CANDIDATE_BYTES = 24
 
@@ -165,53 +168,80 @@ def is_cached(num_hot: int, num_neurons: int) -> bool:
     return 0 < num_hot < num_neurons
 
 
-def staged_bytes(model: ModelFile, layer: int) -> int:
-    """Bytes of a neuron in staging: its rows, then its biases, each padded to STAGED_ALIGNMENT."""
+def staging_bytes(model: ModelFile, most_rows: int) -> int:
+    """Bytes of a neuron cache's staging, on the GPU and in main memory alike: the rows and biases of
+    `most_rows` of the largest neurons, and each swap's copies and numbers."""
+    parts_L = [_parts(model, layer) for layer in range(model.shape.num_layers)]
+    row = max(sum(map(_staged, parts)) for parts in parts_L)
+    num_copies = max(map(len, parts_L)) + NUMBERS_OF_SWAP
+    copies = _staged(COPY_BYTES * num_copies * most_rows)
+    return copies + most_rows * (row + NUMBER_BYTES * NUMBERS_OF_SWAP)
+
+
+def _parts(model: ModelFile, layer: int) -> list[int]:
+    """Bytes of each part of a neuron: its rows, then its biases."""
     sizes, entries = layer_bytes(model, layer), layer_tensors(model, layer)
     names = (model.gate_name, "ffn_up") if model.graph.is_gated else (model.gate_name,)
-    biases = sum(f"{name}.bias" in entries for name in names)
-    rows = [sizes.gate_row, sizes.up_row, sizes.down_row]
-    rows[0] -= FLOAT_BYTES * (f"{names[0]}.bias" in entries)
-    rows[1] -= FLOAT_BYTES * (len(names) > 1 and f"{names[1]}.bias" in entries)
-    padded = sum(-(-row // STAGED_ALIGNMENT) for row in rows) + biases
-    return STAGED_ALIGNMENT * padded
+    rows = [entries[f"{name}.weight"].row_bytes for name in names]
+    biases = [FLOAT_BYTES for name in names if f"{name}.bias" in entries]
+    return [*rows, sizes.down_row, *biases]
 
 
-def staging_bytes(model: ModelFile, swapped_rows: int) -> int:
-    """Bytes of a neuron cache's staging on either side: room for `swapped_rows` of the largest
-    neurons."""
-    layers = range(model.shape.num_layers)
-    return swapped_rows * max((staged_bytes(model, layer) for layer in layers), default=0)
+def _staged(num_bytes: int) -> int:
+    return -(-num_bytes // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
 
 
 def step_bits_bytes(model: ModelFile) -> int:
-    """One bit for each neuron of the model, a layer beginning at a whole word of 32."""
-    return model.shape.num_layers * 4 * -(-model.shape.num_neurons // 32)
+    """Bytes of one bit for each neuron of the model; each layer starts at a new 32-bit word."""
+    return model.shape.num_layers * NUMBER_BYTES * -(-model.shape.num_neurons // 32)
 
 
-def cache_gpu_bytes(model: ModelFile, swapped_rows: int) -> int:
-    """GPU bytes of a neuron cache: staging, the list of a step's swaps, and the bits of the neurons
-    that a step reads. They do not depend on the placement."""
-    return staging_bytes(model, swapped_rows) + SWAP_BYTES * swapped_rows + step_bits_bytes(model)
+@dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """What a neuron cache's bytes depend on besides the model and the placement. `packs_bits`: in
+    mode exact each side finds out which of its neurons a token reads, and sets their bits; in mode
+    predicted the predictor names all of them."""
+
+    most_rows: int  # swapped in a step at most
+    packs_bits: bool
+
+    def gpu_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
+        """Staging; if the GPU packs bits, also these, and the slot of each neuron of the cached
+        layers."""
+        packing = step_bits_bytes(model)
+        packing += sum(
+            NUMBER_BYTES * model.shape.num_neurons
+            for hot in num_hot
+            if is_cached(hot, model.shape.num_neurons)
+        )
+        return staging_bytes(model, self.most_rows) + packing * self.packs_bits
+
+    def most_gpu_bytes(self, model: ModelFile) -> int:
+        """An upper bound of `gpu_bytes` for any placement: every layer is cached."""
+        tables = NUMBER_BYTES * model.shape.num_neurons * model.shape.num_layers
+        return self.gpu_bytes(model, ()) + tables * self.packs_bits
+
+    def host_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
+        """Main memory: copies of hot neurons; pinned staging; the bits of a step, those of the CPU
+        (and of the GPU, if it packs bits) and all together; the tables of the policy and the
+        runtime. These hold, per neuron, two scores (f32, padded to whole words of bits), its slot
+        twice (int32) and two bits (is it in a slot by the plan, and now), and the policy's
+        candidates."""
+        shape, bits = model.shape, step_bits_bytes(model)
+        scores = 2 * FLOAT_BYTES * 8 * bits
+        slots = 2 * NUMBER_BYTES * shape.num_layers * shape.num_neurons
+        candidates = CANDIDATE_BYTES * shape.num_layers * self.most_rows
+        tables = scores + slots + 2 * bits + candidates
+        steps = (2 + self.packs_bits) * bits
+        staging = staging_bytes(model, self.most_rows)
+        return copied_bytes(model, num_hot) + staging + steps + tables
 
 
-def cache_host_bytes(model: ModelFile, swapped_rows: int) -> int:
-    """Main memory of a neuron cache that does not depend on the placement: what the GPU has too,
-    from which it is copied; for each neuron two scores (f32), padded to whole words of bits, and its
-    slot twice (int32: the policy's and the runtime's); two bits, in a slot by plan and now; and the
-    policy's candidates."""
-    shape, bits = model.shape, step_bits_bytes(model)
-    scores = 2 * FLOAT_BYTES * 8 * bits
-    slots = 2 * 4 * shape.num_layers * shape.num_neurons
-    candidates = CANDIDATE_BYTES * shape.num_layers * swapped_rows
-    return cache_gpu_bytes(model, swapped_rows) + scores + slots + 2 * bits + candidates
-
-
-def cache_copies(model: ModelFile, num_hot: Sequence[int]) -> int:
-    """Main memory of a neuron cache for the hot neurons of cached layers: a copy of each, since
-    nothing is written back when it leaves its slot, and the slots' ids twice (int32)."""
+def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
+    """Main memory for the hot neurons of cached layers: a copy of each, since nothing is written back
+    when it leaves its slot, and the slot's neuron twice (int32)."""
     return sum(
-        hot * (layer_bytes(model, layer).neuron + 2 * 4)
+        hot * (layer_bytes(model, layer).neuron + 2 * NUMBER_BYTES)
         for layer, hot in enumerate(num_hot)
         if is_cached(hot, model.shape.num_neurons)
     )
@@ -228,7 +258,7 @@ def plan_bytes(
     home: Sequence[int] = (),
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
-    swapped_rows: int = 0,
+    neuron_cache: CacheSize | None = None,
 ) -> tuple[Items, Items]:
     """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
 
@@ -243,7 +273,7 @@ def plan_bytes(
         home=home,
         num_sequences=num_sequences,
         cache_types=cache_types,
-        swapped_rows=swapped_rows,
+        neuron_cache=neuron_cache,
     )
     return {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, cpu
 
@@ -259,14 +289,13 @@ def plan_bytes_of_gpus(
     home: Sequence[int] = (),
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
-    swapped_rows: int = 0,
+    neuron_cache: CacheSize | None = None,
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU).
 
     `home` names the GPU of each layer and of the head; () for a single GPU. `workspace` is counted
     for the CPU and for every GPU that holds anything; by default it is `workspace_bytes`. The
-    embedding matrix is only read one row per token, so an untied one stays on the CPU.
-    `swapped_rows`: neurons that a neuron cache swaps in a step at most; 0 without one."""
+    embedding matrix is only read one row per token, so an untied one stays on the CPU."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)
@@ -283,9 +312,10 @@ def plan_bytes_of_gpus(
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)
     cpu["embedding"] += embedding_bytes(model)
     cpu["workspace"] += workspace
-    if swapped_rows:
-        cpu["neuron_cache"] += cache_host_bytes(model, swapped_rows) + cache_copies(model, num_hot)
-        gpus[0]["neuron_cache"] += cache_gpu_bytes(model, swapped_rows)
+    if neuron_cache is not None:
+        assert len(gpus) == 1, "a neuron cache is planned for one GPU"
+        gpus[0]["neuron_cache"] += neuron_cache.gpu_bytes(model, num_hot)
+        cpu["neuron_cache"] += neuron_cache.host_bytes(model, num_hot)
     for gpu in gpus:
         gpu["workspace"] += workspace if any(gpu.values()) else 0
     return gpus, cpu

@@ -10,7 +10,7 @@ from typing import cast, get_args
 
 import numpy as np
 
-from sparkinfer.budget import ITEMS, Items, is_predictor, plan_bytes_of_gpus
+from sparkinfer.budget import ITEMS, CacheSize, Items, is_predictor, plan_bytes_of_gpus
 from sparkinfer.cache_plan import KEYS, CachePlan, refuse_half
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
@@ -73,7 +73,7 @@ class Split:
             )
         try:
             read = Fields({k.removeprefix(_PREFIX): v for k, v in keys.items()})
-            _refuse_unknown(keys, version)
+            _refuse_unknown(keys, int(version))
             counts = read.counts("hot_count")
             names = [f"blk.{layer}.ffn_hot" for layer in range(len(counts))]
             none = np.zeros(0, np.int32)
@@ -87,8 +87,8 @@ class Split:
             split = cls(
                 hot=hot,
                 dense_on_gpu=tuple(map(bool, read.counts("dense_on_gpu", most=1))),
-                gpu_bytes=_items(read, "gpu_bytes", version),
-                cpu_bytes=_items(read, "cpu_bytes", version),
+                gpu_bytes=_items(read, "gpu_bytes", int(version)),
+                cpu_bytes=_items(read, "cpu_bytes", int(version)),
                 model_id=read.line("model_id"),
                 mode=cast(PlanMode, read.choice("mode", get_args(PlanMode))),
                 vram_budget_bytes=read.count("vram_budget_bytes"),
@@ -144,7 +144,9 @@ class Split:
         for layer, ids in enumerate(self.hot):
             is_whole = ids.dtype == np.int32 and ids.ndim == 1 and not (ids < 0).any()
             if not is_whole or len(np.unique(ids)) != len(ids):
-                raise SparkinferError(f"layer {layer}: neuron ids must be distinct int32 from 0 on")
+                raise SparkinferError(
+                    f"layer {layer}: neuron ids must be distinct int32, at least 0"
+                )
         used, held = sum(self.gpu_bytes.values()), sum(self.cpu_bytes.values())
         if used > self.vram_budget_bytes:
             raise SparkinferError(f"{used:,} bytes for a budget of {self.vram_budget_bytes:,}")
@@ -164,7 +166,7 @@ class Split:
         is_rising = list(self.home) == sorted(self.home) and self.home[0] >= 0
         if len(self.home) != len(self.hot) + 1 or not is_rising:
             raise SparkinferError(
-                f"homes {list(self.home)}, wanted one a layer and one of the head, never falling"
+                f"homes {list(self.home)}, wanted one per layer and one of the head, never decreasing"
             )
         budgets = self.gpu_budget_bytes
         if self.home[-1] >= len(budgets) or sum(budgets) != self.vram_budget_bytes:
@@ -190,6 +192,12 @@ class Split:
         """The parts of the model in memory under this plan: predictors only in their mode."""
         return model if self.mode == "predicted" else without_predictors(model)
 
+    @property
+    def cache_size(self) -> CacheSize | None:
+        if self.cache is None:
+            return None
+        return CacheSize(most_rows=self.cache.most_rows, packs_bits=self.mode == "exact")
+
     def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
         """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the
         workspace is taken from the plan."""
@@ -201,7 +209,7 @@ class Split:
             head_on_gpu=self.head_on_gpu,
             workspace=self.cpu_bytes["workspace"],
             home=self.home,
-            swapped_rows=0 if self.cache is None else self.cache.most_rows,
+            neuron_cache=self.cache_size,
         )
 
     def check_files(self, plan: Path, *, profile: Path, machine: Path | None = None) -> None:

@@ -166,15 +166,18 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
                    " the CPU alone.")  # fmt: skip
 @click.option("--host-budget", "host_budget_bytes", type=Size(),
-              help="Main memory to use, e.g. 16GiB; all of it unless given.")  # fmt: skip
+              help="Main memory to use, e.g. 16GiB. [default: all of it]")  # fmt: skip
 @click.option("-o", "--output", type=output(".gguf", ".json"), required=True,
               help="The plan (split file) to write; with --sweep the curve (JSON), with a picture"
                    " beside it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length to reserve KV cache for; the model's, up to 4,096, unless given.")  # fmt: skip
+              help="Context length to reserve KV cache for. [default: the model's, up to 4,096]")  # fmt: skip
 @click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
-              help="Mode to plan for; the fastest without loss of quality unless given.")  # fmt: skip
+              help="Mode to plan for. [default: the fastest without loss of quality]")  # fmt: skip
 @max_loss_option
+@click.option("--neuron-cache", metavar="on|most_rows=N",
+              help="Plan memory and times for a neuron cache, which swaps hot neurons as the text"
+                   " needs; up to N neurons a token, 256 unless given.")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", default=30.0, show_default=True,
               help="Seconds that the search may take.")  # fmt: skip
 @click.option(
@@ -195,13 +198,14 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @json_option
 def solve(
     budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None,
-    sweep_points: int, is_check: bool, as_json: bool, **options: Any,
+    sweep_points: int, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
     The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
     for a token to take the least time on this machine."""
     from sparkinfer.commands.solve import run_check, run_solve, run_sweep
+    from sparkinfer.neuron_cache import CacheOptions
     from sparkinfer.solver.solve import SolveConfig
 
     if not budgets and not sweep_range and not is_check:
@@ -210,7 +214,13 @@ def solve(
         raise click.UsageError("--check, --sweep, and --explain or --heat-map exclude each other.")
     if sweep_range and budgets:
         raise click.UsageError("--sweep FROM:TO gives the budgets: leave --vram-budget out.")
-    config = SolveConfig(vram_budget_bytes=budgets or (0,), **options)
+    if (is_check or sweep_range) and neuron_cache is not None:
+        raise click.UsageError("--neuron-cache is for a new plan: leave it out here.")
+    config = SolveConfig(
+        vram_budget_bytes=budgets or (0,),
+        neuron_cache=None if neuron_cache is None else CacheOptions.parse(neuron_cache),
+        **options,
+    )
     if is_check:
         report, lines = run_check(config, budgets)
     elif sweep_range:
@@ -280,7 +290,7 @@ def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
               help="The first is made from a profile, the others from a plan.")  # fmt: skip
 @click.option("-o", "--output", type=OUTPUT, required=True, help="The file or folder to write.")
 @click.option("--profile", type=FILE, help="The profile that the plan was made from.")
-@click.option("--group-size", type=int, help="Neurons per group, for SparkInfer; 16 unless given.")
+@click.option("--group-size", type=int, help="Neurons per group, for SparkInfer. [default: 16]")
 @force_option
 @json_option
 def export_command(as_json: bool, **options: Any) -> None:

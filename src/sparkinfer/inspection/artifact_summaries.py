@@ -133,6 +133,7 @@ class SplitSummary:
     home: tuple[int, ...]  # the GPU of each layer and of the head; () if there is one
     dense_on_gpu: tuple[bool, ...]
     num_hot_L: tuple[int, ...]
+    most_swapped_rows: int  # by the neuron cache in one step; 0: the plan has none
     gpu_bytes: Items
     cpu_bytes: Items
 
@@ -160,6 +161,7 @@ class SplitSummary:
             home=split.home,
             dense_on_gpu=split.dense_on_gpu,
             num_hot_L=tuple(len(ids) for ids in split.hot),
+            most_swapped_rows=0 if split.cache is None else split.cache.most_rows,
             gpu_bytes=split.gpu_bytes,
             cpu_bytes=split.cpu_bytes,
         )

@@ -222,6 +222,14 @@ def _differ(predictor: PredictorInfo) -> bool:
 # ---- split, machine ------------------------------------------------------------------------
 
 
+def _cache_facts(summary: SplitSummary) -> list[Row]:
+    if not summary.most_swapped_rows:
+        return []
+    gpu, cpu = (side["neuron_cache"] for side in (summary.gpu_bytes, summary.cpu_bytes))
+    words = f"{format_bytes(gpu)} on the GPU and {format_bytes(cpu)} in main memory"
+    return [("neuron cache", f"up to {summary.most_swapped_rows:,} swaps a token; {words}")]
+
+
 def _split_facts(summary: SplitSummary) -> list[Row]:
     used, dense = sum(summary.gpu_bytes.values()), sum(summary.dense_on_gpu)
     held, host = sum(summary.cpu_bytes.values()), summary.host_budget_bytes
@@ -238,6 +246,7 @@ def _split_facts(summary: SplitSummary) -> list[Row]:
             f"{format_bytes(host) if host else 'not limited'}, used {format_bytes(held)}",
         ),
         ("workspace", f"{format_bytes(workspace)} on every device that holds anything"),
+        *_cache_facts(summary),
         ("status", summary.status),
         (
             "predicted",

@@ -1,0 +1,136 @@
+"""Plans with an online neuron cache: what it takes of both memories, its part of the plan, and notes.
+
+The most that staging and tables can take on the GPU is taken from the budget with the workspace, before
+neurons are placed. Main memory holds a copy of every hot neuron of a divided layer,
+so that it depends on the plan; it is no constraint of the search but checked afterwards
+(`check_host`), and the plan is the fastest for the GPU's budget.
+
+Letters: L layers."""
+
+from dataclasses import fields
+
+import numpy as np
+
+from sparkinfer.budget import CacheSize, copied_bytes, is_cached, plan_bytes
+from sparkinfer.cache_plan import CachePlan
+from sparkinfer.errors import SparkinferError
+from sparkinfer.neuron_cache import CacheOptions
+from sparkinfer.sizes import format_bytes
+from sparkinfer.solver.cache_costs import cache_costs, cache_plan, expected_reads
+from sparkinfer.solver.inputs import Inputs
+from sparkinfer.solver.memories import Smallest, TooSmallError
+from sparkinfer.solver.pipeline import Pipeline
+from sparkinfer.solver.problem import Placement
+from sparkinfer.split_file import Split, without_predictors
+
+# Advice is given where the cache takes at most this share of what hot neurons take.
+SMALL_SHARE = 0.02
+
+
+def check_options(options: CacheOptions) -> None:
+    """Raises SparkinferError for values that are no part of a plan."""
+    others = [
+        f"{field.name}={getattr(options, field.name):g}"
+        for field in fields(options)
+        if field.name != "most_rows" and getattr(options, field.name) != field.default
+    ]
+    if others:
+        raise SparkinferError(
+            f"--neuron-cache {','.join(others)}: a plan holds most_rows alone; give other values to"
+            " the command that runs the plan"
+        )
+
+
+def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None:
+    """Raises TooSmallError if main memory does not hold a plan with a neuron cache."""
+    needed = sum(_host_bytes(inputs, placement).values())
+    if needed > inputs.host_budget:
+        raise TooSmallError(inputs, pipeline, Smallest(budgets=None, host=needed))
+
+
+def check_divided(inputs: Inputs, placement: Placement) -> None:
+    """Raises SparkinferError if a neuron cache was asked for and no layer is divided."""
+    if inputs.swapped_rows and not _is_cached_L(placement).any():
+        raise SparkinferError(
+            f"{inputs.paths[0]}: with this budget the best plan divides no layer's neurons between"
+            " GPU and CPU, so a neuron cache has nothing to swap; leave --neuron-cache out, or give"
+            " another --vram-budget"
+        )
+
+
+def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> CachePlan | None:
+    """The cache's part of a plan; None if none was asked for."""
+    if not inputs.swapped_rows:
+        return None
+    reads_LF = expected_reads(inputs.model, inputs.profile, inputs.mode)
+    costs = cache_costs(
+        model=inputs.model,
+        profile=inputs.profile,
+        machine=inputs.machine,
+        mode=inputs.mode,
+        problem=pipeline.model,
+        placement=placement,
+        gpu=inputs.gpus[0],
+    )
+    return cache_plan(costs, reads_LF, inputs.swapped_rows)
+
+
+def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: float) -> str:
+    """What a plan's cache takes; `without_s` are the seconds of a token of the plan without it."""
+    num_layers = int(_is_cached_L(placement).sum())
+    copies = copied_bytes(inputs.model, placement.num_hot_L.tolist())
+    return (
+        f"the neuron cache of {num_layers} layers takes"
+        f" {format_bytes(split.gpu_bytes['neuron_cache'])} of the GPU's budget, for up to"
+        f" {inputs.swapped_rows} swaps a token, and {format_bytes(split.cpu_bytes['neuron_cache'])}"
+        f" of main memory, {format_bytes(copies)} of it copies of hot neurons; without it the plan"
+        f" is for {1 / without_s:,.1f} tokens/s"
+    )
+
+
+def advice_line(
+    inputs: Inputs, pipeline: Pipeline, placement: Placement, split: Split
+) -> str | None:
+    """Says that there is room for a cache and what it takes; None without room in both memories, and where no swap could make a token faster: if the CPU
+    is not the longer side of any layer."""
+    if len(inputs.budgets) > 1 or inputs.mode == "dense" or not _is_cached_L(placement).any():
+        return None
+    size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=inputs.mode == "exact")
+    on_gpu = size.most_gpu_bytes(inputs.model)
+    on_host = size.host_bytes(inputs.model, placement.num_hot_L.tolist())
+    free = min(inputs.host_budget, inputs.machine.free_bytes) - sum(split.cpu_bytes.values())
+    is_small = on_gpu <= SMALL_SHARE * split.gpu_bytes["neurons"]
+    if not is_small or on_host > free or not _waits_for_cpu(pipeline, placement):
+        return None
+    return (
+        "there is room for a neuron cache, which helps where texts differ from the profile's:"
+        f" --neuron-cache on takes {format_bytes(on_gpu)} of the GPU's budget and"
+        f" {format_bytes(on_host)} of main memory"
+    )
+
+
+def _waits_for_cpu(pipeline: Pipeline, placement: Placement) -> bool:
+    """True if the cold neurons of a divided layer are expected to take longer than the hot ones."""
+    problem = pipeline.model
+    hot_L = (problem.touched_LF * placement.hot_LF).sum(axis=1)
+    gpu_L = hot_L * problem.gpu_s_per_byte + problem.launch_s
+    cpu_L = (problem.touched_L - hot_L) * problem.cpu_s_per_byte_L + problem.round_trip_s
+    return bool((_is_cached_L(placement) & (cpu_L > gpu_L)).any())
+
+
+def _is_cached_L(placement: Placement) -> np.ndarray:
+    num_neurons = placement.hot_LF.shape[1]
+    return np.array([is_cached(hot, num_neurons) for hot in placement.num_hot_L.tolist()])
+
+
+def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:
+    is_predicted = inputs.mode == "predicted"
+    return plan_bytes(
+        inputs.model if is_predicted else without_predictors(inputs.model),
+        context_length=inputs.context_length,
+        num_hot=placement.num_hot_L.tolist(),
+        dense_on_gpu=placement.dense_L.tolist(),
+        head_on_gpu=placement.head,
+        workspace=inputs.workspace,
+        neuron_cache=inputs.cache_size,
+    )[1]

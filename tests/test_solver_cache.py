@@ -1,0 +1,241 @@
+"""Plans with a neuron cache: bytes of both memories, refusals, advice, and what `verify` rejects."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import make_machine, make_model, make_profile, make_shape
+
+from sparkinfer import Engine
+from sparkinfer.budget import CacheSize, staging_bytes
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import ModelFile
+from sparkinfer.neuron_cache import CacheOptions
+from sparkinfer.profile_file import Profile
+from sparkinfer.runtime.neuron_cache import device_slots
+from sparkinfer.runtime.neuron_cache.row_copies import RowTable
+from sparkinfer.runtime.prefill import workspace
+from sparkinfer.runtime.weights.slot_rows import tensors_of
+from sparkinfer.solver import with_cache
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.solver.sweep import sweep
+from sparkinfer.solver.verify import verify
+from sparkinfer.split_file import Split
+
+WORKSPACE = 100 << 10
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    model = make_model(shape=make_shape(num_layers=3), kind="f16", predictor_rank=8)
+    model.save(folder / "m.gguf")
+    make_profile(model).save(folder / "p")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
+        folder / "c"
+    )
+    return folder
+
+
+def config(files, output, **changes) -> SolveConfig:
+    values = {
+        "model": files / "m.gguf", "profile": files / "p", "machine": files / "c", "force": True,
+        "vram_budget_bytes": WORKSPACE + (110 << 10), "mode": "exact", "output": output,
+        "neuron_cache": CacheOptions(most_rows=3),
+    }  # fmt: skip
+    return SolveConfig(**values | changes)
+
+
+def solved(files, output, **changes):
+    return solve(config(files, output, **changes), lambda *given: WORKSPACE)
+
+
+def loaded(files):
+    return {
+        "model": ModelFile.load(files / "m.gguf"),
+        "profile": Profile.load(files / "p"),
+        "machine": Machine.load(files / "c"),
+    }
+
+
+# A neuron is 3 rows of 64 values in f16. A swap in staging: the rows, 6 copies, 3 numbers.
+NEURON, STAGING = 3 * 128, 3 * (3 * 128 + 6 * 32 + 3 * 4)
+WORDS = 3 * 3  # of 32 bits: 96 neurons of 3 layers
+SCORES_AND_SLOTS = 3 * 96 * (4 + 4 + 4 + 4)
+CANDIDATES = 3 * 3 * 24
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_both_memories_to_the_byte(files, tmp_path, mode):
+    report = solved(files, tmp_path / "plan", mode=mode)
+    split = Split.load(tmp_path / "plan")
+    num_hot = [len(ids) for ids in split.hot if 0 < len(ids) < 96]
+    assert num_hot
+    packed = 4 * WORDS + 4 * 96 * len(num_hot) if mode == "exact" else 0
+    assert split.gpu_bytes["neuron_cache"] == STAGING + packed == report.gpu_bytes["neuron_cache"]
+    bits = 4 * WORDS * (2 + (3 if mode == "exact" else 2))
+    copies = sum(num_hot) * (NEURON + 8)
+    want = copies + STAGING + SCORES_AND_SLOTS + CANDIDATES + bits
+    assert split.cpu_bytes["neuron_cache"] == want
+    most = 4 * 96 * (3 - len(num_hot))  # kept free for the tables of layers that are not cached
+    unused = split.vram_budget_bytes - sum(split.gpu_bytes.values())
+    assert 0 <= unused < most + NEURON + 8
+    note = next(line for line in report.notes if line.startswith("the neuron cache of"))
+    assert f"of {len(num_hot)} layers" in note and "up to 3 swaps a token" in note
+    plain = solved(files, tmp_path / "plain", mode=mode, neuron_cache=None)
+    assert f"without it the plan is for {plain.tokens_per_s:,.1f} tokens/s" in note
+    assert plain.objective_s <= report.objective_s and plain.gpu_bytes["neuron_cache"] == 0
+    assert Split.load(tmp_path / "plain").cache is None
+
+
+def test_a_plan_begins_with_the_profiles_frequencies(files, tmp_path):
+    solved(files, tmp_path / "plan")
+    cache, profile = Split.load(tmp_path / "plan").cache, Profile.load(files / "p")
+    assert cache.most_rows == 3
+    assert (cache.frequency_LF == profile.frequency_LF.astype(np.float32)).all()
+
+
+def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
+    solved(files, tmp_path / "plan")
+    split, known = Split.load(tmp_path / "plan"), loaded(files)
+    verify(split, **known)
+    times, frequency = split.cache.costs, split.cache.frequency
+    waits = int(np.argmax(times.cold_row_s_L))
+    assert times.cold_row_s_L[waits] > 0
+    wrong = [
+        {"costs": replace(times, rest_s=times.rest_s * 1.001)},
+        {"costs": replace(times, cold_row_s_L=times.cold_row_s_L / 2)},
+        {"costs": replace(times, cold_s_L=np.zeros_like(times.cold_s_L), hot_s_L=times.cold_s_L)},
+        {"frequency": tuple(0.5 * row_F for row_F in frequency)},
+        {"frequency": frequency[::-1]},
+        {"frequency": tuple(np.zeros_like(row_F) for row_F in frequency)},
+    ]
+    for change in wrong:
+        with pytest.raises(SparkinferError, match="the plan is wrong"):
+            verify(replace(split, cache=replace(split.cache, **change)), **known)
+
+
+@pytest.mark.parametrize("mode", ["exact", None])
+def test_main_memory_by_the_byte(files, tmp_path, mode):
+    """A refusal names the smallest, also if no mode is asked for; without a cache less will do."""
+    with pytest.raises(SparkinferError, match="copy of each hot neuron") as refused:
+        solved(files, tmp_path / "plan", host_budget_bytes=WORKSPACE, mode=mode)
+    text = str(refused.value).split("--host-budget that works is ")[1]
+    needed = int(text.split(" bytes")[0].replace(",", ""))
+    with pytest.raises(SparkinferError, match=f"that works is {needed:,} bytes"):
+        solved(files, tmp_path / "plan", host_budget_bytes=needed - 1, mode=mode)
+    assert not (tmp_path / "plan").exists()
+    solved(files, tmp_path / "plan", host_budget_bytes=needed, mode=mode)
+    assert sum(Split.load(tmp_path / "plan").cpu_bytes.values()) == needed
+    solved(files, tmp_path / "plan", host_budget_bytes=needed - 1, neuron_cache=None, mode=mode)
+
+
+def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
+    report = solved(files, tmp_path / "plan", mode=None)
+    assert report.mode != "dense" and Split.load(tmp_path / "plan").cache is not None
+    assert ("dense", "reads every neuron") in [(o.name, o.why_not) for o in report.alternatives]
+    silu = make_model(shape=make_shape(num_layers=3), kind="f16", activation="silu")
+    silu.save(tmp_path / "silu.gguf")
+    make_profile(silu).save(tmp_path / "p")
+    with pytest.raises(SparkinferError, match="no mode but dense costs at most"):
+        solved(files, tmp_path / "none", model=tmp_path / "silu.gguf", profile=tmp_path / "p",
+               mode=None)  # fmt: skip
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_smallest_budget_beside_a_cache(files, tmp_path):
+    with pytest.raises(SparkinferError, match="holds nothing beside the neuron cache") as refused:
+        solved(files, tmp_path / "plan", vram_budget_bytes=WORKSPACE + 100)
+    smallest = int(str(refused.value).split("that does is ")[1].split(" bytes")[0].replace(",", ""))
+    with pytest.raises(SparkinferError, match="holds nothing beside the neuron cache"):
+        solved(files, tmp_path / "plan", vram_budget_bytes=smallest - 1)
+    try:
+        solved(files, tmp_path / "plan", vram_budget_bytes=smallest)
+    except SparkinferError as error:  # it holds something, but no part of a layer's neurons
+        assert "divides no layer's neurons" in str(error)
+
+
+REFUSED = [
+    ("-vb 200KiB --neuron-cache margin=0.5", 1, "margin=0.5: a plan holds most_rows alone"),
+    ("-vb 200KiB --neuron-cache most_rows=0", 1, "most_rows=0; wanted 1 to 65536"),
+    ("-vb 200KiB --neuron-cache most_rows=x", 1, "most_rows='x'; wanted a number"),
+    ("-vb 200KiB --neuron-cache nan", 1, "'nan' in 'nan'; wanted on or NAME=VALUE"),
+    ("-vb 200KiB --neuron-cache on --mode dense", 1, "reads every neuron; wanted exact or"),
+    ("-vb 0 --neuron-cache on", 1, "its slots are in the GPU's memory"),
+    ("-vb 200KiB -vb 200KiB --neuron-cache on", 1, "2 GPUs; it is planned for one"),
+    ("--sweep 1MiB:2MiB --neuron-cache on", 2, "leave it out here"),
+    ("--check --neuron-cache on", 2, "leave it out here"),
+]
+
+
+@pytest.mark.parametrize("options, code, words", REFUSED)
+def test_requests_that_no_plan_meets_are_one_line(files, tmp_path, capsys, options, code, words):
+    named = ["--profile", files / "p", "--machine", files / "c", "-o", tmp_path / "plan"]
+    arguments = [str(part) for part in ("solve", files / "m.gguf", *named)]
+    assert main([*arguments, *options.split(" ")]) == code
+    *usage, line = capsys.readouterr().err.strip().splitlines()
+    assert words in line and (code == 2 or not usage)
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_plan_in_which_no_layer_is_divided_is_refused(files, tmp_path):
+    with pytest.raises(SparkinferError, match="divides no layer's neurons"):
+        solved(files, tmp_path / "plan", vram_budget_bytes=1 << 30)
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(workspace, "measure_workspace", lambda *given: WORKSPACE)
+    named = ["--profile", files / "p", "--machine", files / "c", "-o", tmp_path / "plan"]
+    arguments = [str(part) for part in ("solve", files / "m.gguf", *named)]
+    options = "-vb 210KiB --mode exact --neuron-cache most_rows=3 --explain --json"
+    assert main([*arguments, *options.split(" ")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (items,) = report["explanation"]["items_of_gpus"]
+    assert items["neuron_cache"] == report["gpu_bytes"]["neuron_cache"] > 0
+    assert main(["inspect", str(tmp_path / "plan")]) == 0
+    said = capsys.readouterr().out
+    assert "up to 3 swaps a token" in said and "in main memory" in said
+    assert main([*arguments, "--check"]) == 0
+    with pytest.raises(SparkinferError, match="a curve over budgets has no neuron cache"):
+        sweep(config(files, tmp_path / "curve"), first=1, last=2, num_budgets=2)
+
+
+def test_advice_where_there_is_room(files, tmp_path, monkeypatch):
+    words = "there is room for a neuron cache"
+
+    def is_advised(**changes) -> bool:
+        report = solved(files, tmp_path / "plan", neuron_cache=None, **changes)
+        return any(line.startswith(words) for line in report.notes)
+
+    assert not is_advised()  # staging for 256 neurons is more than all hot ones
+    monkeypatch.setattr(with_cache, "SMALL_SHARE", 1e9)
+    assert is_advised()
+    held = sum(Split.load(tmp_path / "plan").cpu_bytes.values())
+    assert not is_advised(host_budget_bytes=held + STAGING)
+    assert not is_advised(vram_budget_bytes=1 << 30)  # everything fits
+    assert not is_advised(vram_budget_bytes=0)
+    assert not is_advised(mode="dense")
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_staging_is_what_the_runtime_allocates(kind):
+    model = make_model(kind=kind)
+    with Engine.of(model, mode="exact", device="cpu") as engine:
+        blocks = [layer.ffn.blocks[0] for layer in engine.layers]
+        table = RowTable.of([tensors_of(block) for block in blocks])
+        for most_rows in (1, 3, 256):
+            want = device_slots.staging_bytes(table, most_rows)
+            assert staging_bytes(model, most_rows) == want
+
+
+def test_the_most_of_any_placement():
+    model = make_model()
+    for packs_bits in (False, True):
+        size = CacheSize(most_rows=5, packs_bits=packs_bits)
+        found = [size.gpu_bytes(model, hot) for hot in ([0, 96], [1, 96], [1, 95])]
+        assert found == sorted(found) and found[-1] == size.most_gpu_bytes(model)
+        assert (len(set(found)) == 3) == packs_bits
