@@ -236,7 +236,8 @@ class Engine(TextEngine):
         resident_LN = None
         if neuron_cache is not None:
             resident_LN = neuron_cache.resident(file.row_major, plan, gpu)
-            bytes_by_role["cpu"]["neurons"] += slot_bytes(file.row_major, resident_LN)
+            if plan is None or plan.cache is None:
+                bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(file.row_major, resident_LN)
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         if neuron_cache is not None:
             neuron_cache.check(file.row_major, mode, is_resident=residence is not None)
@@ -248,7 +249,7 @@ class Engine(TextEngine):
         with uploading(memories, residence, notice) as uploaders:
             weights = load_weights(
                 file, placement, mode, context_length, observers, traffic, notice, residence,
-                uploaders, num_sequences, cache_types, resident_LN,
+                uploaders, num_sequences, cache_types, resident_LN, gpu.type == "cpu",
             )  # fmt: skip
         if not library.is_available():
             print(f"{file.path}: the C++ kernels are not built; torch computes in their place, many"

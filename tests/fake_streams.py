@@ -55,6 +55,7 @@ class FakeDevice:
             take=plain.take,
             prepare=plain.prepare,
             is_pinned=False,
+            slot_kernels=plain.slot_kernels,
         )
 
     def drain(self) -> None:

@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 
 from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
 from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch, down_parts
+from sparkinfer.runtime.kernels.gpu.slots import triton_slot_kernels
 from sparkinfer.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
@@ -113,6 +114,11 @@ def launch_the_rest() -> None:
             scratch = torch.empty(attend_scratch(len(cache), heads, HEAD_WIDTH))
             out = torch.empty(heads, HEAD_WIDTH)
             kernels.attend(qkv, cache, cache, position, heads, scratch, out)
+    slots, row_bytes = triton_slot_kernels(), 2 * WIDTH
+    staging = torch.empty(8 * row_bytes, dtype=torch.uint8)
+    slots.scatter(staging, torch.empty(8, 4, dtype=torch.int64), row_bytes)
+    named = torch.empty(NEURONS // 32, dtype=torch.int32)
+    slots.pack_open(x, torch.empty(NEURONS, dtype=torch.int32), named)
 
 
 def facts(name: str, kernel) -> dict[str, str | int]:

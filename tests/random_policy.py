@@ -41,5 +41,9 @@ class RandomPolicy:
 
 def random_setup(**options):
     """A setup with such a policy; options of it and of CacheSetup."""
-    own = {name: options.pop(name) for name in ("most_rows", "seed") if name in options}
-    return CacheSetup(policy_of=lambda ids, count: RandomPolicy(ids, count, **own), **options)
+    most_rows, seed = options.pop("most_rows", 8), options.pop("seed", 0)
+
+    def policy_of(resident_LN, num_neurons):
+        return RandomPolicy(resident_LN, num_neurons, most_rows=most_rows, seed=seed)
+
+    return CacheSetup(policy_of=policy_of, most_rows=most_rows, **options)

@@ -151,8 +151,8 @@ def test_a_plan_says_which_neurons_have_slots_at_first(tmp_path, mode):
         assert engine.neuron_cache.residency.num_slots_L.tolist() == [60, 0, 0]
         row_bytes = engine.layers[0].ffn.blocks[0].down.row_bytes
         with Engine.load(model.path, split=split, mode=mode) as static:
-            added = engine.bytes_by_role["cpu"]["neurons"] - static.bytes_by_role["cpu"]["neurons"]
-        assert added == 60 * 3 * row_bytes
+            before, after = (e.bytes_by_role["cpu"]["neuron_cache"] for e in (static, engine))
+        assert (before, after) == (0, 60 * 3 * row_bytes)
         assert torch.equal(decoded(engine, IDS), want)
         assert engine.neuron_cache.num_swaps > 20
 

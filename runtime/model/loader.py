@@ -34,7 +34,7 @@ from sparkinfer.runtime.model.feed_forward import (
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.slot_rows import joined, rows_of_slots
+from sparkinfer.runtime.weights.slot_rows import apart, joined, rows_of_slots
 from sparkinfer.runtime.weights.upload import Uploader
 from sparkinfer.split_file import Split
 
@@ -142,15 +142,17 @@ def load_weights(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
     resident_LN: Sequence[np.ndarray] | None = None,
+    are_slots_joined: bool = True,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
     projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device
     has an uploader, its weights go into the uploader's memory. `cache_types` of None are the
     model's own. `resident_LN`: the neurons in the slots of a neuron cache; none for a layer without
-    slots."""
+    slots. `are_slots_joined`: on the CPU, in one block with all neurons."""
     builder = Builder(
         model, placement, mode, context_length, observers, traffic, notice, residence,
         uploaders or {}, num_sequences, cache_types, resident_LN,
+        are_slots_joined,
     )  # fmt: skip
     head_device = placement.head_device
     embedding_device = head_device if model.is_tied else torch.device("cpu")
@@ -205,6 +207,7 @@ class Builder:
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
     resident_LN: Sequence[np.ndarray] | None = None
+    are_slots_joined: bool = True
     # Layers whose down projection was repacked: old type, new type, relative error.
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
@@ -352,12 +355,15 @@ class Builder:
         except that without a residence, cold neurons are rows of the file's."""
         num_neurons = self.model.shape.num_neurons
         down, gpu = self.down(index), self.placement.homes[index]
-        if self.resident_LN is not None and gpu == CPU:
+        if self.resident_LN is not None and self.are_slots_joined:
             return (self.joined_block(index, down, self.resident_LN[index]),)
         if self.placement.hot is None:
             return (self.block(index, down, gpu, np.arange(num_neurons), "all"),)
         hot = self.placement.hot[index].astype(np.int64)
         cold = np.setdiff1d(np.arange(num_neurons), hot)
+        if self.resident_LN is not None and len(self.resident_LN[index]):
+            block = self.block(index, down, gpu, hot, "own")
+            return apart(block, self.block(index, down, CPU, cold, "shared"), cold)
         blocks = []
         if len(hot):
             blocks.append(self.block(index, down, gpu, hot, "own"))

@@ -63,6 +63,7 @@ class NativeNeurons:
     named_W: Tensor | None  # int32 [ceil(F / 32)], bit j % 32 of word j / 32 for neuron j
     y_D: Tensor
     kept: tuple[Any, ...]  # keeps alive what the struct points to
+    fired_W: Tensor | None = None  # int32, written: bits of the neurons whose row of `down` is read
 
     @classmethod
     def of(
@@ -76,6 +77,7 @@ class NativeNeurons:
         named_W: Tensor | None = None,
         y_D: Tensor | None = None,
         room: SharedWorkspace | None = None,
+        fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
         """Makes a call. `num_neurons` is the layer's F; vectors that are not given are allocated.
         With a `room`, the call can run only once that is allocated. Raises NotNative for what the
@@ -93,6 +95,7 @@ class NativeNeurons:
             x=x_D.data_ptr(),
             named=None if named_W is None else named_W.data_ptr(),
             y=y_D.data_ptr(),
+            fired=None if fired_W is None else fired_W.data_ptr(),
             width=width,
             num_neurons=num_neurons,
             num_tokens=1,
@@ -106,7 +109,7 @@ class NativeNeurons:
         else:
             room.add(struct)
         kept = (*structs.kept, room)
-        return cls(struct=struct, x_D=x_D, named_W=named_W, y_D=y_D, kept=kept)
+        return cls(struct=struct, x_D=x_D, named_W=named_W, y_D=y_D, kept=kept, fired_W=fired_W)
 
     @property
     def node(self) -> tuple[int, int]:

@@ -50,11 +50,9 @@ class NeuronCache:
     """The cache of a running model. `use` gives it its slots, `attach` the memory of steps'
     bits."""
 
-    def __init__(
-        self, policy: Policy, residency: Residency, copy_bytes_per_s: float | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, residency: Residency, most_rows: int) -> None:
         self.policy, self.residency = policy, residency
-        self.copy_bytes_per_s = copy_bytes_per_s  # that copies are slowed down to, for tests
+        self.most_rows = most_rows  # swaps of a decision, at most
         self.slots: Slots | None = None
         self.num_swaps = 0  # that are in the tables
         self._num_pending = 0

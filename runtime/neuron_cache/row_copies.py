@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparkinfer.runtime.kernels.cpu import library
 
-_ALIGNMENT = 16  # of the parts of a neuron in staging
+ALIGNMENT = 16  # of the parts of a neuron in staging
 
 
 class CopiesStruct(Structure):
@@ -71,13 +71,13 @@ class RowTable:
     @property
     def offset_LM(self) -> np.ndarray:
         """The places of the parts of a neuron in staging."""
-        padded_LM = -(-self.size_LM // _ALIGNMENT) * _ALIGNMENT
+        padded_LM = -(-self.size_LM // ALIGNMENT) * ALIGNMENT
         return padded_LM.cumsum(axis=1) - padded_LM
 
     @property
     def neuron_bytes(self) -> int:
         """Bytes of the largest neuron in staging."""
-        padded_LM = -(-self.size_LM // _ALIGNMENT) * _ALIGNMENT
+        padded_LM = -(-self.size_LM // ALIGNMENT) * ALIGNMENT
         return int(padded_LM.sum(axis=1).max())
 
 

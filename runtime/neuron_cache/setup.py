@@ -20,13 +20,15 @@ from sparkinfer.split_file import Split
 @dataclass(frozen=True, kw_only=True)
 class CacheSetup:
     """`policy_of` makes the policy of a model from the neurons in each layer's slots, in order (none
-    if a layer has no slots), and the number of neurons of a layer.
+    if a layer has no slots), and the number of neurons of a layer; it decides on `most_rows` swaps at
+    most.
 
     share: without a plan, the share of each layer's neurons that has a slot, at first those with the
     lowest numbers; with one, the plan's hot neurons are in the slots. copy_bytes_per_s: where
     memories do not differ, the rate that copies are slowed down to."""
 
     policy_of: Callable[[Sequence[np.ndarray], int], Policy]
+    most_rows: int
     share: float | None = None
     copy_bytes_per_s: float | None = None
 
@@ -65,7 +67,7 @@ class CacheSetup:
         num_neurons = weights.layers[0].ffn.num_neurons
         residency = Residency(resident_LN, num_neurons)
         policy = self.policy_of(resident_LN, num_neurons)
-        cache = NeuronCache(policy, residency, self.copy_bytes_per_s)
+        cache = NeuronCache(policy, residency, self.most_rows)
         if is_joined:
             blocks = {
                 layer: weights.layers[layer].ffn.blocks[0]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparkinfer.runtime.device.streams import CudaStream, Stream
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, triton_kernels
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.hybrid_step import Backend
 
@@ -30,7 +31,15 @@ def cuda_backend(
         take=take or _allocated,
         prepare=_captured if has_graph else _submitted,
         is_pinned=True,
+        slot_kernels=_slot_kernels(),
     )
+
+
+def _slot_kernels() -> SlotKernels | None:
+    try:
+        return triton_slot_kernels()
+    except ImportError:
+        return None
 
 
 def _allocated(device: torch.device) -> Take:

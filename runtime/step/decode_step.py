@@ -36,6 +36,8 @@ def decode_step(
     if isinstance(backend, str):
         return backend
     try:
-        return hybrid_builder.build(weights, placement, input_layer_offset, traffic, backend)
+        return hybrid_builder.build(
+            weights, placement, input_layer_offset, traffic, backend, neuron_cache
+        )
     except NotNative as reason:
         return str(reason)

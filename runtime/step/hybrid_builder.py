@@ -15,9 +15,11 @@ from sparkinfer.runtime.kernels.gpu.ranges import down_parts
 from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
 from sparkinfer.runtime.model.loader import Placement, Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
+from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step.hybrid_device import DeviceBuffers, DeviceProgram, DividedLayer
 from sparkinfer.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
 from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
+from sparkinfer.runtime.step.step_cache import StepCache
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,12 @@ def build(
     input_layer_offset: int,
     traffic: Traffic,
     backend: Backend,
+    neuron_cache: NeuronCache | None = None,
 ) -> HybridStep:
     """The hybrid step of this model. Raises NotNative for what the CPU kernels do not cover. A
     "GPU" of `placement` may be the CPU, with a backend that runs there."""
-    return _Builder(weights, placement, input_layer_offset, traffic, backend).step()
+    builder = _Builder(weights, placement, input_layer_offset, traffic, backend, neuron_cache)
+    return builder.step()
 
 
 class _Builder:
@@ -49,10 +53,14 @@ class _Builder:
         input_layer_offset: int,
         traffic: Traffic,
         backend: Backend,
+        neuron_cache: NeuronCache | None,
     ) -> None:
         self.weights, self.placement, self.offset = weights, placement, input_layer_offset
         self.traffic, self.backend = traffic, backend
         num_neurons = weights.layers[0].ffn.num_neurons
+        self.cache = None
+        if neuron_cache is not None:
+            self.cache = StepCache(weights, placement, backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         self.host = HostBuffers.of(width, num_neurons, vocab_size, is_pinned=backend.is_pinned)
         room = SharedWorkspace()
@@ -81,12 +89,18 @@ class _Builder:
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
         hot, cold = blocks_of(self.placement, index, layer.ffn.blocks)
-        native = None
+        native, named_W, fired_W, hot_bits = None, self.host.named_W, None, None
+        if self.cache is not None:
+            hot_bits = self.cache.hot_bits(index)
+            if self.cache.is_exact:
+                fired_W = self.cache.cold_bits(index)
+            else:
+                named_W = self.cache.cold_bits(index)
         if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
             native = NativeNeurons.of(
                 cold, layer.ffn.gate, layer.ffn.mode, layer.ffn.num_neurons,
-                x_D=self.host.ffn_input_D, named_W=self.host.named_W, y_D=self.host.cold_D,
-                room=room,
+                x_D=self.host.ffn_input_D, named_W=named_W, y_D=self.host.cold_D,
+                room=room, fired_W=fired_W,
             )  # fmt: skip
         is_partial = hot is not None and not hot.is_whole
         return DividedLayer(
@@ -96,12 +110,16 @@ class _Builder:
             hot_id_N=hot.id_N.to(torch.int32) if hot is not None and is_partial else None,
             cold=native,
             num_parts=down_parts(len(hot.id_N), hot.down.width) if hot else 0,
+            named_W=named_W,
+            hot_bits=hot_bits,
         )
 
     def step(self) -> HybridStep:
         homes = self.placement.numbers
         self.programs = {number: self._program(number) for number in sorted(set(homes))}
         self._submit_all(homes)
+        if self.cache is not None:
+            self.cache.connect({number: each.main for number, each in self.programs.items()})
         segments = [
             self._segment(number, is_graph, [action.run for action in actions])
             for (number, is_graph), actions in groupby(
@@ -134,6 +152,7 @@ class _Builder:
             positions=positions.data.float() if positions is not None and has_rows else None,
             meter=meter,
             kept=(self.programs, self.divided, self.actions),
+            neuron_cache=self.cache,
         )
 
     def _segment(self, number: int, is_graph: bool, runs: Sequence[Callable[[], None]]) -> Segment:
@@ -161,6 +180,7 @@ class _Builder:
             host=self.host,
             rotary=self.weights.rotary.get(device),
             input_layer_offset=self.offset,
+            slot_kernels=self.backend.slot_kernels,
         )
 
     def _submit_all(self, homes: Sequence[int]) -> None:
@@ -179,11 +199,13 @@ class _Builder:
             if self.placement.dense_on_gpu[index]:
                 at = self._to(number, at, index)
                 self._act(number, self._bound(number, self.divided[index]))
+                self._copy_bits(number, index)
                 index += 1
                 continue
             at = self._to(None, at, index)
             if not self.is_whole[index]:
                 self._front_and_back(number, self.divided[index])
+                self._copy_bits(number, index)
                 index += 1
                 continue
             stop = index
@@ -199,6 +221,12 @@ class _Builder:
 
     def _act(self, number: int, run: Callable[[], None], *, is_graph: bool = True) -> None:
         self.actions.append(Action(number, run, is_graph))
+
+    def _copy_bits(self, number: int, layer: int) -> None:
+        main = self.programs[number].main
+        copy = None if self.cache is None else self.cache.copy_of_bits(layer, main)
+        if copy is not None:
+            self._act(number, copy)
 
     def _bound(self, number: int, divided: DividedLayer) -> Callable[[], None]:
         return lambda: self.programs[number].run(divided)
@@ -223,7 +251,7 @@ class _Builder:
         """Submits a layer with attention on the host and hot neurons on a GPU."""
         program, index, cold = self.programs[number], divided.index, divided.cold
         is_predicted = divided.layer.ffn.mode == "predicted"
-        front = self.parts.front(index)
+        front = self.parts.front(index, divided.named_W)
         back = self.parts.back(index, has_cold=cold is not None)
 
         def run() -> None:

@@ -3,12 +3,14 @@ it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparkinfer.runtime.device.streams import HostNode, Stream
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.native_neurons import NeuronsStruct
 from sparkinfer.runtime.step.hybrid_device import Take
@@ -28,6 +30,14 @@ class Backend:
     take: Callable[[torch.device], Take]  # zeroed memory for buffers
     prepare: Prepare
     is_pinned: bool
+    slot_kernels: SlotKernels | None = None  # of a neuron cache; None: there are none
+
+
+class StepHooks(Protocol):
+    """Called before a step is submitted, and after it has finished."""
+
+    def before_step(self) -> None: ...
+    def after_step(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,7 @@ class HybridStep:
     positions: Tensor | None  # f32 [C, D] on the host, if the embedding is on a GPU
     meter: "Meter"
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
+    neuron_cache: StepHooks | None = None
 
     def run(self, token: int, position: int) -> Tensor:
         """Logits f32 [V] after one token, valid until the next step; appends to the cache."""
@@ -59,6 +70,8 @@ class HybridStep:
             self.before.run()
         elif self.positions is not None:
             host.x_D.copy_(self.positions[position])
+        if self.neuron_cache is not None:
+            self.neuron_cache.before_step()
         try:
             self._submit()
         finally:  # even after an interrupt, nothing keeps running
@@ -66,6 +79,8 @@ class HybridStep:
                 segment.main.finish()
         if self.after:
             self.after.run()
+        if self.neuron_cache is not None:
+            self.neuron_cache.after_step()
         self.meter.read()
         return host.logits_V
 

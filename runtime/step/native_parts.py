@@ -120,13 +120,14 @@ class NativeParts:
             writes=("x_D", "ffn_input_D"),
         )
 
-    def front(self, layer: int) -> HostNode:
-        """The node for a layer up to its neurons' input and its predictor's output."""
+    def front(self, layer: int, named_W: Tensor) -> HostNode:
+        """The node for a layer up to its neurons' input and its predictor's output, `named_W`."""
         return self._node(
             _FRONT,
             layer,
             reads=("position_1", "x_D", "ffn_input_D"),
-            writes=("ffn_input_D", "named_W"),
+            writes=("ffn_input_D",),
+            named_W=named_W,
         )
 
     def back(self, layer: int, *, has_cold: bool) -> HostNode:
@@ -143,8 +144,10 @@ class NativeParts:
         reads: tuple[str, ...],
         writes: tuple[str, ...],
         outs: tuple[str, ...] = (),
+        named_W: Tensor | None = None,
     ) -> HostNode:
         host = self.host
+        named = [] if named_W is None else [named_W]
         begin = 0 if layer is None else self.row_L[layer]
         found = [getattr(host, name).data_ptr() for name in outs]
         struct = PartStruct(
@@ -153,7 +156,7 @@ class NativeParts:
             position=host.position_1.data_ptr(),
             x=host.x_D.data_ptr(),
             ffn_input=host.ffn_input_D.data_ptr(),
-            named=host.named_W.data_ptr(),
+            named=(host.named_W if named_W is None else named_W).data_ptr(),
             ffn_out=(c_void_p * 2)(*found),
             logits=host.logits_V.data_ptr(),
             begin=begin,
@@ -165,8 +168,8 @@ class NativeParts:
             function=library.part_function(),
             argument=addressof(struct),
             reads=tuple(getattr(host, name) for name in reads),
-            writes=tuple(getattr(host, name) for name in writes),
-            kept=(struct, self),
+            writes=(*(getattr(host, name) for name in writes), *named),
+            kept=(struct, self, *named),
         )
 
 
@@ -174,6 +177,7 @@ def neuron_node(neurons: NativeNeurons) -> HostNode:
     """The node for the cold neurons of a layer."""
     function, argument = neurons.node
     reads = (neurons.x_D,) if neurons.named_W is None else (neurons.x_D, neurons.named_W)
+    writes = (neurons.y_D,) if neurons.fired_W is None else (neurons.y_D, neurons.fired_W)
     return HostNode(
-        function=function, argument=argument, reads=reads, writes=(neurons.y_D,), kept=(neurons,)
+        function=function, argument=argument, reads=reads, writes=writes, kept=(neurons,)
     )

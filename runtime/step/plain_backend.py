@@ -9,17 +9,19 @@ from torch import Tensor
 
 from sparkinfer.runtime.device.streams import PlainStream, Stream
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.hybrid_step import Backend
 
 
-def plain_backend(kernels: Kernels) -> Backend:
+def plain_backend(kernels: Kernels, slot_kernels: SlotKernels | None = None) -> Backend:
     return Backend(
         kernels=kernels,
         streams=lambda device: (PlainStream(), PlainStream()),
         take=_take,
         prepare=_as_it_is,
         is_pinned=False,
+        slot_kernels=slot_kernels or reference_slot_kernels(),
     )
 
 

@@ -1,12 +1,15 @@
-"""A layer's neurons with slots before them, in one range of addresses:
+"""A layer whose hot neurons have slots, which other neurons can take.
+
+Where one processor reads both memories, the slots come before all neurons, in one range of addresses:
 
     row    0 .. N - 1      the slots, in the fast memory
            N .. N + F - 1  all neurons of the layer, in order
 
 Neuron j is read at row `row_N[j]` of the block: its slot, or N + j. The neurons of the block stay in the
-same order, so that no sum depends on which of them have a slot.
+same order, so that no sum depends on which of them have a slot. Where the slots are on a GPU, they are a block,
+and the cold neurons are another one.
 
-Letters: F neurons of a layer, N slots."""
+Letters: F neurons of a layer, N slots, C cold neurons."""
 
 from dataclasses import replace
 
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkinfer.runtime.weights.matrix import Matrix
 from sparkinfer.runtime.weights.neuron_block import NeuronBlock
 
 
@@ -31,8 +35,23 @@ def joined(block: NeuronBlock, hot_N: np.ndarray, num_neurons: int) -> NeuronBlo
     return replace(block, id_N=torch.arange(num_neurons), row_N=row_F, is_whole=True)
 
 
+def matrices_of(block: NeuronBlock) -> list[Matrix]:
+    """Gate, up (if there is one) and down."""
+    up = [] if block.up is None else [block.up.weight]
+    return [block.gate.weight, *up, block.down]
+
+
 def tensors_of(block: NeuronBlock) -> list[Tensor]:
-    """Gate, up (if there is one), down, and their biases: a row, or a value, per neuron."""
+    """The data of its matrices, and its biases: a row, or a value, per neuron."""
     linears = [block.gate] if block.up is None else [block.gate, block.up]
     biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
-    return [*(linear.weight.data for linear in linears), block.down.data, *biases]
+    return [*(matrix.data for matrix in matrices_of(block)), *biases]
+
+
+def apart(hot: NeuronBlock, cold: NeuronBlock, cold_C: np.ndarray) -> tuple[NeuronBlock, ...]:
+    """The hot block, whose rows are the slots on a device, and the cold one, whose rows are those of
+    all neurons; ids are int32, and those of the cold block are its rows, so that both can be changed
+    in place."""
+    id_C = torch.from_numpy(cold_C.astype(np.int32))
+    hot_id_N = hot.id_N.to(torch.int32)
+    return replace(hot, id_N=hot_id_N), replace(cold, id_N=id_C, row_N=id_C)

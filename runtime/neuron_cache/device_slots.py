@@ -1,0 +1,204 @@
+"""Slots on GPUs, with all rows of their layers in main memory.
+
+    start    copier   gather rows into pinned staging | copy it to the device |
+    finish   main                                          wait | scatter to the slots
+
+A slot's rows, its neuron's id and, where the device packs bits, the slot of each neuron are all changed
+by the scatter, on the stream of the decode steps and outside of their graphs, whose addresses stay.
+The CPU's list of cold neurons changes in place before the step is submitted.
+
+Letters: L layers, F neurons of a layer, N slots, S swaps, M tensors of a block, C copies."""
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.device.streams import HostNode, Stream
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.slots import COPY, SlotKernels, form_of
+from sparkinfer.runtime.neuron_cache.residency import Residency
+from sparkinfer.runtime.neuron_cache.row_copies import ALIGNMENT, RowCopies, RowTable
+from sparkinfer.runtime.weights.neuron_block import NeuronBlock
+from sparkinfer.runtime.weights.slot_rows import matrices_of, tensors_of
+
+Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotLayer:
+    """A layer whose slots are on a GPU. `hot_id_N`, int32 on the device: the neuron of each slot;
+    `slot_F`, the same: the slot of each neuron or -1, if the device packs bits. The cold block's
+    neurons are rows of the whole layer's matrices: `id_N` and `row_N` are one int32 tensor."""
+
+    hot: NeuronBlock
+    cold: NeuronBlock
+    hot_id_N: Tensor
+    slot_F: Tensor | None
+
+
+class SlotDevice:
+    """The slots of the layers in `layers` on one GPU. At most `most_rows` neurons come at a time."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, SlotLayer],
+        residency: Residency,
+        kernels: SlotKernels,
+        main: Stream,
+        copier: Stream,
+        take: Take,
+        *,
+        most_rows: int,
+        is_pinned: bool,
+    ) -> None:
+        self.layers, self._residency, self._kernels = layers, residency, kernels
+        self._main, self._copier = main, copier
+        every = range(len(residency.num_slots_L))
+        of = [layers.get(layer) for layer in every]
+        self._source = RowTable.of([tensors_of(slots.cold) if slots else [] for slots in of])
+        self._target = RowTable.of([tensors_of(slots.hot) if slots else [] for slots in of])
+        assert (self._source.size_LM == self._target.size_LM).all()
+        self._form_LM = np.zeros_like(self._source.size_LM)
+        for layer, slots in layers.items():
+            forms = [
+                form_of(cold.kind, hot.kind)
+                for cold, hot in zip(matrices_of(slots.cold), matrices_of(slots.hot), strict=True)
+            ]
+            self._form_LM[layer, : len(forms)] = forms
+        self._has_slot_F = any(slots.slot_F is not None for slots in layers.values())
+        self._written = [tensor for slots in layers.values() for tensor in _written(slots)]
+        size = staging_bytes(self._source, most_rows)
+        self._host_B = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
+        self._device_B = take((size,), torch.uint8)
+        self._pending: tuple[np.ndarray, int, Any] | None = None
+        self._node: HostNode | None = None  # of the last copies, which the stream may not have run
+
+    def start(self, swaps_S: np.ndarray) -> None:
+        """The step before has finished, and with it whatever used the staging."""
+        assert self._pending is None
+        copies_C4, gathered, used = self._prepared(swaps_S)
+        node = HostNode(
+            function=library.copy_rows_function(),
+            argument=addressof(gathered.struct),
+            reads=self._source.kept,
+            writes=(self._host_B,),
+            kept=(gathered,),
+        )
+        self._copier.follow()
+        self._copier.host(node)
+        self._copier.copy(self._device_B[:used], self._host_B[:used])
+        self._pending, self._node = (swaps_S, len(copies_C4), self._copier.record()), node
+
+    def _prepared(self, swaps_S: np.ndarray) -> tuple[np.ndarray, RowCopies, int]:
+        """The copies to the slots; what is gathered for them; bytes of staging in use. Copies and ids
+        are in staging already."""
+        layer_S, slot_S, in_S = swaps_S["layer"], swaps_S["slot"], swaps_S["in"]
+        source, target = self._source, self._target
+        size_SM, num_swaps = source.size_LM[layer_S], len(swaps_S)
+        id_S3, value_S3 = self._ids(swaps_S)
+        num_copies = num_swaps * (size_SM.shape[1] + id_S3.shape[1])
+        first = _aligned(8 * COPY * num_copies)
+        ids_at = first + num_swaps * source.neuron_bytes
+        row_SM = (
+            first + np.arange(num_swaps)[:, None] * source.neuron_bytes + source.offset_LM[layer_S]
+        )
+        id_at_S3 = ids_at + _ID_BYTES * np.arange(id_S3.size).reshape(id_S3.shape)
+        parts = (
+            (row_SM, target.addresses(layer_S, slot_S), size_SM, self._form_LM[layer_S]),
+            (id_at_S3, id_S3, np.full_like(id_S3, _ID_BYTES), np.zeros_like(id_S3)),
+        )
+        copies_C4 = np.concatenate(
+            [np.stack([number.ravel() for number in part], axis=1) for part in parts]
+        )
+        used = ids_at + _ID_BYTES * id_S3.size
+        assert used <= len(self._host_B), (used, len(self._host_B))
+        staging = self._host_B.numpy()
+        staging[: copies_C4.nbytes] = copies_C4.reshape(-1).view(np.uint8)
+        staging[ids_at:used] = value_S3.astype(np.int32).reshape(-1).view(np.uint8)
+        main_SM = source.addresses(layer_S, in_S)
+        gathered = RowCopies(
+            main_SM, self._host_B.data_ptr() + row_SM, size_SM, (self._host_B, *source.kept)
+        )
+        return copies_C4, gathered, used
+
+    def _ids(self, swaps_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64: the addresses of int32 numbers that change with each swap, and their new values."""
+        address, value = [], []
+        for layer, slot, comes, goes in swaps_S[["layer", "slot", "in", "out"]].tolist():
+            slots = self.layers[layer]
+            changes = [(slots.hot_id_N, slot, comes)]
+            if self._has_slot_F:
+                assert slots.slot_F is not None
+                changes += [(slots.slot_F, comes, slot), (slots.slot_F, goes, -1)]
+            address.append([tensor.data_ptr() + _ID_BYTES * index for tensor, index, _ in changes])
+            value.append([number for *_, number in changes])
+        return np.array(address, np.int64), np.array(value, np.int64)
+
+    def finish(self) -> None:
+        if self._pending is None:
+            return
+        (swaps_S, num_copies, event), self._pending = self._pending, None
+        self._main.follow()
+        self._main.wait(event)
+        copies_C4 = self._device_B[: 8 * COPY * num_copies].view(torch.int64).view(-1, COPY)
+        most_bytes = int(self._source.size_LM.max())
+        self._main.launch(
+            lambda: self._kernels.scatter(self._device_B, copies_C4, most_bytes),
+            reads=[self._device_B],
+            writes=self._written,
+        )
+        for layer in np.unique(swaps_S["layer"]).tolist():
+            self.layers[layer].cold.id_N.numpy()[:] = self._residency.cold(layer)
+
+
+class DeviceSlots:
+    """The slots of all GPUs."""
+
+    def __init__(self, devices: Sequence[SlotDevice], residency: Residency) -> None:
+        self._devices, self._residency = devices, residency
+        self._pending: np.ndarray = np.zeros(0)
+
+    def start(self, swaps_S: np.ndarray) -> None:
+        self._pending = swaps_S.copy()
+        for device in self._devices:
+            own_S = self._pending[np.isin(self._pending["layer"], list(device.layers))]
+            if len(own_S):
+                device.start(own_S)
+
+    def finish(self) -> None:
+        self._residency.swap(self._pending)
+        for device in self._devices:
+            device.finish()
+
+    def check(self) -> None:
+        """Raises AssertionError unless all tables agree. On a GPU, its streams must have finished."""
+        self._residency.check()
+        for device in self._devices:
+            for layer, slots in device.layers.items():
+                assert (slots.hot_id_N.cpu().numpy() == self._residency.id_N(layer)).all()
+                assert (slots.cold.id_N.numpy() == self._residency.cold(layer)).all()
+                if slots.slot_F is not None:
+                    assert (slots.slot_F.cpu().numpy() == self._residency.slot_LF[layer]).all()
+
+
+def staging_bytes(rows: RowTable, most_rows: int) -> int:
+    """Bytes of staging for this many neurons: their rows, copies and ids."""
+    num_tensors = rows.size_LM.shape[1] + 3
+    return _aligned(8 * COPY * num_tensors * most_rows) + most_rows * (
+        rows.neuron_bytes + 3 * _ID_BYTES
+    )
+
+
+def _written(slots: SlotLayer) -> list[Tensor]:
+    more = [] if slots.slot_F is None else [slots.slot_F]
+    return [*tensors_of(slots.hot), slots.hot_id_N, *more]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

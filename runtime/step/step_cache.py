@@ -1,0 +1,133 @@
+"""The neuron cache of a hybrid step: where the bits of its layers are, and its slots on the GPUs.
+
+In mode "predicted" the bits are the names that the cold neurons take anyway, for each layer in a place
+of its own. In mode "exact" the CPU writes the bits of its neurons and each GPU those of its own, which
+one copy per step and GPU brings to the host. Layers without cold neurons on the CPU have no bits.
+
+Letters: L layers, F neurons of a layer, W words of F bits."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.device import pinned
+from sparkinfer.runtime.device.streams import Stream
+from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
+from sparkinfer.runtime.neuron_cache.device_slots import DeviceSlots, SlotDevice, SlotLayer
+from sparkinfer.runtime.step.hybrid_step import Backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GpuBits:
+    """int32 [L, W]: the bits of a GPU's neurons there, and on the host."""
+
+    device_LW: Tensor
+    host_LW: Tensor
+    last: int  # the last layer with slots on this GPU
+
+
+class StepCache:
+    """Built before the layers of a step; `connect` gives it their streams."""
+
+    def __init__(
+        self, weights: Weights, placement: Placement, backend: Backend, cache: NeuronCache
+    ) -> None:
+        if backend.slot_kernels is None:
+            raise SparkinferError(
+                "the neuron cache needs Triton's kernels on a GPU, found none: pip install triton, or"
+                " leave --neuron-cache out"
+            )
+        cache.before_step()  # swaps that another step has begun
+        self.cache, self._backend, self._placement = cache, backend, placement
+        self.is_exact = weights.layers[0].ffn.mode == "exact"
+        num_layers, num_neurons = cache.residency.slot_LF.shape
+        self._is_pinned = backend.is_pinned and pinned.is_possible()
+        self._bits_LW = self._host(num_layers, -(-num_neurons // 32))  # of the CPU, or all
+        self._all_1LW = torch.zeros_like(self._bits_LW, pin_memory=False)[None]
+        self._layers: dict[int, dict[int, SlotLayer]] = {}  # by GPU, by layer
+        self._gpu_bits: dict[int, _GpuBits] = {}
+        for number in sorted(set(placement.numbers)):
+            mine = [
+                index
+                for index, home in enumerate(placement.numbers[:-1])
+                if home == number and cache.residency.num_slots_L[index]
+            ]
+            if not mine:
+                continue
+            self._layers[number] = {index: self._layer(weights, number, index) for index in mine}
+            if self.is_exact:
+                take = backend.take(placement.gpu(number))
+                self._gpu_bits[number] = _GpuBits(
+                    device_LW=take(tuple(self._bits_LW.shape), torch.int32),
+                    host_LW=self._host(*self._bits_LW.shape),
+                    last=mine[-1],
+                )
+
+    def _host(self, num_layers: int, num_words: int) -> Tensor:
+        return torch.zeros(num_layers, num_words, dtype=torch.int32, pin_memory=self._is_pinned)
+
+    def _layer(self, weights: Weights, number: int, index: int) -> SlotLayer:
+        hot, cold = weights.layers[index].ffn.blocks
+        slot_F = None
+        if self.is_exact:
+            slots = torch.from_numpy(self.cache.residency.slot_LF[index])
+            take = self._backend.take(self._placement.gpu(number))
+            slot_F = take((len(slots),), torch.int32).copy_(slots)
+        return SlotLayer(hot=hot, cold=cold, hot_id_N=hot.id_N, slot_F=slot_F)
+
+    def cold_bits(self, layer: int) -> Tensor:
+        """[W] on the host: where the cold neurons of a layer have their names, or write their bits."""
+        return self._bits_LW[layer]
+
+    def hot_bits(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """(slots [F], bits [W]) on the device of a layer whose GPU packs them."""
+        number = self._placement.numbers[layer]
+        slots = self._layers.get(number, {}).get(layer)
+        if slots is None or slots.slot_F is None:
+            return None
+        return slots.slot_F, self._gpu_bits[number].device_LW[layer]
+
+    def copy_of_bits(self, layer: int, main: Stream) -> Callable[[], None] | None:
+        """What brings the bits of a GPU to the host, if this is the last layer that has some."""
+        bits = self._gpu_bits.get(self._placement.numbers[layer])
+        if bits is None or bits.last != layer:
+            return None
+        return lambda: main.copy(bits.host_LW, bits.device_LW)
+
+    def connect(self, mains: Mapping[int, Stream]) -> None:
+        """Attaches the cache to a step whose GPUs have these streams."""
+        residency, kernels = self.cache.residency, self._backend.slot_kernels
+        assert kernels is not None
+        devices = []
+        for number, layers in self._layers.items():
+            device = self._placement.gpu(number)
+            copier, _ = self._backend.streams(device)
+            devices.append(
+                SlotDevice(
+                    layers,
+                    residency,
+                    kernels,
+                    mains[number],
+                    copier,
+                    self._backend.take(device),
+                    most_rows=self.cache.most_rows,
+                    is_pinned=self._is_pinned,
+                )  # fmt: skip
+            )
+        self.cache.use(DeviceSlots(devices, residency))
+        self.cache.attach(self._all_1LW)
+
+    def before_step(self) -> None:
+        self.cache.before_step()
+
+    def after_step(self) -> None:
+        """The bits of a token are on the host."""
+        all_LW = self._all_1LW[0]
+        all_LW.copy_(self._bits_LW)
+        for bits in self._gpu_bits.values():
+            all_LW.bitwise_or_(bits.host_LW)
+        self.cache.after_step([True])

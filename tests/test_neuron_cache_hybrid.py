@@ -1,0 +1,333 @@
+"""The neuron cache over a GPU and the CPU, both roles on the CPU: at every step the bits of a static step
+with the same neurons in the same slots, and no order of events that the streams allow changes them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from fake_streams import FakeDevice, Race
+from models import make_model, make_shape
+from random_policy import random_setup
+from reference import rel_error
+from test_native_step import BOUNDS
+from test_runtime import IDS as TOKENS
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.device.bits import unpack_bits
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.kernels.gpu.slots import triton_slot_kernels
+from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.model.loader import Placement, load_weights
+from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.plain_backend import plain_backend
+from sparkinfer.runtime.weights.resident import Residence
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CPU = torch.device("cpu")
+F, L = 96, 4
+IDS = TOKENS[:5]
+ALL, NONE = np.arange(F), np.arange(0)
+SOME = np.random.default_rng(5).permutation(F)[:37]
+# Hot neurons of each layer, where attention is on the GPU, whether the head is, the GPU of each.
+PLANS = {
+    "random": ([SOME] * L, [1] * L, True, None),
+    "all but one": ([ALL[1:]] * L, [1] * L, True, None),
+    "every kind of layer": ([SOME, ALL, NONE, SOME], [1, 1, 0, 0], False, None),
+    "two GPUs": ([SOME, NONE, SOME, ALL[:2]], [1, 1, 0, 1], True, [0, 0, 1, 1, 1]),
+}
+
+
+@dataclasses.dataclass
+class Cached:
+    """A step with a cache, and what it was made from."""
+
+    model: object
+    split: object
+    mode: str
+    weights: object
+    cache: object
+    step: object = None
+
+    @classmethod
+    def of(cls, tmp_path, plan="random", mode="predicted", backend=None, seed=0, **options):
+        shape = options.pop("shape", None) or make_shape(num_layers=L, num_neurons=F)
+        hot, dense, head, home = PLANS[plan] if isinstance(plan, str) else plan
+        model = make_model(shape=shape, predictor_rank=8, **options)
+        model = dataclasses.replace(
+            model, threshold_L=(0.05,) * shape.num_layers, path=tmp_path / "m.gguf"
+        )
+        split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+        setup = random_setup(seed=seed, most_rows=12)
+        resident = setup.resident(model, split, torch.device("cuda"))
+        weights = weights_of(model, split, mode, resident)
+        cache = setup.cache(weights, resident, is_joined=False)
+        found = cls(model, split, mode, weights, cache)
+        found.step = found.built(backend or plain_backend(reference_kernels()))
+        return found
+
+    def built(self, backend):
+        placement = Placement.of_split(self.split, (CPU,) * len(self.split.budgets))
+        return hybrid_builder.build(
+            self.weights, placement, 0, Traffic(), backend, neuron_cache=self.cache
+        )
+
+    def static(self):
+        """A step without a cache, its neurons where they are now; keys and values too."""
+        self.cache.before_step()
+        residency = self.cache.residency
+        hot = tuple(
+            residency.id_N(layer).copy() if residency.num_slots_L[layer] else ids
+            for layer, ids in enumerate(self.split.hot)
+        )
+        split = dataclasses.replace(self.split, hot=hot)
+        weights = weights_of(self.model, split, self.mode, None)
+        placement = Placement.of_split(split, (CPU,) * len(split.budgets))
+        backend = plain_backend(reference_kernels())
+        step = hybrid_builder.build(weights, placement, 0, Traffic(), backend)
+        restore(weights, keys_and_values(self.weights))  # the step has been tried
+        return step, weights
+
+
+def keys_and_values(weights):
+    return [(c.key_BKPX.clone(), c.value_BKPX.clone()) for c in weights.cache.layers]
+
+
+def restore(weights, kept):
+    for cache, (keys, values) in zip(weights.cache.layers, kept, strict=True):
+        cache.key_BKPX.copy_(keys)
+        cache.value_BKPX.copy_(values)
+
+
+def weights_of(model, split, mode, resident):
+    placement = Placement.of_split(split, (CPU,) * len(split.budgets))
+    return load_weights(
+        model, placement, mode, model.shape.context_length, Observers(), Traffic(), print,
+        Residence(), resident_LN=resident, are_slots_joined=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_step_has_the_bits_of_a_static_one(tmp_path, plan, mode):
+    cached = Cached.of(tmp_path, plan, mode)
+    for position, token in enumerate(IDS):
+        static, _ = cached.static()
+        want = static.run(token, position).clone()
+        assert torch.equal(cached.step.run(token, position), want)
+        cached.cache.slots.check()
+    assert cached.cache.num_swaps >= len(IDS)
+
+
+@pytest.mark.parametrize(
+    "kind, mode",
+    [("f16", "exact"), ("q8_0", "predicted"), ("q4_0", "exact"), ("q6_k", "predicted")],
+)
+def test_every_type_of_rows(tmp_path, kind, mode):
+    shape = make_shape(num_layers=2, num_neurons=F, width=256 if kind == "q6_k" else 64)
+    cached = Cached.of(
+        tmp_path, mode=mode, kind=kind, shape=shape, plan=([SOME, SOME], [1, 0], True, None)
+    )
+    for position, token in enumerate(IDS[:3]):
+        static, _ = cached.static()
+        want = static.run(token, position).clone()
+        assert torch.equal(cached.step.run(token, position), want)
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_it_agrees_with_the_undivided_model(tmp_path, mode):
+    cached = Cached.of(tmp_path, mode=mode)
+    cached.model.save(cached.model.path)
+    with Engine.load(cached.model.path, mode=mode) as whole:
+        want = torch.stack([whole._step(token, i).clone() for i, token in enumerate(IDS)])
+    got = torch.stack([cached.step.run(token, i).clone() for i, token in enumerate(IDS)])
+    assert rel_error(got, want) < BOUNDS["f32"]
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("plan", ["random", "every kind of layer"])
+def test_the_policy_sees_the_neurons_that_are_read(tmp_path, plan, mode):
+    cached = Cached.of(tmp_path, plan, mode)
+    cached.model.save(cached.model.path)
+    ids = TOKENS[:8]
+    for position, token in enumerate(ids):
+        cached.step.run(token, position)
+    shown = np.concatenate(cached.cache.policy.shown).view(np.int32)
+    seen = {}
+    with Engine.load(cached.model.path, mode=mode) as whole:
+        ffn = whole.layers[0].ffn
+
+        def observe(name, layer, tensor):
+            is_read = ffn.gate.act(tensor, is_dense=False)[1]
+            seen[layer] = tensor > ffn.predictor.threshold if mode == "predicted" else is_read
+
+        name = "ffn_predicted" if mode == "predicted" else "ffn_gate"
+        with whole.observe(observe, lambda n, layer: n == name), whole.sequence() as text:
+            text.extend(ids)
+    for layer in range(L):
+        if not cached.cache.residency.num_slots_L[layer]:
+            continue
+        got = torch.stack([unpack_bits(torch.from_numpy(row))[:F] for row in shown[:, layer]])
+        assert (got != seen[layer]).float().mean() < 0.01 and 0.05 < got.float().mean() < 0.95
+
+
+def test_prompts_follow_the_tables(tmp_path):
+    """Passes that go layer by layer, between steps."""
+    cached = Cached.of(tmp_path, mode="exact")
+    for position, token in enumerate(IDS):
+        cached.step.run(token, position)
+    _, static = cached.static()
+    prompt = torch.tensor(IDS[:3])
+    found = [
+        Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="none")
+        .forward(prompt, 10)
+        .clone()
+        for weights in (cached.weights, static)
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "plan, mode",
+    [("random", "exact"), ("every kind of layer", "predicted"), ("two GPUs", "exact")],
+)
+def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan, mode):
+    want = Cached.of(tmp_path, plan, mode)
+    logits = [want.step.run(token, i).clone() for i, token in enumerate(IDS)]
+    for seed in range(2):
+        backend = FakeDevice(seed=seed).backend(reference_kernels())
+        cached = Cached.of(tmp_path, plan, mode, backend)
+        for position, token in enumerate(IDS):
+            assert torch.equal(cached.step.run(token, position), logits[position])
+        cached.cache.slots.check()
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_no_event_could_be_left_out(tmp_path, mode):
+    plan = ([SOME, SOME], [1, 0], True, None)
+    shape = make_shape(num_layers=2, num_neurons=F)
+
+    def made(**options):
+        device = FakeDevice(**options)
+        backend = device.backend(reference_kernels())
+        return device, Cached.of(tmp_path, mode=mode, backend=backend, shape=shape, plan=plan)
+
+    device, cached = made()
+    cached.step.run(IDS[0], 0)
+    before = device.num_waits
+    cached.step.run(IDS[1], 1)
+    assert cached.cache.num_swaps and device.num_waits > before
+    for number in range(before, device.num_waits):
+        device, cached = made(dropped=number)
+        cached.step.run(IDS[0], 0)
+        with pytest.raises(Race):
+            cached.step.run(IDS[1], 1)
+
+
+def test_copies_run_beside_a_step(tmp_path):
+    """Nothing of the step that they are started for orders them."""
+    device = FakeDevice()
+    cached = Cached.of(tmp_path, backend=device.backend(reference_kernels()))
+    cached.step.run(IDS[0], 0)
+    device.log.clear()
+    cached.step.run(IDS[1], 1)
+    gathered = [o for o in device.log if o.stream == 2]
+    kernels = [o for o in device.log if o.name == "kernel" and o.stream == 0]
+    scatter = kernels[0]
+    assert [o.name for o in gathered] == ["host", "copy"]
+    assert all(o.is_before(scatter) for o in gathered)
+    assert sum(o.name == "host" for o in device.log) == 1 + L  # one gather, and the cold neurons
+
+
+def test_another_step_takes_over_what_one_has_begun(tmp_path):
+    """As after new thresholds: tables, slots and copies that are on their way."""
+    cached = Cached.of(tmp_path, mode="exact")
+    for position, token in enumerate(IDS[:4]):
+        cached.step.run(token, position)
+    assert cached.cache._num_pending
+    kept = keys_and_values(cached.weights)
+    cached.step = cached.built(plain_backend(reference_kernels()))
+    restore(cached.weights, kept)
+    for position, token in enumerate(TOKENS[4:7], 4):
+        static, _ = cached.static()
+        want = static.run(token, position).clone()
+        assert torch.equal(cached.step.run(token, position), want)
+        cached.cache.slots.check()
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q6_k"])
+def test_rows_as_in_a_file_become_a_gpus_planes(tmp_path, kind):
+    """Cold rows in the CPU's layout, hot ones in the GPU's, moved by Triton's kernels."""
+    width = 256 if kind == "q6_k" else 64
+    shape = make_shape(num_layers=1, num_neurons=24, width=width, vocab_size=20)
+    plan = ([np.arange(9)], [1], True, None)
+    cached = Cached.of(tmp_path, mode="exact", kind=kind, shape=shape, plan=plan)
+    (layer,) = cached.weights.layers
+    hot, cold = layer.ffn.blocks
+    before = [
+        m.data.clone().view(torch.uint8) for m in (cold.gate.weight, cold.up.weight, cold.down)
+    ]
+
+    def on_gpu(matrix):
+        if matrix.kind not in PLANAR_KIND:
+            return dataclasses.replace(matrix, data=matrix.data.contiguous())
+        data, made = planar(matrix.data.contiguous(), matrix.kind)
+        return dataclasses.replace(matrix, data=data, kind=made)
+
+    moved = dataclasses.replace(
+        hot,
+        gate=dataclasses.replace(hot.gate, weight=on_gpu(hot.gate.weight)),
+        up=dataclasses.replace(hot.up, weight=on_gpu(hot.up.weight)),
+        down=on_gpu(hot.down),
+    )
+    layer = dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, blocks=(moved, cold)))
+    cached.weights = dataclasses.replace(cached.weights, layers=(layer,))
+    cached.step = cached.built(plain_backend(reference_kernels(), triton_slot_kernels()))
+    for position, token in enumerate([3, 7, 1]):
+        cached.step.run(token, position)
+    cached.cache.before_step()
+    cached.cache.slots.check()
+    assert cached.cache.num_swaps > 5
+    ids = cached.cache.residency.id_N(0)
+    for matrix, rows in zip((moved.gate.weight, moved.up.weight, moved.down), before, strict=True):
+        want = rows[torch.from_numpy(ids).long()].contiguous()
+        source = cold.down.kind
+        assert torch.equal(matrix.data.view(torch.uint8), planar(want, source)[0])
+    # The packed bits are those of the reference.
+    other = Cached.of(tmp_path, mode="exact", kind=kind, shape=shape, plan=plan)
+    for position, token in enumerate([3, 7, 1]):
+        other.step.run(token, position)
+    shown = [np.concatenate(each.cache.policy.shown) for each in (cached, other)]
+    assert (shown[0] == shown[1]).all()
+
+
+@pytest.mark.parametrize("wrong", ["scatter", "ids", "cold"])
+def test_the_comparison_sees_what_does_not_move(tmp_path, wrong):
+    backend = plain_backend(reference_kernels())
+    if wrong == "scatter":
+        kernels = dataclasses.replace(backend.slot_kernels, scatter=lambda *arguments: None)
+        backend = dataclasses.replace(backend, slot_kernels=kernels)
+    cached = Cached.of(tmp_path, backend=backend)
+    if wrong == "ids":
+        (device,) = cached.cache.slots._devices
+        device._ids = lambda swaps: (np.zeros((len(swaps), 0), np.int64),) * 2
+    if wrong == "cold":
+        cached.cache.residency.cold = lambda layer: cached.weights.layers[layer].ffn.blocks[1].id_N
+    found = []
+    for position, token in enumerate(IDS):
+        static, _ = cached.static()
+        want = static.run(token, position).clone()
+        found.append(torch.equal(cached.step.run(token, position), want))
+    assert not all(found)
+
+
+def test_kernels_that_are_missing_are_refused(tmp_path):
+    backend = dataclasses.replace(plain_backend(reference_kernels()), slot_kernels=None)
+    with pytest.raises(SparkinferError, match="needs Triton's kernels"):
+        Cached.of(tmp_path, backend=backend)
