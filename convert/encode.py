@@ -40,7 +40,7 @@ def encode(
     values: np.ndarray | Tensor, kind: str, name: str, *, rows: np.ndarray | None = None,
     wider: str = "bf16",
 ) -> np.ndarray:  # fmt: skip
-    """Bytes of f32, f16 or bf16 [M] or [N, M], in an array whose rows are the rows.
+    """The bytes of f32, f16 or bf16 values [M] or [N, M], in an array with the same rows.
 
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
     in place. `name` identifies the tensor and its file in an error, and `wider` is the outtype that

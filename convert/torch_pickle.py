@@ -94,14 +94,14 @@ class _Machine:
     def pop_to_mark(self) -> list:
         mark = self.marks.pop()
         if mark > len(self.stack):
-            raise Broken("its pickle takes more than there is")
+            raise Broken("its pickle pops more values than its stack holds")
         values = self.stack[mark:]
         del self.stack[mark:]
         return values
 
     def pop_tuple(self, size: int) -> None:
         if size > len(self.stack):
-            raise Broken("its pickle takes more than there is")
+            raise Broken("its pickle pops more values than its stack holds")
         values = tuple(self.stack[len(self.stack) - size :])
         del self.stack[len(self.stack) - size :]
         self.push(values)

@@ -7,7 +7,7 @@ bytes. The front has the points that no other beats in both; the advice is the f
 perplexity rises by no more than the user allows, and a plain dense one unless a rule gains more
 than LEAST_GAIN.
 
-The caller makes the files, by converting.
+The caller makes the files, with `convert`.
 
 Letters: T tokens."""
 

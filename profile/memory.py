@@ -121,7 +121,7 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
     The first: the gate matrix and its map, moments in f64, their start, every candidate in its
     type, the trained network's weights, gradients, Adam's two moments and the best weights, and the
     kept tokens. The second: the SVD of F x D in f64 with LAPACK's copies and workspace (at 3072 x
-    1024 some 230 MiB, from one peak), or a step's T x F values."""
+    1024 some 230 MiB, measured once), or a step's T x F values."""
     square, gate = width * width, num_neurons * width
     stored = sum(_BYTES_PER_VALUE[kind] for kind in choices.kinds)
     ranks = choices.ranks if "low-rank" in choices.forms else ()

@@ -134,7 +134,7 @@ class Run:
             raise self._interrupted(self._signal or signal.SIGTERM)
 
     def _interrupted(self, number: int) -> Interrupted:
-        goes_on = f"{self.path} has what was done, the same command goes on from there"
+        goes_on = f"{self.path} holds the work so far; the same command continues from there"
         saved = goes_on if self.path.exists() else "nothing was saved yet"
         return Interrupted(f"interrupted; {saved}", number)
 

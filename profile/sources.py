@@ -139,7 +139,7 @@ class JsonLinesSource:
                 f"{self.path}: byte {offset}: no text at key {self.text_key!r}, found {keys};"
                 " name the key with --text-key"
             )
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can spell half a pair
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # an unpaired surrogate
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return text
 

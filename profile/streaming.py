@@ -1,7 +1,7 @@
 """Runs many windows of text through a model one layer at a time.
 
 Every window goes through a layer before the next layer is loaded, so a model several times larger
-than memory is read once, not once a window. A window is run in the chunks and with the arithmetic
+than memory is read once, not once per window. A window is run in the chunks and with the arithmetic
 of Engine.hidden: observers see the same bits of a layer, in another order.
 
     with LayerStream(model, plan, say) as stream:

@@ -125,7 +125,7 @@ class SharedSteps:
     """All processes take every step together, with the mean of their gradients.
 
     The mean is by tokens; a process that has no text left contributes nothing. A step of n
-    processes is that of one process on n chunks, so there are n times fewer of them."""
+    processes is that of one process on n chunks, so there are n times fewer steps."""
 
     def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
         self.ranks, self.networks = ranks, networks_of(layers)

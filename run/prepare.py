@@ -116,7 +116,7 @@ def prepare(job: Job, planned: Estimate) -> Ready:
         number = error.exit_code - 128 if isinstance(error, Interrupted) else 2
         where = f" in {steps.current}" if steps.current else ""
         raise Interrupted(
-            f"interrupted{where}; the same command goes on from there", number
+            f"interrupted{where}; the same command continues from there", number
         ) from error
     choice = job.choice
     return Ready(

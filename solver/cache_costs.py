@@ -1,15 +1,16 @@
-"""The times that the online neuron cache decides by, from the figures that its plan is priced with.
+"""The times that the online neuron cache decides by, from the machine's figures.
 
 A cached layer has hot and cold neurons. Its seconds (M_l in `problem`) are written as a function of
 the neurons that a token reads on either side, so that they change with swaps:
 
     M_l = max(hot_s + hot_row_s * hot rows read,  cold_s + cold_row_s * cold rows read)
 
-What counts as read depends on the mode. In mode
+What counts as read depends on the mode:
 
-    exact      the neurons that fire: of each the up and down rows. All gates are read wherever they
-               are, and a swap keeps their number on either side; they are in hot_s and cold_s.
-    predicted  the neurons that the predictor names: of each the gate row and, as often as a named
+    exact      the neurons that fire: up and down rows of each. All gates are read wherever they
+               are, and a swap does not change their number on either side, so they are in hot_s
+               and cold_s.
+    predicted  the neurons that the predictor names: the gate row of each and, as often as a named
                neuron fires, its up and down rows.
 
 With the profile's expected counts, the sum over the cached layers plus `rest_s` is the plan's
@@ -90,7 +91,7 @@ def cache_costs(
 
 
 def cache_plan(costs: CacheCosts, reads_LF: np.ndarray, most_rows: int) -> CachePlan:
-    """The plan's part for the cache; `reads_LF` are `expected_reads`."""
+    """The plan's part for the cache; `reads_LF` is from `expected_reads`."""
     return CachePlan(most_rows=most_rows, costs=costs, frequency=tuple(reads_LF.astype(np.float32)))
 
 
@@ -125,7 +126,7 @@ def _sides(
         sizes = layer_bytes(model, layer)
         hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
         cold_row_s = _cpu_row_seconds(model, machine, layer, reads_F.mean())
-        if num_cold > 0:  # gates do not take less than nothing
+        if num_cold > 0:  # the gates' seconds must not become negative
             cold_row_s = min(cold_row_s, cold_s / num_cold)
     else:
         row_bytes = touched_F.sum() / max(reads_F.sum(), 1e-300)

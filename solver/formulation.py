@@ -1,4 +1,5 @@
-"""The placement as an integer program: neurons of a layer in groups of like hotness, PuLP, HiGHS.
+"""The placement as an integer program: a layer's neurons in groups of similar hotness, solved by
+HiGHS through PuLP.
 
 Sets     l = 0..L-1 layers, g = 0..G-1 groups of a layer (consecutive ranks, sizes n_lg),
          k = 0..K-1 GPUs

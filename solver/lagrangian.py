@@ -13,12 +13,13 @@ those minimised over, and need <= its bytes <= room. room is the budget less the
 what the host cannot hold; without it negative prices prove nothing and are not tried. So each price
 is a certificate, whatever search found it.
 
-The bound is loosest where the best price leaves a dense block half on the GPU, as one is worth
-milliseconds. So there is one branch for each number m of dense blocks on the GPU and each device of
-the head. Within a branch the minimum over the sets of m layers is exact: layer by layer, the least
-cost of everything up to it with m blocks on the GPU, this one there or not (the cost of a visit
-couples a layer to the one before it only). The bound is the least over the branches that fit of the
-best value found in each, or T of the placement without a GPU if that is less.
+The bound is loosest where the best price leaves a dense block half on the GPU, since one block is
+worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and each
+device of the head. Within a branch the minimum over the sets of m layers is exact: layer by layer,
+the least cost of everything up to it with m blocks on the GPU, with this layer's block there or not
+(the cost of a visit couples a layer only to the one before it). The bound is the least over the
+branches that fit of the best value found in each, or T of the placement without a GPU if that is
+less.
 
 For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
 n < F: the layer is split wherever the dense block is, and
@@ -32,7 +33,7 @@ over prefixes (`Problem.least_split_s_LN`). As a function of n it is convex: it 
 while even the n largest are below x* (each saves touched / B_c), is level, and rises by ever more
 once even the n smallest are above x*. So the best n for a price is the first whose next step
 changes M by at least -price * bytes: one binary search in the steps for all prices. n = 0 and n = F
-are compared apart.
+are compared separately.
 
 Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU."""
 

@@ -5,9 +5,9 @@ feed-forward part the hot neurons (GPU) and the cold ones (CPU) do. With B_g the
 the GPU, for layer l:
 
     T_l = D_l + M_l
-    D_l = seconds of the dense block on its device: attention, KV bytes of half the context, and
-          the predictor (in predicted mode alone: otherwise it is neither run nor in memory)
-    M_l = max(hot_l / B_g + launch * [l has hot neurons],  cold_l / B_c_l + round_trip * [l is split])
+    D_l = seconds of the dense block on its device: attention, KV bytes of half the context, and the
+    predictor (only in predicted mode: otherwise it is neither run nor in memory) M_l = max(hot_l /
+    B_g + launch * [l has hot neurons], cold_l / B_c_l + round_trip * [l is split])
 
 and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU seconds are
 bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block and in the head;
@@ -15,7 +15,7 @@ bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block 
 blocks on the GPU, the head being the last block: the embedding row comes from the CPU and the
 logits go there, so the hidden state is copied to the GPU where a run begins and back where it ends.
 On the CPU every matrix is read at the rate that the runtime reaches for its type and the share of
-its rows that a token needs (in the mean over the layer's neurons, wherever they are placed), the KV
+its rows that a token needs (on average over the layer's neurons, wherever they are placed), the KV
 cache at that of attention, and a dense block there adds layer_s, the runtime's time for a layer of
 no bytes; token_s is the same for a token of no layers. A layer of mode dense is assumed to cost as
 much as one of mode exact, since no lower cost was measured. B_c_l is the mean of these rates over
@@ -275,8 +275,8 @@ def _neuron_seconds(
     up_L: np.ndarray,
     down_L: np.ndarray,
 ) -> np.ndarray:
-    """CPU seconds of these touched bytes, f64 [L]; `share_2L` of the neurons have their gates, and
-    the rest of their rows, read."""
+    """CPU seconds of these touched bytes, f64 [L]. `share_2L`: the share of the neurons whose gates
+    are read, and the share whose other rows are."""
     seconds = []
     for layer in range(model.shape.num_layers):
         tensors = layer_tensors(model, layer)

@@ -45,6 +45,6 @@ class Signals:
 
     def interrupted(self, state: Path) -> Interrupted:
         return Interrupted(
-            f"interrupted; {state} has what was done, the same command goes on from there",
+            f"interrupted; {state} holds the work so far; the same command continues from there",
             self.number or signal.SIGTERM,
         )

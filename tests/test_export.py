@@ -369,7 +369,7 @@ def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
         ({"format": "sparkinfer-split"}, "wants --profile"),
         ({"format": "onnx"}, "unknown; known: powerinfer-activations"),
         ({"format": "powerinfer-activations", "profile": Path("p")}, "given first"),
-        ({"format": "gpuidx", "profile": Path("p"), "group_size": 16}, "--group-size is of"),
+        ({"format": "gpuidx", "profile": Path("p"), "group_size": 16}, "--group-size is for"),
     ],
 )
 def test_options_that_do_not_go_together(options, said):

@@ -55,7 +55,7 @@ KEYS = {
     "factor' is None, wanted a number": {"llama.rope.scaling.type": "linear"},
     "scaling 'yarn', wanted none or linear": {"llama.rope.scaling.type": "yarn"},
     "threshold' is not all finite": {"sparkinfer.ffn.threshold": [0.0, float("inf"), 0.0]},
-    "threshold' is not all finite and from 0": {"sparkinfer.ffn.threshold": [0.0, -1.0, 0.0]},
+    "threshold' is not all finite and at least 0": {"sparkinfer.ffn.threshold": [0.0, -1.0, 0.0]},
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def refusal_of(call, *arguments, **options) -> str:
 
 BROKEN = {
     "data did not match": {"normalizer": {"type": "x"}},
-    "without text or number": {"added_tokens": [{"id": 0, "content": ["x"]}]},
+    "without text or id": {"added_tokens": [{"id": 0, "content": ["x"]}]},
     "merge that is not two": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a"]}},
     "out of vocabulary": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}},
     "wanted less than": {"model": {"type": "BPE", "vocab": {"a": MAX_TOKENS}, "merges": []}},

@@ -112,7 +112,7 @@ def test_options_of_llamacpp_that_mean_the_same(given, taken, noted):
         ("generate a -cnv", "sparkinfer chat"),
         ("chat a -no-cnv", "sparkinfer generate"),
         ("generate a --tfs 0.9", "--min-p"),
-        ("generate a --lora x", "merge it"),
+        ("generate a --lora x", "merge them"),
         ("serve a --api-key-file x", "SPARKINFER_API_KEY"),
     ],
 )
@@ -292,7 +292,7 @@ def test_values_of_other_types_are_refused_by_the_api(tmp_path):
             for wrong in (4, -1, "1", True, None):
                 with pytest.raises(SparkinferError, match="rollback to .* of 3 tokens"):
                     text.rollback(wrong)
-            with pytest.raises(SparkinferError, match="wanted is 'some'"):
+            with pytest.raises(SparkinferError, match="wanted='some'"):
                 text.extend([1], wanted="some")
             text.rollback(1)
             assert text.ids == [1]

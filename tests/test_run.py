@@ -268,8 +268,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch, capsys, silu, t
     (["{}/none", "-p", "the"], "no such folder"),
     (["{}", "-p", "the", "-c", "1000"], "the model has up to 128"),
     (["{}", "-p", "the", "--kv-offload", "top=5"], "multiple of the block"),
-    (["{}", "-p", "the", "--kv-offload", "positions=capped"], "more than the 128"),
-    (["{}", "-p", "the", "-ctk", "q8_0"], "whole blocks of 32"),
+    (["{}", "-p", "the", "--kv-offload", "positions=capped"], "context is 128"),
+    (["{}", "-p", "the", "-ctk", "q8_0"], "multiple of 32"),
     (["{}", "-p", "the", "-c", "1000", "--kv-offload"], "the model has up to 128"),
     (["{}", "-p", "the", "--corpus", "{}/none"], None),
 ])  # fmt: skip

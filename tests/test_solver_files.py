@@ -127,7 +127,7 @@ def test_absurd_inputs_are_refused(folder, capsys):
         ("--sweep 1:1", 1, "a smaller budget before a larger one"),
         ("--sweep 1MiB:2MiB --sweep-points 1", 1, "wanted 2 or more"),
         ("--sweep 1MiB:2MiB -vb 1MiB", 2, "leave --vram-budget out"),
-        ("--sweep 1MiB:2MiB --check", 2, "three requests"),
+        ("--sweep 1MiB:2MiB --check", 2, "exclude each other"),
         ("--check", 1, "no such file"),
     ],
 )

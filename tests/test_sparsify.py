@@ -79,7 +79,7 @@ def test_stopped_and_resumed_gives_the_same_to_the_bit(config, tmp_path):
     other = replace(config, output=tmp_path / "b.gguf", save_checkpoint=tmp_path / "b")
     whole = sparsify(config)
     for num_steps in (3, 7):
-        with pytest.raises(Interrupted, match="the same command goes on from there"):
+        with pytest.raises(Interrupted, match="the same command continues from there"):
             sparsify(other, on_tokens=interrupted_after(num_steps))
     stopped = sparsify(other)
     assert [m.quality for m in stopped.record.made] == [m.quality for m in whole.record.made]

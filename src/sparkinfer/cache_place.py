@@ -1,5 +1,5 @@
-"""Where the user's cache folder is. What lies in it: sparkinfer.run.cache_folder (artifacts) and
-sparkinfer.device_checks (results of checks of GPUs)."""
+"""The place of the user's cache folder. It contains artifacts (sparkinfer.run.cache_folder) and the
+results of checking GPUs (sparkinfer.device_checks)."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What a plan holds for the online neuron cache: the size of its staging memory, the times that it
-decides by, and the frequencies that its scores begin with.
+"""The part of a plan for the online neuron cache: the size of its staging memory, the times that it
+decides by, and the initial frequencies of its scores.
 
 Specified in docs/formats.md (model.split.gguf). How the cache decides is in sparkinfer.neuron_cache,
 its memory is counted by sparkinfer.budget, and the times are made by solver/cache_costs.py.
@@ -24,7 +24,7 @@ _TIMES = ("hot_s", "hot_row_s", "cold_s", "cold_row_s", "copy_row_s", "gather_ro
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """Raises SparkinferError for values that no cache has.
+    """Raises SparkinferError for values that no cache can have.
 
     most_rows: neurons that are swapped in one step at most. frequency: how often a token reads each
     neuron, by the profile: f32 [F] for each layer, by neuron id."""
@@ -89,7 +89,7 @@ class CachePlan:
     def take(
         cls, read: Fields, tensors: dict[str, TensorEntry], num_layers: int
     ) -> "CachePlan | None":
-        """Takes its tensors out of `tensors`; None for a plan that has no key of a cache.
+        """Takes its tensors out of `tensors`; None for a plan without a cache.
 
         Raises SparkinferError for invalid values and for a missing tensor."""
         if not any(key in read.values for key in KEYS):

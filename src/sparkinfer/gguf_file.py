@@ -57,7 +57,7 @@ class TensorEntry:
     read_rows: Callable[[int, int], np.ndarray]
 
     def read(self) -> np.ndarray:
-        """All bytes, in an array whose rows are the rows of the tensor."""
+        """All bytes, in an array with the tensor's rows."""
         return self.read_rows(0, self.shape[0])
 
     @property

@@ -48,7 +48,7 @@ def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
         raise SparkinferError(f"{path}: has over {MAX_VALUES} values; wanted a {what}")
     try:
         value = json.loads(text)
-        if SURROGATE.search(text):  # half a pair is not a character and cannot be written anywhere
+        if SURROGATE.search(text):  # an unpaired surrogate is not a character and cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # JSON's error, too many digits, surrogates
         raise SparkinferError(

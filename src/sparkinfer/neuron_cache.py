@@ -1,9 +1,9 @@
 """The online neuron cache's settings, and the times it decides by.
 
-Hot neurons lie in slots of the fast memory (the GPU's), all neurons of their layers also in main
-memory. After each step the cache may put a cold neuron in a slot in place of another. It decides from
-which neurons the steps read and from times measured beforehand, never from a clock, so a text gives
-the same swaps every time.
+Hot neurons are in slots of the fast memory (the GPU's); all neurons of their layers are in main
+memory too. After each step the cache may replace the neuron in a slot by a cold one. It
+decides from which neurons the steps read and from times measured beforehand, never from a clock, so
+a text gives the same swaps every time.
 
 The policy is in runtime/neuron_cache/native/policy.cpp, and once more, slowly, in
 runtime/neuron_cache/reference.py.
@@ -29,8 +29,8 @@ class CacheOptions:
     S <- S + r (A - S), where A is 1 if the step reads it, and r is 1 - decay, or larger during the
     first tokens: 1 / (prior_tokens + tokens so far), so that the scores start as the plan's
     frequencies and move to the text's own. A second average with `burst_decay` reacts faster; of
-    the difference, `burst_weight` is added. A swap needs an advantage of `margin` (a frequency)
-    beside what the copy costs, and pays off over the next `stay` tokens."""
+    the difference, `burst_weight` is added. A swap needs an advantage of `margin` (a frequency) on
+    top of the cost of the copy, and pays off over the next `stay` tokens."""
 
     decay: float = 0.99
     burst_decay: float = 0.9
@@ -40,7 +40,7 @@ class CacheOptions:
     stay: float = 100.0
     most_rows: int = 256  # neurons swapped in one step at most; staging memory is sized by it
     visited: float = 0.25  # the share of the layers that each step considers, in turn
-    start_gain: float = 0.005  # swapping begins where it saves this share of a step
+    start_gain: float = 0.005  # swapping begins when it saves this share of a step
     is_always_on: bool = False  # for tests: never stops swapping
 
     _RANGES = {
@@ -89,7 +89,7 @@ class CacheOptions:
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
     """The times of a step that the cache decides by, in seconds: of its layers (f64 [L]), and of
-    what it copies. A "row" is all that a neuron has: of gate, up and down.
+    what it copies. A "row" is all rows of one neuron: of gate, up and down.
 
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
     read), and a step takes the sum of that over its layers, plus `rest_s`. A swap takes gather_row_s
@@ -121,7 +121,7 @@ class CacheCosts:
         return len(self.hot_s_L)
 
     def scaled(self, *, link: float = 1.0, cpu: float = 1.0) -> "CacheCosts":
-        """The same with a link and a CPU that are so many times as fast."""
+        """The same costs with a link and a CPU that are faster by these factors."""
         if not (0 < link < math.inf and 0 < cpu < math.inf):
             raise SparkinferError("a link or a CPU that is infinitely fast or slow")
         return replace(

@@ -110,7 +110,7 @@ class Profile:
             profile.validate()
             if min(profile.threshold_L) < 0:
                 raise SparkinferError(
-                    f"thresholds are {shown(profile.threshold_L)}, wanted finite numbers from 0 on"
+                    f"thresholds are {shown(profile.threshold_L)}, wanted finite numbers, at least 0"
                 )
         except SparkinferError as error:
             raise SparkinferError(f"{path}: {error}; profile the model again") from error

@@ -105,5 +105,5 @@ def load_arrays(
         return {key: json.loads(value) for key, value in header.items()}, arrays
     except (ValueError, RecursionError) as error:  # JSON's error, too many digits
         raise SparkinferError(
-            f"{path}: metadata are not JSON ({str(error)[:200]}); make it again"
+            f"{path}: metadata is not JSON ({str(error)[:200]}); make it again"
         ) from error

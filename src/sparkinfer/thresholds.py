@@ -47,7 +47,7 @@ def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: s
     if model.activation not in SMOOTH:
         raise SparkinferError(
             f"{source}: thresholds are for SiLU and GELU models; this one is {model.activation},"
-            " which decides itself which neurons are zero; leave the thresholds out"
+            " which itself decides which neurons are zero; leave the thresholds out"
         )
     is_valid = all(0 <= threshold < math.inf for threshold in threshold_L)
     if len(threshold_L) != model.shape.num_layers or not is_valid:

@@ -68,7 +68,7 @@ class Fields:
         value = self._number(key, self._get(key))
         if not (math.isfinite(value) and value >= least and value > above):
             bound = f" above {above}" if above > -math.inf else ""
-            bound = bound or (f" from {least} on" if least > -math.inf else "")
+            bound = bound or (f", at least {least}" if least > -math.inf else "")
             self._refuse(key, value, f"a finite number{bound}")
         return value
 

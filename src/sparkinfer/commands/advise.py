@@ -41,7 +41,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
               help="Text like what you will use the model on: a text, .jsonl or .parquet file, or a"
                    " folder of them.")  # fmt: skip
 @click.option("--type", "types", multiple=True, type=click.Choice(["q8_0", "q4_0"]),
-              help="Smaller types to compare with; all that are smaller than the model's own unless given.")  # fmt: skip
+              help="Smaller types to compare with. [default: all that are smaller than the model's own]")  # fmt: skip
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
               help="Tokens to measure on.")  # fmt: skip
 @click.option("--max-loss", default=0.01, show_default=True,
@@ -50,7 +50,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
               help="Write the limits of the advised rule to this file, for convert --limits.")  # fmt: skip
 @click.option("--plot", type=OUTPUT, help="Write a picture (PNG) of everything that was measured.")
 @click.option(
-    "--work", type=FOLDER, help="Folder for temporary model files; the system's own unless given."
+    "--work", type=FOLDER, help="Folder for temporary model files. [default: the system's own]"
 )
 @click.option("--seed", default=0, show_default=True)
 @threads_option

@@ -38,22 +38,22 @@ class Lengths(click.ParamType):
 @click.argument("model", type=FILE)
 @split_option
 @click.option("-p", "--n-prompt", "prompt_lengths", type=Lengths(), multiple=True,
-              help="Prompt lengths to test; 512 unless given, 0: none.")  # fmt: skip
+              help="Prompt lengths to test; 0: none. [default: 512]")  # fmt: skip
 @click.option("-n", "--n-gen", "gen_lengths", type=Lengths(), multiple=True,
-              help="Numbers of tokens to generate; 128 unless given, 0: none.")  # fmt: skip
+              help="Numbers of tokens to generate; 0: none. [default: 128]")  # fmt: skip
 @click.option("-d", "--depth", "--n-depth", "depths", type=Lengths(), multiple=True,
-              help="Tokens in the cache before a test; 0 unless given.")  # fmt: skip
+              help="Tokens in the cache before a test. [default: 0]")  # fmt: skip
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True,
               help="Rounds to measure.")  # fmt: skip
 @click.option("--text", type=FILE,
-              help="Text to take tokens from, since a sparse mode's speed depends on them; random ones unless given.")  # fmt: skip
+              help="Text to take tokens from, since a sparse mode's speed depends on them. [default: random tokens]")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of random tokens.")
 @click.option("--compare", type=FILE, metavar="PROGRAM",
               help="Measure llama.cpp in the same rounds: a Python with llama_cpp, or a llama-bench.")  # fmt: skip
 @click.option("--compare-model", type=FILE, metavar="FILE",
-              help="The GGUF that llama.cpp loads; MODEL unless given.")  # fmt: skip
+              help="The GGUF that llama.cpp loads. [default: MODEL]")  # fmt: skip
 @click.option("--compare-gpu-layers", type=int, metavar="N",
-              help="Layers that llama.cpp puts on a GPU; unless given, none if MODEL runs on the CPU, else all.")  # fmt: skip
+              help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]")  # fmt: skip
 @cache_type_options
 @mode_option
 @max_loss_option

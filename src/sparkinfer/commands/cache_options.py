@@ -15,7 +15,7 @@ def cache_type_options(command: Command) -> Command:
     """Adds the options, under the names of `Engine.load`."""
     of_values = click.option(
         "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
-        help="The same for values; as for keys unless given.",
+        help="The same for values. [default: as for keys]",
     )  # fmt: skip
     of_keys = click.option(
         "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",

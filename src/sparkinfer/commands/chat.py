@@ -85,7 +85,7 @@ A message that begins with / is written with //."""
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length in tokens; unless given the plan's, or the model's up to 4,096.")  # fmt: skip
+              help="Context length in tokens. [default: the plan's, or the model's up to 4,096]")  # fmt: skip
 @click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,
               help="When the context is full, drop the oldest turns and continue.")  # fmt: skip
 @sampling_options

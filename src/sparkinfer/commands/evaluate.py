@@ -52,11 +52,11 @@ class Names(click.ParamType):
                    " the template adds is not counted.")  # fmt: skip
 @click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
               help="Tasks of lm-eval instead of a corpus (pip install 'sparkinfer[tasks]').")  # fmt: skip
-@click.option("--limit", type=int, help="Documents of each task; all unless given.")
+@click.option("--limit", type=int, help="Documents of each task. [default: all]")
 @click.option(
     "--num-fewshot",
     type=int,
-    help="Solved examples before each question; the task's number unless given.",
+    help="Solved examples before each question. [default: the task's number]",
 )
 @click.option("--task-folder", type=FILE, help="Folder of your own tasks (YAML).")
 @click.option("--seed", default=0, show_default=True)

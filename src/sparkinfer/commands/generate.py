@@ -113,7 +113,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--prompt-cache", type=OUTPUT,
               help="Save the prompt's state to this file, and load it from there the next time.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length in tokens; unless given the plan's, or the model's up to 4,096.")  # fmt: skip
+              help="Context length in tokens. [default: the plan's, or the model's up to 4,096]")  # fmt: skip
 @force_option
 @sampling_options
 @constraint_options

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=output(".safetensors"), required=True,
               help="The profile to write.")  # fmt: skip
 @click.option("--tokens", "max_tokens", type=int,
-              help="Tokens to count on; a shorter text is an error. 131,072, or all there are,"
-                   " unless given.")  # fmt: skip
+              help="Tokens to count on; a shorter text is an error. [default: 131,072,"
+                   " or all there are]")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
               help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
 @click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model into one.")

@@ -58,25 +58,25 @@ _OPTIONS = (
     click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
                  help='Variables for the template, e.g. {"enable_thinking": false}.'),
     click.option("-n", "--max-tokens", "--n-predict", "max_tokens", type=int,
-                 help="Maximum tokens to generate; unless given 128 for a text, and for an answer as"
-                 " many as the context has room for."),
+                 help="Maximum tokens to generate. [default: 128 for a text; for an answer, as many as"
+                 " the context has room for]"),
     click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-                 help="Context length in tokens; the model's, up to 4,096, unless given."),
+                 help="Context length in tokens. [default: the model's, up to 4,096]"),
     click.option("--context-shift", "shifts", is_flag=True,
                  help="When the context is full, drop the oldest part and continue."),
     click.option("--corpus", "corpora", type=FILE, multiple=True,
-                 help="Text like yours to profile on, if profiling pays off; may be repeated. The package's"
-                 " own unless given."),
+                 help="Text like yours to profile on, if profiling pays off; may be repeated. [default: the"
+                 " package's own]"),
     click.option("--tokens", type=int,
-                 help="Tokens to profile on; unless given, as many as take a quarter of an hour at most."),
+                 help="Tokens to profile on. [default: as many as take at most a quarter of an hour]"),
     click.option("--outtype", type=OUTTYPE,
-                 help="Type of the matrices; one that fits into memory unless given."),
+                 help="Type of the matrices. [default: one that fits into memory]"),
     click.option("--activation", metavar="NAME",
                  help="The activation, which other programs' GGUF files do not record: relu,"
                  " fatrelu=0.01, ..."),
     click.option("--verify/--no-verify", "is_verified", default=None,
-                 help="Compare a converted model with its source; done if it takes under a minute,"
-                 " unless given."),
+                 help="Compare a converted model with its source. [default: if it takes less than a"
+                 " minute]"),
     click.option("--dry-run", is_flag=True, help="Print what would be done, and how long it would take."),
     click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation of long work."),
 )  # fmt: skip

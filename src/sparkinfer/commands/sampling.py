@@ -121,11 +121,11 @@ _GROUPS = {
     ),
     "Order and seed": (
         _option("--samplers", "samplers",
-                f"Samplers in order; {';'.join(DEFAULT_SAMPLERS)} unless given. With \"\" tokens are"
-                " drawn from the model's own probabilities.",
+                'Samplers in order; with "" tokens are drawn from the model\'s own probabilities.'
+                f" [default: {';'.join(DEFAULT_SAMPLERS)}]",
                 type=str, metavar='"A;B;C"'),
         _option("--sampling-seq --sampler-seq", "sampling_seq",
-                f"The same by letters; {_DEFAULT_LETTERS} unless given.",
+                f"The same by letters. [default: {_DEFAULT_LETTERS}]",
                 type=str, metavar="LETTERS"),
         _option("-s --seed", "seed", "Random seed, for repeatable results; -1: a new one each time.",
                 type=int, is_common=True),

@@ -50,12 +50,12 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("-np", "--parallel", type=int, default=4, show_default=True,
               help="Requests processed at a time, each with a whole --context.")  # fmt: skip
 @click.option("--kept", type=int,
-              help="Further texts whose state is kept for requests with the same prefix; as many as"
-                   " --parallel unless given.")  # fmt: skip
+              help="Further texts whose state is kept for requests with the same prefix. [default: as"
+                   " many as --parallel]")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
               help="Requests that may wait; more are refused with 429.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length of a request in tokens; the model's, up to 4,096, unless given.")  # fmt: skip
+              help="Context length of a request in tokens. [default: the model's, up to 4,096]")  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,
@@ -65,7 +65,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--read-timeout", "read_s", default=30.0, show_default=True,
               help="Seconds that a client has to send a request, or to read a piece of an answer.")  # fmt: skip
 @click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
-              help="Maximum size of a request; 8MiB unless given.")  # fmt: skip
+              help="Maximum size of a request. [default: 8MiB]")  # fmt: skip
 @click.option("--api-key", metavar="KEY",
               help="Require this key of every request but /health; better given in the variable"
                    f" {KEY_VARIABLE}.")  # fmt: skip
@@ -75,7 +75,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
               help="Without a key: accept requests to this host name, too; may be repeated.")  # fmt: skip
 @click.option(
-    "-a", "--alias", metavar="NAME", help="The model's name in the API; its file's unless given."
+    "-a", "--alias", metavar="NAME", help="The model's name in the API. [default: its file's]"
 )
 @click.option("--chat-template", "template", metavar="NAME|FILE",
               help="Instead of the model's own: a name, or a Jinja file.")  # fmt: skip

@@ -99,11 +99,9 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing fi
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the report as one JSON object on stdout."
 )
-device_option = click.option(
-    "--device", help="cpu, cuda or cuda:N; CUDA if available, unless given."
-)
+device_option = click.option("--device", help="cpu, cuda or cuda:N. [default: CUDA if available]")
 threads_option = click.option(
-    "-t", "--threads", type=int, help="CPU threads; one per physical core unless given."
+    "-t", "--threads", type=int, help="CPU threads. [default: one per physical core]"
 )
 thresholds_option = click.option(
     "--thresholds", type=FILE, help="A profile whose SiLU thresholds to run with."
@@ -111,8 +109,8 @@ thresholds_option = click.option(
 mode_option = click.option(
     "--mode",
     type=click.Choice(["dense", "exact", "predicted"]),
-    help="How feed-forward layers are computed; unless given, as the plan says, or the fastest way"
-    " without loss of quality according to the file's record.",
+    help="How feed-forward layers are computed. [default: as the plan says, or the fastest way"
+    " without loss of quality according to the file's record]",
 )
 max_loss_option = click.option(
     "--max-loss",

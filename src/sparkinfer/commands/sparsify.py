@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=output(".gguf"), required=True,
               help="The model file to write; with several shares, one for each, e.g. model-60.gguf.")  # fmt: skip
 @click.option("--share", "shares", type=float, multiple=True,
-              help="Share of the neurons to silence, 0.6 unless given; if repeated, each is reached"
-                   " in turn.")  # fmt: skip
+              help="Share of the neurons to silence; if repeated, each is reached in turn."
+                   " [default: 0.6]")  # fmt: skip
 @click.option(
     "--tokens", default=1_000_000, show_default=True, help="Tokens to train on, for each share."
 )
 @click.option("--held-out", type=FILE, multiple=True,
-              help="Text to measure on; the first one decides which state is best. A part of the"
-                   " corpus unless given.")  # fmt: skip
+              help="Text to measure on; the first one decides which state is best. [default: a part"
+                   " of the corpus]")  # fmt: skip
 @click.option("--held-out-tokens", default=16_384, show_default=True,
               help="Tokens of each held-out text to measure at the end of a share.")  # fmt: skip
 @click.option("--check-tokens", default=4_096, show_default=True,
