@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from models import make_machine, make_model, make_profile, make_shape
+from test_cache_plan import a_cache
+from test_neuron_cache_hybrid import Cached, weights_of
 
 from sparkinfer import Engine
 from sparkinfer.budget import CacheSize, staging_bytes
@@ -15,9 +18,17 @@ from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.profile_file import Profile
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.model.loader import Placement, load_weights
+from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.neuron_cache import device_slots
+from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 from sparkinfer.runtime.neuron_cache.row_copies import RowTable
 from sparkinfer.runtime.prefill import workspace
+from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.plain_backend import plain_backend
+from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.slot_rows import tensors_of
 from sparkinfer.solver import with_cache
 from sparkinfer.solver.solve import SolveConfig, solve
@@ -239,3 +250,63 @@ def test_the_most_of_any_placement():
         found = [size.gpu_bytes(model, hot) for hot in ([0, 96], [1, 96], [1, 95])]
         assert found == sorted(found) and found[-1] == size.most_gpu_bytes(model)
         assert (len(set(found)) == 3) == packs_bits
+
+
+def counting(taken: list[int]):
+    """A backend of the CPU in both roles that lists the bytes of what a step takes on its GPU."""
+
+    def take_of(device):
+        def take(shape, dtype):
+            found = torch.zeros(shape, dtype=dtype)
+            taken.append(found.nbytes)
+            return found
+
+        return take
+
+    return replace(plain_backend(reference_kernels()), take=take_of)
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("plan", ["random", "every kind of layer"])
+def test_a_step_takes_the_gpu_bytes_that_are_planned(tmp_path, plan, mode):
+    with_cache, without = [], []
+    cached = Cached.of(tmp_path, plan, mode, counting(with_cache))
+    placement = Placement.of_split(cached.split, (torch.device("cpu"),))
+    weights = weights_of(cached.model, cached.split, mode, None)
+    hybrid_builder.build(weights, placement, 0, Traffic(), counting(without))
+    size = CacheSize(most_rows=cached.cache.most_rows, packs_bits=mode == "exact")
+    num_hot = [len(ids) for ids in cached.split.hot]
+    assert sum(with_cache) - sum(without) == size.gpu_bytes(cached.model, num_hot)
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
+    """Weights, the policy and its tables, and those of the step."""
+    cached = Cached.of(tmp_path, "every kind of layer", mode)
+    model, split, residency = cached.model, cached.split, cached.cache.residency
+    held = []
+    for resident_LN in (cached_ids(split.hot), None):
+        residence = Residence()
+        placement = Placement.of_split(split, (torch.device("cpu"),))
+        load_weights(
+            model, placement, mode, 32, Observers(), Traffic(), print, residence,
+            resident_LN=resident_LN, are_slots_joined=False,
+        )  # fmt: skip
+        held.append(residence.num_bytes)
+    policy = CachePolicy.of(
+        cached_ids(split.hot), np.zeros((4, 96), np.float32), a_cache(4).costs,
+        CacheOptions(most_rows=12),
+    )  # fmt: skip
+    step = cached.step.neuron_cache
+    bits = [step._bits_LW, step._all_1LW, *(each.host_LW for each in step._gpu_bits.values())]
+    (device,) = cached.cache.slots._devices
+    arrays = [array for array in policy._kept if isinstance(array, np.ndarray)]
+    tables = [*arrays, residency.id, residency.slot_LF, *bits, device._host_B]
+    size = CacheSize(most_rows=12, packs_bits=mode == "exact")
+    want = size.host_bytes(model, [len(ids) for ids in split.hot])
+    assert held[0] - held[1] + sum(table.nbytes for table in tables) == want
+
+
+def cached_ids(hot):
+    """The neurons in slots: of layers with neurons on both sides."""
+    return [ids if 0 < len(ids) < 96 else ids[:0] for ids in hot]
