@@ -2,7 +2,6 @@
 policies do what they are published to do; and the command."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -151,6 +150,8 @@ def test_seconds_of_copies_beside_and_before_the_products():
         num_copies_T=np.array([1, 1]),
     )  # fmt: skip
     assert seconds_T(costs, read_TL, before).tolist() == pytest.approx([10.4 + 6.5, 10.4 + 2.5])
+    later = make_costs(1, copy_s=0.5, cold_s_L=np.array([3.0]), hot_s_L=np.array([1.0]))
+    assert seconds_T(later, read_TL, before).tolist() == pytest.approx([13.4 + 6.5, 13.4 + 2.5])
 
 
 def test_lru_keeps_what_was_read_last():

@@ -24,7 +24,8 @@ from sparkinfer.bench.cache_replay.policies import Case
 from sparkinfer.runtime.neuron_cache.native.library import best_gain
 from sparkinfer.runtime.neuron_cache.policy import packed
 
-ROUNDS = 25  # of prices, for a link's weight
+ROUNDS = 30  # of prices, for the first weight of the link
+LATER_ROUNDS = 8  # for the others, which begin with the prices found before
 LINK_WEIGHTS = 7  # tried
 
 
@@ -71,12 +72,13 @@ class _Search:
         # As a share of what a hit earns at most.
         self.price_LT = np.full(shape, 0.05)
         self.hot_share_L = np.where(costs.hot_row_s_L < costs.cold_row_s_L, 0.0, 0.5)
+        self.num_rounds = ROUNDS
 
     def run(self, link_weight: float) -> Bound:
         """The best bound for this weight of the link, from the prices found before."""
         best: Bound | None = None
         scale = 1.0
-        for number in range(ROUNDS):
+        for number in range(self.num_rounds):
             bound, slope_LT, lean_L = self._evaluate(link_weight)
             if best is None or bound.seconds > best.seconds:
                 best, kept = bound, (self.price_LT.copy(), self.hot_share_L.copy())
@@ -93,6 +95,7 @@ class _Search:
             self.hot_share_L = np.clip(self.hot_share_L + turn * lean_L, 0.0, 1.0)
         assert best is not None
         self.price_LT, self.hot_share_L = kept
+        self.num_rounds = LATER_ROUNDS
         return best
 
     def _earned(self, link_weight: float) -> np.ndarray:

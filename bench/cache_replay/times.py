@@ -27,13 +27,14 @@ def seconds_T(costs: CacheCosts, read_TL: np.ndarray, outcome: Outcome) -> np.nd
     """Seconds of each step.
 
     Copies run beside a step, which waits for them at its end; gathering takes the CPU's spare time
-    first. Critical copies come before the neurons are computed, all on the fast side."""
+    first. Critical copies begin when it is known what is read (after the gates of cold neurons in mode
+    exact, after a round trip otherwise), and all neurons are then computed on the fast side."""
     hits_TL, copied_TL = outcome.hits_TL, outcome.copied_TL
     copies_T = (copied_TL.any(axis=1)) * 1 if outcome.num_copies_T is None else outcome.num_copies_T
     link_T = copied_TL @ costs.copy_row_s_L + copies_T * costs.copy_s
     if outcome.is_critical:
-        hot_TL = costs.hot_s_L + read_TL * costs.hot_row_s_L
-        return costs.rest_s + hot_TL.sum(axis=1) + link_T
+        known_TL = np.maximum(costs.hot_s_L, costs.cold_s_L) + read_TL * costs.hot_row_s_L
+        return costs.rest_s + known_TL.sum(axis=1) + link_T
     hot_TL = costs.hot_s_L + hits_TL * costs.hot_row_s_L
     cold_TL = costs.cold_s_L + (read_TL - hits_TL) * costs.cold_row_s_L
     step_T = costs.rest_s + np.maximum(hot_TL, cold_TL).sum(axis=1)

@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "levels.h"
+
 namespace {
 
 constexpr int64_t LANES = 32;
@@ -25,13 +27,42 @@ struct Job {
     float value, fetch;
 };
 
-// The best gain of a word's 32 neurons; adds them to `used` [T] (slots taken) where they are in, and
-// counts their copies and hits. With G_in and G_out the best gain up to a step that ends in or out, only
+// One step of a word's neurons. With G_in and G_out the best gain up to a step that ends in or out, only
 // `ahead` = G_in - G_out is kept, which stays within fetch, value and price, and the sum of what G_out
-// grows by.
-double run_word(const Job& job, int64_t w, uint32_t valid, std::vector<uint32_t>& stay,
-                std::vector<uint32_t>& leave, int32_t* used, int64_t& copies, int64_t& hits) {
+// grows by. `stays`: in a slot at this step, a neuron was there before; `leaves`: out, it was.
+FOR_EACH_LEVEL void advance(uint32_t word, float value, float price, float fetch, float* ahead,
+                            float* grown, uint8_t* stays, uint8_t* leaves) {
+    for (int64_t i = 0; i < LANES; ++i) {
+        const float was = ahead[i], growth = was > 0.0f ? was : 0.0f;
+        const float kept = was >= -fetch ? was : -fetch;
+        const float earned = (word & MASKS.of[i] ? value : 0.0f) - price;
+        stays[i] = was >= -fetch;
+        leaves[i] = was > 0.0f;
+        ahead[i] = kept + earned - growth;
+        grown[i] += growth;
+    }
+}
+
+// The state before a step from the one at it, by neuron; counts slots taken, hits and copies.
+FOR_EACH_LEVEL void go_back(uint32_t word, const uint8_t* stays, const uint8_t* leaves, uint8_t* state,
+                            int32_t& used, int32_t& hits, int32_t& copies) {
+    int32_t num_in = 0, num_hits = 0, num_copies = 0;
+    for (int64_t i = 0; i < LANES; ++i) {
+        const uint8_t is_in = state[i], before = is_in ? stays[i] : leaves[i];
+        num_in += is_in;
+        num_hits += word & MASKS.of[i] ? is_in : 0;
+        num_copies += is_in & (before ^ 1);
+        state[i] = before;
+    }
+    used += num_in, hits += num_hits, copies += num_copies;
+}
+
+// The best gain of a word's 32 neurons; adds them to `used` [T] (slots taken) where they are in, and
+// counts their copies and hits. `stays` and `leaves`: [T, LANES].
+double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8_t* leaves,
+                int32_t* used, int64_t& copies, int64_t& hits) {
     float ahead[LANES], grown[LANES] = {};
+    uint8_t state[LANES];
     double gain = 0.0;
     for (int64_t i = 0; i < LANES; ++i) ahead[i] = job.initial[w] >> i & 1 ? 0.0f : -job.fetch;
     const auto flush = [&] {
@@ -41,35 +72,26 @@ double run_word(const Job& job, int64_t w, uint32_t valid, std::vector<uint32_t>
         }
     };
     for (int64_t t = 0; t < job.num_steps; ++t) {
-        const uint32_t word = job.bits[t * job.step_words + w];
-        const float price = job.price[t];
-        uint32_t stays = 0, leaves = 0;
-        for (int64_t i = 0; i < LANES; ++i) {
-            const float was = ahead[i], growth = std::max(was, 0.0f);
-            stays |= static_cast<uint32_t>(was >= -job.fetch) << i;
-            leaves |= static_cast<uint32_t>(was > 0.0f) << i;
-            const float earned = (word >> i & 1 ? job.value : 0.0f) - price;
-            ahead[i] = std::max(was, -job.fetch) + earned - growth;
-            grown[i] += growth;
-        }
-        stay[t] = stays, leave[t] = leaves;
+        advance(job.bits[t * job.step_words + w], job.value, job.price[t], job.fetch, ahead, grown,
+                stays + t * LANES, leaves + t * LANES);
         if (t % FLUSHED == FLUSHED - 1) flush();
     }
-    uint32_t state = 0;
     for (int64_t i = 0; i < LANES; ++i) {
         grown[i] += std::max(ahead[i], 0.0f);
-        state |= static_cast<uint32_t>(ahead[i] > 0.0f) << i;
+        state[i] = ahead[i] > 0.0f && valid >> i & 1;
+        // Before the first step a neuron is where it is.
+        stays[i] = job.initial[w] >> i & 1;
+        leaves[i] = 0;
     }
     flush();
-    state &= valid;
-    for (int64_t t = job.num_steps - 1; t >= 0; --t) {
-        used[t] += __builtin_popcount(state);
-        hits += __builtin_popcount(state & job.bits[t * job.step_words + w]);
-        const uint32_t before = ((state & stay[t]) | (~state & leave[t])) & valid;
-        const uint32_t was_in = t > 0 ? before : job.initial[w];
-        copies += __builtin_popcount(state & ~was_in);
-        state = before;
-    }
+    for (int64_t i = 0; i < LANES; ++i)  // those of no neuron are never in a slot
+        if (!(valid >> i & 1))
+            for (int64_t t = 0; t < job.num_steps; ++t) leaves[t * LANES + i] = 0;
+    int32_t num_hits = 0, num_copies = 0;
+    for (int64_t t = job.num_steps - 1; t >= 0; --t)
+        go_back(job.bits[t * job.step_words + w], stays + t * LANES, leaves + t * LANES, state, used[t],
+                num_hits, num_copies);
+    copies += num_copies, hits += num_hits;
     return gain;
 }
 
@@ -85,14 +107,14 @@ EXPORT double spark_cache_gain(const uint32_t* bits, int64_t num_steps, int64_t 
                                float value, float fetch, int32_t* used, int64_t* copies,
                                int64_t* hits) {
     const Job job = {bits, num_steps, num_neurons, step_words, initial, price, value, fetch};
-    std::vector<uint32_t> stay(num_steps), leave(num_steps);
+    std::vector<uint8_t> stays(num_steps * LANES), leaves(num_steps * LANES);
     std::fill_n(used, num_steps, 0);
     *copies = *hits = 0;
     double gain = 0.0;
     for (int64_t w = 0; w < (num_neurons + 31) / 32; ++w) {
         const int64_t left = num_neurons - 32 * w;
         const uint32_t valid = left < 32 ? (1u << left) - 1 : ~0u;
-        gain += run_word(job, w, valid, stay, leave, used, *copies, *hits);
+        gain += run_word(job, w, valid, stays.data(), leaves.data(), used, *copies, *hits);
     }
     return gain;
 }

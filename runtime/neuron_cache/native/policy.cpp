@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "levels.h"
+
 namespace {
 
 constexpr double RECENT = 0.95;         // decay of the averages over steps
@@ -18,21 +20,6 @@ inline int64_t padded(int64_t F) { return (F + 31) / 32 * 32; }
 inline bool has(const uint32_t* bits, int64_t j) { return bits[j / 32] >> (j % 32) & 1; }
 inline void put(uint32_t* bits, int64_t j) { bits[j / 32] |= 1u << (j % 32); }
 inline void remove(uint32_t* bits, int64_t j) { bits[j / 32] &= ~(1u << (j % 32)); }
-
-// Compiled for several instruction sets, with the same results: nothing is fused.
-#if defined(__x86_64__) && defined(__linux__)
-#define FOR_EACH_LEVEL __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_LEVEL
-#endif
-
-struct BitMasks {
-    constexpr BitMasks() : of{} {
-        for (int i = 0; i < 32; ++i) of[i] = 1u << i;
-    }
-    uint32_t of[32];
-};
-constexpr BitMasks MASKS;
 
 // average += rate * (value - average), in place, for the bits of one token; F is a multiple of 32.
 FOR_EACH_LEVEL void average(float* values, const uint32_t* bits, int64_t F, float rate) {

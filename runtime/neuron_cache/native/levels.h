@@ -1,0 +1,17 @@
+// Loops over neurons, compiled for several instruction sets with the same results: nothing is fused.
+#pragma once
+#include <stdint.h>
+
+#if defined(__x86_64__) && defined(__linux__)
+#define FOR_EACH_LEVEL __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_LEVEL
+#endif
+
+struct BitMasks {
+    constexpr BitMasks() : of{} {
+        for (int i = 0; i < 32; ++i) of[i] = 1u << i;
+    }
+    uint32_t of[32];
+};
+constexpr BitMasks MASKS;
