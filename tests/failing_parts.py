@@ -53,7 +53,7 @@ def fake_parts(
     parts = DeviceParts(
         device=CPU, key=KEY, kernels=kernels, plain_kernels=torch_kernels(), backend=backend,
         use=lambda: device_parts.use_device(CPU), pin=nothing, limit=nothing,
-        multiply=lambda dtype: device_parts.multiply(CPU, dtype), wait=nothing,
+        multiply=lambda dtype: device_parts.multiply(CPU, dtype), wait=nothing, free=nothing,
     )  # fmt: skip
     return dataclasses.replace(parts, **changes)
 

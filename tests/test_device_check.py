@@ -2,19 +2,15 @@
 line, is remembered, and is not tried again."""
 
 import dataclasses
-import fcntl
-import json
 import os
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 from failing_parts import (
-    CPU,
     KEY,
     DeafStream,
     HalfDeafStream,
@@ -23,28 +19,26 @@ from failing_parts import (
     forgetful,
     halved,
     idle,
-    nothing,
     raising,
     with_kernel,
 )
+from fake_cuda import library as fake_library
+from fake_cuda.torch_cuda import fake_cuda
 from models import make_model, make_shape
 from reference import rel_error
 from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
-from sparkinfer.device_checks import DIED, FOLDER, CheckBook, Verdict, read_checks, stored_checks
+from sparkinfer.device_checks import DIED, stored_checks
 from sparkinfer.runtime.check import device_check
 from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.check.kernels import difference
-from sparkinfer.runtime.check.launches import NAMES, launches_of
+from sparkinfer.runtime.check.launches import NAMES
 from sparkinfer.runtime.device import pinned
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
-from sparkinfer.runtime.model.loader import Placement
 from sparkinfer.runtime.step.hybrid_step import HybridStep
 from sparkinfer.runtime.step.native_step import NativeStep
-from sparkinfer.runtime.step.plain_backend import plain_backend
 from sparkinfer.runtime.weights import gpu_products
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -296,44 +290,38 @@ def test_no_memory_for_a_check_says_nothing_about_the_part(load):
     assert not [name for name in stored_checks()[0].verdicts if name.startswith("kernel down")]
 
 
-# ---- the file -----------------------------------------------------------------------------------
+# ---- on the fake CUDA runtime -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[1]", "null", '{"format": 1}', "other format",
-                                    "other key", "wrong type", "two lines", b"\xff"])  # fmt: skip
-def test_a_damaged_or_foreign_file_is_ignored_and_rewritten(tmp_path, damage):
-    with CheckBook(KEY) as book:
-        book.finish(Verdict(part="device", why="bad", seconds=1.0))
-    path = tmp_path / "cache" / FOLDER / f"{KEY.digest}.json"
-    values = json.loads(path.read_text())
-    if damage == "other format":
-        values["version"] += 1
-    elif damage == "other key":
-        values["key"]["driver"] = "other"
-    elif damage == "wrong type":
-        values["verdicts"][0]["seconds"] = "1"
-    elif damage == "two lines":
-        values["verdicts"][0]["why"] = "a\nb"
-    else:
-        values = None
-    text = damage if values is None else json.dumps(values)
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert read_checks(path) is None and stored_checks() == []
-    with CheckBook(KEY) as book:
-        assert book.known("device") is None
-        book.finish(Verdict(part="device", why="", seconds=1.0))
-    checks = read_checks(path)
-    assert checks is not None and checks.verdicts["device"].is_fine
+def silent(*arguments: object) -> None:
+    """A call that does nothing."""
 
 
-def test_another_version_of_anything_is_another_file(tmp_path):
-    with CheckBook(KEY) as book:
-        book.finish(Verdict(part="device", why="", seconds=1.0))
-    for name in ("index", "device", "capability", "memory_bytes", "driver", "torch", "triton",
-                 "package"):  # fmt: skip
-        other = 7 if name in ("index", "memory_bytes") else "x"
-        with CheckBook(dataclasses.replace(KEY, **{name: other})) as book:
-            assert book.known("device") is None
+BROKEN = {
+    "host function": ("sparkinfer.runtime.device.cuda_runtime.CudaRuntime.host_function", silent),
+    "graph": ("sparkinfer.runtime.step.cuda_backend._captured", failing()),
+    "memory limit": ("torch.cuda.set_per_process_memory_fraction", silent),
+    "products float16": ("sparkinfer.runtime.check.parts.multiply", failing()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
+@pytest.mark.parametrize("part", [None, *BROKEN])
+def test_the_parts_themselves_on_a_runtime_that_runs_late(planned, capsys, part):
+    """Streams, graphs, pinned memory and limits as on a GPU; only kernels are the reference."""
+    path, split, want = planned
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch:
+        if part is not None:
+            patch.setattr(*BROKEN[part])
+        with Engine.load(path, split=split, mode="predicted", device="cuda") as engine:
+            assert rel_error(stepped(engine), want) < 1e-3
+            is_step = isinstance(engine._live.native, HybridStep)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "doctor" in line]
+    assert len(lines) == (part is not None) and is_step == (part != "host function")
+    (checks,) = [each for each in stored_checks() if each.key.device == "fake CUDA device"]
+    failed = [verdict.part for verdict in checks.verdicts.values() if not verdict.is_fine]
+    assert [name.split()[0] for name in failed] == ([part.split()[0]] if part else [])
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_the_check_goes_on(load, tmp_path, monkeypatch):
@@ -344,73 +332,3 @@ def test_a_cache_that_cannot_be_written_is_said_and_the_check_goes_on(load, tmp_
     assert {line.partition(": ")[2] for line in found.lines} == {
         "the cache folder cannot be written (Not a directory): the GPU is checked at every load"
     }
-
-
-def test_two_processes_do_not_check_at_once():
-    said = []
-    with CheckBook(KEY) as book:
-        lock = os.open(book._path.with_suffix(".lock"), os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    threading.Timer(0.2, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
-    began = time.monotonic()
-    with CheckBook(KEY, said.append):
-        assert time.monotonic() - began > 0.1
-    os.close(lock)
-    assert said == ["another process is checking this GPU; waiting for it"]
-
-
-# ---- kernels by torch, launches, bounds ---------------------------------------------------------
-
-
-def launches(planned_model, hot, **options):
-    path = planned_model.path
-    with Engine.load(path, device="cpu", **options) as engine:
-        weights = engine._live.weights
-        split = make_split(planned_model, hot)
-        placement = Placement.of_split(split, (CPU,))
-        split.save(path.with_name("s.gguf"))
-    with Engine.load(path, split=path.with_name("s.gguf"), device="cpu") as engine:
-        weights = engine._live.weights
-        return launches_of(weights, placement, 0, plain_backend(reference_kernels()).take)
-
-
-def make(tmp_path, **options):
-    model = make_model(**options)
-    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
-    model.save(model.path)
-    return model
-
-
-@pytest.mark.parametrize("kind", ["f16", "q4_0"])
-def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
-    found = []
-    for num_layers in (2, 5):
-        shape = make_shape(num_layers=num_layers, num_neurons=F)
-        model = make(tmp_path, shape=shape, kind=kind, predictor_rank=8)
-        hot = [np.arange(40)] * num_layers
-        found.append({each.variant for each in launches(model, hot)})
-    assert found[0] == found[1]
-    assert len(found[0]) <= 13, sorted(found[0])
-
-
-def test_torchs_kernels_are_the_reference_in_pieces(tmp_path, monkeypatch):
-    from sparkinfer.runtime.check.kernels import check_launch
-    from sparkinfer.runtime.kernels.gpu import torch_kernels as module
-
-    monkeypatch.setattr(module, "ROWS", 32)
-    for options in ({"kind": "q4_0", "predictor_rank": 8}, {"activation": "silu"}):
-        shape = make_shape(num_layers=L, num_neurons=F)
-        model = make(tmp_path, shape=shape, **options)
-        for launch in launches(model, HOT):
-            check_launch(launch, torch_kernels(), reference_kernels(), nothing)
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.999 * t, lambda t: t.flip(0),
-                                   lambda t: t.index_fill(0, torch.tensor(3), torch.nan)])  # fmt: skip
-def test_the_measure_rejects_wrong_results(wrong):
-    right = torch.linspace(-3, 5, 100)
-    assert not difference(right, right, 1e-4) and not difference(right * (1 + 5e-5), right, 1e-4)
-    assert difference(wrong(right), right, 1e-4)
-    bits = torch.arange(100, dtype=torch.int32)
-    assert not difference(bits ^ (bits == 5), bits, 1e-4)
-    assert difference(bits ^ 1, bits, 1e-4)

@@ -112,6 +112,7 @@ class DeviceCheck:
             self._variants += sorted(each.variant for each in mine)
             self._check_launches(parts, book, mine)
             self._check_products(parts, book, mine)
+            parts.free()
 
     def backend(
         self,

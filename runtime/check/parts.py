@@ -49,6 +49,7 @@ class DeviceParts:
     limit: Callable[[], None]  # memory beyond a limit is refused
     multiply: Callable[[torch.dtype], None]  # products of tiles of this type
     wait: Callable[[], None]
+    free: Callable[[], None]  # temporaries that the allocator keeps
 
 
 def parts_of(device: torch.device) -> DeviceParts | None:
@@ -66,6 +67,7 @@ def parts_of(device: torch.device) -> DeviceParts | None:
         limit=lambda: _limit(device),
         multiply=lambda dtype: multiply(device, dtype),
         wait=lambda: torch.cuda.synchronize(device),
+        free=torch.cuda.empty_cache,
     )
 
 

@@ -8,11 +8,13 @@ Letters: see kernels.py."""
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from sparkinfer.architecture import Activation, PredictorKind
 from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # A multiple of 32, so that a piece has whole words of bits: 8 MiB in float64 if a row has 4,096
@@ -30,7 +32,7 @@ def torch_kernels() -> Kernels:
         attend=_attend,
         predict=_predict,
         gate_up=_gate_up,
-        down=reference.down,
+        down=_down,
     )
 
 
@@ -94,6 +96,20 @@ def _attend(
         reference.attend(
             qkv[heads], key_CKW[:, kept], value_CKW[:, kept], position_1, group, scratch, out[heads]
         )
+
+
+def _down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
+    size = range_of(len(hidden_N), len(parts_SD))
+    piece_1D = torch.empty_like(parts_SD[:1])
+    for part, parts_D in enumerate(parts_SD):
+        first, last = part * size, min((part + 1) * size, len(hidden_N))
+        sum_D = torch.zeros_like(parts_D, dtype=torch.float64)
+        for rows in _pieces(max(0, last - first)):
+            rows = slice(first + rows.start, first + rows.stop)
+            piece = _part(down, rows)
+            reference.down(piece, hidden_N[rows], piece_1D, skips_zeros=skips_zeros)
+            sum_D += piece_1D[0]
+        parts_D.copy_(sum_D)
 
 
 def _predict(

@@ -1,0 +1,144 @@
+"""The file that keeps the results of GPUs' checks, the launches that are checked, and the measure
+that they are compared with."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from failing_parts import CPU, KEY, nothing
+from models import make_model, make_shape
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.device_checks import FOLDER, CheckBook, Verdict, read_checks, stored_checks
+from sparkinfer.runtime.check.kernels import check_launch, difference
+from sparkinfer.runtime.check.launches import launches_of
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu import torch_kernels as module
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
+from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.step.plain_backend import plain_backend
+
+needs_kernels = pytest.mark.skipif(
+    not library.is_available(), reason="the C++ kernels are not built"
+)
+F, L = 96, 2
+HOT = [np.arange(0, F, 2), np.arange(F)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", "null", '{"format": 1}', "other format",
+                                    "other key", "wrong type", "two lines", b"\xff"])  # fmt: skip
+def test_a_damaged_or_foreign_file_is_ignored_and_rewritten(tmp_path, damage):
+    with CheckBook(KEY) as book:
+        book.finish(Verdict(part="device", why="bad", seconds=1.0))
+    path = tmp_path / "cache" / FOLDER / f"{KEY.digest}.json"
+    values = json.loads(path.read_text())
+    if damage == "other format":
+        values["version"] += 1
+    elif damage == "other key":
+        values["key"]["driver"] = "other"
+    elif damage == "wrong type":
+        values["verdicts"][0]["seconds"] = "1"
+    elif damage == "two lines":
+        values["verdicts"][0]["why"] = "a\nb"
+    else:
+        values = None
+    text = damage if values is None else json.dumps(values)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read_checks(path) is None and stored_checks() == []
+    with CheckBook(KEY) as book:
+        assert book.known("device") is None
+        book.finish(Verdict(part="device", why="", seconds=1.0))
+    checks = read_checks(path)
+    assert checks is not None and checks.verdicts["device"].is_fine
+
+
+def test_another_version_of_anything_is_another_file(tmp_path):
+    with CheckBook(KEY) as book:
+        book.finish(Verdict(part="device", why="", seconds=1.0))
+    for name in ("index", "device", "capability", "memory_bytes", "driver", "torch", "triton",
+                 "package"):  # fmt: skip
+        other = 7 if name in ("index", "memory_bytes") else "x"
+        with CheckBook(dataclasses.replace(KEY, **{name: other})) as book:
+            assert book.known("device") is None
+
+
+def test_two_processes_do_not_check_at_once():
+    said = []
+    with CheckBook(KEY) as book:
+        lock = os.open(book._path.with_suffix(".lock"), os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    threading.Timer(0.2, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
+    began = time.monotonic()
+    with CheckBook(KEY, said.append):
+        assert time.monotonic() - began > 0.1
+    os.close(lock)
+    assert said == ["another process is checking this GPU; waiting for it"]
+
+
+# ---- kernels by torch, launches, bounds ---------------------------------------------------------
+
+
+def launches(planned_model, hot, **options):
+    path = planned_model.path
+    with Engine.load(path, device="cpu", **options) as engine:
+        weights = engine._live.weights
+        split = make_split(planned_model, hot)
+        placement = Placement.of_split(split, (CPU,))
+        split.save(path.with_name("s.gguf"))
+    with Engine.load(path, split=path.with_name("s.gguf"), device="cpu") as engine:
+        weights = engine._live.weights
+        return launches_of(weights, placement, 0, plain_backend(reference_kernels()).take)
+
+
+def make(tmp_path, **options):
+    model = make_model(**options)
+    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    return model
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["f16", "q4_0"])
+def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
+    found = []
+    for num_layers in (2, 5):
+        shape = make_shape(num_layers=num_layers, num_neurons=F)
+        model = make(tmp_path, shape=shape, kind=kind, predictor_rank=8)
+        hot = [np.arange(40)] * num_layers
+        found.append({each.variant for each in launches(model, hot)})
+    assert found[0] == found[1]
+    assert len(found[0]) <= 13, sorted(found[0])
+
+
+@needs_kernels
+def test_torchs_kernels_are_the_reference_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ROWS", 32)
+    for options in ({"kind": "q4_0", "predictor_rank": 8}, {"activation": "silu"}):
+        shape = make_shape(num_layers=L, num_neurons=F)
+        model = make(tmp_path, shape=shape, **options)
+        for launch in launches(model, HOT):
+            check_launch(launch, torch_kernels(), reference_kernels(), nothing)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.999 * t, lambda t: t.flip(0),
+                                   lambda t: t.index_fill(0, torch.tensor(3), torch.nan)])  # fmt: skip
+def test_the_measure_rejects_wrong_results(wrong):
+    right = torch.linspace(-3, 5, 100)
+    assert not difference(right, right, 1e-4) and not difference(right * (1 + 5e-5), right, 1e-4)
+    assert difference(wrong(right), right, 1e-4)
+    bits = torch.arange(100, dtype=torch.int32)
+    assert not difference(bits ^ (bits == 5), bits, 1e-4)
+    assert difference(bits ^ 1, bits, 1e-4)
