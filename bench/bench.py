@@ -88,6 +88,7 @@ def _load(config: BenchConfig, plan: Split | None) -> Engine:
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         kv_offload=config.kv_offload,
+        neuron_cache=config.neuron_cache,
     )
 
 

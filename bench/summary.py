@@ -40,7 +40,10 @@ def report_of(
         rival=rival,
         parts_missing=_parts_missing(engine, rounds),
         limit_missing=unknown,
-        notes=tuple(_notes(config, setting, results, rival.model_n_params if rival else None)),
+        notes=(
+            *_notes(config, setting, results, rival.model_n_params if rival else None),
+            *([] if engine.neuron_cache is None else [engine.neuron_cache.line]),
+        ),
     )
 
 

@@ -29,6 +29,7 @@ from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.mode_choice import mode_meant
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
+from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.runtime.check.device_check import DeviceLost, checked
 from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
@@ -108,7 +109,7 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
         kv_offload: str | None = None,
-        neuron_cache: CacheSetup | None = None,
+        neuron_cache: CacheOptions | CacheSetup | None = None,
     ) -> "Engine":
         """Loads a model file, with or without a plan.
 
@@ -132,8 +133,8 @@ class Engine(TextEngine):
         text reads only the keys with the largest estimated weights (sparkinfer.key_selection), on
         the CPU only.
 
-        neuron_cache: lets the neurons in the slots of the fast memory follow the text; they are at
-        first the plan's hot ones.
+        neuron_cache: lets the neurons in the slots of the fast memory follow the text, as its
+        settings say; at first they are the hot neurons of the plan, which must have room for it.
 
         Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         file = ModelFile.load(Path(model))
@@ -179,7 +180,7 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
         kv_offload: str | None = None,
-        neuron_cache: CacheSetup | None = None,
+        neuron_cache: CacheOptions | CacheSetup | None = None,
     ) -> "Engine":
         """Does what `load` does, for a model that is already open or not in a file at all."""
         rest = (
@@ -208,7 +209,7 @@ class Engine(TextEngine):
         cache_type_k: str | None,
         cache_type_v: str | None,
         kv_offload: str | None,
-        neuron_cache: CacheSetup | None,
+        neuron_cache: CacheOptions | CacheSetup | None,
     ) -> "Engine":
         """Raises DeviceLost if a GPU fails its check and does not answer any more."""
         began = time.perf_counter()
@@ -233,6 +234,8 @@ class Engine(TextEngine):
             file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,
             cache_types=cache_types,
         )  # fmt: skip
+        if isinstance(neuron_cache, CacheOptions):
+            neuron_cache = CacheSetup.of(neuron_cache, plan)
         resident_LN = None
         if neuron_cache is not None:
             resident_LN = neuron_cache.resident(file.row_major, plan, gpu)
@@ -240,7 +243,7 @@ class Engine(TextEngine):
                 bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(file.row_major, resident_LN)
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
         if neuron_cache is not None:
-            neuron_cache.check(file.row_major, mode, is_resident=residence is not None)
+            neuron_cache.check(file.row_major, plan, mode, is_resident=residence is not None)
         observers, traffic = Observers(), Traffic()
         memories = memories_of(
             file, plan, placement, bytes_by_role, context_length, notice,

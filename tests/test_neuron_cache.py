@@ -2,6 +2,7 @@
 swapped; tables stay a bijection; the same text gives the same swaps."""
 
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -10,14 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import byte_level_keys, make_model, make_shape
 from random_policy import RandomPolicy, random_setup
 from test_runtime import make_split
 
 from sparkinfer import Engine
 from sparkinfer.architecture import Activation
+from sparkinfer.cache_plan import CachePlan
+from sparkinfer.cli import main
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import LayerLimits, Limits
+from sparkinfer.neuron_cache import CacheCosts, CacheOptions
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.neuron_cache.cycle import SWAP
 from sparkinfer.runtime.neuron_cache.residency import Residency
@@ -306,6 +310,111 @@ def test_the_comparison_sees_rows_that_are_not_theirs(tmp_path, wrong):
         else:
             slots._table.size_LM[:] //= 2
         assert not torch.equal(decoded(cached, IDS), decoded(plain, IDS))
+
+
+# ---- with the policy, from a plan ----------------------------------------------------------------
+
+
+def with_cache(tmp_path, activation="relu", predictor_rank=0, **costs):
+    """A model with a tokenizer and a plan with a cache, for a fast GPU and a slow CPU."""
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(
+        num_layers=L, num_neurons=F, context_length=256, vocab_size=vocab_size, width=128
+    )
+    model = make_model(
+        shape=shape, kind="q8_0", activation=activation, extra_keys=keys,
+        predictor_rank=predictor_rank,
+    )  # fmt: skip
+    model = dataclasses.replace(model, threshold_L=(0.0,) * L, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    zeros = np.zeros(L)
+    times = {
+        "hot_s_L": zeros, "hot_row_s_L": zeros + 1e-9, "cold_s_L": zeros,
+        "cold_row_s_L": zeros + 1e-6, "copy_row_s_L": zeros + 1e-7, "gather_row_s_L": zeros + 1e-8,
+    }  # fmt: skip
+    given = CacheCosts(**times | {"rest_s": 1e-5, "copy_s": 1e-7} | costs)
+    frequency = tuple(np.full(F, 0.5, np.float32) for _ in range(L))
+    cache = CachePlan(most_rows=16, costs=given, frequency=frequency)
+    ids = np.random.default_rng(3).permutation(F)
+    hot = [ids[:60], ids[30:90], ids[:0]]
+    make_split(model, hot, context_length=256, cache=cache).save(tmp_path / "s.gguf")
+    return model
+
+
+def followed(tmp_path, ids, options=None, mode="exact"):
+    """Logits of a text, whose swaps the policy decides; the cache."""
+    options = options or CacheOptions()
+    with Engine.load(
+        tmp_path / "m.gguf", tmp_path / "s.gguf", mode=mode, neuron_cache=options
+    ) as engine:
+        return decoded(engine, ids), engine.neuron_cache
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_the_policy_follows_a_text(tmp_path, mode):
+    """Its neurons come into slots, the logits keep their bits, and tables and policy agree."""
+    with_cache(tmp_path, predictor_rank=8 * (mode == "predicted"))
+    ids = [*IDS[:7]] * 8
+    with Engine.load(tmp_path / "m.gguf", mode=mode) as plain:
+        want = decoded(plain, ids)
+    logits, cache = followed(tmp_path, ids, mode=mode)
+    assert torch.equal(logits, want)
+    report = cache.policy.report()
+    assert report.num_steps == len(ids) and 0 < cache.num_swaps <= report.num_swaps
+    assert report.hit_rate > report.planned_hit_rate and report.seconds < report.planned_seconds
+    cache.before_step()
+    cache.slots.check()
+    again, other = followed(tmp_path, ids, mode=mode)
+    assert torch.equal(again, logits) and other.facts == cache.facts
+    row_bytes = sum(cache.slots._table.size_LM[0])
+    assert cache.num_bytes == cache.num_swaps * row_bytes
+    assert "hits" in cache.line and "copied" in cache.line
+
+
+def test_a_slow_link_stops_the_swaps(tmp_path):
+    """Copies that cannot hide under a step are not begun."""
+    with_cache(tmp_path, copy_row_s_L=np.ones(L), copy_s=1.0)
+    cache = followed(tmp_path, IDS)[1]
+    assert cache.num_swaps == 0 and "0 B copied" in cache.line
+
+
+def test_the_commands_say_what_the_cache_did(tmp_path, capsys):
+    with_cache(tmp_path)
+    model, split = str(tmp_path / "m.gguf"), str(tmp_path / "s.gguf")
+    command = [
+        "generate",
+        model,
+        "--split",
+        split,
+        "-p",
+        "the",
+        "-n",
+        "40",
+        "--temp",
+        "0",
+        "--json",
+    ]
+    found = {}
+    for setting in ("off", "on", "decay=0.9,most_rows=8"):
+        assert main([*command, "--neuron-cache", setting]) == 0
+        found[setting] = json.loads(capsys.readouterr().out)
+    assert "neuron_cache" not in found["off"]
+    assert found["on"]["neuron_cache"]["num_swaps"] > 0
+    assert found["on"]["text"] == found["decay=0.9,most_rows=8"]["text"]
+    assert main([*command[:-1], "--neuron-cache", "on"]) == 0
+    assert "[neuron cache: hits" in capsys.readouterr().err
+    assert main(["bench", model, "--split", split, "-p", "0", "-n", "4", "-r", "1",
+                 "--neuron-cache", "on"]) == 0  # fmt: skip
+    assert "note: neuron cache:" in capsys.readouterr().err
+    for wrong, line in (
+        ("decay=2", "decay=2; wanted 0"),
+        ("most_rows=300", "room for 16 rows"),
+        ("size=3", "wanted on or NAME=VALUE"),
+    ):
+        assert main([*command, "--neuron-cache", wrong]) == 1
+        assert line in capsys.readouterr().err
+    assert main(["generate", model, "-p", "the", "--neuron-cache", "on"]) == 1
+    assert "needs a plan that has room for it" in capsys.readouterr().err
 
 
 # ---- residency -----------------------------------------------------------------------------------

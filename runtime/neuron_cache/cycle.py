@@ -12,13 +12,16 @@ rows are.
 Letters: T rows of a step, L layers, W words of 32 bits, S swaps, N slots of a layer."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparkinfer.runtime.neuron_cache.policy import CacheReport
 from sparkinfer.runtime.neuron_cache.residency import Residency
+from sparkinfer.sizes import format_bytes
 
 # Neuron `in` takes slot `slot` of the layer, which neuron `out` leaves. No neuron and no slot is in two
 # swaps of a decision.
@@ -31,6 +34,9 @@ class Policy(Protocol):
     def learn(self, bits_RLW: np.ndarray) -> None:
         """Observes tokens of a prompt, uint32 [R, L, W]."""
 
+    def report(self) -> CacheReport:
+        """What it has decided so far."""
+
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
         """Observes the tokens of a step and returns swaps with the fields of `SWAP`, maybe with more,
         as a view that the next call may change. Those it returned before are done."""
@@ -39,8 +45,8 @@ class Policy(Protocol):
 class Slots(Protocol):
     """Moves neurons. The two implementations are JoinedSlots and DeviceSlots."""
 
-    def start(self, swaps_S: np.ndarray) -> None:
-        """Begins to copy the rows of the incoming neurons, beside what runs."""
+    def start(self, swaps_S: np.ndarray) -> int:
+        """Begins to copy the rows of the incoming neurons, beside what runs; returns their bytes."""
 
     def finish(self) -> None:
         """Waits for the copies, moves the rows to their slots and changes the tables."""
@@ -55,8 +61,19 @@ class NeuronCache:
         self.most_rows = most_rows  # swaps of a decision, at most
         self.slots: Slots | None = None
         self.num_swaps = 0  # that are in the tables
+        self.num_bytes = 0  # of the rows copied so far
         self._num_pending = 0
         self._bits_TLW = np.zeros((0, 0, 0), np.uint32)
+
+    @property
+    def line(self) -> str:
+        """One line for people: what the cache did."""
+        return f"{self.policy.report().line}; {format_bytes(self.num_bytes)} copied"
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """The same for programs."""
+        return {**asdict(self.policy.report()), "num_bytes": self.num_bytes}
 
     def use(self, slots: Slots) -> None:
         """Moves neurons by these slots from now on."""
@@ -90,5 +107,5 @@ class NeuronCache:
         swaps_S = self.policy.step(bits_TLW)
         if len(swaps_S):
             assert self.slots is not None
-            self.slots.start(swaps_S)
+            self.num_bytes += self.slots.start(swaps_S)
             self._num_pending = len(swaps_S)

@@ -79,7 +79,7 @@ class SlotDevice:
         self._pending: tuple[np.ndarray, int, Any] | None = None
         self._node: HostNode | None = None  # of the last copies, which the stream may not have run
 
-    def start(self, swaps_S: np.ndarray) -> None:
+    def start(self, swaps_S: np.ndarray) -> int:
         """The step before has finished, and with it whatever used the staging."""
         assert self._pending is None
         copies_C4, gathered, used = self._prepared(swaps_S)
@@ -94,6 +94,7 @@ class SlotDevice:
         self._copier.host(node)
         self._copier.copy(self._device_B[:used], self._host_B[:used])
         self._pending, self._node = (swaps_S, len(copies_C4), self._copier.record()), node
+        return gathered.num_bytes
 
     def _prepared(self, swaps_S: np.ndarray) -> tuple[np.ndarray, RowCopies, int]:
         """The copies to the slots; what is gathered for them; bytes of staging in use. Copies and ids
@@ -164,12 +165,13 @@ class DeviceSlots:
         self._devices, self._residency = devices, residency
         self._pending: np.ndarray = np.zeros(0)
 
-    def start(self, swaps_S: np.ndarray) -> None:
-        self._pending = swaps_S.copy()
+    def start(self, swaps_S: np.ndarray) -> int:
+        self._pending, num_bytes = swaps_S.copy(), 0
         for device in self._devices:
             own_S = self._pending[np.isin(self._pending["layer"], list(device.layers))]
             if len(own_S):
-                device.start(own_S)
+                num_bytes += device.start(own_S)
+        return num_bytes
 
     def finish(self) -> None:
         self._residency.swap(self._pending)

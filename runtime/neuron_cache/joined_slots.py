@@ -32,7 +32,7 @@ class JoinedSlots:
         self._copier = Copier(copy_bytes_per_s)
         self._pending: tuple[np.ndarray, RowCopies] | None = None
 
-    def start(self, swaps_S: np.ndarray) -> None:
+    def start(self, swaps_S: np.ndarray) -> int:
         assert self._pending is None
         swaps_S = swaps_S.copy()
         table, layer_S = self._table, swaps_S["layer"]
@@ -44,8 +44,10 @@ class JoinedSlots:
         main_SM = table.addresses(layer_S, self.residency.num_slots_L[layer_S] + swaps_S["in"])
         slot_SM = table.addresses(layer_S, swaps_S["slot"])
         size_SM, kept = table.size_LM[layer_S], (self._staging, *table.kept)
-        self._copier.start(RowCopies(main_SM, staged_SM, size_SM, kept))
+        gathered = RowCopies(main_SM, staged_SM, size_SM, kept)
+        self._copier.start(gathered)
         self._pending = swaps_S, RowCopies(staged_SM, slot_SM, size_SM, kept)
+        return gathered.num_bytes
 
     def finish(self) -> None:
         assert self._pending is not None

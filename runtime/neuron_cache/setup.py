@@ -1,7 +1,7 @@
 """What an engine needs for a neuron cache besides its weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,10 +9,12 @@ import torch
 from sparkinfer.budget import layer_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
+from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.loader import Weights
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache, Policy
 from sparkinfer.runtime.neuron_cache.joined_slots import JoinedSlots
+from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 from sparkinfer.runtime.neuron_cache.residency import Residency
 from sparkinfer.split_file import Split
 
@@ -31,6 +33,30 @@ class CacheSetup:
     most_rows: int
     share: float | None = None
     copy_bytes_per_s: float | None = None
+
+    @classmethod
+    def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
+        """The setup of a plan with a neuron cache. Raises SparkinferError for one without."""
+        planned = None if plan is None else plan.cache
+        if planned is None:
+            raise SparkinferError(
+                "the neuron cache needs a plan that has room for it: make one with sparkinfer solve"
+                " --neuron-cache on and give it with --split"
+            )
+        is_asked = options.most_rows != CacheOptions().most_rows
+        if is_asked and options.most_rows > planned.most_rows:
+            raise SparkinferError(
+                f"most_rows={options.most_rows}, but the plan has room for {planned.most_rows} rows a"
+                f" step; run sparkinfer solve with --neuron-cache most_rows={options.most_rows}"
+            )
+        most_rows = min(options.most_rows, planned.most_rows)
+
+        def policy_of(resident_LN: Sequence[np.ndarray], num_neurons: int) -> Policy:
+            assert planned.frequency_LF.shape == (len(resident_LN), num_neurons)
+            limited = replace(options, most_rows=most_rows)
+            return CachePolicy.of(resident_LN, planned.frequency_LF, planned.costs, limited)
+
+        return cls(policy_of=policy_of, most_rows=most_rows)
 
     def resident(
         self, model: ModelFile, plan: Split | None, device: torch.device
@@ -77,12 +103,17 @@ class CacheSetup:
             cache.use(JoinedSlots(blocks, residency, self.copy_bytes_per_s))
         return cache
 
-    def check(self, model: ModelFile, mode: str, *, is_resident: bool) -> None:
+    def check(self, model: ModelFile, plan: Split | None, mode: str, *, is_resident: bool) -> None:
         """Raises SparkinferError for a model, a mode or memory that the cache does not work with."""
         if mode == "dense":
             raise SparkinferError(
                 f"{model.path}: mode dense reads every neuron for every token, so a neuron cache has"
                 " nothing to follow; use mode exact or predicted, or leave --neuron-cache out"
+            )
+        if plan is not None and plan.cache is not None and mode != plan.mode:
+            raise SparkinferError(
+                f"{model.path}: the plan and its neuron cache are for mode {plan.mode}, and the mode is"
+                f" {mode}; leave --mode out, or run sparkinfer solve with --mode {mode}"
             )
         gate = model.gate_name
         if any(model.is_transposed(layer, gate) for layer in range(model.shape.num_layers)):

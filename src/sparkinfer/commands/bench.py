@@ -5,8 +5,11 @@ from typing import Any
 import click
 
 from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.cache_replay import check_replay, run_replay
+from sparkinfer.commands.neuron_cache_option import neuron_cache_option
 from sparkinfer.commands.shared import (
     FILE,
+    OUTPUT,
     FileCommand,
     device_option,
     finish,
@@ -55,15 +58,23 @@ class Lengths(click.ParamType):
 @click.option("--compare-gpu-layers", type=int, metavar="N",
               help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]")  # fmt: skip
 @cache_type_options
+@neuron_cache_option
 @mode_option
 @max_loss_option
 @threads_option
 @device_option
+@click.option("--cache-replay", is_flag=True,
+              help="Instead: compare policies of the neuron cache on --text, by the times in the plan --split.")  # fmt: skip
+@click.option("--cache-tokens", type=click.IntRange(64, 1 << 20), default=2000, show_default=True,
+              help="Tokens of the text to replay.")  # fmt: skip
+@click.option("--cache-plot", type=OUTPUT, metavar="FILE.png", help="Plot of the replay to write.")
 @click.option("--md", "as_markdown", is_flag=True, help="Print llama-bench's table on stdout.")
 @json_option
+@click.pass_context
 def bench(
-    prompt_lengths: tuple[tuple[int, ...], ...], gen_lengths: tuple[tuple[int, ...], ...],
-    depths: tuple[tuple[int, ...], ...], as_markdown: bool, as_json: bool, **options: Any,
+    ctx: click.Context, prompt_lengths: tuple[tuple[int, ...], ...],
+    gen_lengths: tuple[tuple[int, ...], ...], depths: tuple[tuple[int, ...], ...],
+    as_markdown: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure the speed of prompts and generation on this machine.
 
@@ -74,6 +85,11 @@ def bench(
     from sparkinfer.bench.tables import lines_of, markdown_of
     from sparkinfer.progress import progress
 
+    check_replay(ctx)
+    replayed = {name: options.pop(name) for name in ("cache_replay", "cache_tokens", "cache_plot")}
+    if replayed["cache_replay"]:
+        content, lines = run_replay({**options, **replayed})
+        return finish(content if as_json else {}, as_json, lines)
     if as_json and as_markdown:
         raise click.UsageError("--json and --md are two forms of one report: leave one out.")
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}

@@ -21,6 +21,7 @@ from sparkinfer.commands.constraint_options import (
     constraint_of,
     constraint_options,
 )
+from sparkinfer.commands.neuron_cache_option import neuron_cache_option
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
@@ -92,6 +93,7 @@ A message that begins with / is written with //."""
 @constraint_options
 @speculation_options
 @cache_type_options
+@neuron_cache_option
 @thresholds_option
 @mode_option
 @max_loss_option
@@ -146,6 +148,8 @@ def talk(
             lines = TypedLines() if is_typed else PipedLines()
             conversed = Talk(conversation, lines, is_typed)
             conversed.run()
+        if engine.neuron_cache is not None:
+            note(f"[{engine.neuron_cache.line}]")
     if conversed.num_errors and not is_typed:
         raise SparkinferError(f"{conversed.num_errors} of the lines failed; see above")
 

@@ -17,6 +17,7 @@ from sparkinfer.commands.constraint_options import (
     constraint_of,
     constraint_options,
 )
+from sparkinfer.commands.neuron_cache_option import neuron_cache_option
 from sparkinfer.commands.prompts import prompts_of
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
@@ -119,6 +120,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @constraint_options
 @speculation_options
 @cache_type_options
+@neuron_cache_option
 @thresholds_option
 @mode_option
 @max_loss_option

@@ -1,7 +1,7 @@
 """Formats `generate`'s output about its texts: events per token, a report, a line for the user."""
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkinfer.sizes import format_bytes
 
@@ -41,8 +41,11 @@ def report_of(
          "decode_per_s": run.decode_per_s, **({"logprobs": w.logprobs} if w.logprobs else {})}
         for w, run in zip(writings, runs, strict=True)
     ]  # fmt: skip
-    common = {"mode": engine.mode, "load_s": engine.load_s, "num_threads": num_threads,
+    common: dict[str, Any] = {"mode": engine.mode, "load_s": engine.load_s, "num_threads": num_threads,
               "not_native": not_native, "bytes": roles, "memory": memory}  # fmt: skip
+    cache = engine.neuron_cache
+    if cache is not None:
+        common |= {"neuron_cache": cache.facts}
     report = {**common, "texts": texts} if is_many else {**texts[0], **common}
     where = ", ".join(
         f"{role.upper()} role {format_bytes(sum(items.values()))}" for role, items in roles.items()
@@ -57,7 +60,7 @@ def report_of(
         f" {num_threads} threads{slow}; {where}; stopped by"
         f" {', '.join(dict.fromkeys(_end_of(run) for run in runs))}]"
     )
-    return report, [line]
+    return report, [line] if cache is None else [line, f"[{cache.line}]"]
 
 
 def _end_of(run: "Run") -> str:
