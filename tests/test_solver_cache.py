@@ -210,6 +210,12 @@ def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monk
     assert main(["inspect", str(tmp_path / "plan")]) == 0
     said = capsys.readouterr().out
     assert "up to 3 swaps a token" in said and "in main memory" in said
+    assert main(["inspect", str(tmp_path / "plan"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cache"]
+    cache = Split.load(tmp_path / "plan").cache
+    assert found["most_rows"] == 3 and found["rest_s"] == cache.costs.rest_s
+    assert found["cold_row_s_L"] == cache.costs.cold_row_s_L.tolist()
+    assert np.allclose(found["read_L"], cache.frequency_LF.mean(axis=1))
     assert main([*arguments, "--check"]) == 0
     with pytest.raises(SparkinferError, match="a curve over budgets has no neuron cache"):
         sweep(config(files, tmp_path / "curve"), first=1, last=2, num_budgets=2)

@@ -5,7 +5,10 @@ Letters: L layers, F neurons of a layer."""
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from sparkinfer.budget import Items
+from sparkinfer.cache_plan import CachePlan
 from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.predictor_file import Predictors
@@ -111,6 +114,32 @@ class GpuShare:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheFacts:
+    """A plan's neuron cache: the neurons that a token may swap, the times that it decides by, and
+    the share of each layer's neurons that a token reads."""
+
+    most_rows: int
+    rest_s: float
+    copy_s: float
+    hot_s_L: tuple[float, ...]
+    hot_row_s_L: tuple[float, ...]
+    cold_s_L: tuple[float, ...]
+    cold_row_s_L: tuple[float, ...]
+    copy_row_s_L: tuple[float, ...]
+    gather_row_s_L: tuple[float, ...]
+    read_L: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cache: CachePlan) -> "CacheFacts":
+        times = {
+            name: tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+            for name, value in vars(cache.costs).items()
+        }
+        read_L = tuple(float(row_F.mean()) for row_F in cache.frequency)
+        return cls(most_rows=cache.most_rows, read_L=read_L, **times)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitSummary:
     kind: str = "split file"
     path: Path
@@ -133,9 +162,9 @@ class SplitSummary:
     home: tuple[int, ...]  # the GPU of each layer and of the head; () if there is one
     dense_on_gpu: tuple[bool, ...]
     num_hot_L: tuple[int, ...]
-    most_swapped_rows: int  # by the neuron cache in one step; 0: the plan has none
     gpu_bytes: Items
     cpu_bytes: Items
+    cache: CacheFacts | None  # None: the plan has no neuron cache
 
     @classmethod
     def load(cls, path: Path) -> "SplitSummary":
@@ -161,9 +190,9 @@ class SplitSummary:
             home=split.home,
             dense_on_gpu=split.dense_on_gpu,
             num_hot_L=tuple(len(ids) for ids in split.hot),
-            most_swapped_rows=0 if split.cache is None else split.cache.most_rows,
             gpu_bytes=split.gpu_bytes,
             cpu_bytes=split.cpu_bytes,
+            cache=None if split.cache is None else CacheFacts.of(split.cache),
         )
 
 

@@ -223,11 +223,11 @@ def _differ(predictor: PredictorInfo) -> bool:
 
 
 def _cache_facts(summary: SplitSummary) -> list[Row]:
-    if not summary.most_swapped_rows:
+    if summary.cache is None:
         return []
     gpu, cpu = (side["neuron_cache"] for side in (summary.gpu_bytes, summary.cpu_bytes))
     words = f"{format_bytes(gpu)} on the GPU and {format_bytes(cpu)} in main memory"
-    return [("neuron cache", f"up to {summary.most_swapped_rows:,} swaps a token; {words}")]
+    return [("neuron cache", f"up to {summary.cache.most_rows:,} swaps a token; {words}")]
 
 
 def _split_facts(summary: SplitSummary) -> list[Row]:
