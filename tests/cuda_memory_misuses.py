@@ -14,8 +14,8 @@ from cuda_misuses import (
     zeros,
 )
 from fake_cuda import library
+from fake_cuda.devices import FakeCuda
 from fake_cuda.library import call, made
-from fake_cuda.torch_cuda import FakeCuda
 
 from sparkinfer.runtime.device import huge_pages
 from sparkinfer.runtime.device.streams import CudaStream

@@ -9,8 +9,8 @@ from ctypes import CFUNCTYPE, c_void_p
 
 import torch
 from fake_cuda import library
+from fake_cuda.devices import FakeCuda
 from fake_cuda.library import call, made
-from fake_cuda.torch_cuda import FakeCuda
 
 from sparkinfer.runtime.device import huge_pages
 from sparkinfer.runtime.device.streams import CudaStream, HostNode
@@ -270,6 +270,6 @@ def unpinned_memory_in_a_graph(cuda):
 @rejected("cudaGraphLaunch: a graph that was destroyed")
 def a_graph_after_its_end(cuda):
     x, y = zeros(), zeros()
-    captured(lambda main, side: main.copy(x, y))
+    replay = captured(lambda main, side: main.copy(x, y))
     call("cudaGraphExecDestroy", cuda.graphs[-1].handle)
-    call("cudaGraphLaunch", cuda.graphs[-1].handle, 0)
+    replay()

@@ -1,7 +1,7 @@
 """torch's caching allocator on the fake runtime: the rules of CUDACachingAllocator.cpp that the
-product counts on. Segments of 2 MiB for small tensors, 20 MiB for those below 10 MiB, and of the
-tensor's own size, rounded to 2 MiB, for larger ones; a freed block serves the stream that it was
-allocated on again; a limit on what is reserved; a pool of its own for each captured graph."""
+runtime relies on. Segments have 2 MiB for small tensors, 20 MiB for those below 10 MiB, and the
+tensor's own size, rounded up to 2 MiB, for larger ones; a freed block is reused on the stream that
+it was allocated on; reserved memory has a limit; each captured graph has its own pool."""
 
 from dataclasses import dataclass, field
 
@@ -16,12 +16,12 @@ ROUNDING = 512
 
 @dataclass(eq=False)
 class Segment:
-    """Memory of cudaMalloc; `blocks` are (start, bytes, whether it is taken), without gaps."""
+    """Memory from cudaMalloc; `blocks` are (start, bytes, whether it is taken), without gaps."""
 
     start: int
     num_bytes: int
     stream: int
-    pool: int  # 0: everybody's; else a graph's
+    pool: int  # 0: the common one; else a graph's
     is_small: bool
     blocks: list[tuple[int, int, bool]]
 
@@ -40,7 +40,7 @@ class Segment:
         return start
 
     def give_back(self, start: int) -> int:
-        """Frees a block, joined with free neighbours; returns its bytes."""
+        """Frees a block and joins it with free neighbours; returns its size."""
         size = next(size for at, size, _ in self.blocks if at == start)
         joined: list[tuple[int, int, bool]] = []
         for at, count, is_taken in self.blocks:
@@ -55,7 +55,7 @@ class Segment:
 
 @dataclass(eq=False)
 class Allocator:
-    """Of one device. Calls are made with that device current."""
+    """The allocator of one device, which must be the current one in all calls."""
 
     device: int
     total_bytes: int
@@ -83,14 +83,14 @@ class Allocator:
         return start
 
     def free(self, start: int) -> None:
-        """In stream order: the memory may be given away again at once."""
+        """Frees in stream order: the memory may be reused at once."""
         segment = next(s for s in self.segments if s.start <= start < s.start + s.num_bytes)
         size = segment.give_back(start)
         library.load().fakeBlock(start, size, 0)
         self.allocated -= size
 
     def empty_cache(self, pool: int | None = None) -> None:
-        """Returns free segments to the driver: everybody's, or those of one graph's pool."""
+        """Returns free segments to the driver: those of all pools, or of one."""
         for segment in [s for s in self.segments if s.is_free and s.pool == (pool or 0)]:
             library.call("cudaFree", segment.start)
             self.segments.remove(segment)

@@ -1,5 +1,5 @@
-"""What the product declares of its submissions, made known to the fake runtime: the memory of host
-functions, which CUDA does not know, and that of kernels, which must be what they touch."""
+"""Passes what the runtime declares of its submissions on to the fake CUDA: the memory of host
+functions, which CUDA does not know, and that of kernels, which must cover what they access."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from sparkinfer.runtime.device.streams import CudaStream, HostNode
 
-_open: list[list[Range]] = []  # of the launch that is being submitted
+_open: list[list[Range]] = []  # the declaration of the launch that is being submitted
 
 
 class Undeclared(AssertionError):
-    """A kernel touches memory that its launch does not declare."""
+    """A kernel accesses memory that its launch does not declare."""
 
 
 def check(name: str, ranges: list[Range]) -> None:
-    """Raises Undeclared for a kernel of a CudaStream."""
+    """Raises Undeclared if a kernel of a CudaStream accesses more than its launch declares."""
     for start, size, is_written in ranges if _open else ():
         inside = [
             first <= start and start + size <= first + count and (may_write or not is_written)

@@ -76,7 +76,10 @@ int launch(Graph& graph, Stream& stream) {
     for (const int dep : node.deps)
       if (edge++ != graph.omitted) after.insert(ids[dep]);
     uint64_t id;
-    if (const int status = enqueue(node.work, after, &id)) return status;
+    if (const int status = enqueue(node.work, after, &id)) {
+      for (size_t i = 0; i < ids.size(); i++) state().queue.pop_back();  // all of it or nothing
+      return status;
+    }
     ids.push_back(id);
     all.insert(id);
   }

@@ -1,5 +1,5 @@
-"""The kernels of a decode step as kernels of the fake runtime: each call of one is one launch on
-torch's current stream of the current device, with the memory that it reads and writes."""
+"""The kernels of a decode step as kernels of the fake runtime: each call is one launch on torch's
+current stream of the current device, with the memory that it reads and writes."""
 
 import dataclasses
 import inspect
@@ -17,7 +17,7 @@ from sparkinfer.runtime.kernels.gpu import kernels as records
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
-# Arguments that a kernel writes, by their names in kernels.py.
+# Names in kernels.py of the arguments that kernels write.
 WRITTEN = {
     "dot": {"out_N"},
     "embed": {"out_D"},
@@ -32,7 +32,7 @@ WRITTEN = {
 
 
 def launched(kernels: Kernels) -> Kernels:
-    """`kernels` take tensors of the CPU: torch's reference, or an executor of PTX."""
+    """`kernels` take CPU tensors: torch's reference, or an executor of PTX."""
     return Kernels(
         **{
             f.name: partial(_launch, f.name, _signature(f.name), getattr(kernels, f.name))
@@ -61,7 +61,7 @@ def _launch(
 
 
 def on_device(name: str, tensor: Tensor) -> Tensor:
-    """The tensor. Raises ValueError, as Triton does, if a kernel cannot read it."""
+    """Returns the tensor. Raises ValueError, as Triton does, if a kernel cannot read it."""
     if not isinstance(tensor, DeviceTensor) and not tensor.is_pinned():
         raise ValueError(f"{name}: Pointer argument cannot be accessed from Triton (cpu tensor?)")
     return tensor

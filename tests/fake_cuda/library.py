@@ -1,5 +1,5 @@
-"""The fake CUDA runtime (*.cpp beside this file): built once per version of its sources, and its
-calls. Every refusal raises CudaError with the runtime's line."""
+"""The calls of the fake CUDA runtime (the *.cpp in this folder), which is built once per version of
+its sources. Every refusal raises CudaError with the runtime's message."""
 
 import ctypes
 import hashlib
@@ -25,7 +25,7 @@ Range = tuple[int, int, bool]  # address, bytes, whether it is written
 
 
 class CudaError(RuntimeError):
-    """A call that the runtime refused; torch raises its own RuntimeError for these."""
+    """The runtime refused a call; torch raises a RuntimeError of its own for these."""
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(f"CUDA error: {line}")
@@ -37,7 +37,7 @@ def can_be_built() -> bool:
 
 
 def _built(name: str, sources: Sequence[Path], options: Sequence[str]) -> Path:
-    """The library, from an earlier build if there is one of the same sources."""
+    """The path of the library; an earlier build of the same sources is reused."""
     text = b"".join(path.read_bytes() for path in [*sources, *sorted(FOLDER.glob("*.h"))])
     key = hashlib.sha256(text + " ".join([*options, torch.__version__]).encode()).hexdigest()[:16]
     target = BUILD / key / name
@@ -54,7 +54,7 @@ def _built(name: str, sources: Sequence[Path], options: Sequence[str]) -> Path:
 
 @cache
 def load() -> CDLL:
-    """The runtime. Its name is such that cuda_runtime.loaded_library finds it."""
+    """The runtime, under a file name that cuda_runtime.loaded_library finds."""
     sources = sorted(path for path in FOLDER.glob("*.cpp") if path.name != "guard.cpp")
     library = CDLL(str(_built("libcudart_fake.so", sources, ["-std=c++17", "-O1"])))
     for name in ("fakeText", "fakeGraphText", "cudaGetErrorString"):
@@ -104,7 +104,7 @@ def load() -> CDLL:
 
 @cache
 def add_device_guard() -> None:
-    """Makes torch accept indices and other views of tensors on a CUDA device."""
+    """Makes torch accept indexing and other views of tensors on a CUDA device."""
     site = Path(torch.__file__).parent
     options = ["-std=c++20", "-Wno-unused-parameter", f"-I{site / 'include'}", f"-L{site / 'lib'}", "-lc10",
                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]  # fmt: skip
@@ -112,7 +112,7 @@ def add_device_guard() -> None:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Raises CudaError, or what a kernel raised that has run meanwhile."""
+    """Raises CudaError, or the error of a kernel that has run meanwhile."""
     status = getattr(load(), name)(*arguments)
     if _raised:
         raise _raised.pop()
@@ -147,7 +147,7 @@ def _ranges(ranges: Iterable[Range]) -> tuple[object, ...]:
 
 
 def declare(argument: int, ranges: Iterable[Range]) -> None:
-    """What the host function with this argument touches."""
+    """Declares what the host function with this argument accesses."""
     load().fakeDeclare(argument, *_ranges(ranges))
 
 
@@ -173,7 +173,7 @@ def _forget(number: int) -> None:
 
 
 def launch(name: str, stream: int, run: Callable[[], object], ranges: Iterable[Range]) -> None:
-    """Submits a kernel, which runs when somebody waits for it, or earlier."""
+    """Submits a kernel, which runs at the latest when something waits for it."""
     number = next(_next)
     _kernels[number] = run
     try:
@@ -189,5 +189,5 @@ def graph_text(exec_handle: int) -> list[list[str]]:
 
 
 def address(function: object) -> int:
-    """Of a C function that ctypes made."""
+    """The address of a C function made by ctypes."""
     return ctypes.cast(function, c_void_p).value or 0

@@ -1,5 +1,5 @@
-"""The runtime's GPU kernels with every Triton launch a kernel of the fake runtime that executes PTX:
-the launching functions run as they do on a GPU, on tensors that are on the device."""
+"""The runtime's GPU kernels, with each Triton launch replaced by a kernel of the fake runtime that
+executes PTX: the launching functions run as on a GPU, on tensors of the device."""
 
 from functools import partial
 from types import ModuleType
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class StreamedPtx(PtxKernels):
-    """`kernels`: the record, for `fake_cuda`."""
+    """Its `kernels` are for `fake_cuda`."""
 
     def _module(self, name: str) -> ModuleType:
         module = super()._module(name)

@@ -1,10 +1,9 @@
-"""Tensors on a fake CUDA device, for a build of torch that knows none.
+"""Tensors on a fake CUDA device, for a build of torch without CUDA.
 
-A DeviceTensor says that it is on cuda:n; its memory comes from the fake runtime. torch gives every
-operation on one to `Dispatch`, which does what torch does on a GPU: views at once, everything else
-as a kernel on the current stream of the tensor's device, which runs late. What would wait for the
-device there waits here (`item`, copies to and from the host, results whose size depends on values).
-"""
+A DeviceTensor reports cuda:n as its device; its memory comes from the fake runtime. torch passes
+every operation on it to `Dispatch`, which does what torch does on a GPU: views at once, everything
+else as a kernel on the current stream of the tensor's device, which runs late. What waits for a real
+device waits here (`item`, copies to and from the host, results whose size depends on values)."""
 
 import ctypes
 import weakref
@@ -18,17 +17,17 @@ from fake_cuda import library
 from fake_cuda.library import Range
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 
 
 class Owner(Protocol):
-    """The devices, as torch's C++ knows them (torch_cuda.py)."""
+    """The devices, as torch's C++ sees them (devices.py)."""
 
     def allocate(self, device: int, num_bytes: int) -> tuple[int, Callable[[], None]]:
-        """(address, what frees it) of memory for a tensor, by the current stream of the device."""
+        """(address, function that frees it) of memory for a tensor on the device's current
+        stream."""
 
     def pinned(self, num_bytes: int) -> tuple[int, Callable[[], None]]: ...
 
@@ -37,7 +36,7 @@ class Owner(Protocol):
 
 
 class DeviceTensor(Tensor):
-    """`memory` is a tensor of the CPU at the addresses of the device."""
+    """`memory` is a CPU tensor at the device addresses."""
 
     memory: Tensor
     dispatch: ClassVar["Dispatch | None"] = None  # of the fake_cuda block around the code
@@ -72,7 +71,7 @@ class DeviceTensor(Tensor):
 
 
 def at_address(start: int, num_bytes: int, release: Callable[[], None] | None = None) -> Tensor:
-    """uint8 memory that is there already; `release` is called when no tensor has it any more."""
+    """Existing memory as uint8; `release` is called when no tensor uses it any more."""
     array = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, num_bytes)).from_address(start))
     if release is not None:
         weakref.finalize(array, release).atexit = False
@@ -84,14 +83,14 @@ def shaped(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The tensor's memory for the CPU, which a kernel does not keep from being freed."""
+    """The tensor's memory for the CPU; a kernel that uses it does not keep it from being freed."""
     tensor = memory_of(tensor)
     start, stop = span(tensor)
     return shaped(at_address(start, stop - start), tensor) if start else torch.empty_like(tensor)
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from a tensor's first byte to past its last."""
+    """(address of a tensor's first byte, address after its last)."""
     if not tensor.numel():
         return 0, 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -108,11 +107,11 @@ class Dispatch(TorchDispatchMode):
     def __init__(self, owner: Owner) -> None:
         super().__init__()
         self.owner = owner
-        self.waited: list[str] = []  # operations that waited for the device to know a size
+        self.waited: list[str] = []  # operations that waited for values
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it would import the compiler, which takes seconds
+        return False  # otherwise torch imports the compiler, which takes seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -139,7 +138,7 @@ class Dispatch(TorchDispatchMode):
             self._wait(args[0].device.index)
             return args[0].memory.item()
         if torch.Tag.inplace_view in func.tags:  # squeeze_ and the like, on what torch sees, too
-            func(*tree_map(memory_of, args), **kwargs)
+            func(*mapped(memory_of, args), **kwargs)
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return func(*args, **kwargs)
@@ -147,11 +146,11 @@ class Dispatch(TorchDispatchMode):
             base = next(device_tensors(args))
             index = base.device.index
             with torch.inference_mode(base.is_inference()):  # as the view of any tensor
-                found = func(*tree_map(memory_of, args), **kwargs)
-                return tree_map(lambda view: DeviceTensor(view, index), found)
+                found = func(*mapped(memory_of, args), **kwargs)
+                return mapped(lambda view: DeviceTensor(view, index), found)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cuda":  # as empty_like's
-            return func(*tree_map(meta_of, args), **kwargs)
+            return func(*mapped(meta_of, args), **kwargs)
         return self._kernel(func, name, args, kwargs)
 
     def _kernel(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -163,24 +162,24 @@ class Dispatch(TorchDispatchMode):
         if written:
             if kwargs.get("generator") is None:  # wrong shapes are refused now, not as it runs
                 with suppress(NotImplementedError):
-                    func(*tree_map(meta_of, args), **on_meta(kwargs))
+                    func(*mapped(meta_of, args), **on_meta(kwargs))
             result = written[0] if len(written) == 1 else tuple(written)
         else:
             try:
-                shapes = func(*tree_map(meta_of, args), **on_meta(kwargs))
+                shapes = func(*mapped(meta_of, args), **on_meta(kwargs))
             except (NotImplementedError, RuntimeError):
                 shapes = None
-            if not all(isinstance(t, Tensor) for t in tree_flatten(shapes)[0]):
+            if not all(isinstance(t, Tensor) for t in leaves(shapes)):
                 return self._waiting(func, name, index, args, kwargs)
-            result = tree_map(lambda t: self._new(index, t), shapes)
-            outputs = tree_flatten(result)[0]
+            result = mapped(lambda t: self._new(index, t), shapes)
+            outputs = leaves(result)
             if name in _EMPTY:
                 return result
-        given = tree_map(borrowed_of, (args, kwargs))
+        given = mapped(borrowed_of, (args, kwargs))
         targets = [] if written else [borrowed(t) for t in outputs]
 
         def run() -> None:
-            found = tree_flatten(compute(func, name, *given))[0]
+            found = leaves(compute(func, name, *given))
             for target, value in zip(targets, found, strict=bool(targets)):
                 target.copy_(value)
 
@@ -191,11 +190,12 @@ class Dispatch(TorchDispatchMode):
         return result
 
     def _waiting(self, func: Any, name: str, index: int, args: Any, kwargs: Any) -> Any:
-        """An operation whose result's size, or Python value, depends on values."""
+        """Runs an operation whose result has a size, or is a Python value, that depends on
+        values."""
         self.waited.append(name)
         self._wait(index)
-        found = compute(func, name, *tree_map(memory_of, (args, kwargs)))
-        return tree_map(lambda t: self._uploaded(t, index) if isinstance(t, Tensor) else t, found)
+        found = compute(func, name, *mapped(memory_of, (args, kwargs)))
+        return mapped(lambda t: self._uploaded(t, index) if isinstance(t, Tensor) else t, found)
 
     def _uploaded(self, value: Tensor, index: int) -> "DeviceTensor":
         made = self._new(index, value)
@@ -204,13 +204,13 @@ class Dispatch(TorchDispatchMode):
         return made
 
     def _index(self, name: str, args: Any, kwargs: Any) -> int:
-        """The device of an operation, all of whose tensors must be there."""
+        """The device of an operation, on which all its tensors must be."""
         devices = {t.device.index for t in device_tensors((args, kwargs))}
         device = kwargs.get("device")
         if device is not None:
             asked = torch.device(device).index
             devices.add(torch.cuda.current_device() if asked is None else asked)
-        on_host = [t for t in tree_flatten((args, kwargs))[0]
+        on_host = [t for t in leaves((args, kwargs))
                    if isinstance(t, Tensor) and not isinstance(t, DeviceTensor) and t.dim()]  # fmt: skip
         if len(devices) > 1 or on_host:
             raise RuntimeError(
@@ -243,7 +243,8 @@ class Dispatch(TorchDispatchMode):
         return self._copied(made, source, non_blocking)
 
     def _copied(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """As aten/src/ATen/native/cuda/Copy.cu: kernels on a device, else a copy of bytes."""
+        """Copies as aten/src/ATen/native/cuda/Copy.cu does: by kernels on a device, else as
+        bytes."""
         if target.device == source.device or not source.dim() and source.device.type == "cpu":
             return self._kernel(aten.copy_.default, "copy_", (target, source), {})
         if not target.numel():
@@ -273,14 +274,33 @@ class Dispatch(TorchDispatchMode):
 
 
 def compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What a kernel of torch computes, on the CPU's tensors."""
-    if func is aten.mm.dtype:  # which the CPU has not
+    """Computes a torch kernel on CPU tensors."""
+    if func is aten.mm.dtype:  # missing on the CPU
         return args[0].to(args[2]) @ args[1].to(args[2])
     return func(*args, **kwargs)
 
 
+def leaves(tree: Any) -> list[Any]:
+    """What is in tuples, lists and dicts, as torch passes arguments."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if not isinstance(tree, tuple | list):
+        return [tree]
+    return [leaf for part in tree for leaf in leaves(part)]
+
+
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The same with changed leaves."""
+    if isinstance(tree, dict):
+        return {key: mapped(change, part) for key, part in tree.items()}
+    if isinstance(tree, tuple | list):
+        parts = [mapped(change, part) for part in tree]
+        return parts if isinstance(tree, list) else tuple(parts)
+    return change(tree)
+
+
 def device_tensors(tree: Any) -> Iterator[DeviceTensor]:
-    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, DeviceTensor))
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, DeviceTensor))
 
 
 def is_view(func: Any) -> bool:
@@ -314,7 +334,7 @@ def meta_of(leaf: Any) -> Any:
 
 
 def on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    found = tree_map(meta_of, kwargs)
+    found = mapped(meta_of, kwargs)
     return {**found, "device": torch.device("meta")} if "device" in found else found
 
 

@@ -1,0 +1,61 @@
+"""A captured graph as data: its nodes, the memory they use, and who follows whom."""
+
+from dataclasses import dataclass
+
+from fake_cuda import library
+from fake_cuda.library import Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    name: str
+    stream: int
+    ranges: tuple[Range, ...]
+
+    def conflicts(self, other: "Node") -> bool:
+        """True if one writes what the other uses."""
+        return any(
+            (mine or theirs) and a < b + size_b and b < a + size_a
+            for a, size_a, mine in self.ranges
+            for b, size_b, theirs in other.ranges
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]  # (first, second), numbered as fakeGraphOmit counts them
+
+    @classmethod
+    def of(cls, handle: int) -> "Graph":
+        """The graph of an executable one's handle."""
+        nodes, edges = [], []
+        for kind, _, *rest in library.graph_text(handle):
+            if kind == "edge":
+                edges.append((int(rest[0]), int(rest[1])))
+                continue
+            name, stream, *uses = rest
+            nodes.append(Node(name=name, stream=int(stream), ranges=tuple(map(_range, uses))))
+        return cls(nodes=tuple(nodes), edges=tuple(edges))
+
+    def before(self, omitted: int | None = None) -> list[set[int]]:
+        """Of each node, those that certainly run before it, one edge left out."""
+        found: list[set[int]] = [set() for _ in self.nodes]
+        for number, (first, second) in sorted(enumerate(self.edges), key=lambda item: item[1][1]):
+            if number != omitted:
+                found[second] |= {first} | found[first]
+        return found
+
+    def race_without(self, omitted: int | None) -> tuple[Node, Node] | None:
+        """Two nodes that use the same memory and that nothing orders, one edge left out."""
+        before = self.before(omitted)
+        for second, node in enumerate(self.nodes):
+            for first in range(second):
+                if first not in before[second] and self.nodes[first].conflicts(node):
+                    return self.nodes[first], node
+        return None
+
+
+def _range(text: str) -> Range:
+    kind, start, size = text.split()
+    return int(start), int(size), kind == "w"

@@ -1,0 +1,50 @@
+"""Divisions of a small random model over GPUs and the CPU, which tests of hybrid steps share."""
+
+import dataclasses
+
+import numpy as np
+import torch
+from models import make_model, make_shape
+from test_runtime import IDS, make_split
+
+F, L = 96, 4
+ALL, NONE = np.arange(F), np.arange(0)
+random = np.random.default_rng(5)
+SOME = random.permutation(F)[:37]
+# Hot neurons of each layer, where attention is on the GPU, whether the head is, the GPU of each.
+PLANS = {
+    "all on the GPU": ([ALL] * L, [1] * L, True, None),
+    "no neuron on the GPU": ([NONE] * L, [1] * L, True, None),
+    "one neuron": ([ALL[5:6]] * L, [1] * L, True, None),
+    "random": ([SOME] * L, [1] * L, True, None),
+    "all but one": ([ALL[1:]] * L, [1] * L, True, None),
+    "mixed": ([SOME, NONE, ALL, ALL[::3]], [1] * L, True, None),
+    "head on the CPU": ([SOME] * L, [1] * L, False, None),
+    "last layers on the CPU": ([SOME, ALL, NONE, NONE], [1, 1, 0, 0], False, None),
+    "first layers on the CPU": ([NONE, NONE, SOME, ALL], [0, 0, 1, 1], True, None),
+    "layers on the CPU between": ([SOME, NONE, NONE, ALL], [1, 0, 0, 1], True, None),
+    "attention on the CPU": ([SOME, ALL, ALL[:1], NONE], [0] * L, True, None),
+    "every kind of layer": ([SOME, SOME, NONE, NONE], [1, 0, 0, 1], False, None),
+    "two GPUs": ([SOME, NONE, SOME, ALL], [1, 1, 1, 1], True, [0, 0, 1, 1, 1]),
+    "two GPUs, layers on the CPU": ([SOME, NONE, NONE, SOME], [1, 0, 0, 1], True, [0, 0, 1, 1, 1]),
+}
+
+
+def planned(tmp_path, model, plan):
+    hot, dense, head, home = PLANS[plan]
+    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+    split.save(tmp_path / "s.gguf")
+    return split
+
+
+def stepped(engine, ids=IDS):
+    return torch.stack([engine._step(token, i).clone() for i, token in enumerate(ids)])
+
+
+def make(tmp_path, **options):
+    shape = options.pop("shape", None) or make_shape(num_layers=L, num_neurons=F)
+    threshold = options.pop("threshold", 0.05)
+    model = make_model(shape=shape, predictor_rank=8, **options)
+    return dataclasses.replace(
+        model, threshold_L=(threshold,) * shape.num_layers, path=tmp_path / "m.gguf"
+    )

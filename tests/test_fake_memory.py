@@ -1,0 +1,113 @@
+"""A GPU's memory by the product's own code on a fake CUDA device: a slab and a budget that torch's
+allocator keeps, prompts whose cold weights are streamed, and the tests of a real device."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import library
+from fake_cuda.torch_cuda import fake_cuda
+from models import make_model, make_shape
+from reference import rel_error
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import KINDS
+from sparkinfer.runtime import gpu_setup
+from sparkinfer.runtime.device.device_memory import DeviceMemory, told_out_of_memory
+from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+
+pytestmark = [
+    pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
+    pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+]
+GPU = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_budget_is_kept_to_the_byte():
+    budget = 160 * MIB + 12345
+    with fake_cuda():
+        memory = DeviceMemory.of(GPU, 40 * MIB, budget)
+        memory.aside_bytes = 64 * MIB
+        memory.set_aside()
+        assert memory.report().slab == 40 * MIB
+        room = memory.room_bytes
+        assert 100 * MIB < room < budget - 40 * MIB
+        held = torch.empty(room // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=GPU)
+        with (
+            pytest.raises(SparkinferError, match="cuda:0: 64.00 MiB wanted, .* of a budget of 160"),
+            told_out_of_memory(GPU, 64 * MIB),
+        ):
+            torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
+        assert memory.report().peak_reserved <= budget
+        del held
+        memory.close()
+        torch.empty(200 * MIB, dtype=torch.uint8, device=GPU)  # the limit is gone with it
+    assert not library.text("violations")
+
+
+def test_a_card_that_is_too_small_is_told_in_one_line():
+    with (
+        fake_cuda(total_bytes=256 * MIB),
+        pytest.raises(
+            SparkinferError, match="cuda:0: 300.00 MiB wanted, 256.00 MiB of 256"
+        ) as told,
+    ):
+        DeviceMemory.of(GPU, 300 * MIB)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("is_resident", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, is_resident):
+    """Pinned ones directly, those of a mapped file through two buffers."""
+    monkeypatch.setattr(gpu_setup, "least_tokens_of", lambda *arguments: 1)
+    shape = make_shape(num_layers=2, width=256, num_neurons=1024, context_length=64)
+    model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
+    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    split = make_split(model, [np.arange(0, 1024, 3)] * 2, context_length=64)
+    split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + 160 * MIB)
+    split.save(tmp_path / "s.gguf")
+    ids = np.random.default_rng(0).integers(0, 50, 40).tolist()
+    with Engine.load(model.path, mode="exact", device="cpu", context_length=64) as engine:
+        want = engine.logits(ids)
+    with (
+        fake_cuda(seed=3),
+        Engine.load(
+            model.path, split=tmp_path / "s.gguf", mode="exact", device="cuda",
+            is_resident=is_resident,
+        ) as engine,
+    ):  # fmt: skip
+        streams = [layer.ffn.cold for layer in engine.layers]
+        assert all(stream is not None for stream in streams), "no cold weights are streamed"
+        assert (streams[0].staging is None) == is_resident
+        before = len(library.text("log"))
+        found = [engine.logits(ids) for _ in range(2)]
+        assert library.text("log")[before:].count("copy") > 6
+    assert not library.text("violations")
+    assert rel_error(found[0], want) < 4 * torch.finfo(torch.float16).eps
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [None, "mixed", "every kind of layer", "attention on the CPU"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tests_of_a_device_pass(tmp_path, kind, plan):
+    from gpu import test_step
+
+    with fake_cuda():
+        if plan is None:
+            test_step.test_without_a_plan_all_is_on_the_device(tmp_path, "cuda", kind, True)
+        else:
+            test_step.test_every_division_gives_what_the_cpu_gives(
+                tmp_path, "cuda", kind, plan, "predicted"
+            )
+    assert not library.text("violations")

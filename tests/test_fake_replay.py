@@ -1,0 +1,134 @@
+"""A captured step is replayed in random orders that its graph allows; and each of its edges is needed,
+unless others imply it: without it two operations race, and some order changes the logits."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_cuda import library
+from fake_cuda.graph import Graph
+from fake_cuda.library import CudaError
+from fake_cuda.torch_cuda import fake_cuda
+from hybrid_plans import make, planned, stepped
+
+from sparkinfer import Engine
+from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+
+pytestmark = [
+    pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
+    pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+]
+TOKENS = [3, 17, 4]
+ALL_ORDERS = 12
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """An engine with divided layers and layers on the CPU, and its graph."""
+    folder = tmp_path_factory.mktemp("replay")
+    model = make(folder)
+    model.save(model.path)
+    planned(folder, model, "every kind of layer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARKINFER_CACHE", str(folder / "cache"))
+        with (
+            fake_cuda() as cuda,
+            Engine.load(
+                model.path, split=folder / "s.gguf", mode="predicted", device="cuda"
+            ) as engine,
+        ):
+            (captured,) = cuda.graphs
+            graph = Graph.of(captured.handle)
+            yield SimpleNamespace(engine=engine, handle=captured.handle, graph=graph)
+        assert not [line for line in library.text("violations") if "no event orders" not in line]
+
+
+@pytest.fixture
+def omit(loaded):
+    """Leaves an edge out."""
+    yield lambda number: library.load().fakeGraphOmit(loaded.handle, number)
+    library.load().fakeGraphOmit(loaded.handle, -1)
+    library.load().fakeCheckRaces(1)
+
+
+def ran(engine):
+    """(logits of the tokens, the names of what ran, in order)."""
+    before = len(library.text("log"))
+    logits = stepped(engine, TOKENS)
+    return logits, tuple(library.text("log")[before:])
+
+
+def test_every_order_that_the_graph_allows_gives_the_same_bits(loaded):
+    want, _ = ran(loaded.engine)
+    orders = set()
+    for seed in range(ALL_ORDERS):
+        library.load().fakeSeed(seed)
+        got, order = ran(loaded.engine)
+        orders.add(order)
+        assert torch.equal(got, want)
+    assert len(orders) > ALL_ORDERS // 2
+
+
+def test_the_graph_is_that_of_the_step(loaded):
+    """Two divided layers and those on the CPU: copies there and back, and host functions."""
+    names = Counter(node.name for node in loaded.graph.nodes)
+    assert names["gate_up"] == names["down"] == 2 and names["attend"] == 2
+    assert names["host function"] == 6
+    assert len({node.stream for node in loaded.graph.nodes}) == 2
+    assert loaded.graph.race_without(None) is None
+    hosts = [node for node in loaded.graph.nodes if node.name == "host function"]
+    assert all(any(is_written for _, _, is_written in node.ranges) for node in hosts)
+
+
+def test_without_any_one_edge_the_step_races(loaded, omit):
+    """Each edge in turn. The others imply those of a stream's own order that an event repeats."""
+    graph, engine = loaded.graph, loaded.engine
+    want, _ = ran(engine)
+    found, redundant = 0, []
+    for number, (first, second) in enumerate(graph.edges):
+        omit(number)
+        if first in graph.before(number)[second]:
+            redundant.append((graph.nodes[first].name, graph.nodes[second].name))
+            assert graph.race_without(number) is None
+            assert torch.equal(ran(engine)[0], want)
+            continue
+        assert graph.race_without(number) is not None
+        with pytest.raises(CudaError, match="use the same memory, and no event orders them"):
+            engine._step(TOKENS[0], 0)
+        found += 1
+    omit(-1)
+    assert torch.equal(ran(engine)[0], want)  # a refused launch leaves nothing behind
+    print(f"{found} of {len(graph.edges)} edges are needed; redundant: {redundant}")
+    assert found > 40 and len(redundant) == 3
+
+
+def changed_bits(loaded, omit, numbers, seeds):
+    """Of these edges, those without which some order gives other logits; races are not checked."""
+    omit(-1)
+    want, _ = ran(loaded.engine)
+    library.load().fakeCheckRaces(0)
+    changed = []
+    for number in numbers:
+        omit(number)
+        for seed in range(seeds):
+            library.load().fakeSeed(seed)
+            if not torch.equal(ran(loaded.engine)[0], want):
+                changed.append(number)
+                break
+    return changed
+
+
+def test_without_an_edge_some_order_gives_other_logits(loaded, omit):
+    """The races are real."""
+    streams = [node.stream for node in loaded.graph.nodes]
+    events = [n for n, (a, b) in enumerate(loaded.graph.edges) if streams[a] != streams[b]]
+    assert len(changed_bits(loaded, omit, events, 4)) >= 0.75 * len(events)
+
+
+@pytest.mark.slow
+def test_most_edges_change_the_logits_in_some_order(loaded, omit):
+    numbers = range(len(loaded.graph.edges))
+    changed = changed_bits(loaded, omit, numbers, 6)
+    print(f"without {len(changed)} of {len(numbers)} edges some order changed the logits")
+    assert len(changed) > 0.8 * len(numbers)

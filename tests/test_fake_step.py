@@ -1,0 +1,135 @@
+"""An engine on fake CUDA devices (fake_cuda): memory by the plan, uploads, captured steps, prompts
+with streamed weights, all by the lines that a GPU would run; the logits are the CPU's."""
+
+import dataclasses
+
+import pytest
+import torch
+from fake_cuda import library
+from fake_cuda.kernels import launched
+from fake_cuda.ptx_kernels import StreamedPtx
+from fake_cuda.torch_cuda import fake_cuda
+from hybrid_plans import ALL, PLANS, make, planned, stepped
+from models import make_shape
+from reference import assert_rows_agree, rel_error
+from test_native_step import BOUNDS
+from test_runtime import IDS, make_split
+
+from sparkinfer import Engine
+from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+
+pytestmark = [
+    pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
+    pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+]
+QUICK = ["every kind of layer", "two GPUs, layers on the CPU"]
+TOKENS = IDS[:4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checks(tmp_path_factory):
+    """The results of the devices' checks, which later loads need not repeat."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def slow_unless(names, quick):
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+def on_the_cpu(path, mode, ids=TOKENS):
+    """(logits of steps, of a prompt)."""
+    with Engine.load(path, mode=mode, device="cpu", context_length=32) as engine:
+        return stepped(engine, ids), engine.logits(ids)
+
+
+def on_the_device(path, split, mode, ids=TOKENS, **options):
+    with Engine.load(path, split=split, mode=mode, device="cuda", **options) as engine:
+        assert engine.not_native is None, engine.not_native
+        return stepped(engine, ids), engine.logits(ids)
+
+
+def check_the_runtime():
+    """Nothing was wrong, nothing is left, and every host function's memory is known."""
+    assert not library.text("violations")
+    assert not [line for line in library.text("left") if not line.startswith("pinned")]
+    assert not library.load().fakeNumUndeclared()
+
+
+@pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
+def test_a_plan_on_devices_gives_what_the_cpu_gives(tmp_path, plan, capsys):
+    model = make(tmp_path)
+    model.save(model.path)
+    planned(tmp_path, model, plan)
+    want = on_the_cpu(model.path, "predicted")
+    with fake_cuda(num_devices=2) as cuda:
+        got = on_the_device(model.path, tmp_path / "s.gguf", "predicted")
+        assert cuda.num_graphs >= 1
+    check_the_runtime()
+    assert "sparkinfer doctor" not in capsys.readouterr().err  # no part took its fallback
+    for mine, right in zip(got, want, strict=True):
+        assert rel_error(mine, right) < BOUNDS["f32"]
+
+
+@pytest.mark.parametrize("seed", slow_unless(range(4), [0]))
+def test_captured_or_submitted_and_in_any_order_the_bits_are_the_same(tmp_path, seed):
+    model = make(tmp_path)
+    model.save(model.path)
+    planned(tmp_path, model, "every kind of layer")
+    found = []
+    for number, graph in ((0, True), (seed + 1, True), (seed + 9, False)):
+        with fake_cuda(seed=number):
+            steps, _ = on_the_device(model.path, tmp_path / "s.gguf", "predicted", graph=graph)
+            found.append(steps)
+    check_the_runtime()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def small(tmp_path, kind="q4_0"):
+    """Two layers: one divided, the other's attention on the CPU and some neurons on the device."""
+    shape = make_shape(num_layers=2, width=32, num_neurons=24, vocab_size=20)
+    model = make(tmp_path, kind=kind, shape=shape)
+    model.save(model.path)
+    split = make_split(model, [ALL[:24:2], ALL[:9]], dense_on_gpu=[1, 0], head_on_gpu=True)
+    split.save(tmp_path / "s.gguf")
+    return model
+
+
+def test_executed_ptx_host_functions_and_a_graph_give_what_the_cpu_gives(tmp_path):
+    """The kernels' machine code, the C++ of the cold neurons and a captured graph together."""
+    model = small(tmp_path)
+    ids = [3, 17, 4]
+    want, _ = on_the_cpu(model.path, "predicted", ids)
+    with fake_cuda():
+        on_the_device(model.path, tmp_path / "s.gguf", "predicted", ids[:1])  # checks the device
+    ptx = StreamedPtx(80)
+    with (
+        fake_cuda(kernels=ptx.kernels) as cuda,
+        Engine.load(
+            model.path, split=tmp_path / "s.gguf", mode="predicted", device="cuda"
+        ) as engine,
+    ):
+        assert len(cuda.graphs) == 1
+        before = len(library.text("log"))
+        launches = sum(sum(texts.values()) for texts in ptx.launches.values())
+        got = stepped(engine, ids)
+        log = library.text("log")[before:]
+        assert log.count("gate_up") == 2 * len(ids) and log.count("host function") == 4 * len(ids)
+        done = sum(sum(texts.values()) for texts in ptx.launches.values()) - launches
+        assert done == sum(name not in ("copy", "host function") for name in log)
+    check_the_runtime()
+    assert_rows_agree(got, want, BOUNDS["q4_0"])
+
+
+@pytest.mark.parametrize("wrong", slow_unless(["down", "predict", "attend"], ["down"]))
+def test_the_comparison_sees_a_kernel_that_does_nothing(tmp_path, wrong):
+    model = small(tmp_path)
+    want, _ = on_the_cpu(model.path, "predicted", [3, 17, 4])
+    with fake_cuda():  # whose checks pass, and are not repeated
+        on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])
+    broken = dataclasses.replace(reference_kernels(), **{wrong: lambda *args, **options: None})
+    with fake_cuda(kernels=launched(broken)):
+        got, _ = on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])
+    assert not rel_error(got, want) < 1e-2  # NaN, where nobody has written
