@@ -205,7 +205,7 @@ def test_a_plan_of_other_bytes_is_refused_while_loading(planned):
         )  # fmt: skip
 
 
-# ---- the limit, on a simulated card ------------------------------------------------------
+# ---- the limit, on a simulated card -----------------------------------------------------------
 
 
 @pytest.fixture
@@ -357,7 +357,7 @@ def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_setup.DeviceMemory, "of", lambda *arguments: arguments)
         found = gpu_setup.memories_of(model, split, placement, {}, 32, said.append)
-    assert list(found) == [GPU] and len(said) == 1 and "is held to 128.00 MiB" in said[0]
+    assert list(found) == [GPU] and len(said) == 1 and "128.00 MiB is enforced instead" in said[0]
     stays = sum(split.gpu_bytes.values()) - split.gpu_bytes["workspace"]
     assert 0 < found[GPU][1] - stays - 4 * 96 - decode_bytes(model, 32) < 60 * ALIGNMENT
 

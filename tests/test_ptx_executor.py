@@ -363,7 +363,7 @@ def test_memory_knows_elements_gaps_and_what_was_written():
     with pytest.raises(Uninitialised, match="18 of 24"):
         memory.check_written(rows)
     for offset in (24, 36):
-        with pytest.raises(OutOfBounds, match="of no element"):
+        with pytest.raises(OutOfBounds, match="belongs to no element"):
             source = torch.zeros(4, 10)[:, :6]
             run(f"ld.global.b32 %r9, [%rd2+{offset}];" + STORE, source=source)
     memory = Memory()

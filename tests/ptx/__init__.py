@@ -1,49 +1,49 @@
-"""A functional executor of PTX: kernels that Triton compiles run on the CPU, with every access
-checked. A tool of the tests.
+"""A functional executor of PTX for the tests: it runs kernels that Triton compiles on the CPU and
+checks every access.
 
     memory = Memory()
     memory.add(address, num_bytes, name="x")            # bytes of this process, at their address
     memory.add_tensor(tensor, name="out", is_written=False)
-    program = Program(text)                              # raises UnknownInstruction, which names it
+    program = Program(text)                              # may raise UnknownInstruction
     record = program.launch(
         "_dot", grid=(4, 1, 1), block=(128, 1, 1), args=[address, 3, 0.5], memory=memory,
         shared_bytes=2048,
     )
 
 **Memory.** Global memory is this process's own memory at its own addresses: a launch reads and
-writes CPU tensors in place. Only what is registered may be touched. `add` takes an address range,
-as an allocator hands it out; `is_written=False` says that its bytes have no value yet, so that
-reading them is an error until a kernel or `mark_written(address, num_bytes)` (a copy into it) has
+writes CPU tensors in place. Only registered memory may be accessed. `add` takes an address range,
+as an allocator hands it out; `is_written=False` says that its bytes have no value yet: reading
+them is an error until a kernel or `mark_written(address, num_bytes)` (for a copy into it) has
 given them one; `is_writable=False` forbids stores. `remove(address)` ends a range: later accesses
 are errors. `add_tensor` registers exactly the elements of a strided tensor, not the gaps between
-its rows; several tensors may share a storage. `read_back(address, num_bytes)` raises if a byte of
-the range was never written, for copies out of it.
+its rows; several tensors may share a storage. `read_back(address, num_bytes)`, for copies out of a
+range, raises if a byte of it was never written.
 
 **Arguments** are Python numbers or ctypes values in the order of the kernel's parameters; pointers
-are addresses. Launches by a C interface give an array of pointers to values instead:
+are addresses. A launch through a C interface passes an array of pointers to values instead:
 `program.arguments(name, address_of_that_array)` reads it by the parameters' types. Triton's kernels
-take two more pointers (scratch that they do not use, for which 0 will do) than their functions;
-missing trailing arguments are 0.
+take two more pointers than their functions (unused scratch memory; 0 will do); missing trailing
+arguments are 0.
 
-**Results.** `launch` returns a `Record`: `reads` and `writes` are lists of (address, number of
-bytes) that were touched, `num_instructions` and `num_lane_instructions` count by instruction. It
+**Results.** `launch` returns a `Record`: `reads` and `writes` list the accessed ranges as
+(address, number of bytes), `num_instructions` and `num_lane_instructions` count by opcode. It
 raises a `Fault` (see faults.py) that names the kernel, the instruction, the source line and the
 first block and thread: OutOfBounds, Misaligned, Uninitialised, DataRace, BadBarrier, BadShuffle.
-A launch is synchronous; after a fault memory is half written.
+A launch is synchronous; after a fault, memory may be partly written.
 
-**What is executed.** All threads of all blocks (of as many as fit `LANES`) run in step as lanes of
-numpy arrays. The lanes at the lowest basic block run first, so that branches meet again; barriers
-release the lanes of their block. Blocks and threads are ordered only by barriers: accesses that
-would depend on any other order are DataRaces, also between blocks of a grid. Values without a
-definition travel, as hardware lets them, until an address, a branch or a store to global memory
+**Execution.** All threads of all blocks (of as many blocks as fit `LANES`) run in lockstep as lanes
+of numpy arrays. The lanes at the lowest basic block run first, so that lanes parted by a branch meet again; a
+barrier releases the lanes of its thread block. Blocks and threads are ordered only by barriers: accesses that
+would depend on any other order are DataRaces, also between blocks of a grid. Undefined
+values may be passed on, as in hardware, until an address, a branch or a store to global memory
 depends on them.
 
-**Numbers.** Everything that PTX defines to the bit is to the bit (fma by one rounding, denormals,
-.ftz, conversions). Approximate instructions return the exact result off by up to the error that the
-PTX manual allows, up or down by a hash of the operand, so that nothing may rely on their last bits
-(arithmetic.APPROXIMATE).
+**Numbers.** Whatever PTX defines to the bit is exact to the bit (fma with one rounding, denormals,
+.ftz, conversions). Approximate instructions return the exact result with an error of up to what the
+PTX manual allows, whose sign and size depend on a hash of the operand, so that nothing can rely on
+the last bits (arithmetic.APPROXIMATE).
 
-`kernels.PtxKernels` is the record of the runtime's GPU kernels with Triton's launches executed here.
+`kernels.PtxKernels` holds the runtime's GPU kernels, with Triton's launches executed here.
 """
 
 from ptx.faults import (

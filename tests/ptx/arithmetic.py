@@ -1,5 +1,5 @@
-"""Numbers as PTX defines them, on numpy arrays: fused products, conversions, denormals flushed, and
-approximate functions.
+"""Arithmetic as PTX defines it, on numpy arrays: fused multiply-add, conversions, flushed denormals
+and approximate functions.
 
 Registers hold bits; functions here take and return arrays of the type that their name says."""
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 # The relative error that the PTX manual states for each approximate instruction, as a number or in
-# units of the last place ("ulp"). `lg2.approx` has an absolute one near 1, which is left out: it is
-# exact here.
+# units of the last place ("ulp"). `lg2.approx` is exact here: near 1 its error is
+# stated as an absolute one.
 APPROXIMATE = {
     "ex2": 2.0**-22,
     "rcp": 2.0**-23,
@@ -24,7 +24,7 @@ _TIE, _LOW_BITS = np.int64(1 << 28), np.int64((1 << 29) - 1)
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
-    """f32 with denormals as zeros of their sign."""
+    """f32 with denormals replaced by zeros of the same sign."""
     if x.dtype != np.float32:
         return x
     is_small = np.abs(x) < _LEAST_NORMAL
@@ -32,10 +32,10 @@ def flushed(x: np.ndarray) -> np.ndarray:
 
 
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a b + c by one rounding to f32.
+    """a b + c with one rounding to f32.
 
-    The product is exact in f64. Rounding the sum to f64 before f32 matters only where it lands on
-    the middle between two f32 numbers: there the f64 sum is made odd first, if it is inexact."""
+    The product is exact in f64. Rounding the sum to f64 first matters only where the result lies
+    halfway between two f32 numbers or is denormal: there an inexact f64 sum is rounded to odd."""
     product = a.astype(np.float64) * b
     total = product + c
     bits = np.asarray(total).view(np.int64)
@@ -46,7 +46,7 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a b + c by one rounding to f64, away from over- and underflow: Boldo and Melquiond,
+    """a b + c with one rounding to f64, provided nothing over- or underflows: Boldo and Melquiond,
     "Emulation of a FMA and correctly rounded sums", 2008."""
     high, low = _product(a, b)
     upper = c + low
@@ -60,7 +60,7 @@ def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rounded product, its error), both f64, by Dekker."""
+    """(rounded product, its error), both f64, by Dekker's method."""
     product = a * b
     a_high, a_low = _halves(a)
     b_high, b_low = _halves(b)
@@ -89,20 +89,20 @@ def _odd(total: np.ndarray, error: np.ndarray) -> np.ndarray:
 
 
 def bf16_bits(x: np.ndarray) -> np.ndarray:
-    """u16 of f32, to nearest and even."""
+    """The u16 bits of f32 as bf16, rounded to nearest even."""
     bits = x.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
     return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
 
 def of_bf16(bits: np.ndarray) -> np.ndarray:
-    """f32 of the u16 bits of bf16."""
+    """f32 from the u16 bits of bf16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def approximate(name: str, exact: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """f32 function whose results are off by none or all of the stated error, up or down, by a hash
-    of the first operand; zeros, infinities and NaN are exact."""
+    """f32 function whose results are exact or off by the stated error, up or down, depending on a
+    hash of the first operand; zeros, infinities and NaN are exact."""
     error = APPROXIMATE[name]
 
     def run(*operands: np.ndarray) -> np.ndarray:
@@ -116,7 +116,7 @@ def approximate(name: str, exact: Callable[..., np.ndarray]) -> Callable[..., np
 
 
 def _toward(exact: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """f32 between both numbers, next to the second, or the nearest of the exact one."""
+    """`wanted` rounded to f32, one step back toward the exact value if rounding went past it."""
     nearest = exact.astype(np.float32)
     rounded = wanted.astype(np.float32)
     back = np.nextafter(rounded, nearest)
@@ -125,7 +125,7 @@ def _toward(exact: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A whole float number to an integer type, saturated; NaN to 0."""
+    """Converts integral floats to an integer type; saturates, and NaN becomes 0."""
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     value = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
     inside = np.clip(value, float(least), np.nextafter(float(most), 0) if most > 2**53 else most)

@@ -1,4 +1,4 @@
-"""Instructions of a kernel as functions, in basic blocks."""
+"""A kernel's instructions as functions, grouped in basic blocks."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def _block(kernel: Kernel, instructions: list[Instruction], registers: Registers
 
 
 def _ends(block: Block, instruction: Instruction, kernel: Kernel, registers: Registers) -> bool:
-    """Whether an instruction is the end of its block, which then knows of it."""
+    """Whether an instruction ends its block; the block then records it."""
     opcode = instruction.opcode
     if opcode in ("bra", "bra.uni"):
         (label,) = instruction.operands
@@ -76,7 +76,7 @@ def _ends(block: Block, instruction: Instruction, kernel: Kernel, registers: Reg
         block.is_exit = True
     elif opcode in ("bar.sync", "barrier.sync.aligned", "barrier.sync"):
         if instruction.operands != ("0",) or instruction.guard:
-            raise UnknownInstruction("a barrier of other than all threads")
+            raise UnknownInstruction("a barrier for only some of the threads")
         block.is_barrier = True
     else:
         return False
@@ -104,7 +104,7 @@ def _step(instruction: Instruction, registers: Registers) -> Callable:
 
 def _guarded(step: Callable, guard: int, is_negated: bool) -> Callable:
     def run(machine, mask):
-        machine.check_defined([((guard, ALL_BYTES),)], mask, "what decides whether it runs")
+        machine.check_defined([((guard, ALL_BYTES),)], mask, "the guard")
         value = machine.value[guard]
         active = ~value if is_negated else value
         if mask is not None:

@@ -1,7 +1,7 @@
-"""Compiles Triton kernels to PTX for architectures that need not be present, in a process of its
-own: a process whose Triton interprets kernels cannot also compile them.
+"""Compiles Triton kernels to PTX for architectures that need not be present, in a separate process:
+a process whose Triton interprets kernels cannot also compile them.
 
-`Compiler().compile(...)` asks the process, which is this file run as a program."""
+`Compiler().compile(...)` asks that process, which runs this file as a program."""
 
 import atexit
 import importlib
@@ -19,7 +19,7 @@ CACHE = Path(__file__).parents[2] / "build" / "ptx"
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor, as a compiler sees it."""
+    """What the compiler needs to know about a tensor."""
 
     dtype: torch.dtype
     is_aligned: bool  # to 16 bytes
@@ -30,8 +30,8 @@ class Pointer:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A kernel: the package of the kernels' modules and the folder it is imported from, if that is
-    not the installed one."""
+    """A kernel, with the package of its module, and the folder to import it from if that is not the
+    installed one."""
 
     package: str
     module: str
@@ -49,7 +49,7 @@ class Compiled:
 
 
 class Compiler:
-    """The process, started at the first question."""
+    """The compiling process, started at the first request."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
@@ -134,7 +134,7 @@ def main() -> None:
 
     sys.stdin, questions = None, sys.stdin.buffer
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    CUDABackend.make_cubin = lambda *_: b""  # half of the time goes into machine code
+    CUDABackend.make_cubin = lambda *_: b""  # not needed, and half of the time
     devices = AbsentDevices()
     driver.set_active(devices)
     while True:
@@ -144,13 +144,13 @@ def main() -> None:
             return
         try:
             answer = _answer(devices, *question)
-        except Exception as error:  # the one who asked raises it
+        except Exception as error:  # raised by the caller
             answer = f"{type(error).__name__}: {error}"
         pickle.dump(answer, answers)
         answers.flush()
 
 
 if __name__ == "__main__":
-    from ptx import compiler  # what is pickled has this name
+    from ptx import compiler  # pickled objects need the importable name
 
     compiler.main()

@@ -1,20 +1,20 @@
-"""What a kernel must not do; each names the kernel, the instruction and where."""
+"""What a kernel must not do. Each fault names the kernel, the instruction and the place."""
 
 
 class Fault(Exception):
-    """A rule of the machine that a kernel breaks."""
+    """A kernel breaks a rule of the machine."""
 
 
 class OutOfBounds(Fault):
-    """An access outside of everything registered, or a store to what is read-only."""
+    """An access outside all registered memory, or a store to read-only memory."""
 
 
 class Misaligned(Fault):
-    """An address that is no multiple of the access's size."""
+    """An address that is not a multiple of the access's size."""
 
 
 class Uninitialised(Fault):
-    """An address, a branch or a stored value that depends on what was never written."""
+    """An address, a branch or a stored value that depends on an undefined value."""
 
 
 class DataRace(Fault):
@@ -26,7 +26,8 @@ class BadBarrier(Fault):
 
 
 class BadShuffle(Fault):
-    """A warp operation that some of the lanes it names do not execute."""
+    """A warp operation that is not executed by exactly the lanes it names, or reads an inactive
+    one."""
 
 
 class UnknownInstruction(Exception):

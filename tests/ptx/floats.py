@@ -1,4 +1,4 @@
-"""Instructions on floating point, and conversions."""
+"""Floating-point instructions and conversions."""
 
 import numpy as np
 
@@ -55,7 +55,7 @@ _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def _pairs(compute, rest, operands, registers):
-    """Two f32 in a register of 64 bits each."""
+    """Operands of two f32 in one 64-bit register."""
     _checked(rest, ("rn", "ftz"))
     compute = _flushing(compute, rest)
     target, *sources = operands
@@ -66,7 +66,7 @@ def _pairs(compute, rest, operands, registers):
         return compute(*parts).view(np.uint64)
 
     def traced(*undefined):
-        """Each half by itself."""
+        """Traces each half separately."""
         found = np.bitwise_or.reduce(np.broadcast_arrays(*undefined))
         low, high = (found & np.uint8(0x0F)) != 0, (found & np.uint8(0xF0)) != 0
         return low * np.uint8(0x0F) | high * np.uint8(0xF0)
@@ -150,7 +150,7 @@ def conversion(name, modifiers, operands, registers):
 
 
 def _pair(to, rest, of, target, sources, registers):
-    """Two f32 to a word; the first operand goes to the upper half."""
+    """Packs two f32 into a word; the first operand goes into the upper half."""
     if of != "f32" or rest != ["rn"]:
         raise UnknownInstruction("cvt." + ".".join([*rest, to, of]))
     narrow = _conversion(to[:-2], "f32", ["rn"], False)
@@ -189,7 +189,7 @@ def _conversion(to: str, of: str, rest: list[str], flushes: bool):
 
 
 def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An integer to a float by one rounding."""
+    """Converts an integer to a float with one rounding."""
     if dtype == np.float16:
         return x.astype(np.float64).astype(dtype)  # 32-bit integers are exact in f64
     return x.astype(dtype)

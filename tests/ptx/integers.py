@@ -35,7 +35,8 @@ def no_more(modifiers: list[str]) -> None:
 
 
 def binary(compute):
-    """Plain instructions of two operands: also of f32 and f64 where `floats` has the name."""
+    """Plain instructions of two operands; for f32 and f64, `floats` handles those of the same
+    name."""
 
     def factory(name, modifiers, operands, registers):
         kind = modifiers[-1]
@@ -52,7 +53,7 @@ def binary(compute):
 
 
 def _pairs(compute, modifiers, operands, registers):
-    """Two 16-bit numbers of a word each."""
+    """Operands of two 16-bit numbers in one word."""
     no_more(modifiers[:-1])
     target, a, b = operands
     half = DTYPE[modifiers[-1][:3]]
@@ -70,7 +71,8 @@ def _pairs(compute, modifiers, operands, registers):
 
 
 def bitwise(compute, dominant: bool | None):
-    """and, or, xor; `dominant`: the predicate that decides alone, defined or not."""
+    """and, or, xor; `dominant` is the predicate value that decides the result alone, even if the
+    other operand is undefined."""
 
     def factory(name, modifiers, operands, registers):
         target, a, b = operands
@@ -86,7 +88,7 @@ def bitwise(compute, dominant: bool | None):
 
 
 def _bytes_that_count(name: str, text: str, kind: str) -> np.uint8:
-    """Bytes of a result that depend on the first operand, by the second."""
+    """Which bytes of a result depend on the first operand, given the second."""
     constant = immediate(text, kind) if name != "xor" else None
     if constant is None:
         return ALL_BYTES
@@ -131,7 +133,7 @@ def unary(compute):
 
 
 def bit_count(compute):
-    """popc, clz: a u32 of b32 or b64."""
+    """popc, clz: a u32 result from b32 or b64."""
 
     def factory(name, modifiers, operands, registers):
         kind = of(modifiers[-1], ("b32", "b64"))
@@ -161,7 +163,7 @@ def reversed_bits(x):
 
 
 def _high(a, b):
-    """Upper half of the product."""
+    """The upper half of a product."""
     if a.dtype.itemsize < 8:
         wide = {2: "4", 4: "8"}[a.dtype.itemsize]
         product = a.astype(a.dtype.kind + wide) * b.astype(a.dtype.kind + wide)
@@ -177,7 +179,7 @@ def _high(a, b):
 
 
 def product(name, modifiers, operands, registers):
-    """mul and mad, of integers by .lo, .hi or .wide."""
+    """mul and mad; for integers with .lo, .hi or .wide."""
     kind = modifiers[-1]
     if kind in floats.KINDS:
         return floats.binary(name, modifiers, operands, registers)
@@ -266,7 +268,7 @@ def shift(name, modifiers, operands, registers):
 
 
 def _shifted_bytes(name: str, amount: int):
-    """What of a result is undefined, by a constant amount. A sign that is undefined is at least in
+    """Which bytes of a result are undefined, for a constant amount. An undefined sign marks at least
     its own byte."""
     whole, has_rest = amount // 8, amount % 8 > 0
 
@@ -298,7 +300,7 @@ def funnel(name, modifiers, operands, registers):
 
 
 def extract(name, modifiers, operands, registers):
-    """bfe: fields that reach beyond the word are filled by its sign, or zeros."""
+    """bfe: fields that reach beyond the word are filled with its sign or with zeros."""
     kind = of(modifiers[-1], ("u32", "s32", "u64", "s64"))
     no_more(modifiers[:-1])
     dtype = np.dtype(DTYPE[kind])
@@ -377,7 +379,7 @@ def permute(name, modifiers, operands, registers):
 
 
 def any_logic(name, modifiers, operands, registers):
-    """lop3: a truth table of three bits."""
+    """lop3: any function of three bits, by its truth table."""
     if modifiers != ["b32"]:
         raise UnknownInstruction("modifier ." + ".".join(modifiers))
     target, a, b, c, table = operands
@@ -453,7 +455,7 @@ def set_predicate(name, modifiers, operands, registers):
     compare = comparison(order, kind)
     target, a, b, *more = operands
     if "|" in target:
-        raise UnknownInstruction("two results of setp")
+        raise UnknownInstruction("setp with two results")
     sources = [(a, kind), (b, kind), *((text, "pred") for text in more)]
 
     def compute(x, y, *other):

@@ -25,8 +25,8 @@ PACKAGE = "sparkinfer.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = ("rows", "norm", "attention", "predictor", "neurons")
 SLOT_MODULE = "slot_kernels"
-# The parameters that each kernel may store to. Those of the second are wholly written and never
-# read, so that they count as uninitialised before and must not afterwards.
+# STORES: the parameters that each kernel may store to. FILLS: those that it never reads and writes
+# completely; they count as uninitialised before a launch and must be initialised after it.
 STORES = {
     "_dot": {"out"}, "_unpack": {"out"}, "_add_norm": {"out", "x_out"},
     "_rotate_append": {"qkv", "key", "value"}, "_attend_part": {"sums", "peaks", "weights"},
@@ -38,11 +38,11 @@ FILLS = {"_dot": "out", "_attend_join": "out", "_predict": "named", "_gate_up": 
 
 
 class PtxKernels:
-    """`kernels`: the record. `num_lane_instructions`: what has been executed so far; `launches`:
-    PTX texts by kernel, with how often each was launched.
+    """`kernels`: the record. `num_lane_instructions`: what has been executed so far; `launches`: for
+    each kernel, how often each PTX text was launched.
 
     `edit` changes the PTX of a kernel, given (name, text), before it runs. `package` and `folder`
-    are those of a changed copy of the kernels' sources."""
+    name a changed copy of the kernels' sources."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PtxKernels:
         return SlotKernels(scatter=module.scatter, pack_open=module.pack_open)
 
     def _module(self, name: str) -> ModuleType:
-        """A copy whose kernels are `PtxLaunch`."""
+        """A copy of a module in which the kernels are `PtxLaunch`."""
         folder = FOLDER if self.folder is None else self.folder / self.package
         spec = importlib.util.spec_from_file_location(
             f"{self.package}.{name}", folder / f"{name}.py"
@@ -132,7 +132,8 @@ class PtxLaunch:
 
 
 def _as_compiled(argument):
-    """An argument as far as code depends on it: Triton specialises for 1 and multiples of 16."""
+    """The part of an argument that code depends on: Triton specialises for 1 and multiples of
+    16."""
     if isinstance(argument, torch.Tensor):
         return Pointer(argument.dtype, argument.data_ptr() % 16 == 0)
     if isinstance(argument, int) and not isinstance(argument, bool) and argument != 1:

@@ -1,4 +1,5 @@
-"""Runs kernels: lanes, registers, branches, barriers and shared memory. See the package's text."""
+"""Runs kernels: lanes, registers, branches, barriers, shared memory. See the package's
+docstring."""
 
 import ctypes
 import struct
@@ -26,17 +27,17 @@ from ptx.text import BYTES, Kernel, Parameter, parse
 
 LANES = 1 << 14  # threads at once
 WARP = 32
-SHARED_BASE = 1 << 10  # the address of shared memory: small wrong ones fall outside
+SHARED_BASE = 1 << 10  # the start of shared memory, so that small wrong addresses lie outside
 _FORMATS = {"f32": "<f", "f64": "<d"}
 
 
 @dataclass(kw_only=True)
 class Record:
-    """What a launch did. Threads of an instruction that its guard switches off count too."""
+    """What a launch did. Threads for which an instruction's guard is false are counted too."""
 
     reads: list[tuple[int, int]] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
-    num_instructions: Counter = field(default_factory=Counter)  # by opcode, of any lanes at once
+    num_instructions: Counter = field(default_factory=Counter)  # by opcode, once for all lanes
     num_lane_instructions: Counter = field(default_factory=Counter)  # by opcode, for each thread
 
 
@@ -104,7 +105,7 @@ class Program:
 
 
 class Launch:
-    """One launch: what its parts of a grid have in common."""
+    """One launch: the state that all parts of its grid share."""
 
     def __init__(self, program, kernel, code, grid, block, args, memory, shared_bytes):
         self.program, self.kernel, self.code, self.memory = program, kernel, code, memory
@@ -186,13 +187,13 @@ def _layout(program: Program, kernel: Kernel, shared_bytes: int):
             symbols[variable.name] = program.address_of(variable.name)
     shared = -(-shared // 16) * 16
     for variable in variables:
-        if variable.space == "shared" and not variable.num_bytes:  # its size is the launch's
+        if variable.space == "shared" and not variable.num_bytes:  # the launch gives its size
             symbols[variable.name] = SHARED_BASE + shared
     return symbols, shared + shared_bytes, local
 
 
 def _merged(mask, undefined, old) -> np.ndarray | None:
-    """Undefined bytes where some lanes get new ones."""
+    """The undefined bytes after some lanes get new values."""
     if old is None and undefined is None:
         return None
     nothing = np.uint8(0)
@@ -262,7 +263,7 @@ class Machine:
         self.value[number], self.undefined[number] = value, undefined
 
     def write_lanes(self, number: int, value, undefined, lanes) -> None:
-        """The same for values of some lanes by number; None: of all."""
+        """The same for lanes given by number; None: all lanes."""
         if lanes is None:
             self.write(number, value, undefined, None)
             return
@@ -339,7 +340,7 @@ class Machine:
                     )
 
     def check_members(self, members, mask, needs_all: bool = False) -> None:
-        """The active lanes of each warp are those that a warp's instruction names."""
+        """Checks that the active lanes of each warp are those that the instruction names."""
         wanted = np.broadcast_to(members, self.num_lanes).astype(np.uint32)
         named = (wanted >> self.lane_in_warp.astype(np.uint32)) & np.uint32(1) != 0
         active = np.ones(self.num_lanes, bool) if mask is None else mask
@@ -365,7 +366,8 @@ class Machine:
     # ---- memory -------------------------------------------------------------------------------
 
     def places(self, address, reads: Reads, mask):
-        """(numbers of lanes, None for all; their addresses) of an access; `mask` may be numbers."""
+        """(lane numbers, None for all; their addresses) of an access; `mask` may be lane
+        numbers."""
         lanes = mask if mask is None or mask.dtype != bool else np.flatnonzero(mask)
         undefined = self.undefined_of(reads)
         if undefined is not None:
@@ -377,7 +379,7 @@ class Machine:
         return lanes, np.ascontiguousarray(whole if lanes is None else whole[lanes])
 
     def load(self, space: str, places, lanes, size: int):
-        """(u8 [lanes, size], which bytes have no value: None if all have)."""
+        """(u8 [lanes, size]; which of these bytes have no value, None if all have one)."""
         if space in ("global", "const"):
             note = None if space == "const" else (lambda *what: self._note(size, lanes, *what))
             return self._checked(lanes, global_memory.load, places, size, note), None
@@ -394,7 +396,7 @@ class Machine:
                 at = int(unwritten.any(axis=1).argmax())
                 raise self.fault(
                     Uninitialised, at if lanes is None else int(lanes[at]),
-                    "stores a value that was never given",
+                    "stores an undefined value",
                 )  # fmt: skip
             note = lambda *what: self._note(value.shape[1], lanes, *what, value)  # noqa: E731
             self._checked(lanes, global_memory.store, places, value, note)
@@ -527,14 +529,14 @@ class Machine:
         self.launch.count(block, self.num_lanes if mask is None else int(mask.sum()))
 
     def _target(self, block: Block, here: int, mask, end: int):
-        """The block where lanes go on: one for all, or an array."""
+        """The block where lanes continue: one for all, or an array."""
         target = here + 1 if block.target is None else end if block.is_exit else block.target
         if block.is_exit:
             target = end
         if block.guard is None:
             return target
         self.current = block.last
-        self.check_defined([((block.guard, ALL_BYTES),)], mask, "what decides a branch")
+        self.check_defined([((block.guard, ALL_BYTES),)], mask, "the condition of a branch")
         jumps = self.value[block.guard] != block.is_guard_negated
         if mask is None:
             if jumps.all():
@@ -544,7 +546,7 @@ class Machine:
         return np.where(jumps, target, here + 1)
 
     def _arrive(self, mask, waits: np.ndarray) -> None:
-        """All lanes pass at once, or the active ones wait for the others of their block."""
+        """All lanes pass together, or the active ones wait for the others of their thread block."""
         if mask is None:
             self.block_epoch = self.block_epoch + 1
             self._check_shared()
@@ -561,7 +563,7 @@ class Machine:
         waits &= ~is_complete[self.block_of]
 
     def _choose(self, next_of, waits, end):
-        """The first block that lanes are at, and which ones: None if all."""
+        """The first basic block with lanes in it, and these lanes: None if all."""
         can_run = (next_of != end) & ~waits
         if not can_run.any():
             if waits.any():

@@ -1,7 +1,7 @@
 """Global memory: ranges of this process's memory with the state of every byte.
 
-What a byte's state says: it may be accessed, it has a value, a kernel may write it; and, within a
-launch, that it was read or written."""
+A byte's state says whether it may be accessed, has a value, and may be written by a kernel; and
+whether the current launch has read or written it."""
 
 import ctypes
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from ptx.faults import Misaligned, OutOfBounds, Uninitialised
 
 VALID, WRITTEN, WRITABLE, READ, STORED = 1, 2, 4, 8, 16
 _LOADABLE, _STORABLE = VALID | WRITTEN, VALID | WRITABLE
-ALIGN = 16  # of the widest access
+ALIGN = 16  # bytes of the widest access
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class Buffer:
         return not (self.state & WRITABLE).any()
 
     def ranges(self, flag: int) -> list[tuple[int, int]]:
-        """(address, number of bytes) of the bytes whose state has a flag."""
+        """The ranges (address, number of bytes) whose bytes have a flag."""
         has = np.concatenate([[False], (self.state & flag) != 0, [False]])
         edges = np.flatnonzero(has[1:] != has[:-1]) + self.base
         return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
@@ -80,8 +80,8 @@ class Memory:
 
     def add_tensor(self, tensor, *, name: str = "tensor", is_written: bool = True,
                    is_writable: bool = True) -> None:  # fmt: skip
-        """Registers the elements of a CPU tensor of torch; others of its storage stay as they
-        are."""
+        """Registers the elements of a torch tensor on the CPU; the rest of its storage stays as it
+        is."""
         if tensor.numel() == 0:
             return
         storage = tensor.untyped_storage()
@@ -91,7 +91,7 @@ class Memory:
         states |= VALID | WRITTEN * is_written | WRITABLE * is_writable
 
     def _states(self, tensor) -> np.ndarray:
-        """The states of a registered tensor's elements, [..., bytes of one]."""
+        """The states of a registered tensor's bytes, [..., bytes of an element]."""
         buffer = self.find(tensor.data_ptr())
         assert buffer is not None, tensor.shape
         size = tensor.element_size()
@@ -105,12 +105,12 @@ class Memory:
         if missing.any():
             first = np.unravel_index(missing.argmax(), missing.shape)
             raise Uninitialised(
-                f"{missing.sum()} of {missing.size} elements were never written, the first is "
+                f"{missing.sum()} of {missing.size} elements were never written, first "
                 f"{[int(number) for number in first]}"
             )
 
     def remove(self, address: int) -> None:
-        """Ends the range that begins there."""
+        """Ends the range that begins at the address."""
         at = self._starts.index(address)
         del self._buffers[at], self._starts[at]
 
@@ -121,11 +121,11 @@ class Memory:
         return None
 
     def mark_written(self, address: int, num_bytes: int) -> None:
-        """Somebody other than a kernel has written this: a copy, the host."""
+        """Marks a range that a copy or the host, not a kernel, has written."""
         self._part(address, num_bytes)[:] |= WRITTEN
 
     def read_back(self, address: int, num_bytes: int) -> None:
-        """Raises if not all of a range that is copied has been written."""
+        """Raises unless the whole range, which is to be copied, has been written."""
         missing = (self._part(address, num_bytes) & WRITTEN) == 0
         if missing.any():
             buffer = self.find(address)
@@ -137,13 +137,13 @@ class Memory:
     def _part(self, address: int, num_bytes: int) -> np.ndarray:
         buffer = self.find(address)
         if buffer is None or address + num_bytes > buffer.end:
-            raise OutOfBounds(f"{num_bytes} bytes at {address:#x} are not of one buffer")
+            raise OutOfBounds(f"{num_bytes} bytes at {address:#x} are not within one buffer")
         return buffer.state[address - buffer.base : address - buffer.base + num_bytes]
 
     # ---- accesses of kernels ---------------------------------------------------------------
 
     def split(self, address: np.ndarray, size: int):
-        """(buffer, which of the addresses are in it: all if None) of an access."""
+        """Yields (buffer, which of the addresses are in it; None: all) for an access."""
         low, high = int(address.min()), int(address.max())
         buffer = self.find(low)
         if buffer is not None and high + size <= buffer.end:
@@ -172,7 +172,7 @@ class Memory:
             state = states[first][(states[first] & flags) != flags][0]
             place = f"byte {int(address[first]) - buffer.start} of {buffer.name}"
             if not state & VALID:
-                raise Outside(first, f"{place}, which is of no element")
+                raise Outside(first, f"{place}, which belongs to no element")
             if flags & WRITABLE and not state & WRITABLE:
                 raise Outside(first, f"{place}, which is read-only")
             raise Unwritten(first, place)
@@ -194,7 +194,7 @@ class Memory:
 
 
 class Outside(Exception):
-    """(which of the lanes, where), for the machine to say the rest."""
+    """(which lane, where); the machine adds the rest of the message."""
 
     kind = OutOfBounds
 
@@ -208,7 +208,7 @@ class Crooked(Outside):
 
 
 def load(memory: Memory, address: np.ndarray, size: int, note) -> np.ndarray:
-    """u8 [lanes, size]; `note` hears of (buffer, addresses, which of the lanes: all if None)."""
+    """u8 [lanes, size]; `note` is called with (buffer, addresses, which lanes; None: all)."""
     check_alignment(address, size)
     found = np.empty((len(address), size), np.uint8)
     for buffer, which in memory.split(address, size):
@@ -229,7 +229,7 @@ def load(memory: Memory, address: np.ndarray, size: int, note) -> np.ndarray:
 
 
 def store(memory: Memory, address: np.ndarray, value: np.ndarray, note) -> None:
-    """Writes u8 [lanes, size]; of several lanes at one place the last one wins."""
+    """Writes u8 [lanes, size]; if several lanes write to one place, the last one wins."""
     size = value.shape[1]
     check_alignment(address, size)
     for buffer, which in memory.split(address, size):

@@ -1,4 +1,4 @@
-"""Instructions that move: mov, cvta, ld and st of every space."""
+"""Instructions that move data: mov, cvta, and ld and st in every space."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from ptx.operands import BITS, DTYPE, address, is_register, pure, source, vector
 from ptx.text import BYTES
 
 _SPACES = ("global", "shared", "local", "param", "const")
-# Hints on caches, and orders that change nothing where all lanes run in step.
+# Cache hints, and memory orders that change nothing where all lanes run in lockstep.
 _HINTS = ("nc", "volatile", "relaxed", "weak", "gpu", "cta", "sys", "ca", "cg", "cs", "lu", "cv",
           "wb", "wt", "cta")  # fmt: skip
 
@@ -32,7 +32,7 @@ def move(name, modifiers, operands, registers):
 
 
 def _packed(target, members, kind, registers):
-    """{low, ..., high} to one register."""
+    """Packs {low, ..., high} into one register."""
     bits = 8 * BYTES[kind] // len(members)
     part, whole = f"u{bits}", np.dtype(BITS[BYTES[kind]])
 
@@ -73,8 +73,8 @@ def _unpacked(members, value, kind, registers):
 
 
 def to_space(name, modifiers, operands, registers):
-    """cvta: generic addresses are those of global memory here; of shared memory they are not
-    known."""
+    """cvta: generic addresses equal those of global memory here; those of shared memory are not
+    supported."""
     if modifiers not in (["to", "global", "u64"], ["global", "u64"]):
         raise UnknownInstruction("cvta." + ".".join(modifiers))
     return pure(operands[0], [(operands[1], "b64")], np.array, registers)
@@ -93,12 +93,12 @@ def _split(name: str, modifiers: list[str]) -> tuple[str, int, str]:
 
 
 def as_bits(unwritten: np.ndarray) -> np.ndarray:
-    """u8 [lanes] of bool [lanes, bytes]."""
+    """u8 [lanes] from bool [lanes, bytes]."""
     return np.packbits(unwritten, axis=1, bitorder="little")[:, 0]
 
 
 def as_bytes(undefined: np.ndarray, size: int) -> np.ndarray:
-    """bool [lanes, bytes] of u8 [lanes]."""
+    """bool [lanes, bytes] from u8 [lanes]."""
     return np.unpackbits(undefined[:, None], axis=1, bitorder="little")[:, :size].astype(bool)
 
 

@@ -1,8 +1,8 @@
 """Operands of instructions as functions of a machine, and results written to registers.
 
-A machine (machine.Machine) holds a list of arrays of registers' bits, `value`, and a list,
-`undefined`, of what in them has no definition: None if all has, or u8 [lanes] with a bit for each
-byte of a register."""
+A machine (machine.Machine) holds two lists with an entry for each register: `value`, an array of
+its bits, and `undefined`, which of its bytes are undefined: None for none, or u8 [lanes] with a bit
+for each byte."""
 
 import re
 from collections.abc import Callable
@@ -26,13 +26,13 @@ SPECIAL = ("%laneid", *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "
 _ADDRESS = re.compile(r"\[\s*([\w$%.']+)\s*(?:\+\s*(-?\d+)|-\s*(\d+))?\s*\]")
 
 ALL_BYTES = np.uint8(0xFF)
-Reads = tuple[tuple[int, np.uint8], ...]  # registers, and which bytes of them
+Reads = tuple[tuple[int, np.uint8], ...]  # registers, and which of their bytes
 Getter = Callable[["Machine"], np.ndarray]  # noqa: F821
 
 
 @dataclass(frozen=True)
 class Registers:
-    """Names of a kernel's registers to numbers and types."""
+    """The numbers and types of a kernel's registers, by name."""
 
     number: dict[str, int]
     types: list[str]
@@ -52,7 +52,7 @@ class Registers:
 
 
 def immediate(text: str, kind: str) -> np.generic | None:
-    """A constant in the type, or None if it is none."""
+    """A constant in the given type, or None if the text is not a constant."""
     dtype = np.dtype(DTYPE[kind])
     if found := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
         bits = np.uint32(int(found[1], 16))
@@ -78,7 +78,7 @@ def is_register(text: str) -> bool:
 
 
 def source(text: str, kind: str, registers: Registers) -> tuple[Getter, Reads]:
-    """(function to the operand's values in a type, the registers that it reads)."""
+    """(function that returns the operand's values in a type, the registers that it reads)."""
     dtype = np.dtype(DTYPE[kind])
     if (constant := immediate(text, kind)) is not None:
         return (lambda machine: constant), ()
@@ -102,14 +102,14 @@ def _register(number: int, dtype: np.dtype, registers: Registers):
         raise UnknownInstruction(f"a register of {held} as {dtype}")
     if held.itemsize == dtype.itemsize:
         return (lambda machine: machine.value[number].view(dtype)), ((number, ALL_BYTES),)
-    if dtype.itemsize > 1:  # bytes have no registers of their own
+    if dtype.itemsize > 1:  # there are no registers for bytes
         raise UnknownInstruction(f"a register of {held} as {dtype}")
     narrow, read = BITS[dtype.itemsize], np.uint8((1 << dtype.itemsize) - 1)
     return (lambda machine: machine.value[number].astype(narrow).view(dtype)), ((number, read),)
 
 
 def address(text: str, registers: Registers) -> tuple[Getter, Reads]:
-    """(function to u64 addresses, the registers that they depend on)."""
+    """(function that returns u64 addresses, the registers that they depend on)."""
     found = _ADDRESS.fullmatch(text)
     if found is None:
         raise UnknownInstruction(f"address {text!r}")
@@ -120,7 +120,7 @@ def address(text: str, registers: Registers) -> tuple[Getter, Reads]:
             raise UnknownInstruction(f"address {text!r}")
         return (lambda machine: np.uint64(machine.symbol(base)) + offset), ()
     number = registers.number[base]
-    if registers.dtype(number).itemsize == 4:  # of shared memory: wraps like the register
+    if registers.dtype(number).itemsize == 4:  # shared memory: wraps around like the register
         small = np.uint32(int(offset) % (1 << 32))
         get = lambda machine: (machine.value[number] + small).astype(np.uint64)  # noqa: E731
         return get, ((number, ALL_BYTES),)
@@ -135,7 +135,7 @@ def vector(text: str) -> list[str]:
 
 
 def stored_bits(value: np.ndarray, held: np.dtype) -> np.ndarray:
-    """A result in the bits of its register; integers that are narrower are extended."""
+    """A result as the bits of its register; narrower integers are extended."""
     if value.dtype == held:
         return value
     if held == np.bool_ or value.dtype == np.bool_:
@@ -149,21 +149,22 @@ def stored_bits(value: np.ndarray, held: np.dtype) -> np.ndarray:
 
 
 def either(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
-    """Bytes that either says."""
+    """The bytes that are undefined in either."""
     if first is None or first is second:
         return second
     return first if second is None else first | second
 
 
 def spread(undefined: np.ndarray | None) -> np.ndarray | None:
-    """All bytes of the lanes of which any is undefined."""
+    """All bytes of each lane that has an undefined byte."""
     return None if undefined is None else np.where(undefined != 0, ALL_BYTES, np.uint8(0))
 
 
 def pure(target: str, sources: list[tuple[str, str]], compute, registers: Registers, traced=None):
     """A step that computes one register from operands, given as (text, type).
 
-    `traced` computes its undefined bytes from theirs, where that is less than all of any."""
+    `traced` computes the result's undefined bytes from the operands'; without it, one undefined
+    byte makes the whole result undefined."""
     number = registers.find(target)
     held = registers.dtype(number)
     pairs = [source(text, kind, registers) for text, kind in sources]

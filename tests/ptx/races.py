@@ -1,13 +1,13 @@
 """Accesses of a launch that no barrier orders.
 
-Two accesses of different threads are ordered if the threads are of one block and a block's barrier
-lies between, or of one warp and a warp's barrier does. They race if they are not ordered, touch the
-same bytes and one of them writes.
+Two accesses of different threads are ordered if the threads belong to one block and a block barrier
+lies between the accesses, or to one warp and a warp barrier does. They race if they are not
+ordered, access the same bytes and one of them writes.
 
-Writes of several threads by one instruction, which nobody reads before a barrier, do not race if
-their values are equal, or f32 numbers that rounding alone can have made different: Triton lets all
-threads of a sum store it, after the compiler has fused its first product into an addition, which
-then rounds differently in each thread. One of the values stays; CUDA does not say which."""
+Writes of several threads by one instruction, which no thread reads before a barrier, do not race if
+their values are equal, or are f32 numbers that differ by no more than rounding explains: Triton lets
+all threads of a sum store it, after the compiler has fused the sum's first product into an addition,
+which then rounds differently in each thread. One of the values stays; CUDA does not say which."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 WARP = 32
-CLOSE = 2.0**-16  # of 1 and the size of f32 numbers that rounding may have made different
+CLOSE = 2.0**-16  # times 1 + |value|: the difference of f32 numbers that rounding may explain
 _LEAST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Access:
-    """What one instruction did: `offset_N` bytes of a space by `thread_N`, in the epochs of their
-    blocks and warps."""
+    """What one instruction accessed: the bytes at `offset_N` of a space, by `thread_N`, in the epochs
+    of their blocks and warps."""
 
     instruction: str
     size: int
@@ -43,7 +43,7 @@ class Race(NamedTuple):
 
 
 def find_race(accesses: list[Access], unit: int, num_threads: int) -> Race | None:
-    """A pair that races, in units of so many bytes, in blocks of so many threads."""
+    """A pair that races, in units of `unit` bytes and blocks of `num_threads` threads."""
     places = [_units(access, unit) for access in accesses]
     written = [place for place, a in zip(places, accesses, strict=True) if a.value_N is not None]
     if not written:
@@ -77,7 +77,7 @@ def _units(access: Access, unit: int) -> np.ndarray:
 
 
 def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
-    """One event for each unit of memory that an access touches and somebody writes."""
+    """One event for each accessed unit of memory that is also written."""
     columns: dict[str, list[np.ndarray]] = {}
     for number, (access, place) in enumerate(zip(accesses, places, strict=True)):
         counted = is_written[place]
@@ -120,7 +120,7 @@ def _pair(keys, who, events, unit) -> tuple[int, int] | None:
         over(np.minimum, access) == over(np.maximum, access)
     )
     harmless = one_store & (over(np.minimum, value) == over(np.maximum, value))
-    if unit == 4:  # the order of signed numbers is another
+    if unit == 4:  # signed numbers sort differently
         number = value.astype(np.uint32).view(np.float32)
         low, high = over(np.fmin, number), over(np.fmax, number)
         is_close = high - low <= CLOSE * (1 + np.maximum(np.abs(low), np.abs(high)))
@@ -134,6 +134,6 @@ def _pair(keys, who, events, unit) -> tuple[int, int] | None:
     members = order[start[group] : end]
     one = members[writes[members]][0]
     other = members[who[members] != who[one]]
-    if not writes[other].all():  # a reader says more than another writer
+    if not writes[other].all():  # a reader is more informative than another writer
         other = other[~writes[other]]
     return int(one), int(other[0])

@@ -1,6 +1,6 @@
-"""PTX text to kernels: declarations, parameters, and basic blocks of instructions.
+"""Parses PTX text into kernels: declarations, parameters, and basic blocks of instructions.
 
-Knows the syntax, and nothing of what instructions do."""
+Only the syntax is handled here, not what instructions do."""
 
 import re
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    opcode: str  # without its guard: "ld.global.v4.b32"
+    opcode: str  # without a guard: "ld.global.v4.b32"
     operands: tuple[str, ...]
     guard: str | None
     is_guard_negated: bool
@@ -98,7 +98,7 @@ def _skip_spaces(text: str, at: int) -> int:
 
 
 def _top_level(module: Module, text: str, at: int, files: dict[str, str]) -> int:
-    """Takes in what begins here; returns where it ends."""
+    """Parses the declaration that begins here; returns where it ends."""
     line_end = text.find("\n", at) % (len(text) + 1)
     line = text[at:line_end]
     if line.startswith((".version", ".address_size", ".file")):
@@ -164,7 +164,7 @@ class _Body:
 
     def __init__(self, kernel: Kernel, files: dict[str, str]):
         self.kernel, self.files = kernel, files
-        self.scopes: list[dict[str, str]] = [{}]  # of inner braces: a register's unique name
+        self.scopes: list[dict[str, str]] = [{}]  # by open brace: registers' unique names
         self.block: list[Instruction] = []
         self.line = ""
         self.targets: set[str] = set()
@@ -226,7 +226,7 @@ class _Body:
                 self.kernel.registers[unique] = kind
 
     def _named(self, text: str) -> str:
-        """The same text with registers of inner scopes by their unique names."""
+        """The text with registers of inner scopes replaced by their unique names."""
         renamed = {old: new for scope in self.scopes for old, new in scope.items() if old != new}
         if not renamed:
             return text

@@ -17,7 +17,7 @@ def shuffle(name, modifiers, operands, registers):
         raise UnknownInstruction(f"shfl.sync.{mode}")
     target, *sources = operands
     if "|" in target:
-        raise UnknownInstruction("two results of shfl")
+        raise UnknownInstruction("shfl with two results")
     number = registers.find(target)
     pairs = [source(text, "b32", registers) for text in sources]
 
@@ -107,7 +107,7 @@ def _over_warps(operands, kind, joined, registers):
 
 
 def _matrices(modifiers):
-    """Their number, of .sync.aligned.m8n8.xN[.trans].shared.b16."""
+    """(N, whether it is transposed) of .sync.aligned.m8n8.xN[.trans].shared.b16."""
     rest = [m for m in modifiers if m != "trans"]
     if rest[:3] != ["sync", "aligned", "m8n8"] or rest[4:] != ["shared", "b16"]:
         raise UnknownInstruction("modifier ." + ".".join(modifiers))
@@ -117,8 +117,8 @@ def _matrices(modifiers):
 
 
 def load_matrix(name, modifiers, operands, registers):
-    """Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m; lane l gets the values 2 (l
-    mod 4) and the next of row l / 4."""
+    """Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m; lane l gets value 2 (l mod 4)
+    of row l / 4, and the next value."""
     count, is_turned = _matrices(modifiers)
     numbers = [registers.find(text) for text in vector(operands[0])]
     assert len(numbers) == count, operands
