@@ -290,6 +290,20 @@ def test_no_memory_for_a_check_says_nothing_about_the_part(load):
     assert not [name for name in stored_checks()[0].verdicts if name.startswith("kernel down")]
 
 
+def test_an_errors_line_says_what_is_wrong():
+    def fail(text):
+        raise RuntimeError(text)
+
+    said = {
+        "CUDA error: an illegal memory access\nmore": "RuntimeError: CUDA error: an illegal memory access",
+        "at 4:12:\n    x = y\n        ^\ny is not defined": "RuntimeError: y is not defined",
+        "": "RuntimeError: no message",
+        "two\x1bthree": "RuntimeError: two?three",
+    }
+    for text, line in said.items():
+        assert device_check.outcome(lambda text=text: fail(text), 5.0) == line
+
+
 # ---- on the fake CUDA runtime -------------------------------------------------------------------
 
 

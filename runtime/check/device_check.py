@@ -16,6 +16,7 @@ next load finds. If the device no longer answers after a failure, this load goes
 next one takes the part's own fallback."""
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ PART_S = 60.0
 ANSWER_S = 10.0  # for a device that is idle
 MOST_LETTERS = 160  # of an error
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_PLACE = re.compile(r"at \d+:\d+:$")  # the beginning of Triton's errors
 _MORE = "sparkinfer doctor says more"
 
 
@@ -275,9 +277,9 @@ def outcome(run: Callable[[], None], limit_s: float) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The type and first line of an error."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    text = " ".join((lines[0] if lines else "no message").split())
+    """The type and first line of an error; the last line if the first is a place in a source."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
+    text = " ".join(lines[-1 if _PLACE.match(lines[0]) else 0].split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)[:MOST_LETTERS]
     name = type(error).__name__
     return text if name in ("Wrong", "ImportError", "SparkinferError") else f"{name}: {text}"

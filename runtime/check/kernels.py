@@ -20,6 +20,7 @@ ROUNDED_BOUND = 2e-3  # of results stored in 16 bits: bf16 has 8 bits, of which 
 FIRING_BOUND = 1e-3
 # The share of predicted neurons that may differ for the same reason, and the least number.
 BITS_SHARE, LEAST_BITS = 1e-3, 2
+_MOST_DRAWN = 1 << 22  # random numbers at once
 _INPUTS = {
     "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD"),
     "rotate_append": ("qkv", "position_1"),
@@ -142,8 +143,11 @@ def _randomise(values: Tensor, random: torch.Generator) -> None:
         limits = torch.iinfo(torch.int32)
         drawn = torch.randint(limits.min, limits.max, values.shape, generator=random)
         values.copy_(drawn.to(torch.int32))
-    else:
-        values.copy_(torch.randn(values.shape, generator=random))
+    else:  # a long cache repeats itself
+        rows = max(1, _MOST_DRAWN // max(1, values[:1].numel()))
+        drawn = torch.randn((min(rows, len(values)), *values.shape[1:]), generator=random)
+        for piece in values.split(rows):
+            piece.copy_(drawn[: len(piece)])
 
 
 @contextmanager

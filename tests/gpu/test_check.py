@@ -1,0 +1,32 @@
+"""The check at the first load on a real device finds nothing, and the second load makes none."""
+
+import dataclasses
+
+import pytest
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.device_checks import stored_checks
+from sparkinfer.runtime.check import device_check
+from sparkinfer.runtime.step.hybrid_step import HybridStep
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+
+
+def test_every_part_works(tmp_path, cuda, large_model, some_neurons, monkeypatch):
+    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    split = make_split(large_model, some_neurons, context_length=256)
+    split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + 64 * MIB)
+    split.save(tmp_path / "s.gguf")
+    for number in range(2):
+        if number:
+            monkeypatch.setattr(device_check, "outcome", lambda run, limit: pytest.fail("again"))
+        with Engine.load(large_model.path, split=tmp_path / "s.gguf", device=cuda) as engine:
+            assert isinstance(engine._live.native, HybridStep)
+    (checks,) = stored_checks()
+    print(*(f"{each.seconds:6.2f} s {each.part}" for each in checks.verdicts.values()), sep="\n")
+    failed = {each.part: each.why for each in checks.verdicts.values() if not each.is_fine}
+    assert not failed
+    assert {name.split()[0] for name in checks.verdicts} >= {"memory", "kernel", "host", "graph"}
+    assert sum(verdict.seconds for verdict in checks.verdicts.values()) < 60
