@@ -1,9 +1,9 @@
-"""Plans with an online neuron cache: what it takes of both memories, its part of the plan, and notes.
+"""Plans with an online neuron cache: its bytes in both memories, its part of the plan, and notes.
 
 The most that staging and tables can take on the GPU is taken from the budget with the workspace, before
-neurons are placed. Main memory holds a copy of every hot neuron of a divided layer,
-so that it depends on the plan; it is no constraint of the search but checked afterwards
-(`check_host`), and the plan is the fastest for the GPU's budget.
+neurons are placed. Main memory holds a copy of every hot neuron of a divided layer, so its use
+depends on the plan. It is not a constraint of the search but checked afterwards (`check_host`): the
+plan is the fastest for the GPU's budget.
 
 Letters: L layers."""
 
@@ -23,12 +23,12 @@ from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import Placement
 from sparkinfer.split_file import Split, without_predictors
 
-# Advice is given where the cache takes at most this share of what hot neurons take.
+# Advice is given if the cache takes at most this share of the hot neurons' bytes.
 SMALL_SHARE = 0.02
 
 
 def check_options(options: CacheOptions) -> None:
-    """Raises SparkinferError for values that are no part of a plan."""
+    """Raises SparkinferError for options that a plan does not store."""
     others = [
         f"{field.name}={getattr(options, field.name):g}"
         for field in fields(options)
@@ -76,7 +76,7 @@ def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> C
 
 
 def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: float) -> str:
-    """What a plan's cache takes; `without_s` are the seconds of a token of the plan without it."""
+    """The bytes of a plan's cache; `without_s` is the time of a token with the plan without it."""
     num_layers = int(_is_cached_L(placement).sum())
     copies = copied_bytes(inputs.model, placement.num_hot_L.tolist())
     return (
@@ -91,8 +91,8 @@ def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: flo
 def advice_line(
     inputs: Inputs, pipeline: Pipeline, placement: Placement, split: Split
 ) -> str | None:
-    """Says that there is room for a cache and what it takes; None without room in both memories, and where no swap could make a token faster: if the CPU
-    is not the longer side of any layer."""
+    """Says that there is room for a cache, and its bytes. None if either memory has no room, or if
+    no swap could make a token faster because the CPU is not the longer side of any layer."""
     if len(inputs.budgets) > 1 or inputs.mode == "dense" or not _is_cached_L(placement).any():
         return None
     size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=inputs.mode == "exact")

@@ -1,4 +1,5 @@
-"""A lower bound on the seconds of any policy of the neuron cache, that knows the text in advance.
+"""A lower bound on the seconds of any policy of the neuron cache, even one that knows the text in
+advance.
 
 A step takes at least the larger of what it computes and what it copies, and a layer at least the
 larger of its hot and its cold side. A maximum is at least any mean of its arguments, so for weights
@@ -6,12 +7,12 @@ a, b, m >= 0 with a_l + b_l + m = 1 for every layer l
 
     seconds(t) >= (1 - m) rest_s + sum_l [a_l cold_l(t) + b_l hot_l(t)] + m link(t),
 
-which is linear in the hits and the copies. That a layer has N slots at each step is relaxed with a
-price for a slot and step. Then every neuron is on its own: a hit earns
-a_l cold_row_s - b_l hot_row_s, a copy costs m copy_row_s, and the best times to be in a slot follow by
+which is linear in the hits and the copies. The limit of N slots per layer and step is relaxed by a
+price for each slot and step. Then neurons are independent: a hit earns a_l cold_row_s - b_l
+hot_row_s, a copy costs m copy_row_s, and the best times for a neuron to be in a slot follow by
 dynamic programming (native/bound.cpp). The sum is a lower bound for all weights and prices; a
-subgradient method looks for those that make it large, and every value on the way is valid. Not
-counted, so that no policy can do better than the bound: gathering, fixed times of copies, and that a copy must
+subgradient method searches for large ones, and every value on the way is valid. Not counted, so
+that no policy can do better than the bound: gathering, fixed times of copies, and that a copy must
 begin a step before it is used.
 
 Letters: T steps, L layers, F neurons of a layer, N slots of a layer."""
@@ -40,8 +41,8 @@ class Bound:
 
 
 def lower_bound(case: Case, known_s: float) -> Bound:
-    """The largest bound found. `known_s` are the seconds per step of a policy: what the bound cannot
-    exceed, used to size steps."""
+    """The largest bound found. `known_s` is the seconds per step of some policy, which the bound
+    cannot exceed; it sets the size of the search's steps."""
     search = _Search(case, known_s)
     low, high = 0.0, 1.0
     tried: dict[float, Bound] = {}
@@ -51,8 +52,8 @@ def lower_bound(case: Case, known_s: float) -> Bound:
             tried[weight] = search.run(weight)
         return tried[weight]
 
-    # The best bound for a weight of the link is concave in the weight; it is found at thirds that are
-    # finer near 0, where the best weight of a fast link is.
+    # The bound is concave in the weight of the link. This ternary search tries points near the
+    # lower end, since the best weight of a fast link is near 0.
     for _ in range(LINK_WEIGHTS):
         left, right = low + (high - low) / 6, low + (high - low) / 3
         if at(left).seconds >= at(right).seconds:
@@ -69,7 +70,7 @@ class _Search:
         self.read_L = case.trace.read_TL.sum(axis=0)
         shape = len(case.slots_LN), case.num_tokens
         costs = case.costs
-        # As a share of what a hit earns at most.
+        # as a share of what a hit earns
         self.price_LT = np.full(shape, 0.05)
         self.hot_share_L = np.where(costs.hot_row_s_L < costs.cold_row_s_L, 0.0, 0.5)
         self.num_rounds = ROUNDS
@@ -99,14 +100,15 @@ class _Search:
         return best
 
     def _earned(self, link_weight: float) -> np.ndarray:
-        """Seconds that a hit earns, [L]; never below 0, where nothing would be in slots."""
+        """Seconds that a hit earns, [L]; at least 0, since slots can stay empty."""
         costs, rest = self.case.costs, 1.0 - link_weight
         cold_L, hot_L = rest * (1.0 - self.hot_share_L), rest * self.hot_share_L
         return np.maximum(0.0, cold_L * costs.cold_row_s_L - hot_L * costs.hot_row_s_L)
 
     def _evaluate(self, link_weight: float) -> tuple[Bound, np.ndarray, np.ndarray]:
-        """The bound at these weights and prices; by how many neurons each layer's slots are
-        exceeded at each step [L, T]; and where its hot side takes longer, +1, or its cold one, -1 [L]."""
+        """The bound at these weights and prices; the number of neurons beyond each layer's slots at
+        each step [L, T]; and +1 for layers whose hot side takes longer, -1 for those whose cold
+        side does [L]."""
         case, costs = self.case, self.case.costs
         num_tokens, rest = case.num_tokens, 1.0 - link_weight
         cold_L, hot_L = rest * (1.0 - self.hot_share_L), rest * self.hot_share_L
@@ -137,10 +139,10 @@ class _Search:
     def _gain(
         self, layer: int, earned_s: float, fetch_s: float
     ) -> tuple[float, np.ndarray, int, int]:
-        """The most that a layer's slots can save, in seconds, at these prices; with the slots used
-        [T], copies and hits. Prices are in units of what a hit earns."""
+        """The most seconds that a layer's slots can save at these prices; and the slots used [T],
+        copies and hits. Prices are in units of what a hit earns."""
         case = self.case
-        if earned_s <= 0:  # then slots are best left empty, which costs nothing
+        if earned_s <= 0:  # then it is best to leave slots empty, which costs nothing
             return 0.0, np.zeros(case.num_tokens, np.int32), 0, 0
         price_T = self.price_LT[layer].astype(np.float32)
         gain, used_T, copies, hits = best_gain(

@@ -1,7 +1,7 @@
 """The policies that the neuron cache is compared with, each as published, and ours as it runs.
 
-All start with the plan's neurons in the slots. What a step copies is in the slots from the next step
-on, except where misses are copied before they are computed.
+All start with the plan's neurons in the slots. Neurons copied during a step are in the slots from
+the next step on, unless misses are copied before they are computed.
 
 Letters: T tokens, L layers, F neurons of a layer, N slots of a layer, G groups of neurons."""
 
@@ -66,8 +66,8 @@ def static(case: Case) -> Outcome:
 
 
 def hindsight(case: Case) -> Outcome:
-    """The neurons that this text reads most are in the slots from the beginning, and stay: what a
-    profile of the very same text would give. No policy knows them."""
+    """The neurons that this text reads most are in the slots from beginning to end, as if the plan
+    had been made from a profile of this very text. No policy can know them."""
     best_LF = _top(case.trace.frequency_LF(), case.num_slots_L)
     return _replay(
         case, lambda resident_LF, is_read_LF: resident_LF, start_LF=best_LF, is_free=True
@@ -76,8 +76,8 @@ def hindsight(case: Case) -> Outcome:
 
 def lru(case: Case) -> Outcome:
     """Every miss is copied before it is computed, and takes the slot of the neuron not read for the
-    longest time; so does llama.cpp's cache of experts. If a step reads more than there are slots, the
-    others are copied and not kept."""
+    longest time; llama.cpp's cache of experts does the same. If a step reads more neurons than
+    there are slots, the rest are copied but not kept."""
     age_LF = np.where(case.planned_LF, case.frequency_LF - 2.0, -np.inf)  # when last read
     clock = 0
 
@@ -96,7 +96,8 @@ def lru(case: Case) -> Outcome:
 
 
 def lfu(case: Case) -> Outcome:
-    """The neurons with the largest decayed counts, all swaps made at once beside the step."""
+    """The neurons with the largest decayed counts; all swaps are made at once, while the step
+    runs."""
     count_LF = case.frequency_LF / (1.0 - LFU_DECAY)
 
     def then(resident_LF: np.ndarray, is_read_LF: np.ndarray) -> np.ndarray:
@@ -109,9 +110,9 @@ def lfu(case: Case) -> Outcome:
 def sparkinfer(case: Case) -> Outcome:
     """SparkInfer's (Kairox): groups of 16 neurons in order of the profile's frequency, scored by the
     moving average S <- lambda S + (1 - lambda) A of the share of a group that is read; every step
-    loads the groups that are among the best and not there. lambda begins at 0.67 and is multiplied
-    by 1.05 after a step that waited for the copy, by 0.95 after one that did not, from 0.05 to 0.95.
-    Every group is a copy of its own."""
+    loads those of the best groups that are not in slots. lambda begins at 0.67 and is multiplied by
+    1.05 after a step that waited for the copy, by 0.95 after one that did not, from 0.05 to 0.95.
+    Every group is copied separately."""
     costs, num_layers = case.costs, len(case.slots_LN)
     order_LF = np.argsort(-case.frequency_LF, axis=1, kind="stable")
     num_groups = -(-case.trace.num_neurons // GROUP)
@@ -191,7 +192,8 @@ def _replay(
     start_LF: np.ndarray | None = None,
     is_free: bool = False,
 ) -> Outcome:
-    """Runs a policy that says who is in the slots after each step, from who was and what was read."""
+    """Runs a policy that chooses the neurons in slots after each step, from those in slots before
+    and those read."""
     outcome = _nothing(case)
     resident_LF = case.planned_LF if start_LF is None else start_LF
     copied_L = np.zeros(len(case.slots_LN), np.int64)

@@ -23,7 +23,7 @@ class Trace:
     bits_TLW: np.ndarray  # uint32, bit j % 32 of word j // 32 for neuron j
 
     def layers(self, chosen: Sequence[int]) -> "Trace":
-        """Of these layers only."""
+        """The bits of these layers only."""
         bits = np.ascontiguousarray(self.bits_TLW[:, list(chosen)])
         return Trace(num_neurons=self.num_neurons, bits_TLW=bits)
 
@@ -47,9 +47,9 @@ class Trace:
 
 
 def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
-    """Runs the model over the tokens, in windows of this many that are each a text of their own.
+    """Runs the model over the tokens in windows of this length, each as a separate text.
 
-    In mode predicted a neuron is read if the predictor names it, otherwise if it fires. Raises
+    In mode predicted a neuron is read if the predictor names it; in mode exact, if it fires. Raises
     SparkinferError in mode dense, which reads every neuron."""
     if engine.mode == "dense":
         raise SparkinferError(

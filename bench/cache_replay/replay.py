@@ -1,5 +1,5 @@
 """Compares policies of the neuron cache on a text, without a GPU: records once which neurons each token
-reads, then lets each policy swap them, and adds up seconds by the times in the plan.
+reads, then lets each policy swap them, and adds up the plan's times.
 
 Letters: T tokens, L layers, F neurons of a layer, N slots of a layer."""
 

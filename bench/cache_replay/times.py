@@ -1,4 +1,4 @@
-"""The seconds that a policy's hits, misses and copies take, by the times of CacheCosts.
+"""The seconds of a policy's hits, misses and copies, computed with the times of CacheCosts.
 
 Letters: T tokens, L layers."""
 
@@ -16,7 +16,7 @@ class Outcome:
     hits_TL: np.ndarray  # neurons read that were in slots
     copied_TL: np.ndarray  # neurons copied while the step ran
     is_critical: bool = False  # misses are copied before they are computed, on the fast side
-    num_copies_T: np.ndarray | None = None  # each with a fixed time; None: one a step that has any
+    num_copies_T: np.ndarray | None = None  # with a fixed time each; None: one if any
 
     @property
     def num_copied(self) -> int:

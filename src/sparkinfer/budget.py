@@ -198,15 +198,15 @@ def step_bits_bytes(model: ModelFile) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
-    """What a neuron cache's bytes depend on besides the model and the placement. `packs_bits`: in
-    mode exact each side finds out which of its neurons a token reads, and sets their bits; in mode
-    predicted the predictor names all of them."""
+    """The sizes that a neuron cache's bytes depend on, besides the model and the placement.
+    `packs_bits`: in mode exact each side finds out which of its neurons a token reads, and sets
+    their bits; in mode predicted the predictor names all of them."""
 
     most_rows: int  # swapped in a step at most
     packs_bits: bool
 
     def gpu_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
-        """Staging; if the GPU packs bits, also these, and the slot of each neuron of the cached
+        """Staging; if the GPU packs bits, also the bits and the slot of each neuron of the cached
         layers."""
         packing = step_bits_bytes(model)
         packing += sum(

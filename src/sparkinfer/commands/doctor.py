@@ -1,4 +1,4 @@
-"""`sparkinfer doctor`: works where torch is broken, so it imports nothing of the stages."""
+"""`sparkinfer doctor`: must work if torch is broken, so it imports none of the stages."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,14 +13,14 @@ from sparkinfer.commands.shared import OUTPUT, FileCommand, finish, force_option
 @click.option("--report", type=OUTPUT,
               help="Write the findings, without names and paths, to a file for an issue.")  # fmt: skip
 @click.option("--again", is_flag=True,
-              help="Forget the results of earlier checks of GPUs, and check them anew.")  # fmt: skip
+              help="Forget the results of earlier GPU checks, and check again.")  # fmt: skip
 @force_option
 @json_option
 @click.pass_context
 def doctor(
     ctx: click.Context, report: Path | None, again: bool, force: bool, as_json: bool
 ) -> None:
-    """Say what of this machine works, what does not, and what to do about it.
+    """Show what works on this machine, what does not, and what to do about it.
 
     Looks at the processor and its kernels, memory, torch, Triton, NVIDIA's driver and GPUs. Ends
     with 1 if something is wrong."""

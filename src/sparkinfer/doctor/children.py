@@ -1,7 +1,7 @@
-"""Child processes that try what may crash.
+"""Child processes for tests that may crash.
 
-A child is a module of ours; it prints JSON objects, a line each: {"at": "..."} before each thing
-that it tries, and in the end {"done": {...}}."""
+A child is a module of this package. It prints JSON objects, one per line: {"at": "..."} before each
+thing that it tries, and {"done": {...}} at the end."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`done` is what the child found, None if it did not get so far; `how` is how it ended then,
+    """`done` is what the child found, or None if it did not finish; then `how` says how it ended,
     and `at` what it was trying."""
 
     done: Mapping[str, Any] | None
@@ -38,7 +38,7 @@ class Child:
         self._limit_s = LIMIT_S if limit_s is None else limit_s
         self._failed = ""
         try:
-            # -P: a module of the working folder is not taken for one of Python's.
+            # -P: modules in the working folder must not hide Python's own.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -73,13 +73,13 @@ def _read(out: bytes) -> tuple[Mapping[str, Any] | None, str]:
         try:
             values = json.loads(line)
             at, done = values.get("at", at), values.get("done", done)
-        except (ValueError, AttributeError):  # of a library that prints
+        except (ValueError, AttributeError):  # printed by a library
             continue
     return done, at
 
 
 def _how(code: int, err: bytes) -> str:
-    """How a process ended that did not finish."""
+    """How a process without a result ended."""
     if code < 0:
         try:
             return f"crashed by {signal.Signals(-code).name}"

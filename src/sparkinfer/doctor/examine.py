@@ -14,15 +14,15 @@ CHECK_S = 300.0  # compiling a small model's kernels, with room for a slow machi
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """All findings. `is_fine` if none of them is wrong."""
+    """All findings; `is_fine` if none of them is "wrong"."""
 
     is_fine: bool
     findings: tuple[Finding, ...]
 
 
 def examine(*, again: bool = False) -> Examination:
-    """Looks at everything. With `again`, stored results of GPUs' checks are forgotten first, and
-    with a GPU made anew, which takes a minute."""
+    """Looks at everything. With `again`, the stored results of GPU checks are forgotten first; if
+    there is a GPU, it is then checked again, which takes a minute."""
     if again:
         forget_checks()
     names = ("kernels", "torch", "triton", "driver")
@@ -47,7 +47,7 @@ def examine(*, again: bool = False) -> Examination:
 
 
 def _check(indices: Sequence[int]) -> Result | None:
-    """Checks GPUs of which there is no result; None if there is nothing to do."""
+    """Checks GPUs without a stored result; None if there are none."""
     known = {each.key.index for each in stored_checks()}
     missing = [f"cuda:{index}" for index in indices if index not in known]
     if not missing:

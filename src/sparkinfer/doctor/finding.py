@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and the report that goes into an issue, without names or paths."""
+"""What the doctor prints: findings, and a report for an issue, without names or paths."""
 
 import getpass
 import os
@@ -20,7 +20,7 @@ HIDDEN = "(hidden)"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line: about what, how it is, and, unless that is ok, what to do."""
+    """One line: its subject, its state, and what to do unless the state is ok."""
 
     about: str
     state: State
@@ -52,10 +52,10 @@ def report_of(findings: Sequence[Finding]) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """The text without paths (a library's or module's own name stays) and without the names of the
-    user, the machine and their folders."""
+    """The text without paths (the file names of libraries and modules stay) and without the names
+    of the user, the machine and their folders."""
     for folder in sorted(_folders(), key=len, reverse=True):
-        text = text.replace(folder, "/hidden")  # whose last name is hidden, too
+        text = text.replace(folder, "/hidden")  # so its last name is hidden, too
     text = _PATH.sub(_last_name, text)
     for name in sorted(_names(), key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text)
@@ -68,7 +68,7 @@ def _last_name(path: re.Match[str]) -> str:
 
 
 def _folders() -> set[str]:
-    """Folders whose names may have spaces, which no pattern would find whole."""
+    """Folders whose names may contain spaces, where the pattern would stop."""
     known = [Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)]
     try:
         known.append(Path.home())
@@ -82,7 +82,7 @@ def _names() -> set[str]:
     found = {host, host.partition(".")[0]}
     try:
         found |= {getpass.getuser(), Path.home().name}
-    except (OSError, KeyError, RuntimeError):  # a user without an entry
+    except (OSError, KeyError, RuntimeError):  # a user without a passwd entry
         pass
     found |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "HOSTNAME")}
     return {name for name in found if len(name) > 1}

@@ -10,7 +10,7 @@ from sparkinfer.doctor.finding import Finding, note, ok, wrong
 from sparkinfer.doctor.machine import is_wsl
 from sparkinfer.sizes import format_bytes
 
-LEAST_CAPABILITY = 7.5  # that torch's wheels for CUDA 12.8 and later have code for
+LEAST_CAPABILITY = 7.5  # the lowest for which torch's wheels for CUDA 12.8 and later have code
 BF16_CAPABILITY = 8.0
 INSTALL_TORCH = "pip install torch"
 MOST_LETTERS = 300
@@ -33,7 +33,7 @@ def torch(found: Result) -> list[Finding]:
 
 
 def driver(found: Result, torch_found: Result) -> list[Finding]:
-    """The driver, and whether torch can use what it has."""
+    """The driver, and whether torch can use its GPUs."""
     if found.done is None:
         return [wrong("driver", f"asking it {_ended(found)}", "install NVIDIA's driver again")]
     done, gpus = found.done, gpus_of(torch_found)
@@ -68,11 +68,12 @@ def _advice_unseen(done: Mapping[str, Any], torch_found: Result) -> str:
         return (
             f"the driver is older than torch's CUDA {built}: update it, or install an older torch"
         )
-    return "look whether CUDA_VISIBLE_DEVICES hides it, and whether nvidia-smi lists it"
+    return "check whether CUDA_VISIBLE_DEVICES hides it, and whether nvidia-smi lists it"
 
 
 def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
-    """Triton, its compiler, and its cache: wrong only where there is a GPU to use them."""
+    """Triton, its compiler and its cache; a problem is "wrong" only if there is a GPU, otherwise a
+    note."""
     problem = wrong if has_gpu else note
     later = "" if has_gpu else " (only a GPU needs it)"
     if found.done is None:
@@ -88,7 +89,7 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
     lines = [ok("triton", f"{done['version']}, {size}")]
     if not done["can_write"]:
         lines.append(problem("triton", f"its cache cannot be written, so every load compiles{later}",
-                             "name another folder by TRITON_CACHE_DIR"))  # fmt: skip
+                             "set TRITON_CACHE_DIR to another folder"))  # fmt: skip
     missing = [] if done["compiler"] else ["a C compiler"]
     missing += [] if done["has_headers"] else ["Python's headers"]
     if missing:
@@ -99,7 +100,8 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
 
 
 def gpus(torch_found: Result, driver_found: Result) -> list[Finding]:
-    """Each GPU with its free memory; as the driver sees it where torch does not work."""
+    """Each GPU with its free memory, as reported by torch or, if that does not work, by the
+    driver."""
     seen = gpus_of(torch_found)
     if not seen and driver_found.done is not None:
         seen = driver_found.done["gpus"]
@@ -122,7 +124,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
 
 
 def checks(stored: Sequence[Checks], *, has_gpu: bool, unfinished: Result | None) -> list[Finding]:
-    """The stored results of GPUs' checks, the latest of each GPU."""
+    """The stored results of GPU checks: the latest for each GPU."""
     if unfinished is not None and unfinished.done is None:
         crash = [wrong("check of the GPU", _ended(unfinished), "load a model: parts that ended the"
                        " process are left out")]  # fmt: skip
@@ -158,16 +160,16 @@ def _check(stored: Checks) -> list[Finding]:
 
 
 def _parts(failed: Sequence[Verdict], why: str) -> str:
-    """The parts that failed for one reason; kernels by their names if there are many."""
+    """The parts that failed for one reason; if all of them are kernels, only the kernels' names."""
     parts = [verdict.part for verdict in failed if verdict.why == why]
     if len(parts) > 1 and all(part.startswith("kernel ") for part in parts):
         return f"kernels {', '.join(sorted({part.split()[1] for part in parts}))}"
-    # Plans have no names; theirs is a digest.
+    # A step or a graph is named by a digest of its plan.
     return ", ".join(p.split()[0] if p.startswith(("step ", "graph ")) else p for p in parts)
 
 
 def gpus_of(found: Result) -> list[Mapping[str, Any]]:
-    """What torch sees."""
+    """The GPUs that torch sees."""
     return list(found.done.get("gpus", ())) if found.done is not None else []
 
 
@@ -180,7 +182,7 @@ def _ended(found: Result) -> str:
 
 
 def _number(text: str) -> float:
-    """A version of two numbers; 0 for what is none."""
+    """A version "major.minor" as a number; 0 if it is not one."""
     try:
         return float(text)
     except (ValueError, TypeError):

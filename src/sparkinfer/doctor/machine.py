@@ -47,7 +47,7 @@ def is_wsl() -> bool:
 
 
 def processor(kernels: Result) -> list[Finding]:
-    """The processor, the levels it was found to run, and its kernels against numpy."""
+    """The processor, the levels that it can run, and the kernels compared with numpy."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = [ok("processor", f"{_processor_name()}, {cores} of {os.cpu_count()} threads allowed")]
     if kernels.done is None:
@@ -71,7 +71,7 @@ def _verb(kernels: Result) -> str:
 
 
 def _around(done: dict | object) -> str:
-    """A level that computes rightly, for the user to choose."""
+    """Advice to use a level whose results are right."""
     assert hasattr(done, "__getitem__")
     bad = {line.partition(",")[0] for line in done["wrong"]}
     good = [level for level in done["usable"] if level not in bad]
@@ -121,7 +121,8 @@ def memory() -> list[Finding]:
 
 
 def cache() -> list[Finding]:
-    """Whether the cache folder can be written; its name is left out, for the report."""
+    """Whether the cache folder can be written; its name is left out, since the text goes into the
+    report."""
     try:
         folder = cache_folder()
         there = next(path for path in (folder, *folder.parents) if path.exists())

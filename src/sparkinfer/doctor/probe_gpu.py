@@ -1,5 +1,5 @@
-"""Child process: checks GPUs by loading a small random model on each, once with all neurons there
-and once with all of them on the CPU."""
+"""Child process: checks GPUs by loading a small random model on each, once with all neurons on the
+GPU and once with all of them on the CPU."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def check(device: str) -> None:
-    """Lets two loads check a device; results go to the cache (sparkinfer.device_checks)."""
+    """Loads two models, which checks the device; results are stored by sparkinfer.device_checks."""
     from sparkinfer.runtime.engine import Engine
 
     model = small_model()

@@ -1,4 +1,4 @@
-"""Child process: the C++ kernels at every level of the processor, against numpy.
+"""Child process: compares the C++ kernels with numpy, at every level that the processor can run.
 
 It needs numpy and gguf, not torch. Letters: F rows, D values in a row."""
 
@@ -19,7 +19,7 @@ LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "q4_0_planar", "q8_0_planar")
 _BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 F, D = 37, 512
-# x is rounded to 15 bits a block of 32, and to 7 bits for sums of rows in blocks.
+# x is rounded to 15 bits per block of 32, and to 7 bits for sums of rows in blocks.
 DOT_BOUND, SUM_BOUND, UNPACK_BOUND = 1e-3, 2e-2, 1e-5
 _SIZE, _INT, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 
@@ -73,7 +73,7 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def _faults(lib: ctypes.CDLL, code: int, kind: str) -> list[str]:
-    """What this level computes wrongly for matrices of a kind."""
+    """Faults of this level with matrices of a kind."""
     random = np.random.default_rng(code)
     data, exact_FD = _rows(lib, kind, random)
     stride = data.shape[1] * data.itemsize

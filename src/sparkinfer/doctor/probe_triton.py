@@ -1,5 +1,5 @@
-"""Child process: whether Triton can be imported, has what it compiles with, and where it keeps
-compiled kernels."""
+"""Child process: whether Triton can be imported, whether it has a compiler and Python's headers,
+and how large its cache of kernels is."""
 
 import os
 import shutil
