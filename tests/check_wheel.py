@@ -12,6 +12,7 @@ is 1 if one failed."""
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "tiny-relu"
 CARD = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
-LIBRARIES = ("_mapped.so", "convert/_encode.so", "profile/_count.so", "runtime/_cpu.so")
+INSTALLED = re.compile(
+    r"install\(TARGETS (\w+) LIBRARY DESTINATION ([\w/]+)\)"
+)  # in CMakeLists.txt
 LIMIT_S = 900.0  # a step; seconds on an idle machine
 PROMPT = ("-p", "def parse_args(argv=None):", "-n", "8", "--temp", "0")
 # A program that uses the package, for a type checker that finds no types if py.typed is missing.
@@ -52,9 +55,12 @@ class CheckError(Exception):
 def expected_names() -> set[str]:
     """All files of the package's folders but the C++, by their names in a wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    names = {f"sparkinfer/{library}" for library in LIBRARIES}
+    names = set[str]()
     for name, folder in project["tool"]["scikit-build"]["wheel"]["packages"].items():
         for path in (ROOT / folder).rglob("*"):
+            if path.name == "CMakeLists.txt":
+                found = INSTALLED.findall(path.read_text())
+                names |= {f"{place}/{library}.so" for library, place in found}
             is_source = path.suffix in (".cpp", ".h", ".pyc") or path.name == "CMakeLists.txt"
             if path.is_file() and not is_source:
                 names.add(f"{name}/{path.relative_to(ROOT / folder).as_posix()}")
