@@ -153,7 +153,7 @@ build/corpus/%.txt: examples/tiny-relu/corpus.py
 # ---- checks --------------------------------------------------------------------------------
 
 test: build  ## what CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 MINUTES ?= 60
 FAULTS ?= 200

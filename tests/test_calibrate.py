@@ -75,6 +75,7 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
     assert machine.gpus == Machine.load(RTX).gpus
     assert "not measured" in lines[0]
     monkeypatch.setattr(calibrating, "measure_cpu", lambda *a: ({1: Figure(best=1.0)}, {}))
+    monkeypatch.setattr(calibrating, "measure_costs", lambda *sizes: machine.cpu_costs)
     bare = calibrate(CalibrateConfig(output=tmp_path / "n.json"))
     assert bare.gpus == ()
     with pytest.raises(SparkinferError, match="has no GPU either"):

@@ -21,12 +21,12 @@ def run_faults(*options: object) -> subprocess.CompletedProcess:
 
 
 def test_no_fault_breaks_an_artifact():
-    """Three for each command; for more, run python tests/faults.py."""
-    result = run_faults("--cases", 3 * len(COMMANDS), "--seed", 1)
+    """Two for each command; for others and more, run make fuzz."""
+    result = run_faults("--cases", 2 * len(COMMANDS), "--seed", 1)
     *lines, last = result.stdout.splitlines()
     assert result.returncode == 0, (lines, result.stderr[-2000:])
     report = json.loads(last)
-    assert (report["cases"], report["failures"]) == (3 * len(COMMANDS), 0)
+    assert (report["cases"], report["failures"]) == (2 * len(COMMANDS), 0)
     # There must be some of most kinds, and most of them must hit: else the cases test little.
     kinds = {end.split(":")[0] for end in report["ends"]}
     done = sum(count for end, count in report["ends"].items() if end.endswith(": 0"))
