@@ -42,7 +42,7 @@ def cuda():
 
 @pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__)
 def test_a_misuse_is_rejected_with_its_line(cuda, misuse):
-    """By the wrong call, or by the next one; a destructor cannot raise, so the first line counts."""
+    """The wrong call raises, or the next one; destructors cannot, so the first recorded line counts."""
     try:
         misuse(cuda)
     except (RuntimeError, SparkinferError) as error:

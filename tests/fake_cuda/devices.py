@@ -195,7 +195,7 @@ class Stream:
 
 
 class Event:
-    """Made on the device of the first stream that records it, as at::cuda::CUDAEvent is."""
+    """Belongs to the device of the first stream that records it, as at::cuda::CUDAEvent does."""
 
     def __init__(self, enable_timing: bool = False, **options: object) -> None:
         self._handle: int | None = None
@@ -232,7 +232,7 @@ class Event:
 
 
 class CUDAGraph:
-    """As aten/src/ATen/cuda/CUDAGraph.cpp."""
+    """Captures and replays as aten/src/ATen/cuda/CUDAGraph.cpp does."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._owner = ACTIVE[-1]

@@ -121,14 +121,14 @@ def call(name: str, *arguments: object) -> None:
 
 
 def made(name: str, *arguments: object) -> int:
-    """What a call returns through its first argument: a handle or an address."""
+    """The handle or address that a call returns through its first argument."""
     found = c_void_p()
     call(name, byref(found), *arguments)
     return found.value or 0
 
 
 def made_after(name: str, argument: object) -> int:
-    """The same where the result is the second argument."""
+    """The same for calls that return it through the second argument."""
     found = c_void_p()
     call(name, argument, byref(found))
     return found.value or 0

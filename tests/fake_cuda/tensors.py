@@ -281,7 +281,7 @@ def compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """What is in tuples, lists and dicts, as torch passes arguments."""
+    """The elements of nested tuples, lists and dicts, in which torch passes arguments."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     if not isinstance(tree, tuple | list):
@@ -290,7 +290,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The same with changed leaves."""
+    """The same nesting with changed elements."""
     if isinstance(tree, dict):
         return {key: mapped(change, part) for key, part in tree.items()}
     if isinstance(tree, tuple | list):
