@@ -25,7 +25,7 @@ from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.text.codec import TextCodec
 
 WINDOW = 512
-MIN_WINDOW = 16  # a shorter rest of a stretch is dropped
+MIN_WINDOW = 16  # a shorter remainder of a stretch is dropped
 STRETCH = 8192  # characters
 BATCH = 64  # stretches tokenised at a time
 
@@ -105,7 +105,7 @@ def spread_windows(windows: Windows | None, ranks: Ranks) -> Windows:
 
 
 def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
-    """(index of the source, stretch of text) until all text was drawn."""
+    """(index of the source, stretch of text) until all text is drawn."""
     first = np.cumsum([0, *(source.num_blocks for source in sources)])
     total = int(first[-1])
     # 4 bytes per block of 8 KiB: 64 MB for 128 GiB of text.

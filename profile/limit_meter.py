@@ -67,8 +67,8 @@ class LimitMeter:
     def measure(
         self, limits_L: tuple[LayerLimits, ...] | None, engine: Engine | None = None
     ) -> Closeness:
-        """Measures with these limits (None: the current ones), or another engine with the same
-        vocabulary. Raises SparkinferError if the model gives NaN."""
+        """Measures this engine, or another with the same vocabulary, with these limits (None: the
+        current ones). Raises SparkinferError if the model gives NaN."""
         engine = engine or self.engine
         if limits_L is not None:
             set_limits(engine, limits_L)

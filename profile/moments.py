@@ -2,8 +2,8 @@
 
 For predictors of the layer's own input the map to imitate is the gate matrix G itself. For those of
 the layer before it is the linear regression of the gates on that input. The truncated SVD of G
-M^(1/2), with M = E[x x^T], gives the map of rank R closest to it in the mean square over the text
-(whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
+M^(1/2), with M = E[x x^T], gives the map of rank R that is closest to it in mean square over the
+text (whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
 
 Letters: T tokens, D width of the input, F neurons, R rank."""
 

@@ -69,7 +69,7 @@ class FileStates:
         self.file.seek(4 * start * self.width)
         while left:
             count = self.file.readinto(left)
-            assert count, (start, stop)  # the file was made as long as this
+            assert count, (start, stop)  # the file has its full length from the start
             left = left[count:]
         return x_TD
 

@@ -74,7 +74,7 @@ class Cost:
 
 
 class Meter:
-    """Compares a text run with thresholds with the same text run without, in mode "exact"."""
+    """Compares runs of a text with and without thresholds, in mode "exact"."""
 
     def __init__(self, engine: Engine, histogram_LB: np.ndarray, windows: Sequence[Tensor]) -> None:
         assert engine.mode == "exact", engine.mode
@@ -153,10 +153,10 @@ def greedy(
     num_layers: int,
     accepts: Callable[[Cost], bool] = lambda cost: True,
 ) -> Iterator[Allocation]:
-    """Allocations from nothing silenced, each with one step more in one layer.
+    """Allocations, starting with nothing silenced; each has one more step in one layer.
 
-    It measures the two layers that cost least by their last measurements. A layer whose step
-    `accepts` refuses goes no further. Deterministic: ties go to the lower layer."""
+    Before each step it measures again the two layers that were cheapest when last measured. A layer
+    whose step `accepts` refuses goes no further. Deterministic: ties go to the lower layer."""
     known: dict[tuple[int, ...], Cost] = {}
 
     def cost_of(steps_L: tuple[int, ...]) -> Cost:

@@ -2,16 +2,18 @@
 
 Assumptions:
 
-- -ngl n puts the last n layers on the GPUs, each with its whole cache; n = L + 1 the head too.
-  The largest n that fits is the best, since nothing here is faster on the CPU. Several GPUs are
-  filled one after the other, in order.
-- Every GPU in use has a compute buffer of the size of our workspace. What the driver takes for
-  itself is counted for neither program.
+- -ngl n puts the last n layers on the GPUs, each with its whole cache; with n = L + 1, the head
+  too. The largest n that fits is the best, since nothing here is faster on the CPU. Several GPUs
+  are filled one after the other, in order.
+- Every GPU in use has a compute buffer of the size of our workspace. Memory that the driver takes
+  for itself is counted for neither program.
 - There is no sparsity and there are no predictors: a token reads every weight, and half of the
-  cache, in the types of this file; on the CPU at the rates of this machine's own products of whole
-  matrices, and with what a layer there costs besides its bytes.
-- Nothing overlaps: V / B_g + (W - V) / B_c for V of W bytes on GPUs, and every kernel's start.
-- The hidden state is copied to each GPU used and from it once, and with a head there the logits.
+  cache, in the types of this file; on the CPU at the measured rates of our products of whole
+  matrices, plus the fixed cost of a layer.
+- Nothing overlaps: V / B_g + (W - V) / B_c for V of W bytes on GPUs, plus the launch of every
+  kernel.
+- The hidden state is copied once to each GPU in use and once from it. If a GPU has the head, the
+  logits are copied from it as well.
 
 The rates of llama.cpp's own kernels are not modelled. Letters: L layers."""
 

@@ -1,7 +1,8 @@
-"""The loss: the divergence of the model's predictions from its dense self's, KL(dense || sparse).
+"""The loss: KL(dense || sparse), from the dense model's predictions to those of the model in
+training.
 
 The vocabulary is large (49,152 words of 576 values in SmolLM2: a token's logits are 85 times its
-hidden state), so logits exist for a few tokens at a time only, forward and backward: the gradient
+hidden state), so logits exist only for a few tokens at a time, forward and backward: the gradient
 with respect to the hidden state is computed on the way, as in Liger-Kernel's fused linear losses.
 
 Letters: T tokens, D model width, V vocabulary."""

@@ -1,4 +1,5 @@
-"""The measured cost of a mode against the same model computed densely, and the bytes it reads.
+"""The measured cost of a mode compared with the same model computed densely, and the bytes it
+reads.
 
 `profile` measures it and writes it into the profile and the predictors, `convert` puts it into the
 model file; mode_choice uses it."""

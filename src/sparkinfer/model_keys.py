@@ -86,9 +86,9 @@ class KeyReader:
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
-        """Raises SparkinferError for an unknown key of ours, which is from a later version, and for
-        one of the architecture that is not zero or false, which may change what the graph
-        computes."""
+        """Raises SparkinferError for an unknown key of ours, which must be from a later version,
+        and for an unknown key of the architecture unless it is zero or false: it may change what
+        the graph computes."""
         prefix = self.graph.name + "."
         for key, value in self.keys.items():
             if key.startswith(OWN) and key not in OWN_KEYS and not key.startswith(QUALITY):
@@ -102,8 +102,8 @@ class KeyReader:
                 and value not in (0, False, "none")
             ):
                 why = why_key(name) or (
-                    f"the key is unknown, so the graph may differ from the {self.graph.name} that is"
-                    " known here; this file is not supported"
+                    f"the key is unknown, so the graph may differ from the known {self.graph.name}"
+                    " graph; this file is not supported"
                 )
                 raise SparkinferError(f"{self.path}: key {shown(key)} ({shown(value)}): {why}")
 

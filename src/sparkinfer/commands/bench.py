@@ -64,7 +64,7 @@ class Lengths(click.ParamType):
 @threads_option
 @device_option
 @click.option("--cache-replay", is_flag=True,
-              help="Instead: compare policies of the neuron cache on --text, by the times in the plan --split.")  # fmt: skip
+              help="Compare policies of the neuron cache on --text instead, with the times in the plan (--split).")  # fmt: skip
 @click.option("--cache-tokens", type=click.IntRange(64, 1 << 20), default=2000, show_default=True,
               help="Tokens of the text to replay.")  # fmt: skip
 @click.option("--cache-plot", type=OUTPUT, metavar="FILE.png", help="Plot of the replay to write.")

@@ -45,7 +45,7 @@ _WRITE = ("prompt", "prompt_file", "prompts_file", "stops", "ignores_end", "keep
 _OPTIONS = (
     click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
                  help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
-                 " GPU. Unless given, most of what is free on the first."),
+                 " GPU. [default: most of what is free on the first]"),
     click.option("--chat", "is_chat", is_flag=True,
                  help="With -p: take the prompt as a message and print the answer. Without -p, run is"
                  " a conversation in any case."),
