@@ -177,7 +177,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @max_loss_option
 @click.option("--neuron-cache", metavar="on|most_rows=N",
               help="Plan memory and times for a neuron cache, which swaps hot neurons as the text"
-                   " needs; up to N neurons a token, 256 unless given.")  # fmt: skip
+                   " needs: up to N per token (on: 256).")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", default=30.0, show_default=True,
               help="Seconds that the search may take.")  # fmt: skip
 @click.option(
