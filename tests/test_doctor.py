@@ -1,5 +1,5 @@
-"""`sparkinfer doctor`: right where things are broken: torch, Triton, the compiler, the library, the
-level, a GPU; and a report without names and paths."""
+"""`sparkinfer doctor` finds what is broken: torch, Triton, the compiler, the library, the level, a
+GPU; and its report has no names and paths."""
 
 import getpass
 import json
@@ -60,7 +60,7 @@ class Doctor:
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """Modules that come before the installed ones, in every process."""
+    """Puts modules before the installed ones, in every process."""
     folder = tmp_path / "broken"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -202,7 +202,8 @@ def test_a_child_that_hangs_is_ended(broken, monkeypatch):
 
 CARD = {"index": 0, "name": "Some Card", "free": 6 << 30, "total": 8 << 30, "capability": "8.9"}
 DRIVER = {"cuda": "12.8", "driver": "570.1", "gpus": [CARD]}
-TORCH = {"version": "2.13.0", "cuda": "12.8", "is_right": True, "num_threads": 1, "gpus": [CARD]}
+TORCH = {"version": "2.13.0", "cuda": "12.8", "is_right": True, "num_threads": 1, "gpus": [CARD],
+         "runtime_error": None}  # fmt: skip
 
 
 def lines(findings):
@@ -232,6 +233,26 @@ def test_drivers(driver, torch, said):
     assert said in lines(gpu.driver(Result(done=driver), Result(done=torch)))
 
 
+def test_a_library_of_another_version(broken):
+    """After an update without a build, a function is missing."""
+    assert lines(gpu.torch(Result(done=TORCH))) == "ok    torch: 2.13.0, for CUDA 12.8"
+    broken("sitecustomize", "import ctypes\nclass CDLL(ctypes.CDLL):\n"
+           "    def __getattr__(self, name):\n"
+           "        if name == 'spark_neurons': raise AttributeError('undefined symbol: ' + name)\n"
+           "        return super().__getattr__(name)\n"
+           "ctypes.CDLL = CDLL\n")  # fmt: skip
+    broken("torch", "class Tensor:\n    def __matmul__(self, other): return self\n"
+           "    def __eq__(self, other): return self\n    def all(self): return True\n"
+           "ones = lambda *shape: Tensor()\n__version__ = '0'\nclass version: cuda = None\n"
+           "get_num_threads = lambda: 1\n"
+           "float32 = float16 = bfloat16 = uint8 = int32 = dtype = None\n"
+           "class cuda: is_available = staticmethod(lambda: False)\n"
+           "cuda.device_count = staticmethod(lambda: 0)\n")  # fmt: skip
+    found = gpu.torch(Child("sparkinfer.doctor.probe_torch").result())
+    assert [each.state for each in found] == ["ok", "wrong"]
+    assert "undefined symbol: spark_neurons" in found[1].text and "make build" in found[1].advice
+
+
 @pytest.mark.parametrize(
     ("capability", "said"),
     [("8.9", "ok    GPU 0: Some Card, compute capability 8.9, 6.00 GiB free of 8.00 GiB"),
@@ -242,7 +263,7 @@ def test_gpus(capability, said):
     assert said in lines(gpu.gpus(Result(done=seen), Result(done=DRIVER)))
     broken = Result(done=None, how="crashed by SIGSEGV")
     driver = DRIVER | {"gpus": seen["gpus"]}
-    assert said in lines(gpu.gpus(broken, Result(done=driver)))  # as the driver sees it
+    assert said in lines(gpu.gpus(broken, Result(done=driver)))  # only what the driver reports
 
 
 @pytest.mark.parametrize(

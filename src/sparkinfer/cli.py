@@ -8,6 +8,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command: 0, 1 with a one-line error, 2 for usage, 128 + n when ended by signal n, 70
     for a bug in this program."""
     try:
+        import sys
+
+        if sys.platform == "win32":  # it has none of the locks and signals that follow
+            sys.stderr.write("sparkinfer: Windows itself is not supported; use it under WSL 2\n")
+            return 1
         from sparkinfer.top_level import run
 
         return run(argv)

@@ -7,7 +7,7 @@ from typing import Any
 from sparkinfer.device_checks import Checks, Verdict
 from sparkinfer.doctor.children import Result
 from sparkinfer.doctor.finding import Finding, note, ok, wrong
-from sparkinfer.doctor.machine import is_wsl
+from sparkinfer.doctor.machine import REBUILD, is_wsl
 from sparkinfer.sizes import format_bytes
 
 LEAST_CAPABILITY = 7.5  # the lowest for which torch's wheels for CUDA 12.8 and later have code
@@ -29,7 +29,11 @@ def torch(found: Result) -> list[Finding]:
     if not done["is_right"]:
         return [wrong("torch", f"{done['version']} multiplies wrongly", "install torch again")]
     cuda = f"for CUDA {done['cuda']}" if done["cuda"] else "for the CPU"
-    return [ok("torch", f"{done['version']}, {cuda}")]
+    found = [ok("torch", f"{done['version']}, {cuda}")]
+    if done["runtime_error"]:
+        why = f"the C++ library is not this version's: {done['runtime_error'][:MOST_LETTERS]}"
+        found.append(wrong("runtime", why, REBUILD))
+    return found
 
 
 def driver(found: Result, torch_found: Result) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,10 +32,7 @@ def system() -> list[Finding]:
         where += ", under WSL"
     elif any(path.exists() for path in _IN_CONTAINER):
         where += ", in a container"
-    found = [ok("versions", f"{python}, {where}")]
-    if sys.platform == "win32":
-        found.append(wrong("system", "Windows itself is not supported", "use it under WSL 2"))
-    return found
+    return [ok("versions", f"{python}, {where}")]
 
 
 def is_wsl() -> bool:

@@ -1,5 +1,6 @@
 """Child process: whether torch can be imported, multiplies, and sees GPUs."""
 
+import os
 from typing import Any
 
 from sparkinfer.doctor.children import leave_no_core, tell_at, tell_done
@@ -22,6 +23,8 @@ def main() -> None:
         "is_right": bool((product == 64).all()),
         "num_threads": torch.get_num_threads(),
     }
+    tell_at("the runtime")
+    found["runtime_error"] = _runtime_error()
     tell_at("looking for GPUs")
     try:
         is_there = torch.cuda.is_available()
@@ -29,6 +32,17 @@ def main() -> None:
         tell_done({**found, "gpus": gpus})
     except RuntimeError as error:
         tell_done({**found, "gpus": [], "gpu_error": str(error).splitlines()[0]})
+
+
+def _runtime_error() -> str | None:
+    """Why the runtime cannot be imported, whatever level is forced: a library of another version
+    lacks functions."""
+    os.environ.pop("SPARKINFER_CPU_LEVEL", None)
+    try:
+        import sparkinfer.runtime.kernels.cpu.library  # noqa: F401
+    except (ImportError, OSError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _gpu(torch: Any, number: int) -> dict[str, Any]:
