@@ -4,12 +4,12 @@ links and two CPUs, against four policies and a bound in seconds.
     python benchmarks/cache_replay.py NAME=MODEL ... --profile-text CODE --text NAME=FILE ...
         [--sparsity NAME=0.5] [--predicted NAME] [--tokens 1500]
 
-Per model: profile the first text, which sets the thresholds too where a sparsity is given; then, for
-each CPU, solve for budgets that hold 10, 25 and 50 % of the neurons beside the dense part; then replay
-each text. Machines are those of a model of 7 B parameters: rates are divided by as much as its layers
-are larger than this model's, so that a layer takes the same time, and fixed times (launches, round
-trips) keep their size. Which neurons are read is the model's own on the text: those that fire, or with
---predicted those that its predictors name."""
+For each model: profile the first text, which also sets the thresholds if a sparsity is given; then,
+for each CPU, solve for budgets that hold 10, 25 and 50 % of the neurons besides the dense part; then
+replay each text. The machines are scaled to a model of 7 B parameters: rates are divided by the ratio of
+its layers' size to this model's, so that a layer takes as long as in the large model, while fixed times
+(launches, round trips) stay. The neurons that are read are those that fire in the model on the text, or
+with --predicted those that its predictors name."""
 
 import argparse
 import json

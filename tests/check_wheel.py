@@ -1,13 +1,13 @@
 """Installs a wheel into fresh environments and runs it there, as a user would.
 
     python tests/check_wheel.py WHEEL                       checks only its contents; no network
-    python tests/check_wheel.py WHEEL python3.12 ...        and in an environment of each Python
-    python tests/check_wheel.py WHEEL --installed PYTHON    in one that has it already
+    python tests/check_wheel.py WHEEL python3.12 ...        also runs it with each Python
+    python tests/check_wheel.py WHEEL --installed PYTHON    also runs it where it is installed
 
-An environment takes PyTorch from pip, on Linux the build for CUDA with several GB, and is removed at
-the end. Nothing may be compiled there. The pipeline runs on the bundled model; its files and its
-greedy text must be those of the Python that runs this. A line for each step on stdout; the exit code
-is 1 if one failed."""
+An environment gets PyTorch from pip, on Linux the CUDA build of several GB, and is removed at the
+end. Nothing may be compiled there. The pipeline runs on the bundled model; its files and its
+greedy text must be those of the Python that runs this. It prints a line for each step;
+the exit code is 1 if one failed."""
 
 import argparse
 import hashlib
@@ -28,7 +28,7 @@ CARD = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
 INSTALLED = re.compile(
     r"install\(TARGETS (\w+) LIBRARY DESTINATION ([\w/]+)\)"
 )  # in CMakeLists.txt
-LIMIT_S = 900.0  # a step; seconds on an idle machine
+LIMIT_S = 900.0  # per step, which takes seconds on an idle machine
 PROMPT = ("-p", "def parse_args(argv=None):", "-n", "8", "--temp", "0")
 # A program that uses the package, for a type checker that finds no types if py.typed is missing.
 TYPED = "from sparkinfer import Engine\nreveal_type(Engine.load)\n"
@@ -46,14 +46,14 @@ print(Path(sparkinfer.__file__).parent)
 
 
 class CheckError(Exception):
-    """What is wrong with the wheel."""
+    """Something is wrong with the wheel."""
 
 
 # ---- what it holds --------------------------------------------------------------------------------
 
 
 def expected_names() -> set[str]:
-    """All files of the package's folders but the C++, by their names in a wheel."""
+    """All files of the package's folders except the C++, by their names in a wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     names = set[str]()
     for name, folder in project["tool"]["scikit-build"]["wheel"]["packages"].items():

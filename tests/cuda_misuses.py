@@ -1,5 +1,5 @@
-"""Wrong uses of CUDA in captures and graphs, each with the line by which the fake runtime rejects it: the product's own
-classes where they can be misused, else the calls they make. Every function gets the FakeCuda."""
+"""Wrong uses of CUDA in captures and graphs, each with the line by which the fake runtime rejects it: through sparkinfer's classes
+where these can be misused, else through the calls they make. Every function gets the FakeCuda."""
 
 import ctypes
 import gc
@@ -24,7 +24,7 @@ MISUSES: dict[Callable[[FakeCuda], object], str] = {}
 
 
 def rejected(line: str) -> Callable[[Callable[[FakeCuda], None]], Callable[[FakeCuda], None]]:
-    """Enters a misuse with the line that rejects it, a regular expression."""
+    """Registers a misuse with a regular expression of the line that rejects it."""
 
     def enter(misuse: Callable[[FakeCuda], None]) -> Callable[[FakeCuda], None]:
         MISUSES[misuse] = line
@@ -42,7 +42,7 @@ def pinned(count=COUNT):
 
 
 def streams(device=GPU):
-    """Main and side, which have waited for what torch has launched so far."""
+    """A main and a side stream, which have waited for what torch has launched so far."""
     found = CudaStream(device), CudaStream(device)
     for stream in found:
         stream.follow()
@@ -50,7 +50,7 @@ def streams(device=GPU):
 
 
 def raw(device=0):
-    """Memory of cudaMalloc, by address."""
+    """The address of memory from cudaMalloc."""
     with torch.cuda.device(device):
         return made("cudaMalloc", 4 * COUNT)
 
@@ -60,7 +60,7 @@ def copy(target, source, stream):
 
 
 def captured(submit: Callable[[CudaStream, CudaStream], object], before=lambda main, side: None):
-    """Captures what `submit` gives to two streams, as a step is captured."""
+    """Captures what `submit` submits to two streams, in the way a step is captured."""
     main, side = streams()
     before(main, side)
     return _captured(main, lambda: submit(main, side))
@@ -119,8 +119,8 @@ def allocating_pinned_memory(cuda):
 
 @rejected("cudaMalloc: not allowed while stream 1 is captured")
 def more_memory_from_the_driver(cuda):
-    """torch's own allocations are allowed in a capture, in thread_local mode by the same thread only
-    where the allocator has asked for it; a plain cudaMalloc is not."""
+    """torch's own allocations are allowed in a capture (in thread_local mode, by the same thread only
+    if the allocator asks for it); a plain cudaMalloc is not."""
     captured(lambda main, side: raw())
 
 

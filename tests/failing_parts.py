@@ -1,4 +1,4 @@
-"""A fake GPU for the runtime's checks: both roles on the CPU, with parts that fail on purpose."""
+"""A fake GPU for the runtime's checks: the CPU in both roles, with parts that fail on purpose."""
 
 import dataclasses
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def fake_parts(
     prepare: Prepare | None = None,
     **changes: object,
 ) -> DeviceParts:
-    """Parts that work; `prepare` is that of a step with a graph."""
+    """Parts that work; `prepare` prepares a step with a graph."""
 
     def backend(take=None, *, has_graph: bool, kernels: Kernels | None = None) -> Backend:
         made = plain_backend(kernels or reference_kernels())
@@ -107,7 +107,7 @@ class DeafStream(PlainStream):
 
 
 class HalfDeafStream(PlainStream):
-    """Only a host function without an argument runs: not those of a step."""
+    """Runs only host functions without an argument, not those of a step."""
 
     def host(self, node: HostNode) -> None:
         if not node.argument:
@@ -115,5 +115,5 @@ class HalfDeafStream(PlainStream):
 
 
 def forgetful(stream, submit: Callable[[], None]) -> Callable[[], None]:
-    """A graph that gives nothing when it is replayed."""
+    """A graph that does nothing when it is replayed."""
     return lambda: None

@@ -1,11 +1,11 @@
-"""Commands as processes of their own, forked from one that has imported what they import.
+"""Runs commands as separate processes, forked from one that has already imported their modules.
 
-A command that starts by itself spends two seconds of a core on imports; a fork of a process that has
-done it spends a hundredth. All else is as `python -m sparkinfer` has it: its own pid, signals, exit
-code, files, environment and end. What tests say about the start itself starts by itself.
+A fresh process spends two seconds of a core on imports; a fork spends a hundredth of that. In all
+other respects a command behaves as with `python -m sparkinfer`: it has its own pid, signals, exit
+code, files, environment and end. Tests of the start itself use a fresh process.
 
-Run as a program this is the server: it takes one connection a command, with its words and its three
-files, and answers with its pid and then its status."""
+Run as a program, this file is the server: it takes one connection per command, with its arguments
+and its three standard files, and answers with its pid and later its exit status."""
 
 import atexit
 import gc
@@ -30,11 +30,11 @@ sparkinfer.convert.convert sparkinfer.solver.solve
 """.split()
 READY = b"ready\n"
 LONGEST = 1 << 20  # bytes of a request
-MOST_STDIN = 1 << 16  # what a pipe takes without a reader
-# What these decide is decided when a process starts.
+MOST_STDIN = 1 << 16  # what a pipe holds without a reader
+# Variables that take effect only at the start of a process.
 AT_START = ("OMP_", "MKL_", "PYTHON", "LD_", "CUDA_", "TRITON_")
 
-finished: list[subprocess.CompletedProcess] = []  # of the running test: see conftest.py
+finished: list[subprocess.CompletedProcess] = []  # those of the running test: see conftest.py
 
 
 # ---- tests ------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ finished: list[subprocess.CompletedProcess] = []  # of the running test: see con
 
 @cache
 def _server() -> Path:
-    """The socket of a server, which ends with this process."""
+    """The socket of a server that ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     process = subprocess.Popen(
@@ -85,7 +85,7 @@ class Forked:
         return self.returncode
 
     def poll(self) -> int | None:
-        """The exit code, or None as long as it runs."""
+        """The exit code, or None while it runs."""
         if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
             self.wait()
         return self.returncode
@@ -102,7 +102,7 @@ def run_command(
     *words: object, stdin: bytes | int = b"", cwd: Path | None = None,
     env: Mapping[str, str] | None = None, text: bool = True, timeout: float = 120.0,
 ) -> subprocess.CompletedProcess:  # fmt: skip
-    """`python -m sparkinfer WORDS`, to its end; `stdin` is given through a pipe, or is a file."""
+    """Runs `python -m sparkinfer WORDS` to its end; `stdin` is text for a pipe, or a file."""
     arguments = [os.fspath(word) if isinstance(word, Path) else str(word) for word in words]
     read, write = os.pipe()
     if isinstance(stdin, bytes):
@@ -133,8 +133,8 @@ def run_command(
 
 
 def _serve(listener: socket.socket) -> None:
-    """Until stdin ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who waits for a command is not waited for
+    """Serves until stdin ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     while select.select([listener, 0], [], [])[0] == [listener]:
         connection, _ = listener.accept()
         if os.fork() == 0:
@@ -144,7 +144,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _attend(connection: socket.socket) -> NoReturn:
-    """Starts a command, and tells its status when it has ended."""
+    """Starts a command and reports its status when it has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, files, _, _ = socket.recv_fds(connection, 4, 3)
     content = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
@@ -175,7 +175,7 @@ def _run_main() -> NoReturn:
         code = main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    # An interpreter that ends takes everything to pieces, and so would copy all of the server's.
+    # An interpreter that ends normally destroys all objects, which would copy the server's pages.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

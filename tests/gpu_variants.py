@@ -3,9 +3,9 @@
     python tests/gpu_variants.py ARCH KIND
 
 It prints a JSON object per variant, with the processor seconds of Triton's compiler and ptxas, and
-one for all. The model has 7B's widths and four layers, divided in different ways, of zeros; the
-variants do not depend on the number of layers. Run it without TRITON_INTERPRET; it is not a test
-itself (test_gpu_variants.py)."""
+one for all. The model, filled with zeros, has the widths of a 7B model and four layers, each divided
+differently; the variants do not depend on the number of layers. Run it without TRITON_INTERPRET. It
+is run by test_gpu_variants.py and is not a test itself."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Before Triton is imported: nothing is compiled before, and nothing is left behind.
+# Set before Triton is imported: nothing compiled earlier is used, and nothing is left behind.
 _cache = tempfile.TemporaryDirectory(prefix="gpu-variants-")
 os.environ["TRITON_CACHE_DIR"] = _cache.name
 
@@ -40,10 +40,10 @@ from sparkinfer.runtime.model.observers import Observers  # noqa: E402
 from sparkinfer.runtime.step.plain_backend import plain_backend  # noqa: E402
 from sparkinfer.runtime.weights.upload import Uploader  # noqa: E402
 
-CARD = torch.device("cpu", 0)  # not the same as "cpu" to a placement: where the GPU's part goes
+CARD = torch.device("cpu", 0)  # a placement distinguishes it from "cpu": the GPU's part goes here
 CONTEXT = 4096
 RANKS = (1024, 512, 1024, 512)
-HOT = (300, 1200, 4000, 11008)  # neurons on the GPU of each layer
+HOT = (300, 1200, 4000, 11008)  # the number of each layer's neurons on the GPU
 SHAPE = make_shape(
     num_layers=len(HOT), width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
     vocab_size=32000, context_length=CONTEXT,

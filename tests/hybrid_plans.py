@@ -11,7 +11,8 @@ F, L = 96, 4
 ALL, NONE = np.arange(F), np.arange(0)
 random = np.random.default_rng(5)
 SOME = random.permutation(F)[:37]
-# Hot neurons of each layer, where attention is on the GPU, whether the head is, the GPU of each.
+# Hot neurons of each layer, which layers have attention on the GPU, whether the head is there, and
+# each layer's GPU.
 PLANS = {
     "all on the GPU": ([ALL] * L, [1] * L, True, None),
     "no neuron on the GPU": ([NONE] * L, [1] * L, True, None),

@@ -1,4 +1,4 @@
-"""A policy of the neuron cache that swaps at every opportunity, whatever the text."""
+"""A policy of the neuron cache that swaps at random, regardless of the text."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from sparkinfer.runtime.neuron_cache.setup import CacheSetup
 
 
 class RandomPolicy:
-    """Up to `most_rows` swaps behind each step, by `seed`. Keeps the bits that it was shown."""
+    """Up to `most_rows` random swaps after each step. Keeps the bits that it was shown."""
 
     def __init__(self, resident_LN, num_neurons, *, most_rows=8, seed=0):
         self.residency = Residency(resident_LN, num_neurons)
@@ -40,7 +40,7 @@ class RandomPolicy:
 
 
 def random_setup(**options):
-    """A setup with such a policy; options of it and of CacheSetup."""
+    """A setup with such a policy; the options are those of RandomPolicy and CacheSetup."""
     most_rows, seed = options.pop("most_rows", 8), options.pop("seed", 0)
 
     def policy_of(resident_LN, num_neurons):

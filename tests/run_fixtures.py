@@ -28,7 +28,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A separate cache for the test; measurements of the machine are short."""
+    """A separate cache for the test; the machine is measured only briefly."""
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sparkinfer.run.rates.ENCODE_S", 0.01)
     monkeypatch.setattr("sparkinfer.run.rates.MATMUL_S", 0.01)

@@ -1,4 +1,5 @@
-"""The neuron cache's policy: the C++ decides as its definition in numpy does, within its limits."""
+"""The neuron cache's policy: the C++ decides like its definition in numpy, and within its
+limits."""
 
 import dataclasses
 
@@ -12,7 +13,7 @@ from sparkinfer.runtime.neuron_cache.reference import ReferencePolicy
 
 
 def make_costs(num_layers, *, random=None, **changes):
-    """Times of a slow CPU beside a fast GPU, random ones if there is a generator."""
+    """Times of a slow CPU and a fast GPU, or random ones if there is a generator."""
     each = dict(hot_s=0.0, hot_row_s=0.1, cold_s=0.0, cold_row_s=1.0, copy_row_s=2.0,
                 gather_row_s=0.2)  # fmt: skip
     arrays = {f"{name}_L": np.full(num_layers, value) for name, value in each.items()}
@@ -45,7 +46,7 @@ def make_case(seed):
 
 
 def make_steps(random, num_layers, num_neurons, num_steps):
-    """Bits of steps of one to three tokens; the text changes its subject half-way."""
+    """Bits of steps of one to three tokens; the text changes its subject halfway."""
     base_LF = random.random((num_layers, num_neurons))
     for number in range(num_steps):
         if number == num_steps // 2:
@@ -156,13 +157,13 @@ def test_a_link_that_is_too_slow_for_one_row_is_not_used():
 
 
 def test_swapping_stops_and_the_plan_returns_where_it_does_not_pay():
-    """Every step reads other neurons than the last ones, so that what was read is no guide."""
+    """Every step reads other neurons than the previous ones, so earlier reads predict nothing."""
     num_neurons, random = 64, np.random.default_rng(5)
     options = CacheOptions(decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9)
     policy = CachePolicy.of([np.arange(16)], np.zeros((1, num_neurons)), make_costs(1), options)
     blocks = [range(start, start + 16) for start in (16, 32, 48, 16, 32, 48)]
     steps = []
-    for _ in range(40):  # three times anything but the plan's, then long the plan's
+    for _ in range(40):  # first other neurons than the plan's, then the plan's for long
         for block in blocks:
             steps += list(steady(1, num_neurons, block, steps=1, random=random, high=1, low=0))
         steps += list(steady(1, num_neurons, range(16), steps=6, random=random, high=1, low=0))

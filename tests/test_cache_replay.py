@@ -1,5 +1,5 @@
-"""Replays of the neuron cache: the bound is below what any policy can reach, by brute force; the
-policies do what they are published to do; and the command."""
+"""Replays of the neuron cache: the bound is below what any policy can reach, checked by brute force;
+the policies work as published; the command."""
 
 import itertools
 
@@ -37,8 +37,8 @@ def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=
 
 
 def best_of_all(case):
-    """The least seconds per token of one layer, over all sequences of sets in the slots, by trying
-    them all. A copy is made during the step before, or before the first one."""
+    """The least seconds per token of one layer, by trying all sequences of sets in the slots. A
+    copy is made during the step before, or before the first one."""
     is_read_TF = np.stack([case.trace.is_read(t)[0] for t in range(case.num_tokens)])
     num_slots = len(case.slots_LN[0])
     sets = [frozenset(c) for n in range(num_slots + 1)
@@ -78,7 +78,7 @@ def test_the_bound_is_below_the_best_of_all_choices_and_not_far(seed):
     best_s = best_of_all(case)
     bound = lower_bound(case, best_s)
     assert bound.seconds <= best_s * (1 + 1e-6)
-    assert bound.seconds >= 0.7 * best_s  # a relaxation of whole sets, and of the larger side
+    assert bound.seconds >= 0.7 * best_s  # it relaxes whole sets, and which side takes longer
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -96,7 +96,7 @@ def test_no_policy_is_below_the_bound(seed):
 
 
 def brute_force_gain(is_read_T, price_T, value, fetch, is_in):
-    """The best of all ways to be in a slot or not, one neuron."""
+    """The best gain of one neuron over all choices of the steps at which it is in a slot."""
     best = -np.inf
     for states in itertools.product((False, True), repeat=len(is_read_T)):
         gain, before = 0.0, is_in
@@ -118,7 +118,7 @@ def test_each_neurons_best_gain_is_that_of_all_choices(seed):
     )
     want = [brute_force_gain(is_read_TF[:, j], price_T, 1.0, fetch, is_in_F[j]) for j in range(35)]
     assert gain == pytest.approx(sum(want), abs=1e-4)
-    # The choice behind it has this gain.
+    # The choice that was found has this gain.
     assert hits - fetch * copies - (used_T * price_T).sum() == pytest.approx(sum(want), abs=1e-4)
 
 

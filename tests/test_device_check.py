@@ -1,5 +1,5 @@
-"""The check of a GPU: each part failed on purpose on a fake one leaves a working generation and one
-line, is remembered, and is not tried again."""
+"""The check of a GPU: on a fake one, each part that fails on purpose leaves a working generation and
+one line, is remembered, and is not tried again."""
 
 import dataclasses
 import os
@@ -48,7 +48,7 @@ HOT = [np.arange(0, F, 2), np.arange(F)]
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
-    """A cache of the test's own; what a check finds for the process is forgotten."""
+    """A separate cache for the test; what earlier checks found for the process is forgotten."""
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_products, "_replaced", set())
     monkeypatch.setattr(gpu_products, "_in_f32_only", set())
@@ -57,7 +57,7 @@ def clean(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """(a model with predictors, a plan that divides it, the logits it should give)."""
+    """(a model with predictors, a plan that divides it, the expected logits)."""
     folder = tmp_path_factory.mktemp("planned")
     shape = make_shape(num_layers=L, num_neurons=F)
     model = make_model(shape=shape, kind="f16", predictor_rank=8)
@@ -74,11 +74,11 @@ def stepped(engine, ids=IDS[:4]):
 
 
 class Loaded:
-    """A load with these parts: its lines, its step, and whether it generates what it should."""
+    """A load with these parts: its lines, its step, and its error in the generated logits."""
 
     def __init__(self, planned, monkeypatch, capsys, parts, **options):
         path, split, want = planned
-        given = iter([parts, None])  # where the device was lost, the CPU has none
+        given = iter([parts, None])  # after a lost device, the load goes on without one
         monkeypatch.setattr(device_parts, "parts_of", lambda device: next(given))
         capsys.readouterr()
         with Engine.load(path, split=split, mode="predicted", device="cpu", **options) as engine:
@@ -107,7 +107,7 @@ def test_a_device_on_which_all_works_is_checked_once_and_says_nothing(load):
     assert kernels == set(NAMES) - {"embed"}  # the embedding is on the host
     again = load(fake_parts(use=failing(), pin=failing(), multiply=failing(), limit=failing(),
                             kernels=with_kernel("down", halved)))  # fmt: skip
-    assert again.lines == []  # nothing of it was tried
+    assert again.lines == []  # nothing was tried again
 
 
 FAILURES = {
@@ -145,7 +145,7 @@ def check_fallback(load, name):
         (line,) = found.lines
         assert fallback in line and "sparkinfer doctor" in line, line
         assert found.error < 1e-3
-        parts = fake_parts()  # in which nothing fails any more
+        parts = fake_parts()  # now nothing fails
         gpu_products._replaced.clear()
     kept = {name: verdict for each in stored_checks() for name, verdict in each.verdicts.items()}
     failed = [part for part, verdict in kept.items() if not verdict.is_fine]
@@ -238,7 +238,7 @@ def test_a_device_that_no_longer_answers_is_left(load):
     assert "no such instruction, and the device no longer answers" in line
     assert isinstance(found.step, NativeStep) and found.error < 1e-4
     uses.clear()
-    found = load(broken)  # which goes around that kernel
+    found = load(broken)  # this load avoids that kernel
     (line,) = found.lines
     assert "torch computes it" in line and isinstance(found.step, HybridStep)
 

@@ -1,5 +1,5 @@
-"""The bundled model on a fake CUDA device: predicted, half of each layer's neurons on the device, by
-executed PTX, host functions and a captured graph together."""
+"""The bundled model on a fake CUDA device in mode predicted, with half of each layer's neurons on the
+device: executed PTX, host functions and a captured graph together."""
 
 import subprocess
 import sys
@@ -80,11 +80,11 @@ def test_the_bundled_model_by_executed_ptx(planned, monkeypatch):
           f" {sum(ptx.num_lane_instructions.values()):,} instructions of threads")  # fmt: skip
     assert_rows_agree(got, want, BOUNDS["f16"])
     assert_rows_agree(got, by_reference, BOUNDS["f16"])
-    assert not torch.equal(got, by_reference)  # other sums: it was executed
+    assert not torch.equal(got, by_reference)  # summed in another order, so the PTX was executed
 
 
 def test_the_bound_rejects_dense_logits(planned):
-    """They differ by the neurons that the predictors leave out."""
+    """Dense logits differ by the neurons that the predictors leave out."""
     with Engine.load(planned / "m.gguf", mode="dense", device="cpu") as engine:
         dense = stepped(engine, TOKENS)
     with Engine.load(planned / "m.gguf", mode="predicted", device="cpu") as engine:

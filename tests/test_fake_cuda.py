@@ -1,5 +1,5 @@
-"""The fake CUDA runtime: it rejects every planted misuse with its line, and accepts the right use
-beside each; what it runs late and in any order comes out as if it were run in order."""
+"""The fake CUDA runtime: it rejects every planted misuse with its line and accepts right uses; what
+it runs late and in any order gives the results of running in order."""
 
 import re
 
@@ -128,7 +128,7 @@ def test_events_order_what_runs_late(accepted, seed):
 
 
 def test_without_an_event_orders_differ(cuda):
-    """The race check off: of two writers now one is last, now the other."""
+    """Without the race check, either of two writers may be the last."""
     library.load().fakeCheckRaces(0)
     found = set()
     for seed in range(20):

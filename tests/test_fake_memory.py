@@ -1,5 +1,5 @@
-"""A GPU's memory by the product's own code on a fake CUDA device: a slab and a budget that torch's
-allocator keeps, prompts whose cold weights are streamed, and the tests of a real device."""
+"""A GPU's memory as sparkinfer manages it, on a fake CUDA device: a slab and a budget that torch's
+allocator keeps, prompts with streamed cold weights, and the tests for real devices."""
 
 import dataclasses
 
@@ -67,7 +67,7 @@ def test_a_card_that_is_too_small_is_told_in_one_line():
 
 @pytest.mark.parametrize("is_resident", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, is_resident):
-    """Pinned ones directly, those of a mapped file through two buffers."""
+    """Pinned weights are copied directly, those of a mapped file through two buffers."""
     monkeypatch.setattr(gpu_setup, "least_tokens_of", lambda *arguments: 1)
     shape = make_shape(num_layers=2, width=256, num_neurons=1024, context_length=64)
     model = make_model(shape=shape, kind="q8_0", predictor_rank=8)

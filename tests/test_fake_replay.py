@@ -1,5 +1,5 @@
-"""A captured step is replayed in random orders that its graph allows; and each of its edges is needed,
-unless others imply it: without it two operations race, and some order changes the logits."""
+"""A captured step is replayed in random orders that its graph allows. Each of its edges is needed
+unless others imply it: without it, two operations race, and some order changes the logits."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def omit(loaded):
 
 
 def ran(engine):
-    """(logits of the tokens, the names of what ran, in order)."""
+    """(logits of the tokens, the names of the operations in the order they ran in)."""
     before = len(library.text("log"))
     logits = stepped(engine, TOKENS)
     return logits, tuple(library.text("log")[before:])
@@ -71,7 +71,7 @@ def test_every_order_that_the_graph_allows_gives_the_same_bits(loaded):
 
 
 def test_the_graph_is_that_of_the_step(loaded):
-    """Two divided layers and those on the CPU: copies there and back, and host functions."""
+    """Two divided layers and two on the CPU: copies in both directions, and host functions."""
     names = Counter(node.name for node in loaded.graph.nodes)
     assert names["gate_up"] == names["down"] == 2 and names["attend"] == 2
     assert names["host function"] == 6
@@ -82,7 +82,8 @@ def test_the_graph_is_that_of_the_step(loaded):
 
 
 def test_without_any_one_edge_the_step_races(loaded, omit):
-    """Each edge in turn. The others imply those of a stream's own order that an event repeats."""
+    """Leaves out each edge in turn. Those that a stream's order and an event both give are
+    implied."""
     graph, engine = loaded.graph, loaded.engine
     want, _ = ran(engine)
     found, redundant = 0, []

@@ -1,5 +1,5 @@
-"""An engine on fake CUDA devices (fake_cuda): memory by the plan, uploads, captured steps, prompts
-with streamed weights, all by the lines that a GPU would run; the logits are the CPU's."""
+"""An engine on fake CUDA devices (fake_cuda): memory as planned, uploads, captured steps, prompts
+with streamed weights, all with the code that a GPU would run; the logits equal the CPU's."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ TOKENS = IDS[:4]
 
 @pytest.fixture(scope="module", autouse=True)
 def checks(tmp_path_factory):
-    """The results of the devices' checks, which later loads need not repeat."""
+    """The results of the devices' checks, so that later loads need not repeat them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -52,7 +52,7 @@ def on_the_device(path, split, mode, ids=TOKENS, **options):
 
 
 def check_the_runtime():
-    """Nothing was wrong, nothing is left, and every host function's memory is known."""
+    """No violation, no memory left, and every host function's memory is declared."""
     assert not library.text("violations")
     assert not [line for line in library.text("left") if not line.startswith("pinned")]
     assert not library.load().fakeNumUndeclared()
@@ -127,9 +127,9 @@ def test_executed_ptx_host_functions_and_a_graph_give_what_the_cpu_gives(tmp_pat
 def test_the_comparison_sees_a_kernel_that_does_nothing(tmp_path, wrong):
     model = small(tmp_path)
     want, _ = on_the_cpu(model.path, "predicted", [3, 17, 4])
-    with fake_cuda():  # whose checks pass, and are not repeated
+    with fake_cuda():  # its checks pass and are not repeated
         on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])
     broken = dataclasses.replace(reference_kernels(), **{wrong: lambda *args, **options: None})
     with fake_cuda(kernels=launched(broken)):
         got, _ = on_the_device(model.path, tmp_path / "s.gguf", "predicted", [3, 17, 4])
-    assert not rel_error(got, want) < 1e-2  # NaN, where nobody has written
+    assert not rel_error(got, want) < 1e-2  # NaN where nothing was written

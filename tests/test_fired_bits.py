@@ -1,5 +1,5 @@
-"""The bits of a native step, one a neuron, row and layer: against what observers see of the ordinary
-path, for every mode, number of rows and kind of block."""
+"""The bits of a native step, one per neuron, row and layer, compared with what observers see in the
+ordinary path, for every mode, number of rows and kind of block."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from sparkinfer.runtime.model.native_neurons import NativeNeurons
 from sparkinfer.runtime.step.batch import Row, rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-F, L = 77, 2  # no whole number of words
+F, L = 77, 2  # not a whole number of words
 IDS = [3, 17, 9, 40, 2, 33, 21]
 SOME = np.random.default_rng(5).permutation(F)[:30]
 MODES = ("dense", "exact", "predicted")
@@ -32,7 +32,7 @@ def saved(tmp_path, activation="relu", **options):
 
 
 def seen_bits(engine):
-    """bool [T, L, F] of the ordinary path: predicted neurons, or those whose `down` is read."""
+    """bool [T, L, F] from the ordinary path: predicted neurons, or those whose `down` is read."""
     seen = {}
 
     def observe(name, layer, tensor):
@@ -50,7 +50,7 @@ def seen_bits(engine):
 
 
 def native_bits(engine, pieces):
-    """The same of the native step, for rows in steps of these lengths."""
+    """The same from the native step, for rows in steps of these lengths."""
     native = engine._live.native
     fired = torch.full((native.max_rows, L, -(-F // 32)), -1, dtype=torch.int32)
     native.step.fired = fired.data_ptr()
@@ -59,7 +59,7 @@ def native_bits(engine, pieces):
     for count in pieces:
         native.run_rows(rows_of(IDS[start : start + count], start))
         found.append(fired[:count].clone())
-        assert (fired[count:] == -1).all()  # nothing is written behind the rows
+        assert (fired[count:] == -1).all()  # nothing is written after the rows
         fired.fill_(-1)
         start += count
     native.step.fired = None
@@ -98,7 +98,7 @@ def test_divided_layers_and_other_types(tmp_path, kind, mode):
 
 
 def test_a_silenced_hidden_value_sets_no_bit(tmp_path):
-    """With limits of hidden values, a bit is a row of `down` that is read."""
+    """With limits of hidden values, a bit stands for a row of `down` that is read."""
     model = saved(tmp_path, "silu")
     limit_F = np.full(F, 0.05, np.float32)
     layers = (LayerLimits(hidden_F=limit_F), LayerLimits(hidden_F=limit_F, gate_F=limit_F))
@@ -117,7 +117,7 @@ def test_a_silenced_hidden_value_sets_no_bit(tmp_path):
 
 
 def test_copied_rows_have_no_bits(tmp_path):
-    """Bits are those of computed rows, in order."""
+    """Only computed rows have bits, in their order."""
     model = saved(tmp_path)
     with Engine.load(model.path, mode="exact", num_sequences=2) as engine:
         want = seen_bits(engine)

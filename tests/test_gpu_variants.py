@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("gpu_variants.py")
 MOST_VARIANTS, MOST_PROGRAMS = 21, 19
-MOST_SECONDS = 60.0  # of one core; some 6 are measured
+MOST_SECONDS = 60.0  # of one core; about 6 were measured
 
 
 @pytest.mark.slow

@@ -42,11 +42,12 @@ def saved(tmp_path, kind="q8_0", activation: Activation = "relu", **shape):
 
 
 class Texts:
-    """Several texts that grow, are rolled back, forked and closed at random, on two engines alike."""
+    """Texts that grow, are rolled back, forked and closed at random, the same way on each
+    engine."""
 
     def __init__(self, engines, seed):
         self.engines, self.random = engines, np.random.default_rng(seed)
-        self.texts = [[engine.sequence()] for engine in engines]  # by engine, alike
+        self.texts = [[engine.sequence()] for engine in engines]  # by engine, the same for each
 
     def step(self):
         """Changes some texts and computes a step; returns each engine's logits."""
@@ -83,7 +84,7 @@ class Texts:
 
 
 def grown_alike(model, mode, num_tokens, seed=0, **options):
-    """Compares an engine with a cache and one without for at least so many tokens; returns the cache."""
+    """Compares engines with and without a cache over at least `num_tokens`; returns the cache."""
     with (
         Engine.load(model.path, mode=mode, num_sequences=4) as plain,
         Engine.load(model.path, mode=mode, num_sequences=4,
@@ -223,7 +224,7 @@ def test_an_observed_pass_reads_the_same_rows(tmp_path):
 
 
 def test_the_policy_sees_the_bits_of_decoded_tokens(tmp_path):
-    """Each once; those of a prompt are learned from, and its last is decoded from."""
+    """It sees each token once: it learns from those of a prompt; the last one counts as decoded."""
     model = saved(tmp_path, "f32")
     with Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as engine:
         policy = engine.neuron_cache.policy
@@ -303,7 +304,7 @@ def test_the_comparison_sees_rows_that_are_not_theirs(tmp_path, wrong):
         Engine.load(model.path, mode="exact", neuron_cache=random_setup(share=0.5)) as cached,
     ):
         slots = cached.neuron_cache.slots
-        if wrong == "stale slot":  # tables switch, rows do not arrive
+        if wrong == "stale slot":  # the tables change, but the rows do not arrive
             slots._copier.start = lambda copies: slots._copier._is_done.set()
         elif wrong == "wrong row":
             slots._table.base_LM[0, 1] += slots._table.stride_LM[0, 1]
@@ -448,8 +449,8 @@ def test_impossible_swaps_change_nothing():
     for wrong in (
         [(0, 4, 5, 0)],  # no such slot
         [(1, 0, 5, 0)],  # a layer without slots
-        [(0, 1, 5, 0)],  # who leaves is elsewhere
-        [(0, 1, 2, 1)],  # who comes is there
+        [(0, 1, 5, 0)],  # the leaving neuron is elsewhere
+        [(0, 1, 2, 1)],  # the incoming neuron is there already
         [(0, 1, 5, 1), (0, 1, 6, 1)],  # a slot twice
         [(0, 1, 5, 1), (0, 2, 5, 2)],  # a neuron twice
     ):

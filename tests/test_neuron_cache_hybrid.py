@@ -1,5 +1,5 @@
-"""The neuron cache over a GPU and the CPU, both roles on the CPU: at every step the bits of a static step
-with the same neurons in the same slots, and no order of events that the streams allow changes them."""
+"""The neuron cache over a GPU and the CPU, with the CPU in both roles: every step has the bits of a
+static step with the same neurons in the same slots, in any order that the streams allow."""
 
 import dataclasses
 
@@ -79,7 +79,7 @@ class Cached:
         )
 
     def static(self):
-        """A step without a cache, its neurons where they are now; keys and values too."""
+        """A step without a cache, with the same placement of neurons, keys and values."""
         self.cache.before_step()
         residency = self.cache.residency
         hot = tuple(
@@ -91,7 +91,7 @@ class Cached:
         placement = Placement.of_split(split, (CPU,) * len(split.budgets))
         backend = plain_backend(reference_kernels())
         step = hybrid_builder.build(weights, placement, 0, Traffic(), backend)
-        restore(weights, keys_and_values(self.weights))  # the step has been tried
+        restore(weights, keys_and_values(self.weights))  # building has tried the step
         return step, weights
 
 
@@ -178,7 +178,7 @@ def test_the_policy_sees_the_neurons_that_are_read(tmp_path, plan, mode):
 
 
 def test_prompts_follow_the_tables(tmp_path):
-    """Passes that go layer by layer, between steps."""
+    """Prompts are computed layer by layer, between steps."""
     cached = Cached.of(tmp_path, mode="exact")
     for position, token in enumerate(IDS):
         cached.step.run(token, position)
@@ -231,7 +231,7 @@ def test_no_event_could_be_left_out(tmp_path, mode):
 
 
 def test_copies_run_beside_a_step(tmp_path):
-    """Nothing of the step that they are started for orders them."""
+    """No operation of the step waits for the copies that run meanwhile."""
     device = FakeDevice()
     cached = Cached.of(tmp_path, backend=device.backend(reference_kernels()))
     cached.step.run(IDS[0], 0)
@@ -246,7 +246,7 @@ def test_copies_run_beside_a_step(tmp_path):
 
 
 def test_another_step_takes_over_what_one_has_begun(tmp_path):
-    """As after new thresholds: tables, slots and copies that are on their way."""
+    """This happens after new thresholds: the new step takes tables, slots and unfinished copies."""
     cached = Cached.of(tmp_path, mode="exact")
     for position, token in enumerate(IDS[:4]):
         cached.step.run(token, position)

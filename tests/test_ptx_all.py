@@ -1,5 +1,6 @@
-"""Every comparison of the GPU kernels with float64, of the kernels' own tests, with the kernels compiled
-for three architectures and executed as PTX. What Triton makes for sm_80, 86 and 89 is the same text."""
+"""The comparisons of the GPU kernels with float64, from the kernels' own tests, with the kernels
+compiled for three architectures and executed as PTX. Triton generates the same PTX for sm_80, 86 and
+89."""
 
 import pytest
 import torch

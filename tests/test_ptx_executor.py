@@ -1,5 +1,5 @@
-"""The executor of PTX: numbers against exact arithmetic, and every rule of the machine broken once by a
-few lines of PTX."""
+"""The executor of PTX: its numbers compared with exact arithmetic, and each rule of the machine broken
+once by a few lines of PTX."""
 
 import re
 from fractions import Fraction
@@ -27,8 +27,8 @@ THREADS = 64
 
 
 def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_written=True):
-    """Runs lines of PTX on a pointer `out` in %rd1 and a pointer `source` in %rd2, with the thread in
-    %r1, four times it in %rd3 and in %r2; returns `out`, one number for each thread, and the record."""
+    """Runs lines of PTX with the pointers `out` in %rd1 and `source` in %rd2, the thread's number in %r1
+    and four times the number in %r2 and %rd3; returns `out`, a number per thread, and the record."""
     out = torch.zeros(blocks * THREADS, dtype=torch.int32) if out is None else out
     source = torch.arange(blocks * THREADS, dtype=torch.int32) if source is None else source
     text = f""".version 8.7
@@ -55,7 +55,7 @@ def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_
 
 
 def nearest(exact: Fraction, dtype) -> np.floating:
-    """The number of a type that is nearest to a fraction, the even one of two."""
+    """The number of a type that is nearest to a fraction; of two, the even one."""
     guess = dtype(float(exact))
     around = [np.nextafter(guess, dtype(-np.inf)), guess, np.nextafter(guess, dtype(np.inf))]
     off = [abs(Fraction(float(x)) - exact) for x in around]
@@ -67,7 +67,7 @@ def nearest(exact: Fraction, dtype) -> np.floating:
 @pytest.mark.parametrize(("dtype", "fma"), [(np.float32, arithmetic.fma32),
                                             (np.float64, arithmetic.fma64)])  # fmt: skip
 def test_fma_rounds_once(dtype, fma):
-    """Random numbers, sums that cancel, and those that lie by the middle of two numbers."""
+    """Random numbers, sums that cancel, and sums close to halfway between two numbers."""
     random = np.random.default_rng(0)
     a, b, c = (random.standard_normal(600).astype(dtype) for _ in range(3))
     c[:200] = -(a * b)[:200]
@@ -201,7 +201,7 @@ def test_lanes_part_at_a_branch_and_meet_again():
 
 
 def test_matrices_through_shared_memory():
-    """What each lane has of a matrix, by its definition, both ways."""
+    """The values of a matrix that each lane holds, by definition, for loads and stores."""
     rows = "and.b32 %r9, %r1, 15; shl.b32 %r9, %r9, 4; add.s32 %r10, %r5, %r9;"
     body = f"""shr.u32 %r20, %r1, 5; shl.b32 %r20, %r20, 8; add.s32 %r5, %r5, %r20; {rows}
     ld.global.b32 %r11, [%rd5]; add.s32 %r12, %r11, 1000;
@@ -290,7 +290,7 @@ def test_every_rule(name):
 
 
 def test_what_the_rules_allow():
-    """The same with a barrier; equal values to one place; undefined values that nothing uses."""
+    """An exchange with a barrier, equal values stored to one place, unused undefined values."""
     out, _ = run(EXCHANGE.format("bar.sync 0;", 128))
     assert out.tolist() == [t ^ 32 for t in range(THREADS)]
     out, _ = run(EXCHANGE.format("bar.warp.sync -1;", 4))

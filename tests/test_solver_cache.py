@@ -131,7 +131,8 @@ def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
 
 @pytest.mark.parametrize("mode", ["exact", None])
 def test_main_memory_by_the_byte(files, tmp_path, mode):
-    """A refusal names the smallest, also if no mode is asked for; without a cache less will do."""
+    """A refusal names the smallest budget, also if no mode is given; without a cache, less is
+    enough."""
     with pytest.raises(SparkinferError, match="copy of each hot neuron") as refused:
         solved(files, tmp_path / "plan", host_budget_bytes=WORKSPACE, mode=mode)
     text = str(refused.value).split("--host-budget that works is ")[1]
@@ -259,7 +260,7 @@ def test_the_most_of_any_placement():
 
 
 def counting(taken: list[int]):
-    """A backend of the CPU in both roles that lists the bytes of what a step takes on its GPU."""
+    """A backend with the CPU in both roles that lists the bytes a step takes on its GPU."""
 
     def take_of(device):
         def take(shape, dtype):
@@ -287,7 +288,7 @@ def test_a_step_takes_the_gpu_bytes_that_are_planned(tmp_path, plan, mode):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
-    """Weights, the policy and its tables, and those of the step."""
+    """Weights, the policy and its tables, and the step's tables."""
     cached = Cached.of(tmp_path, "every kind of layer", mode)
     model, split, residency = cached.model, cached.split, cached.cache.residency
     held = []
@@ -314,5 +315,5 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
 
 
 def cached_ids(hot):
-    """The neurons in slots: of layers with neurons on both sides."""
+    """The neurons in slots, for layers with neurons on both sides."""
     return [ids if 0 < len(ids) < 96 else ids[:0] for ids in hot]

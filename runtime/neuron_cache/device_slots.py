@@ -77,10 +77,10 @@ class SlotDevice:
         self._host_B = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
         self._device_B = take((size,), torch.uint8)
         self._pending: tuple[np.ndarray, int, Any] | None = None
-        self._node: HostNode | None = None  # of the last copies, which the stream may not have run
+        self._node: HostNode | None = None  # the last copies', maybe not run yet
 
     def start(self, swaps_S: np.ndarray) -> int:
-        """The step before has finished, and with it whatever used the staging."""
+        """Called after a step has finished, and with it all uses of the staging."""
         assert self._pending is None
         copies_C4, gathered, used = self._prepared(swaps_S)
         node = HostNode(

@@ -69,6 +69,6 @@ class JoinedSlots:
 
 
 def _shared(row_F: Tensor | None) -> np.ndarray:
-    """The same memory as an array."""
+    """The tensor's memory as an array."""
     assert row_F is not None and row_F.dtype == torch.int32
     return row_F.numpy()

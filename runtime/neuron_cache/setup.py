@@ -36,7 +36,8 @@ class CacheSetup:
 
     @classmethod
     def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
-        """The setup of a plan with a neuron cache. Raises SparkinferError for one without."""
+        """The setup of a plan with a neuron cache. Raises SparkinferError for a plan without
+        one."""
         planned = None if plan is None else plan.cache
         if planned is None:
             raise SparkinferError(
@@ -134,5 +135,5 @@ class CacheSetup:
 
 
 def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:
-    """Main memory for the rows of neurons in slots, which a cache keeps there too."""
+    """Main memory for the rows of the neurons in slots, which are kept there too."""
     return sum(len(ids) * layer_bytes(model, i).neuron for i, ids in enumerate(resident_LN))

@@ -1,7 +1,7 @@
 """The neuron cache of a hybrid step: where the bits of its layers are, and its slots on the GPUs.
 
-In mode "predicted" the bits are the names that the cold neurons take anyway, for each layer in a place
-of its own. In mode "exact" the CPU writes the bits of its neurons and each GPU those of its own, which
+In mode "predicted" the bits are the predictions that the cold neurons need anyway, kept separately for
+each layer. In mode "exact" the CPU writes the bits of its neurons and each GPU those of its own, which
 one copy per step and GPU brings to the host. Layers without cold neurons on the CPU have no bits.
 
 Letters: L layers, F neurons of a layer, W words of F bits."""
@@ -23,7 +23,7 @@ from sparkinfer.runtime.step.hybrid_step import Backend
 
 @dataclass(frozen=True, kw_only=True)
 class _GpuBits:
-    """int32 [L, W]: the bits of a GPU's neurons there, and on the host."""
+    """int32 [L, W]: the bits of a GPU's neurons, on the GPU and on the host."""
 
     device_LW: Tensor
     host_LW: Tensor
@@ -46,7 +46,7 @@ class StepCache:
         self.is_exact = weights.layers[0].ffn.mode == "exact"
         num_layers, num_neurons = cache.residency.slot_LF.shape
         self._is_pinned = backend.is_pinned and pinned.is_possible()
-        self._bits_LW = self._host(num_layers, -(-num_neurons // 32))  # of the CPU, or all
+        self._bits_LW = self._host(num_layers, -(-num_neurons // 32))  # of the CPU's, or of all
         self._all_1LW = torch.zeros_like(self._bits_LW, pin_memory=False)[None]
         self._layers: dict[int, dict[int, SlotLayer]] = {}  # by GPU, by layer
         self._gpu_bits: dict[int, _GpuBits] = {}
@@ -92,7 +92,7 @@ class StepCache:
         return slots.slot_F, self._gpu_bits[number].device_LW[layer]
 
     def copy_of_bits(self, layer: int, main: Stream) -> Callable[[], None] | None:
-        """What brings the bits of a GPU to the host, if this is the last layer that has some."""
+        """A function that copies a GPU's bits to the host, if this is its last layer with bits."""
         bits = self._gpu_bits.get(self._placement.numbers[layer])
         if bits is None or bits.last != layer:
             return None
@@ -125,7 +125,7 @@ class StepCache:
         self.cache.before_step()
 
     def after_step(self) -> None:
-        """The bits of a token are on the host."""
+        """Called when the bits of a token are on the host."""
         all_LW = self._all_1LW[0]
         all_LW.copy_(self._bits_LW)
         for bits in self._gpu_bits.values():

@@ -8,7 +8,7 @@ namespace fake {
 
 // 0, or why a call may not be made now: from a host function, or after a failure of the device.
 int refused(const char* name);
-// 0, or the status of a call that may not be made while somebody captures; breaks the captures.
+// 0, or the status of a call that is forbidden during a capture; invalidates the captures.
 int refused_in_capture(const char* name);
 
 }  // namespace fake

@@ -1,4 +1,4 @@
-"""A captured graph as data: its nodes, the memory they use, and who follows whom."""
+"""A captured graph as data: its nodes, the memory they use, and their order."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Node:
     ranges: tuple[Range, ...]
 
     def conflicts(self, other: "Node") -> bool:
-        """True if one writes what the other uses."""
+        """True if either node writes memory that the other uses."""
         return any(
             (mine or theirs) and a < b + size_b and b < a + size_a
             for a, size_a, mine in self.ranges
@@ -28,7 +28,7 @@ class Graph:
 
     @classmethod
     def of(cls, handle: int) -> "Graph":
-        """The graph of an executable one's handle."""
+        """The graph behind the handle of an executable graph."""
         nodes, edges = [], []
         for kind, _, *rest in library.graph_text(handle):
             if kind == "edge":
@@ -47,7 +47,7 @@ class Graph:
         return found
 
     def race_without(self, omitted: int | None) -> tuple[Node, Node] | None:
-        """Two nodes that use the same memory and that nothing orders, one edge left out."""
+        """Two conflicting nodes that nothing orders if edge `omitted` is left out."""
         before = self.before(omitted)
         for second, node in enumerate(self.nodes):
             for first in range(second):

@@ -1,4 +1,4 @@
-// Captures and graphs; and what tests ask of the runtime beside CUDA's own calls.
+// Captures and graphs, and the calls for tests that CUDA does not have.
 
 #include <algorithm>
 #include <sstream>
@@ -23,7 +23,7 @@ void end(Capture& capture) {
                    s.captures.end());
 }
 
-// A node that the origin of a capture does not follow, or -1.
+// A node that was not joined to the stream that began the capture, or -1.
 int unjoined(const Capture& capture, const std::set<int>& tail) {
   std::vector<bool> is_followed(capture.nodes.size());
   std::vector<int> left(tail.begin(), tail.end());
@@ -77,7 +77,7 @@ int launch(Graph& graph, Stream& stream) {
       if (edge++ != graph.omitted) after.insert(ids[dep]);
     uint64_t id;
     if (const int status = enqueue(node.work, after, &id)) {
-      for (size_t i = 0; i < ids.size(); i++) state().queue.pop_back();  // all of it or nothing
+      for (size_t i = 0; i < ids.size(); i++) state().queue.pop_back();  // all nodes or none
       return status;
     }
     ids.push_back(id);
@@ -219,7 +219,7 @@ int cudaGetLastError() {
   return found;
 }
 
-// Forgets everything. Graphs, streams and events of before must not be used.
+// Forgets everything. Earlier graphs, streams and events must not be used any more.
 void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
   auto& s = state();
   std::lock_guard<std::recursive_mutex> guard(s.mutex);
@@ -251,7 +251,7 @@ void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
 
 void fakeCheckRaces(int checks) { state().checks_races = checks != 0; }
 
-// Lets a process clean up after a failure of the device: nothing that is queued runs any more.
+// Lets a process clean up after a failure of the device: queued operations no longer run.
 void fakeForgive() {
   auto& s = state();
   std::lock_guard<std::recursive_mutex> guard(s.mutex);
@@ -263,7 +263,7 @@ void fakeForgive() {
 
 void fakeSeed(uint64_t seed) { state().random.seed(seed); }
 
-// What the host function with this argument touches.
+// Declares what the host function with this argument accesses.
 void fakeDeclare(void* argument, int count, char** starts, const int64_t* bytes, const int* is_write) {
   std::lock_guard<std::recursive_mutex> guard(state().mutex);
   std::vector<Use> uses;
@@ -272,8 +272,8 @@ void fakeDeclare(void* argument, int count, char** starts, const int64_t* bytes,
   state().declared[argument] = uses;
 }
 
-// An allocator has given away a part of its memory, or got it back. Pinned memory must not be in
-// use when it comes back: the host may write it at once.
+// An allocator has handed out a part of its memory, or taken it back. Pinned memory must not be in
+// use when it is taken back: the host may write it at once.
 int fakeBlock(char* start, size_t bytes, int is_live) {
   std::lock_guard<std::recursive_mutex> guard(state().mutex);
   auto& blocks = state().blocks;
@@ -295,7 +295,8 @@ int fakeIsPinned(char* start) {
 
 int fakeNumUndeclared() { return state().num_undeclared; }
 
-// Text that stays until the next call: "violations", "log", or "left" (what is still allocated).
+// Text that stays valid until the next call: "violations", "log", or "left" (what is still
+// allocated).
 const char* fakeText(const char* what) {
   std::lock_guard<std::recursive_mutex> guard(state().mutex);
   static std::string text;
@@ -320,7 +321,7 @@ const char* fakeGraphText(void* exec) {
   return text.c_str();
 }
 
-// Leaves an edge of a graph out from here on; -1: none.
+// Leaves an edge of a graph out from now on; -1: none.
 void fakeGraphOmit(void* exec, int edge) {
   if (Graph* graph = graph_of(state().execs, "fakeGraphOmit", exec)) graph->omitted = edge;
 }

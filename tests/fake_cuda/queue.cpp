@@ -1,4 +1,4 @@
-// Queued operations: who follows whom, races between those that nothing orders, and their execution.
+// Queued operations: their order, races between unordered ones, and their execution.
 
 #include <algorithm>
 
@@ -49,8 +49,8 @@ int run(Operation& op) {
   return status;
 }
 
-// Runs operations in random order until all of `wanted` have run: only those that they follow, or
-// any others too, as chance has it.
+// Runs operations in random order until all of `wanted` have run: those that must run before them,
+// and at random others too.
 void drain(const std::vector<uint64_t>& wanted) {
   auto& queue = state().queue;
   const bool runs_others = state().random() % 2;

@@ -1,6 +1,6 @@
-// What the fake CUDA runtime knows: memory, streams, events, captures, graphs, and operations that
-// are queued. A device is the CPU, its memory ordinary memory; an operation runs when somebody waits
-// for it, or earlier by chance, in any order that streams and events allow.
+// The state of the fake CUDA runtime: memory, streams, events, captures, graphs and queued
+// operations. A device is the CPU, and its memory is ordinary memory; an operation runs when
+// something waits for it, or at random earlier, in any order that streams and events allow.
 
 #pragma once
 
@@ -42,25 +42,25 @@ enum Status : int {
   kCaptureImplicit = 906,
   kCapturedEvent = 907,
   kCaptureWrongThread = 908,
-  kRace = 999,  // CUDA has no such error: the result is wrong without one
+  kRace = 999,  // not in CUDA, which gives a wrong result without an error
 };
 
 enum class Place { kDevice, kHostAlloc, kRegistered };
 
-struct Region {  // of cudaMalloc, cudaHostAlloc or cudaHostRegister
+struct Region {  // from cudaMalloc, cudaHostAlloc or cudaHostRegister
   Place place;
   size_t bytes;
   int device;
   uint64_t id;
 };
 
-struct Block {  // a part of a region that an allocator above this runtime has given away
+struct Block {  // a part of a region that an allocator above this runtime has handed out
   size_t bytes;
   uint64_t id;
   bool is_live;
 };
 
-struct Use {  // memory that an operation touches
+struct Use {  // memory that an operation accesses
   char* start;
   size_t bytes;
   bool is_write;
@@ -104,7 +104,7 @@ struct Capture {
   Stream* origin;
   int mode;
   std::thread::id thread;
-  std::string broken_by;  // the first line that invalidated it
+  std::string broken_by;  // the first message that invalidated it
   std::vector<Node> nodes;
   bool is_active = true;
 };

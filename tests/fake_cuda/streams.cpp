@@ -32,7 +32,7 @@ int refused_in_capture(const char* name) {
   return kSuccess;
 }
 
-// The stream of a handle, nullptr for one that is none (after a violation).
+// The stream of a handle; nullptr, after noting a violation, if it is not a stream.
 static Stream* stream_of(const char* name, void* handle) {
   auto& s = state();
   if (!handle || handle == (void*)1) return &s.legacy[current_device];
@@ -55,7 +55,8 @@ static Event* event_of(const char* name, void* handle) {
   return found->second.get();
 }
 
-// Whether work may be given to a stream: not to a legacy one while this thread captures another.
+// Whether work may be submitted to a stream: not to a legacy one while this thread captures
+// another.
 static int may_submit(const char* name, Stream& stream) {
   if (stream.capture && !stream.capture->broken_by.empty()) {
     last_text = "the capture is invalid: " + stream.capture->broken_by;
@@ -299,7 +300,7 @@ int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* s
   return status || !is_pageable ? status : complete(stream->frontier);  // as CUDA does
 }
 
-// A kernel: `function(argument)` returns 0, and touches these parts of the memory of its device.
+// A kernel: `function(argument)` returns 0 and accesses these parts of its device's memory.
 int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int64_t), int64_t argument,
                      void (*forget)(int64_t), int count, char** starts, const int64_t* bytes,
                      const int* is_write) {

@@ -1,4 +1,5 @@
-"""The check at the first load on a real device finds nothing, and the second load makes none."""
+"""On a real device, the check at the first load finds no fault, and the second load checks
+nothing."""
 
 import dataclasses
 

@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_UNITS = 1024  # of a program: 2 KiB, a row of 4,096 values in 8 bits takes three
-_WORDS = 8  # of a program
+_UNITS = 1024  # per program: 2 KiB, so a row of 4,096 values in 8 bits takes three programs
+_WORDS = 8  # per program
 
 
 @triton.jit
 def _moved(at_U, byte_U, num_blocks, block, first, start, size):
-    """Moves the units whose bytes of a block of `block` bytes are `start` to `start + size` to their
-    plane, which is behind planes of `first` bytes of a block."""
+    """Moves the units of bytes `start` to `start + size` of each block of `block` bytes to their
+    plane, which comes after planes that hold `first` bytes of each block."""
     number_U = byte_U // block
     inner_U = byte_U % block
     is_in_U = (inner_U >= start) & (inner_U < start + size)

@@ -34,7 +34,8 @@ def scatter_ref(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
 
 
 def pack_open_ref(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
-    """Bit j: whether neuron j is in a slot, `slot_F` int32 or below 0, whose hidden value is not 0."""
+    """Bit j: whether neuron j is in a slot with a hidden value other than 0. `slot_F`, int32, is the
+    slot of each neuron, below 0 if it has none."""
     value_F = hidden_N[slot_F.clamp(min=0).long()]
     open_W.copy_(pack_bits((slot_F >= 0) & (value_F != 0)))
 
@@ -53,7 +54,7 @@ def reference_slot_kernels() -> SlotKernels:
 
 
 def triton_slot_kernels() -> SlotKernels:
-    """Triton's kernels, as kernels.triton_kernels has them. Raises ImportError without Triton."""
+    """Triton's kernels. Raises ImportError without Triton, like kernels.triton_kernels."""
     from sparkinfer.runtime.kernels.gpu import slot_kernels
 
     return SlotKernels(scatter=slot_kernels.scatter, pack_open=slot_kernels.pack_open)

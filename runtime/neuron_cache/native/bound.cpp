@@ -1,6 +1,5 @@
-// A lower bound on the time of any choice of neurons for the slots, the future being known.
-//
-// With a price for each slot and step and a price for each copy, what is best for a neuron does not
+// A lower bound on the time of any choice of neurons for the slots, even with the future known.
+// With a price for each slot and step and a price for each copy, the best choice for a neuron does not
 // depend on the others: being in a slot at a step earns `value` if the step reads the neuron and costs
 // the slot's price, entering costs `fetch`. The sum of the neurons' best gains bounds the gain of every
 // policy, one that bypasses the slots included, for all prices (Lagrangian duality; bench/cache_replay
@@ -21,7 +20,7 @@ constexpr int64_t FLUSHED = 64;  // steps between sums in double precision
 
 struct Job {
     const uint32_t* bits;     // [T, W]
-    int64_t num_steps, num_neurons, step_words;  // words from step to step
+    int64_t num_steps, num_neurons, step_words;  // words per step
     const uint32_t* initial;  // [W] the neurons that are in slots before the first step
     const float* price;       // [T] of a slot
     float value, fetch;
@@ -79,12 +78,12 @@ double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8
     for (int64_t i = 0; i < LANES; ++i) {
         grown[i] += std::max(ahead[i], 0.0f);
         state[i] = ahead[i] > 0.0f && valid >> i & 1;
-        // Before the first step a neuron is where it is.
+        // Before the first step a neuron is in its initial place.
         stays[i] = job.initial[w] >> i & 1;
         leaves[i] = 0;
     }
     flush();
-    for (int64_t i = 0; i < LANES; ++i)  // those of no neuron are never in a slot
+    for (int64_t i = 0; i < LANES; ++i)  // lanes without a neuron are never in a slot
         if (!(valid >> i & 1))
             for (int64_t t = 0; t < job.num_steps; ++t) leaves[t * LANES + i] = 0;
     int32_t num_hits = 0, num_copies = 0;

@@ -33,7 +33,7 @@ FOR_EACH_LEVEL void average(float* values, const uint32_t* bits, int64_t F, floa
     }
 }
 
-// What neurons are worth in a slot, as frequencies.
+// The values of neurons in a slot, as frequencies.
 FOR_EACH_LEVEL void worths(const float* score, const float* burst, int64_t F, float weight, float* worth) {
     for (int64_t j = 0; j < F; ++j) worth[j] = score[j] + weight * (burst[j] - score[j]);
 }

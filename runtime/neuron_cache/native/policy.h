@@ -8,12 +8,12 @@
 
 struct CacheLayer {
     float *score, *burst;     // [32 W] moving averages of how often a step reads a neuron
-    int32_t* slot;            // [F], below 0: in main memory alone
+    int32_t* slot;            // [F] each neuron's slot; below 0: only in main memory
     int32_t* id;              // [N] the neuron in each slot
     const uint32_t* planned;  // [W] the neurons that the plan has in slots
-    uint32_t* resident;       // [W] those that are in them
+    uint32_t* resident;       // [W] the neurons that are in slots
     int64_t num_slots;
-    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, as CacheCosts in src/sparkinfer/neuron_cache.py
+    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/sparkinfer/neuron_cache.py
     double copy_row_s, gather_row_s;
     double cold_share;  // moving average: the share of steps whose cold neurons take longest
     int64_t read, hits, planned_hits;  // neurons of all steps so far: read, in slots, in slots by plan
@@ -29,7 +29,7 @@ struct NeuronCache {
     CacheSwap* swap;  // [L * most_rows] room for candidates; the first num_swaps are the decision
     int64_t num_layers, num_neurons, most_rows, num_visited;
     double rest_s, copy_s;
-    // Options, as CacheOptions.
+    // The options in CacheOptions.
     float decay, burst_decay, burst_weight, prior_tokens, margin;
     int32_t is_always_on;
     double stay, start_gain;
@@ -40,14 +40,14 @@ struct NeuronCache {
     double gain_s, saved_s;  // per step, moving averages: expected of more swaps; saved so far
     int32_t is_on, is_returning;
     // Totals.
-    double cached_s, planned_s;  // by the costs: as it was, and if the plan's neurons had stayed
+    double cached_s, planned_s;  // by the costs: as it ran, and if the plan's neurons had stayed
     int64_t total_swaps, steps_on, num_starts;
 };
 
 extern "C" {
 // Updates the scores by `rows` tokens' bits [rows, L, W], of a prompt for example; decides nothing.
 void spark_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows);
-// The boundary behind a step that ran these tokens (rows >= 1): counts its hits and seconds, takes the
+// Called after a step that ran these tokens (rows >= 1): counts its hits and seconds, takes the
 // last decision's swaps as done, and makes the next decision.
 void spark_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
 }
