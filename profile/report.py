@@ -98,7 +98,10 @@ def _of_model(quality: EvalReport | None) -> str:
 def _untrained(quality_L: Sequence[LayerQuality]) -> str:
     trained = sum(q.chosen.is_trained for q in quality_L)
     if not trained:
-        return "untrained: the same; training was better than the start in no layer"
+        return (
+            "untrained: the same, since in every layer the predictor it starts from was at least as"
+            " good as the trained one and is kept"
+        )
     what = f"untrained (in {trained} of {len(quality_L)} layers training was better): "
     return what + _summary([q.start for q in quality_L])
 

@@ -57,6 +57,7 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
     "arguments, line",
     [
         (["serv"], "no such command 'serv', did you mean serve?; see sparkinfer --help"),
+        (["rum"], "no such command 'rum', did you mean run?; see sparkinfer --help"),
         (["quantize"], "no such command 'quantize'; see sparkinfer --help"),
         (["convert"], "missing argument 'SOURCE'; see sparkinfer convert --help"),
         (["generate", "m", "--tfx"], "no such option '--tfx'; see sparkinfer generate --help"),

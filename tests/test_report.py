@@ -223,6 +223,12 @@ def test_what_is_not_given_says_how_it_is_made(folder, tmp_path, capsys):
     for command in ("profile model.gguf --corpus", "solve model.gguf --profile", "calibrate -o",
                     "eval model.gguf --corpus"):  # fmt: skip
         assert f"sparkinfer {command}" in text, command
+    run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--force")
+    said = capsys.readouterr().err
+    assert "machine (give --profile, --machine, --split; the page says which command" in said
+    run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--force", "--profile",
+        folder / "p.safetensors")  # fmt: skip
+    assert "(give --machine, --split; the page" in capsys.readouterr().err
     assert main(["report", str(folder / "model.gguf"), "-o", str(tmp_path / "r.html")]) == 1
     assert "exists already" in capsys.readouterr().err
     run("report", folder / "model.gguf", "--profile", folder / "p.safetensors", "--machine",

@@ -149,7 +149,7 @@ class ModelFile:
                 if entry.shape == shape:
                     raise SparkinferError(
                         f"{self.path}: {name} is in {entry.kind}, which cannot be computed with"
-                        f" {_next_step(entry.kind)}"
+                        f"{_next_step(entry.kind)}"
                     )
                 raise SparkinferError(
                     f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE = "SPARKINFER_DEBUG"
 UNEXPECTED = 70  # sysexits.h: EX_SOFTWARE
 MOST_LETTERS = 300  # of an error's own message
-LEAST_ALIKE = 0.7  # between two names, for one to be suggested for the other
+# How alike two options, or two commands, must be for one to be suggested for the other.
+LEAST_ALIKE, LEAST_ALIKE_COMMAND = 0.7, 0.65
 # torch's out-of-memory messages, which are plain RuntimeErrors on the CPU.
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std::bad_alloc")
 
@@ -80,7 +81,8 @@ def usage_line(error: "click.ClickException") -> str:
     message = error.format_message() if possible is None else error.message
     message = " ".join(message.split()).rstrip(".")
     name = getattr(error, "option_name", "") or getattr(error, "command_name", "")
-    close = get_close_matches(name, possible or (), 1, LEAST_ALIKE)
+    least = LEAST_ALIKE if name.startswith("-") else LEAST_ALIKE_COMMAND
+    close = get_close_matches(name, possible or (), 1, least)
     if close:
         message += f", did you mean {close[0]}?"
     message = message[:1].lower() + message[1:] if message[1:2].islower() else message

@@ -35,12 +35,19 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
 
     The page needs no network."""
     let_threads_sleep()
+    from sparkinfer.model_file import ModelFile
+
+    ModelFile.load(options["model"])  # refused before the seconds that the other imports take
     from sparkinfer.report.config import ReportConfig
     from sparkinfer.report.report import report as run
 
     config = ReportConfig(evals=evals, **options)
     summary = run(config)
-    lines = [f"no input for: {', '.join(summary.missing)}"] if summary.missing else []
+    lines = []
+    if summary.missing:
+        absent = [f"--{name}" for name in ("profile", "machine", "split") if not options[name]]
+        wanted = f" (give {', '.join(absent)}; the page says which command makes each)"
+        lines.append(f"no input for: {', '.join(summary.missing)}{wanted if absent else ''}")
     lines.append(
         f"wrote {summary.output}: {summary.num_plots} plots, {format_bytes(summary.num_bytes)}"
     )
