@@ -136,6 +136,9 @@ class Engine(TextEngine):
         neuron_cache: lets the neurons in the slots of the fast memory follow the text, as its
         settings say; at first they are the hot neurons of the plan, which must have room for it.
 
+        A GPU is checked at its first load (runtime.check); what fails is replaced by something
+        slower, and a line on stderr says so.
+
         Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         file = ModelFile.load(Path(model))
         if thresholds is not None:
@@ -190,8 +193,9 @@ class Engine(TextEngine):
         try:
             return cls._of(file, plan, mode, device, *rest)
         except DeviceLost as lost:
-            _notice(file, str(lost))
-            return cls._of(file, plan, mode, "cpu", *rest)
+            why = str(lost)
+        _notice(file, why)  # past the handler, which would keep the lost weights
+        return cls._of(file, plan, mode, "cpu", *rest)
 
     @classmethod
     def _of(
