@@ -1,10 +1,13 @@
 """Replays of the neuron cache: the bound is below what any policy can reach, checked by brute force;
 the policies work as published; the command."""
 
+import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
+from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
 from test_cache_policy import make_costs
 
 from sparkinfer.bench.cache_replay.bound import lower_bound
@@ -20,9 +23,11 @@ from sparkinfer.bench.cache_replay.policies import (
 from sparkinfer.bench.cache_replay.recording import Trace
 from sparkinfer.bench.cache_replay.replay import compare
 from sparkinfer.bench.cache_replay.times import Outcome, seconds_T
+from sparkinfer.cli import main
 from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.runtime.neuron_cache.native.library import best_gain
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy, packed
+from sparkinfer.solver.solve import SolveConfig, solve
 
 
 def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=None):
@@ -182,3 +187,75 @@ def test_ours_is_the_policy_of_the_engine():
         "lfu",
         "sparkinfer",
     }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model of bytes, a plan with a cache for it, and a text."""
+    folder = tmp_path_factory.mktemp("replay")
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(num_layers=3, vocab_size=vocab_size)
+    model = make_model(shape=shape, kind="f16", extra_keys=keys)
+    model.save(folder / "m.gguf")
+    make_profile(model).save(folder / "p")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
+        folder / "c"
+    )
+    config = SolveConfig(
+        model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
+        output=folder / "s.gguf", vram_budget_bytes=(1 << 16) + (110 << 10), mode="exact",
+        neuron_cache=CacheOptions(most_rows=3),
+    )  # fmt: skip
+    solve(config, lambda *given: 1 << 16)
+    plain = dataclasses.replace(config, output=folder / "plain.gguf", neuron_cache=None)
+    solve(plain, lambda *given: 1 << 16)
+    (folder / "t.txt").write_text("Which neurons does this text use? " * 9)
+    return folder
+
+
+def run_command(capsys, *arguments):
+    code = main(["bench", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_compares_policies_and_plots_them(files, capsys):
+    given = (
+        files / "m.gguf",
+        "--split",
+        files / "s.gguf",
+        "--cache-replay",
+        "--text",
+        files / "t.txt",
+    )
+    code, out, _ = run_command(capsys, *given, "--cache-tokens", 80, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["num_tokens"] == 80 and found["num_cached_layers"] >= 1
+    assert [p["name"] for p in found["policies"]] == list(POLICIES)
+    bounded = [p for p in found["policies"] if p["name"] != "lru"]  # copies more than it has slots
+    assert all(p["ms"] >= found["bound_ms"] * (1 - 1e-6) for p in bounded)
+    code, _, err = run_command(
+        capsys, *given, "--cache-tokens", 80, "--cache-plot", files / "r.png"
+    )
+    assert code == 0 and "no policy" not in err and "of the way from static to the bound" in err
+    assert (files / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--cache-replay"], 2, "--cache-replay needs --split"),
+        (["--cache-tokens", 80], 2, "--cache-tokens needs --cache-replay"),
+        (["--split", "s.gguf", "--text", "t.txt", "--cache-replay", "-r", 3], 2, "leave out --repetitions"),
+        (["--split", "plain.gguf", "--text", "t.txt", "--cache-replay"], 1, "solve --neuron-cache"),
+        (["--split", "s.gguf", "--text", "short.txt", "--cache-replay"], 1, "wants at least 64"),
+        (["--split", "s.gguf", "--text", "t.txt", "--cache-replay", "--cache-plot", "s.gguf"], 1, "s.gguf"),
+    ],
+)  # fmt: skip
+def test_requests_that_cannot_be_are_one_line(files, capsys, monkeypatch, options, code, words):
+    monkeypatch.chdir(files)
+    (files / "short.txt").write_text("short")
+    before = (files / "s.gguf").read_bytes()
+    found, out, err = run_command(capsys, "m.gguf", *options)
+    assert found == code and words in err and not out
+    assert len(err.strip().splitlines()) <= 4 and (files / "s.gguf").read_bytes() == before

@@ -10,10 +10,11 @@ a, b, m >= 0 with a_l + b_l + m = 1 for every layer l
 which is linear in the hits and the copies. The limit of N slots per layer and step is relaxed by a
 price for each slot and step. Then neurons are independent: a hit earns a_l cold_row_s - b_l
 hot_row_s, a copy costs m copy_row_s, and the best times for a neuron to be in a slot follow by
-dynamic programming (native/bound.cpp). The sum is a lower bound for all weights and prices; a
-subgradient method searches for large ones, and every value on the way is valid. Not counted, so
-that no policy can do better than the bound: gathering, fixed times of copies, and that a copy must
-begin a step before it is used.
+dynamic programming (native/bound.cpp). The sum is a lower bound for all weights and
+prices; a subgradient method searches for large ones, and every value on the way is valid. Not
+counted, so that no policy can do better than the bound: gathering, fixed times of copies, and that a
+copy must begin a step before it is used. Policies are those that compute on the CPU what is in no
+slot; one that copies more neurons for a step than there are slots is not bounded.
 
 Letters: T steps, L layers, F neurons of a layer, N slots of a layer."""
 

@@ -56,7 +56,8 @@ def ours(case: Case) -> Outcome:
         before_L = policy.hits_L()
         swaps = policy.step(bits_TLW[token : token + 1])
         outcome.hits_TL[token] = policy.hits_L() - before_L
-        np.add.at(outcome.copied_TL[token + 1 : token + 2], (slice(None), swaps["layer"]), 1)
+        copied_L = np.bincount(swaps["layer"], minlength=len(case.slots_LN))
+        outcome.copied_TL[token + 1 : token + 2] = copied_L
     return outcome
 
 

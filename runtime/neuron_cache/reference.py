@@ -35,7 +35,7 @@ class ReferencePolicy:
         dtype: type = np.float32,
     ) -> None:
         self.costs, self.options, self.dtype = costs, options, dtype
-        self.score_LF = frequency_LF.astype(np.float32).astype(dtype)
+        self.score_LF: np.ndarray = frequency_LF.astype(np.float32).astype(dtype)
         self.burst_LF = self.score_LF.copy()
         self.slots = [list(map(int, resident_N)) for resident_N in resident_LN]
         self.planned = [frozenset(slots) for slots in self.slots]
@@ -49,7 +49,8 @@ class ReferencePolicy:
 
     def step(self, is_read_RLF: np.ndarray) -> list[Swap]:
         """Ends a step; see policy.CachePolicy.step."""
-        saved_s = self._measure(is_read_RLF.any(axis=0))
+        is_read_LF: np.ndarray = np.any(is_read_RLF, axis=0)
+        saved_s = self._measure(is_read_LF)
         self.saved_s = 0.99 * self.saved_s + 0.01 * saved_s
         self.num_steps += 1
         for swap in self.swaps:
@@ -164,7 +165,8 @@ class ReferencePolicy:
             hot = [j for j in hot if j not in self.planned[layer]]
         cold.sort(key=lambda j: (-worth_F[j], j))
         hot.sort(key=lambda j: (worth_F[j], j))
-        swaps, gain_s = [], 0.0
+        swaps: list[Swap] = []
+        gain_s = 0.0
         for into, out in zip(cold, hot, strict=False):
             more = worth_F[into] - worth_F[out]
             if not to_plan and not more > least:
