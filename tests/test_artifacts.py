@@ -118,7 +118,7 @@ def test_a_file_of_another_kind_and_a_missing_one_are_refused(tmp_path, index):
 def test_another_version_is_refused(tmp_path, name):
     (path, artifact) = next(f for f in one_of_each(tmp_path) if f[0].name == name)
     content = path.read_bytes()
-    known = 3 if name == "model.split.gguf" else 1
+    known = 4 if name == "model.split.gguf" else 1
     new = {
         ".gguf": lambda c: c.replace(
             b"version" + struct.pack("<II", 4, known), b"version" + struct.pack("<II", 4, 9)
@@ -137,7 +137,7 @@ def test_the_exact_bytes_of_a_tiny_split(tmp_path):
     split = make_split(model, [[7, 3], []])
     split.save(tmp_path / "a")
     content = (tmp_path / "a").read_bytes()
-    assert content[:24] == b"GGUF" + struct.pack("<IQQ", 3, 1, 30)
+    assert content[:24] == b"GGUF" + struct.pack("<IQQ", 3, 1, 32)
     name = b"blk.0.ffn_hot"
     tensor = struct.pack("<Q", 13) + name + struct.pack("<IQIQ", 1, 2, 26, 0)
     assert tensor in content
