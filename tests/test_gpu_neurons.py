@@ -179,6 +179,7 @@ def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
     """Into as many parts as are made for it, into one, and into more than there are neurons."""
     matrix = make_matrix("f16", num_neurons, 32)
     hidden = hidden_with_zeros(num_neurons, 0.5)
+    hidden[255:257] = 0.5  # on both sides of the end of a scan
     hidden[-1] = 1.5
     for num_parts in (down_parts(num_neurons, 32), 1, 3):
         parts = torch.full((num_parts, 32), NAN, device=device())

@@ -16,7 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 WARP = 32
-CLOSE = 2.0**-16  # times 1 + |value|: the difference of f32 numbers that rounding may explain
+CLOSE = (
+    2.0**-10
+)  # of 1 and the size of f32 numbers that rounding may have made different: terms are
+# larger than their sum, and up to some hundreds before they are scaled
 _LEAST_NORMAL = 2.0**-126
 
 
@@ -60,7 +63,7 @@ def find_race(accesses: list[Access], unit: int, num_threads: int) -> Race | Non
         (by_block, warp),
         ([*by_block, warp, events["warp_epoch"]], events["thread"]),
     ):
-        if (found := _pair(keys, who, events, unit)) is not None:
+        if (found := _pair(keys, who, events)) is not None:
             first, second = (int(events["access"][at]) for at in found)
             threads = (int(events["thread"][at]) for at in found)
             return Race(
@@ -84,16 +87,20 @@ def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
         if not counted.any():
             continue
         row, column = np.nonzero(counted)
-        value = np.zeros(len(row), np.uint64)
+        value, word = np.zeros(len(row), np.uint64), np.full(len(row), np.nan, np.float32)
         if access.value_N is not None:
             parts = np.ascontiguousarray(access.value_N).view(f"u{min(unit, access.size)}")
             value = parts[row, column].astype(np.uint64)
+            if access.size >= 4:
+                words = np.ascontiguousarray(access.value_N).view(np.float32)
+                word = words[row, column * unit // 4]
         for name, array in (
             ("place", place[row, column]),
             ("thread", access.thread_N[row]),
             ("block_epoch", access.block_epoch_N[row]),
             ("warp_epoch", access.warp_epoch_N[row]),
             ("value", value),
+            ("number", word),  # the f32 number that the byte is of, if it may be one
             ("writes", np.full(len(row), access.value_N is not None)),
             ("access", np.full(len(row), number)),
         ):
@@ -101,7 +108,7 @@ def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
     return {name: np.concatenate(arrays) for name, arrays in columns.items()}
 
 
-def _pair(keys, who, events, unit) -> tuple[int, int] | None:
+def _pair(keys, who, events) -> tuple[int, int] | None:
     """Two events with equal keys but different `who`, one of which writes."""
     order = np.lexsort([who, *reversed(keys)])
     is_first = np.zeros(len(order), bool)
@@ -120,12 +127,10 @@ def _pair(keys, who, events, unit) -> tuple[int, int] | None:
         over(np.minimum, access) == over(np.maximum, access)
     )
     harmless = one_store & (over(np.minimum, value) == over(np.maximum, value))
-    if unit == 4:  # signed numbers sort differently
-        number = value.astype(np.uint32).view(np.float32)
-        low, high = over(np.fmin, number), over(np.fmax, number)
-        is_close = high - low <= CLOSE * (1 + np.maximum(np.abs(low), np.abs(high)))
-        is_number = (over(np.minimum, np.abs(number)) >= _LEAST_NORMAL) & np.isfinite(high - low)
-        harmless |= one_store & is_close & is_number
+    low, high = over(np.fmin, events["number"]), over(np.fmax, events["number"])
+    is_close = high - low <= CLOSE * (1 + np.maximum(np.abs(low), np.abs(high)))
+    least = over(np.minimum, np.abs(events["number"]))
+    harmless |= one_store & is_close & (least >= _LEAST_NORMAL)
     races = several & over(np.logical_or, writes) & ~harmless
     if not races.any():
         return None
