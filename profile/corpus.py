@@ -59,7 +59,8 @@ def read_windows(
     must_fill: bool = False,
     vocab_size: int | None = None,
 ) -> Windows:
-    """Windows of all files, up to `max_tokens` in all, from places drawn by the seed.
+    """Windows of all files, up to `max_tokens` in all, from places drawn by the seed. A last window
+    that would have one token is left out, unless it is the only one.
 
     `-` is standard input. Only as many blocks are read and tokenised as needed; files that tokens
     came from are read through once for their sha256.
@@ -81,6 +82,8 @@ def read_windows(
             ):
                 _check_ids(ids, vocab_size, codec, sources[number])
                 for window in torch.tensor(ids, dtype=torch.int64).split(length):
+                    if left == 1 and chosen:
+                        left = 0  # nothing follows a window of one token, so nothing is compared
                     if len(window) >= min(MIN_WINDOW, length) and left:
                         chosen.append(window[:left].clone())
                         used[number] += len(chosen[-1])

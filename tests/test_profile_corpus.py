@@ -58,6 +58,15 @@ def decoded(model, windows):
         return "".join(engine.codec.tokenizer.decode(ids.tolist()) for ids in windows.ids)
 
 
+@pytest.mark.parametrize("count, lengths", [(128, [64, 64]), (129, [64, 64]), (130, [64, 64, 2]),
+                                            (1, [1])])  # fmt: skip
+def test_a_last_window_of_one_token_is_left_out(tmp_path, codec_model, count, lengths):
+    (tmp_path / "t.txt").write_text(text_of(0))
+    found = windows_of(codec_model, tmp_path / "t.txt", max_tokens=count, must_fill=True)
+    assert [len(ids) for ids in found.ids] == lengths
+    assert sum(corpus.num_tokens for corpus in found.corpora) == sum(lengths)
+
+
 def test_json_lines_and_parquet_hold_every_record_once(tmp_path, codec_model):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
