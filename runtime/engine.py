@@ -402,6 +402,8 @@ class Engine(TextEngine):
         for device in self.memories:  # including uploads that were interrupted
             torch.cuda.synchronize(device)
         self._sequences.decoder = None
+        if self.neuron_cache is not None:
+            self.neuron_cache.slots = None  # they are weights, too
         if self.device.type == "cuda":
             gc.collect()  # a captured step and its inputs refer to each other
             for memory in self.memories.values():

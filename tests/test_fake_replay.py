@@ -11,6 +11,8 @@ from fake_cuda.graph import Graph
 from fake_cuda.library import CudaError
 from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import make, planned, stepped
+from reference import rel_error
+from test_native_step import BOUNDS
 
 from sparkinfer import Engine
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
@@ -30,6 +32,8 @@ def loaded(tmp_path_factory):
     model = make(folder)
     model.save(model.path)
     planned(folder, model, "every kind of layer")
+    with Engine.load(model.path, mode="predicted", device="cpu") as engine:
+        want = stepped(engine, TOKENS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKINFER_CACHE", str(folder / "cache"))
         with (
@@ -40,7 +44,7 @@ def loaded(tmp_path_factory):
         ):
             (captured,) = cuda.graphs
             graph = Graph.of(captured.handle)
-            yield SimpleNamespace(engine=engine, handle=captured.handle, graph=graph)
+            yield SimpleNamespace(engine=engine, handle=captured.handle, graph=graph, want=want)
         assert not [line for line in library.text("violations") if "no event orders" not in line]
 
 
@@ -61,6 +65,7 @@ def ran(engine):
 
 def test_every_order_that_the_graph_allows_gives_the_same_bits(loaded):
     want, _ = ran(loaded.engine)
+    assert rel_error(want, loaded.want) < BOUNDS["f32"]
     orders = set()
     for seed in range(ALL_ORDERS):
         library.load().fakeSeed(seed)

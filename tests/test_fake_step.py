@@ -11,6 +11,7 @@ from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import ALL, PLANS, make, planned, stepped
 from models import make_shape
+from random_policy import random_setup
 from reference import assert_rows_agree, rel_error
 from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
     pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
 ]
-QUICK = ["every kind of layer", "two GPUs, layers on the CPU"]
+QUICK = ["two GPUs, layers on the CPU"]  # test_fake_replay has every kind of layer
 TOKENS = IDS[:4]
 
 
@@ -85,6 +86,31 @@ def test_captured_or_submitted_and_in_any_order_the_bits_are_the_same(tmp_path, 
             found.append(steps)
     check_the_runtime()
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("mode", slow_unless(["exact", "predicted"], ["exact"]))
+@pytest.mark.parametrize("plan", slow_unless(["random", "two GPUs"], ["random"]))
+def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
+    """Staging and slots lie in the slab beside the step's vectors, and are gone with the engine."""
+    model = make(tmp_path)
+    model.save(model.path)
+    planned(tmp_path, model, plan)
+    want, _ = on_the_cpu(model.path, mode)
+    with fake_cuda(num_devices=2, seed=2):
+        with Engine.load(
+            model.path, split=tmp_path / "s.gguf", mode=mode, device="cuda",
+            neuron_cache=random_setup(most_rows=12),
+        ) as engine:  # fmt: skip
+            got = stepped(engine, TOKENS)
+            assert engine.neuron_cache.num_swaps > 5
+            engine.neuron_cache.before_step()
+            for number in range(2):
+                torch.cuda.synchronize(number)
+            engine.neuron_cache.slots.check()
+            assert library.text("log").count("scatter") >= 2
+        assert not [line for line in library.text("left") if not line.startswith("pinned")]
+    check_the_runtime()
+    assert rel_error(got, want) < BOUNDS["f32"]
 
 
 def small(tmp_path, kind="q4_0"):

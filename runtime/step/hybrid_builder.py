@@ -6,7 +6,7 @@ graph, which starts by receiving the hidden state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 
 import torch
@@ -56,11 +56,12 @@ class _Builder:
         neuron_cache: NeuronCache | None,
     ) -> None:
         self.weights, self.placement, self.offset = weights, placement, input_layer_offset
-        self.traffic, self.backend = traffic, backend
+        # A device's buffers are all from one allocator: a second one begins where the first did.
+        self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
         num_neurons = weights.layers[0].ffn.num_neurons
         self.cache = None
         if neuron_cache is not None:
-            self.cache = StepCache(weights, placement, backend, neuron_cache)
+            self.cache = StepCache(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         self.host = HostBuffers.of(width, num_neurons, vocab_size, is_pinned=backend.is_pinned)
         room = SharedWorkspace()

@@ -31,6 +31,11 @@ def check(name: str, ranges: list[Range]) -> None:
             raise Undeclared(f"{name} {what} {size} bytes that its launch does not declare")
 
 
+def written() -> list[Range]:
+    """What the launch under way declares to write."""
+    return [each for each in _open[-1] if each[2]]
+
+
 @contextmanager
 def declarations() -> Iterator[None]:
     host, launch = CudaStream.host, CudaStream.launch

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparkinfer.runtime.kernels.gpu import kernels as records
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # Names in kernels.py of the arguments that kernels write.
@@ -54,10 +55,31 @@ def _launch(
     for argument, value in given.items():
         is_written = argument in WRITTEN[name]
         ranges += [range_of(t, is_written=is_written) for t in _tensors(name, value)]
-    declared.check(name, ranges)
-    stream = torch.cuda.current_stream().cuda_stream
     args, options = tuple(map(_borrowed, args)), {k: _borrowed(v) for k, v in options.items()}
-    library.launch(name, stream, partial(run, *args, **options), ranges)
+    _submit(name, partial(run, *args, **options), ranges)
+
+
+def launched_slots(kernels: SlotKernels) -> SlotKernels:
+    """The kernels of the neuron cache. What `scatter` writes only its copies say: all that its launch
+    declares."""
+
+    def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
+        ranges = [range_of(t, is_written=False) for t in (staging_B, copies_C4)]
+        args = borrowed(staging_B), borrowed(copies_C4), most_bytes
+        _submit("scatter", partial(kernels.scatter, *args), ranges + declared.written())
+
+    def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
+        ranges = [range_of(t, is_written=False) for t in (hidden_N, slot_F)]
+        args = borrowed(hidden_N), borrowed(slot_F), borrowed(open_W)
+        ranges.append(range_of(open_W, is_written=True))
+        _submit("pack_open", partial(kernels.pack_open, *args), ranges)
+
+    return SlotKernels(scatter=scatter, pack_open=pack_open)
+
+
+def _submit(name: str, run: Callable[[], None], ranges: list[Range]) -> None:
+    declared.check(name, ranges)
+    library.launch(name, torch.cuda.current_stream().cuda_stream, run, ranges)
 
 
 def on_device(name: str, tensor: Tensor) -> Tensor:

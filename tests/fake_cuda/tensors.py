@@ -252,7 +252,8 @@ class Dispatch(TorchDispatchMode):
         index = (target if target.device.type == "cuda" else source).device.index
         if source.device.type == "cuda" and (source.dtype != target.dtype
                                              or not source.is_contiguous()):  # fmt: skip
-            made = self._new(index, torch.empty(source.shape, dtype=target.dtype, device="meta"))
+            like = torch.empty(source.shape, dtype=target.dtype, device="meta")
+            made = self._new(source.device.index, like)
             source = self._kernel(aten.copy_.default, "copy_", (made, source), {})
         if source.device.type == "cpu":
             source = source.to(target.dtype)
@@ -264,13 +265,22 @@ class Dispatch(TorchDispatchMode):
             direct = (
                 self._new(index, like) if is_there else torch.empty(like.shape, dtype=like.dtype)
             )
+        self._copy_bytes(direct, source, index, non_blocking)
+        return target if direct is target else target.copy_(direct)
+
+    def _copy_bytes(self, target: Tensor, source: Tensor, index: int, non_blocking: bool) -> None:
+        is_between = target.device.type == source.device.type == "cuda"
+        if is_between:  # on the source's stream, which takes turns with the target's
+            theirs, mine = map(torch.cuda.current_stream, (source.device, target.device))
+            theirs.wait_stream(mine)
+            index = source.device.index
         with self.owner.on_device(index) as stream:
-            library.call("cudaMemcpyAsync", direct.data_ptr(), source.data_ptr(), source.nbytes, 4,
+            library.call("cudaMemcpyAsync", target.data_ptr(), source.data_ptr(), source.nbytes, 4,
                          stream)  # fmt: skip
-            is_between = target.device.type == source.device.type == "cuda"
             if not (non_blocking or is_between):
                 library.call("cudaStreamSynchronize", stream)
-        return target if direct is target else target.copy_(direct)
+        if is_between:
+            mine.wait_stream(theirs)
 
 
 def compute(func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -17,12 +17,13 @@ import torch
 from fake_cuda import library
 from fake_cuda.declared import declarations
 from fake_cuda.devices import ACTIVE, CUDAGraph, Event, FakeCuda, Stream
-from fake_cuda.kernels import launched
+from fake_cuda.kernels import launched, launched_slots
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
 
 from sparkinfer.runtime.device import cuda_runtime
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from sparkinfer.runtime.kernels.gpu.slots import reference_slot_kernels
 from sparkinfer.runtime.weights import gpu_products
 
 
@@ -114,8 +115,10 @@ def fake_cuda(
         stack.enter_context(mock.patch.object(DeviceTensor, "dispatch", dispatch))
         stack.enter_context(mock.patch.object(threading.Thread, "run", _run_in(dispatch)))
         made = kernels or launched(reference_kernels())
-        for module in [m for m in sys.modules.values() if vars(m).get("triton_kernels")]:
-            stack.enter_context(mock.patch.object(module, "triton_kernels", lambda: made))
+        slots = launched_slots(reference_slot_kernels())
+        for name, value in (("triton_kernels", made), ("triton_slot_kernels", slots)):
+            for module in [m for m in sys.modules.values() if vars(m).get(name)]:
+                stack.enter_context(mock.patch.object(module, name, lambda value=value: value))
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then a copy
         stack.enter_context(declarations())
