@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # OpenMP threads continue to spin after a job before they sleep, GNU's 300,000 times: up to 20 ms.
-# Each side waits for the other's.
+# Each side waits for the other's threads.
 PAUSE_S = 0.03
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full: a preloaded library (full_disk.c) whose writes to files fail."""
+"""Emulates a full disk by a preloaded library (full_disk.c) whose writes to files fail."""
 
 import ctypes
 import os

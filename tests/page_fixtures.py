@@ -1,4 +1,5 @@
-"""Fixtures for tests of the page of `sparkinfer serve`; they name this module in pytest_plugins."""
+"""Fixtures for tests of the page of `sparkinfer serve`, which load this module by
+pytest_plugins."""
 
 import pytest
 from chromium import Browser

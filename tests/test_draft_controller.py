@@ -163,7 +163,7 @@ def test_costs_between_measured_ones():
     assert costs.single_s is None
     costs.learn(1, 1.0)
     assert 1.0 < costs.seconds(9) < 9.0  # a guess
-    for seconds in (5.0, 5.2, 90.0):  # one of them was held up
+    for seconds in (5.0, 5.2, 90.0):  # one of them was delayed
         costs.learn(9, seconds)
     assert costs.seconds(9) == 5.2
     assert costs.seconds(5) == pytest.approx(1 + 4.2 / 2)

@@ -14,12 +14,12 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
 LEVELS = usable_levels()
-# Round the edges of a block (32), a turned tile (64) and a chunk of a row (1024).
+# Around the edges of a block (32), a transposed tile (64) and a chunk of a row (1024).
 SHAPES = [(1, 32), (3, 31), (31, 33), (64, 64), (65, 96), (33, 160), (2, 1024), (3, 1056), (1, 1)]
 
 
 def values_of(shape, dtype, kind, *, seed=0):
-    """Normal values, ties of the rounding, zeros of both signs and values near nothing."""
+    """Normally distributed values, rounding ties, zeros of both signs and values near zero."""
     random = np.random.default_rng(seed)
     normal = random.standard_normal(shape).astype(np.float32)
     ties = random.integers(-20, 20, shape).astype(np.float32) / 8
@@ -70,7 +70,7 @@ def test_the_comparison_rejects_wrong_bytes():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_f16_is_read_and_every_tie_rounded(level):
-    """All f16 to f32 and back; and the f32 half way between two f16, and beside it."""
+    """All f16 to f32 and back; also the f32 halfway between two f16, and its neighbours."""
     bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     finite = np.sort(bits[np.isfinite(bits)])
     tensor = torch.from_numpy(finite.copy()).reshape(1, -1)
@@ -122,7 +122,8 @@ K_BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 
 
 def numbers(count: int) -> np.ndarray:
-    """f32 in (-1, 1), the same everywhere: a linear congruence, shaped like a bell."""
+    """Bell-shaped f32 in (-1, 1) from a linear congruential generator, the same on every
+    machine."""
     state = np.uint32(1)
     out = np.empty(count, np.float32)
     with np.errstate(over="ignore"):
@@ -136,7 +137,8 @@ def numbers(count: int) -> np.ndarray:
 
 
 def k_quant_values() -> np.ndarray:
-    """[24, 768]: bells of all sizes, parts of different sizes, one sign, few values, constants."""
+    """[24, 768]: bells of all sizes, parts of different sizes, single signs, few values,
+    constants."""
     values = numbers(24 * 768).reshape(24, 24, 32)
     values[4:8] *= np.float32(2.0) ** -np.arange(24, dtype=np.float32)[None, :, None]
     values[8], values[9] = abs(values[8]), -abs(values[9])

@@ -29,7 +29,8 @@ ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Where the other code is at home; the kernels' tests use the reference on their device."""
+    """Runs the reference on the CPU, like the code it is compared with; the kernels' tests run it on
+    their device."""
     monkeypatch.setattr(gpu_matrices, "device", lambda: torch.device("cpu"))
 
 
@@ -38,7 +39,8 @@ def on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("kind", PLANAR_KIND)
 def test_planar_rows_have_the_values_of_the_file(kind):
-    """The gguf package is the oracle. The number of bytes is the same, and so is the way back."""
+    """The gguf package is the oracle. The number of bytes is the same, and the way back is
+    exact."""
     raw = make_matrix(kind, 3, 768).data.cpu()
     rows, made = planar(raw, kind)
     assert made == PLANAR_KIND[kind] and rows.shape == raw.shape
@@ -116,7 +118,7 @@ def test_gate_up(activation, is_gated, is_dense):
     ("kind", "activation"), [("linear", "relu"), ("relu", "silu"), ("gate", "gelu_tanh")]
 )
 def test_predict(kind, activation):
-    """With the two matrices of a predictor, the first by `dot`."""
+    """With both matrices of a predictor; `dot` applies the first."""
     down, up = make_matrix("f32", 32, 64), make_matrix("f32", 45, 32, seed=5)
     x, inner, named = vector(64), vector(32), torch.empty(2, dtype=torch.int32)
     reference.dot(down, None, x, inner, has_relu=kind == "relu")
@@ -159,7 +161,7 @@ def test_down_and_add_norm(skips_zeros):
 
 @pytest.mark.parametrize("is_adjacent", [False, True])
 def test_attention(is_adjacent):
-    """A token with norms of its heads, then another without; 4 heads over 2 keys."""
+    """A token with norms of the heads, then another without; 4 heads share 2 keys."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent)

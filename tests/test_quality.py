@@ -274,7 +274,7 @@ def test_profile_records_both_modes_and_convert_takes_them(tmp_path):
     convert(ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf",
                           thresholds=tmp_path / "p", predictors=tmp_path))  # fmt: skip
     assert ModelFile.load(tmp_path / "m2.gguf").quality == record
-    # As eval finds it, on the same text as a whole.
+    # About what eval measures on the whole text.
     found = evaluate(EvalConfig(model=tmp_path / "m2.gguf", corpora=(tmp_path / "t.txt",),
                                 mode="exact", max_tokens=1000))  # fmt: skip
     assert found.hidden_share_L == pytest.approx([0.5] * 3, abs=0.1)

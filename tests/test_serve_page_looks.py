@@ -1,8 +1,8 @@
 """How the page of `sparkinfer serve` looks, and whether everybody can use it: colours, a phone's
 width, axe-core, pictures.
 
-`python tests/test_serve_page_looks.py docs/images ADDRESS` takes the pictures of the documents, of a
-server that runs there. axe-core: `npm pack axe-core` and unpack it in build/axe."""
+`python tests/test_serve_page_looks.py docs/images ADDRESS` takes the pictures for the docs, from a
+server at ADDRESS. axe-core: `npm pack axe-core` and unpack it in build/axe."""
 
 import re
 import sys
@@ -93,7 +93,7 @@ def test_axe_finds_nothing(browser, serve):
     browser.resize(390, 844, is_phone=True)
     browser.click("#menu")
     found += audit(browser, "phone, list")
-    # The check itself: a button without a name is found.
+    # The audit finds a button without a name.
     browser.run("document.getElementById('new').replaceChildren()")
     assert any("button-name" in line for line in audit(browser, "broken"))
     assert not found

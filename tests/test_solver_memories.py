@@ -19,7 +19,7 @@ from sparkinfer.solver.problem import Problem, is_feasible
 
 
 def random_run(rng: np.random.Generator) -> Problem:
-    """A run of 0 to 3 layers of few neurons, of sizes that are equal, nearly, or not at all."""
+    """A run of 0 to 3 layers of few neurons, whose sizes are equal, nearly equal, or different."""
     num_layers, num_neurons = int(rng.integers(0, 4)), int(rng.integers(1, 6))
     unit = int(rng.choice([1, 1, 32]))
     sizes = rng.integers(1, 9, num_layers) if rng.random() < 0.5 else np.full(num_layers, 7)
@@ -71,7 +71,7 @@ def test_fullest_and_emptiest_agree_with_all_sums(seed):
 
 
 def test_sums_of_a_model_of_many_sizes_are_found_at_once():
-    """80 layers, no two dense blocks alike, as predictors of many ranks make them."""
+    """80 layers whose dense blocks all differ in size, as with predictors of many ranks."""
     rng = np.random.default_rng(0)
     num_layers, num_neurons = 80, 8192
     run = random_run(np.random.default_rng(1))
@@ -174,7 +174,7 @@ def test_what_is_named_works_500_times(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", range(15))
 def test_a_refusal_is_right_by_brute_force(seed, tmp_path):
-    """Whether there is a plan at all, by every home and every set of neurons."""
+    """Tries every placement of layers and every set of neurons to see whether there is a plan."""
     inputs = replace(refused_inputs(seed, tmp_path), mode="exact")
     pipeline = inputs.pipeline()
     is_usable = all(not 0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
@@ -195,7 +195,8 @@ def test_the_fullest_plan_keeps_to_all_memories(tmp_path):
 
 
 def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
-    """One byte above what all GPUs together can take; the search took minutes to find nothing."""
+    """One byte more than all GPUs together can take, which a search would need minutes to find
+    out."""
     monkeypatch.setattr(optimise, "_start", lambda pipeline: pytest.fail("searched"))
     inputs = tiny_inputs(4, 2, tmp_path)
     pipeline = replace(inputs.pipeline(), need_bytes=1)
@@ -216,7 +217,7 @@ def test_no_memory_of_the_gpu_replaces_what_is_always_in_main_memory(tmp_path):
     roomy = replace(inputs, budgets=(1 << 30,))
     assert refusal_of(roomy, None) is not None
     check_named(roomy, None)
-    # Neither does main memory make a GPU of one byte hold anything: both are named.
+    # Nor does main memory make a GPU of one byte hold anything: both are named.
     both = refusal_of(replace(inputs, budgets=(1,)), None)
     assert both is not None and both.smallest.together and " and " in str(both)
     check_named(replace(inputs, budgets=(1,)), None)

@@ -132,7 +132,7 @@ def test_greedy_and_seeded_texts_with_every_drafter(tmp_path, kind, mode):
                     assert sum(right for _, right in drafts.heard) == run.accepted
             for drafter in (NgramDrafter(), NgramPool(3)):
                 drafts = Speculation(drafter, SpeculationOptions())
-                for _ in range(2):  # the second time with what it has learnt
+                for _ in range(2):  # the second time, the drafter has learnt
                     assert text_of(engine, 150, drafts, sampling=sampling) == want
 
 
@@ -332,7 +332,7 @@ def p_of_two_tokens(kind: type[Generation], count: int) -> float:
     of counts that far from the table's or farther."""
     logits_VV = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
     share_VV = logits_VV.double().softmax(1)
-    prior_V = share_VV[0] @ share_VV  # of the second, behind the first behind 0
+    prior_V = share_VV[0] @ share_VV  # of the second token, after the first, after 0
     expected = (prior_V[:, None] * share_VV).flatten() * count
     chance, found = random.Random(2), Counter()
     plain = SamplingOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -368,7 +368,8 @@ def test_drafted_tokens_are_distributed_as_drawn_ones_200_000_times():
     assert p_of_two_tokens(TooSure, 100_000) < 1e-12
 
 
-# ---- the whole of it ----------------------------------------------------------------------------
+# ---- end to end
+# -----------------------------------------------------------------------------------
 
 
 def refuses(engine: Engine, match: str) -> None:

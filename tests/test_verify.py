@@ -19,7 +19,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.verify import BOUND, Verification, verify
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-# The largest difference of right files of all families and types from transformers, measured: 7e-7.
+# The largest difference from transformers measured with right files of all families and types:
+# 7e-7.
 MARGIN = 20
 
 
@@ -60,7 +61,7 @@ def changed(**changes):
     return lambda plan: dataclasses.replace(plan, **changes)
 
 
-# By the error: a checkpoint, and a family's misreading of it.
+# For each error: a checkpoint, and how a family would misread it.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
     "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_linear_factor=1.0)),

@@ -29,7 +29,7 @@ from sparkinfer.runtime.generate.gbnf_regular import (
 )
 
 MAX_PARTS = 40  # of a sequence; in longer ones not all parts are examined
-MAX_ROUNDS = 8  # of withdrawing lexemes that begin like others; after that there are none
+MAX_ROUNDS = 8  # rounds of withdrawing lexemes that begin like others; after them, all are
 
 
 def as_regex(rules: dict[str, Node]) -> str | None:

@@ -23,7 +23,7 @@ from sparkinfer.runtime.neuron_cache.policy import CacheReport
 from sparkinfer.runtime.neuron_cache.residency import Residency
 from sparkinfer.sizes import format_bytes
 
-# Neuron `in` takes slot `slot` of the layer, which neuron `out` leaves. No neuron and no slot is in two
+# Neuron `in` takes slot `slot` of the layer, which neuron `out` leaves. No neuron or slot occurs in two
 # swaps of a decision.
 SWAP = np.dtype([("layer", np.int32), ("slot", np.int32), ("in", np.int32), ("out", np.int32)])
 
@@ -35,18 +35,19 @@ class Policy(Protocol):
         """Observes tokens of a prompt, uint32 [R, L, W]."""
 
     def report(self) -> CacheReport:
-        """What it has decided so far."""
+        """The decisions so far."""
 
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
-        """Observes the tokens of a step and returns swaps with the fields of `SWAP`, maybe with more,
-        as a view that the next call may change. Those it returned before are done."""
+        """Observes the tokens of a step and returns swaps with the fields of `SWAP`, possibly with
+        more, as a view that the next call may change. Earlier swaps count as done."""
 
 
 class Slots(Protocol):
     """Moves neurons. The two implementations are JoinedSlots and DeviceSlots."""
 
     def start(self, swaps_S: np.ndarray) -> int:
-        """Begins to copy the rows of the incoming neurons, beside what runs; returns their bytes."""
+        """Begins to copy the rows of the incoming neurons in the background; returns their
+        bytes."""
 
     def finish(self) -> None:
         """Waits for the copies, moves the rows to their slots and changes the tables."""
@@ -60,7 +61,7 @@ class NeuronCache:
         self.policy, self.residency = policy, residency
         self.most_rows = most_rows  # swaps of a decision, at most
         self.slots: Slots | None = None
-        self.num_swaps = 0  # that are in the tables
+        self.num_swaps = 0  # done so far
         self.num_bytes = 0  # of the rows copied so far
         self._num_pending = 0
         self._bits_TLW = np.zeros((0, 0, 0), np.uint32)
@@ -77,7 +78,7 @@ class NeuronCache:
 
     def use(self, slots: Slots) -> None:
         """Moves neurons by these slots from now on."""
-        self.before_step()  # what the others have begun
+        self.before_step()  # finishes what the previous slots have begun
         self.slots = slots
 
     def attach(self, bits_TLW: Tensor) -> None:
