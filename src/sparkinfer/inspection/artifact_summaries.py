@@ -4,6 +4,7 @@ Letters: L layers, F neurons of a layer."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -131,7 +132,7 @@ class CacheFacts:
 
     @classmethod
     def of(cls, cache: CachePlan) -> "CacheFacts":
-        times = {
+        times: dict[str, Any] = {
             name: tuple(value.tolist()) if isinstance(value, np.ndarray) else value
             for name, value in vars(cache.costs).items()
         }
