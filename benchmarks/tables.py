@@ -4,7 +4,7 @@
     python benchmarks/tables.py --check    exits with 1 where a block has drifted; writes nothing
 
 A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`; what each name
-stands for is in table_contents.py and table_expected.py. A number that no JSON file in benchmarks/results holds cannot
+stands for is in table_contents.py, table_cache.py, table_expected.py and table_proof.py. A number that no JSON file in benchmarks/results holds cannot
 get into a table this way, which is the point."""
 
 import argparse
@@ -16,8 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import table_contents
 import table_expected
+import table_proof
 
-TABLES = {**table_contents.TABLES, **table_expected.TABLES}
+TABLES = {**table_contents.TABLES, **table_expected.TABLES, **table_proof.TABLES}
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- table: ([a-z0-9 -]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end -->)")
 

@@ -66,7 +66,11 @@ class Compiler:
             self._process = self._start()
         pickle.dump(question, self._process.stdin)
         self._process.stdin.flush()
-        answer = pickle.load(self._process.stdout)
+        try:
+            answer = pickle.load(self._process.stdout)
+        except EOFError as error:
+            self._process = None
+            raise RuntimeError(f"the process that compiles ended at {question[0]}") from error
         if isinstance(answer, str):
             raise RuntimeError(f"{question[0]} does not compile for sm_{question[1]}:\n{answer}")
         return answer

@@ -1,0 +1,163 @@
+"""The GPU kernels compiled and executed as PTX: the comparisons of their own tests, the launches of
+plans, and planted faults. A share that executes every kind of instruction always runs; the rest is
+marked slow. benchmarks/gpu_proof.py writes the results in docs/gpu-proof.md."""
+
+import json
+import sys
+from pathlib import Path
+
+import ptx_mutants
+import ptx_plans
+import pytest
+import torch
+from models import make_shape, shape_only
+from ptx.kernels import PtxKernels
+from ptx_mutants import BARRIERS, CASES, MUTANTS, is_as_expected, outcome, without_each_barrier
+
+from sparkinfer.runtime.kernels.gpu import launch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_proof  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead")
+HOPPER, BLACKWELL = 90, 120
+QUICK = [
+    ("dot q4_k", HOPPER), ("dot q4_0", BLACKWELL), ("dot q8_0", HOPPER), ("unpack q4_k", HOPPER),
+    ("unpack to bf16", BLACKWELL), ("unpack to f16", HOPPER), ("predict gate", HOPPER),
+    ("gate_up of ids", BLACKWELL), ("silu", HOPPER), ("down, zeros skipped", HOPPER),
+    ("norm", BLACKWELL), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
+    ("attention", BLACKWELL),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def several_rows(monkeypatch):
+    """Programs of four rows for small matrices too, like the kernels' own tests."""
+    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    return {arch: PtxKernels(arch) for arch in (HOPPER, BLACKWELL)}
+
+
+@pytest.mark.parametrize(("case", "arch"), QUICK)
+def test_comparisons_of_the_kernels(machines, case, arch):
+    CASES[case](machines[arch].kernels)
+
+
+def test_the_quick_share_executes_every_kind_of_instruction(machines):
+    """Every kind that the launches of all plans execute, by an instruction's first word."""
+    known = json.loads(gpu_proof.RESULT.read_text())["instructions"]
+    executed = {name.split(".")[0] for m in machines.values() for name in m.num_lane_instructions}
+    missing = {name.split(".")[0] for names in known.values() for name in names} - executed
+    assert not missing
+
+
+def test_launches_of_a_plan(monkeypatch):
+    """A small model with predictors; the launches are the runtime's own list."""
+    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
+    shape = make_shape(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
+    model = ptx_plans.like(shape_only(shape), kind="q8_0", rank=64)
+    found = ptx_plans.launches(model, mode="predicted", context=64)
+    assert {each.kernel for each in found} >= {"dot", "predict", "gate_up", "down", "attend"}
+    kernels = PtxKernels(89).kernels
+    for each in found:
+        ptx_plans.assert_right(each, kernels)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(-1)])
+def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
+    from dataclasses import replace
+
+    from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+
+    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
+    right = reference_kernels()
+
+    def spoilt(name, output):
+        def run(**given):
+            getattr(right, name)(**given)
+            given[output].copy_(wrong(given[output].float()).to(given[output].dtype))
+
+        return run
+
+    outputs = {"dot": "out_N", "down": "parts_SD", "unpack": "out_AD", "attend": "out_HW",
+               "gate_up": "hidden_N"}  # fmt: skip
+    kernels = replace(right, **{name: spoilt(name, out) for name, out in outputs.items()})
+    shape = make_shape(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
+    model = ptx_plans.like(shape_only(shape), kind="f16")
+    for each in ptx_plans.launches(model, mode="exact", context=64):
+        if each.kernel in outputs:
+            with pytest.raises(AssertionError, match=r"\("):  # the place and both values
+                ptx_plans.assert_right(each, kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    ["dot q4_k", "unpack q4_k", "predict gate", "silu", "down, zeros skipped", "norm", "rotation",
+     "attention"],
+)  # fmt: skip
+def test_three_architectures_have_the_same_text(case):
+    def texts(arch):
+        machine = PtxKernels(arch)
+        CASES[case](machine.kernels)
+        every = [text for counts in machine.launches.values() for text in counts]
+        without_names = (text.partition("\t.file\t")[0] for text in every)
+        return [text.replace(f".target sm_{arch}", "") for text in without_names]
+
+    assert texts(80) == texts(86) == texts(89) != texts(90)
+
+
+# ---- planted faults ------------------------------------------------------------------------
+
+
+def names(mutants):
+    return [pytest.param(mutant, id=mutant.what) for mutant in mutants]
+
+
+@pytest.mark.parametrize("mutant", names(m for m in MUTANTS if m.is_quick))
+def test_faults_that_are_planted_are_found(mutant):
+    assert is_as_expected(mutant, outcome(mutant))
+
+
+@pytest.mark.parametrize(("kernel", "case"), BARRIERS[:1])
+def test_every_barrier_of_a_kernel_is_missed(kernel, case):
+    mutants = without_each_barrier(kernel, case)
+    assert mutants and {outcome(mutant) for mutant in mutants} == {"DataRace"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", names(m for m in MUTANTS if not m.is_quick))
+def test_all_faults(mutant):
+    assert is_as_expected(mutant, outcome(mutant))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "case"), BARRIERS[1:])
+def test_all_barriers(kernel, case):
+    mutants = without_each_barrier(kernel, case)
+    assert mutants and {outcome(mutant) for mutant in mutants} == {"DataRace"}
+
+
+def test_a_mutant_that_changes_nothing_is_an_error():
+    from dataclasses import replace
+
+    mutant = replace(MUTANTS[0], old="no such text in it")
+    with pytest.raises(AssertionError):
+        ptx_mutants.changed_source(mutant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", gpu_proof.ARCHITECTURES)
+@pytest.mark.parametrize("plan", gpu_proof.PLANS)
+def test_launches_of_all_plans(monkeypatch, tmp_path, plan, arch):
+    monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
+    found = gpu_proof.launches_of_plan(plan, tmp_path)
+    if not found:
+        pytest.skip("its model is not here: make smollm2")
+    kernels = PtxKernels(arch).kernels
+    for each in found:
+        ptx_plans.assert_right(each, kernels)
