@@ -181,7 +181,7 @@ def with_cold_streams(
             continue
         if piece < max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values())):
             notice(
-                f"{format_bytes(room)} left beside weights and cache on {device}, a pass takes"
+                f"{format_bytes(room)} left after weights and cache on {device}, a pass takes"
                 f" {format_bytes(wanted)}: too little to stream cold weights; the CPU computes them"
                 " for prompts, too"
             )
@@ -193,14 +193,14 @@ def with_cold_streams(
 def _most_tokens(
     model: ModelFile, memory: DeviceMemory, mode: Mode, context_length: int, chunk: int
 ) -> int:
-    """Maximum tokens per pass such that its temporaries fit beside the slab."""
+    """Maximum tokens per pass such that its temporaries fit outside the slab."""
     room = int(memory.room_bytes * (1 - GAPS))
     tokens = chunk
     while pass_bytes(model, tokens, context_length, mode) > room:
         if tokens == 1:
             wanted = pass_bytes(model, 1, context_length, mode)
             raise SparkinferError(
-                f"{memory.device}: {format_bytes(room)} left beside weights and cache, one token"
+                f"{memory.device}: {format_bytes(room)} left after weights and cache, one token"
                 f" takes {format_bytes(wanted)}; run sparkinfer solve with a larger --vram-budget or"
                 " a smaller --context"
             )

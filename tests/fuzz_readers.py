@@ -174,7 +174,7 @@ def inspect(case: Case) -> None:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def inspect_and_run_plan(case: Case) -> None:

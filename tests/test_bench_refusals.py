@@ -1,4 +1,4 @@
-"""bench beside another program, and what it refuses."""
+"""bench while another program runs, and what it refuses."""
 
 import json
 import stat

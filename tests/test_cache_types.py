@@ -125,7 +125,7 @@ def test_torch_computes_the_same(path, types):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_a_row_does_not_depend_on_the_others(path, types):
-    """Rows together, one by one, in paged blocks beside another text: the same bits."""
+    """Rows together, one by one, and in paged blocks with another text: the same bits."""
     with load(path, types) as engine, engine.sequence() as text:
         alone = torch.cat([text.extend([token]) for token in IDS])
         together = load(path, types)

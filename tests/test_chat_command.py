@@ -196,7 +196,7 @@ class Terminal:
         return found + text
 
     def read_on(self, count: int) -> None:
-        """Waits until so many more characters have come."""
+        """Waits for `count` more characters."""
         deadline, count = time.monotonic() + 60, len(self.shown) + count
         while len(self.shown) < count:
             assert time.monotonic() < deadline, self.shown

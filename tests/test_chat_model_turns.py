@@ -1,4 +1,5 @@
-"""Conversations with SmolLM2-135M-Instruct beside transformers, after `make smollm2`: `-m slow`.
+"""Conversations with SmolLM2-135M-Instruct compared with transformers, after `make smollm2`: `-m
+slow`.
 
 transformers has the same weights in f32, its own rendering of the template and its own loop. Where
 the two first differ, the words must be a tie: keys and values are kept in f16 here."""

@@ -134,7 +134,7 @@ def test_columns_that_begin_within_a_block(kind):
 
 @pytest.mark.parametrize("piece", [7 * 64, 51 * 64])
 def test_a_transposed_file_does_not_depend_on_its_pieces(tmp_path, monkeypatch, piece):
-    """Rows of pieces that are no multiple of a block, as with 5,120 columns and 4 Mi values."""
+    """Rows of pieces that are not a multiple of a block, as with 5,120 columns and 4 Mi values."""
     folder = random_llama(tmp_path / "hf", hidden_act="silu")
     stock = converted(folder, tmp_path / "s.gguf", layout="stock", outtype="q8_0")
     convert(ConvertConfig(source=stock, output=tmp_path / "want.gguf"))

@@ -35,7 +35,7 @@ QUANT_TYPES = {
 }
 PLANAR = ["q4_0_planar", "q8_0_planar"]
 SMALL_BLOCKS = ["q8_0", "q4_0", *PLANAR]
-QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, behind its scale
+QUANT_BYTES = {"q4": 16, "q8": 32}  # of a block of 32 values, after its scale
 KINDS = [*FLOAT_DTYPES, *QUANT_TYPES]
 LEVELS = library.usable_levels() if library.is_available() else []
 SIZES = [(kind, D) for kind in FLOAT_DTYPES for D in (1, 31, 32, 33, 100, 256)]

@@ -84,7 +84,7 @@ def test_each_item_takes_the_plans_bytes(planned):
     assert memory.taken["workspace"] == 4 * (30 + 96)  # numbers of hot neurons
     if residence is None:
         return
-    # On the CPU the cache and vectors that are no neuron's are torch's, the embedding is mapped.
+    # On the CPU, torch holds the cache and vectors outside of neurons; the embedding is mapped.
     on_cpu = split.cpu_bytes["neurons"] + split.cpu_bytes["attention"]
     on_cpu += split.cpu_bytes["predictor"] + split.cpu_bytes["head"]
     vectors = 2 * 4 * 256 + (0 if split.head_on_gpu else 4 * 256)

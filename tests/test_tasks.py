@@ -154,7 +154,7 @@ def test_whole_texts_and_continuations_are_those_of_transformers(ours, theirs):
     prompts.append(("other", {**kwargs, "until": "o", "max_gen_toks": 5}))
     got = ours.generate_until([asked(*prompt) for prompt in prompts])
     wanted = theirs.generate_until(requests(prompts))
-    # Bytes at the end of a text that are no whole character are not given out here.
+    # An incomplete character at the end of a text is not given out here.
     assert [text.rstrip("\ufffd") for text in wanted] == [text.rstrip("\ufffd") for text in got]
     assert len(set(got)) > 3
 

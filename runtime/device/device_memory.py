@@ -8,7 +8,7 @@ torch's allocator. Two things keep that within the budget:
   sum of its reservations, its own rounding included (pieces of 2 MiB, or 20 MiB for tensors of 1
   to 10 MiB), before it asks the driver. This holds for its native allocator without expandable
   segments; `limit` refuses any other.
-- `set_aside` reserves the budget's remainder beside the slab, in one or two pieces, so that
+- `set_aside` reserves the budget's remainder after the slab, in one or two pieces, so that
   temporaries are cut out of memory that the process already has: other programs on the card cannot
   take it in the middle of a text, and small tensors do not scatter over many segments.
 
@@ -116,7 +116,7 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes left for temporaries beside the slab and the workspace of products; without a
+        """Bytes left for temporaries after the slab and the workspace of products; without a
         budget, the device's free memory."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40

@@ -430,7 +430,7 @@ class Builder:
         return uploader.range(len(ids)) if is_all else uploader.ids(ids)
 
     def kept(self, values: Tensor, *, is_weight: bool) -> Tensor:
-        """Copies values beside the weights on the CPU if GPUs copy from there."""
+        """Copies values into the weights' memory on the CPU if GPUs copy from there."""
         if self.residence is None or not self.uploaders:
             return values
         return self.residence.keep(values, is_weight=is_weight)

@@ -1,4 +1,4 @@
-"""Many rows copied in one native call, and a thread that does it beside a decode step.
+"""Many rows copied in one native call, and a thread that does it during a decode step.
 
 Letters: C copies, S swaps, L layers, M tensors that hold a part of each neuron."""
 
@@ -82,8 +82,8 @@ class RowTable:
 
 
 class Copier:
-    """A thread that copies beside the caller. With `bytes_per_s` it takes at least as long as a link
-    of that rate would."""
+    """A thread that copies in the background. With `bytes_per_s` it takes at least as long as a
+    link of that rate would."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._bytes_per_s = bytes_per_s

@@ -1,4 +1,4 @@
-"""Measures the memory that a forward pass takes beside weights and cache.
+"""Measures the memory that a forward pass takes besides weights and cache.
 
 A prefill chunk at the end of the context, where a pass takes most, runs through two layers and the
 head on the CPU while torch reports every allocation and release. Two layers are enough: only their

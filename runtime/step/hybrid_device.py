@@ -1,4 +1,4 @@
-"""One GPU's part of a decode step, layer by layer, with the CPU's cold neurons beside it.
+"""One GPU's part of a decode step, layer by layer, while the CPU computes the cold neurons.
 
     main   norm  qkv  attention  norm  predictor ----- hot neurons ----- sum with the next norm
     side                                   \\-- x, names --> cold neurons --> y --/

@@ -1,4 +1,4 @@
-"""bench beside llama.cpp itself: both sides are measured, and a model that it cannot load is
+"""bench against llama.cpp itself: both sides are measured, and a model that it cannot load is
 reported."""
 
 from pathlib import Path
