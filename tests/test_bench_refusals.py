@@ -131,7 +131,7 @@ def test_this_python_has_no_llama_cpp(bench_files, tmp_path):
     ("-n 4 -p 0 -d 61", "tg4 @ d61 takes 65 tokens"),
     ("-r 0", "-r is 0"),
     ("-p 4 -n 4 -t 0", "--threads is 0"),
-    ("-p 4 -n 4 --max-loss nan", "loss of nan"),
+    ("-p 4 -n 4 --max-loss nan", "max_loss is nan"),
     ("--seed -1", "seed is -1"),
     ("--compare-model x", "nothing to compare with"),
     ("-p 4 -n 4 --compare {0}/nothing", "no such file"),
