@@ -36,9 +36,10 @@ def can_be_built() -> bool:
     return shutil.which("c++") is not None and sys.platform == "linux"
 
 
-def _built(name: str, sources: Sequence[Path], options: Sequence[str]) -> Path:
+def _built(name: str, source: Path, options: Sequence[str]) -> Path:
     """The path of the library; an earlier build of the same sources is reused."""
-    text = b"".join(path.read_bytes() for path in [*sources, *sorted(FOLDER.glob("*.h"))])
+    paths = sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")])
+    text = b"".join(path.read_bytes() for path in paths)
     key = hashlib.sha256(text + " ".join([*options, torch.__version__]).encode()).hexdigest()[:16]
     target = BUILD / key / name
     if target.exists():
@@ -46,7 +47,7 @@ def _built(name: str, sources: Sequence[Path], options: Sequence[str]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder, name)
-        command = ["c++", "-shared", "-fPIC", "-Wall", "-Wextra", *map(str, sources), *options]
+        command = ["c++", "-shared", "-fPIC", "-Wall", "-Wextra", str(source), *options]
         subprocess.run([*command, "-o", str(made)], check=True)
         os.replace(made, target)
     return target
@@ -55,8 +56,7 @@ def _built(name: str, sources: Sequence[Path], options: Sequence[str]) -> Path:
 @cache
 def load() -> CDLL:
     """The runtime, under a file name that cuda_runtime.loaded_library finds."""
-    sources = sorted(path for path in FOLDER.glob("*.cpp") if path.name != "guard.cpp")
-    library = CDLL(str(_built("libcudart_fake.so", sources, ["-std=c++17", "-O1"])))
+    library = CDLL(str(_built("libcudart_fake.so", FOLDER / "runtime.cpp", ["-std=c++17", "-O1"])))
     for name in ("fakeText", "fakeGraphText", "cudaGetErrorString"):
         getattr(library, name).restype = c_char_p
     pointers, sizes, flags = POINTER(c_void_p), POINTER(c_int64), POINTER(c_int)
@@ -108,7 +108,7 @@ def add_device_guard() -> None:
     site = Path(torch.__file__).parent
     options = ["-std=c++20", "-Wno-unused-parameter", f"-I{site / 'include'}", f"-L{site / 'lib'}", "-lc10",
                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]  # fmt: skip
-    CDLL(str(_built("libtorch_cuda_guard.so", [FOLDER / "guard.cpp"], options)))
+    CDLL(str(_built("libtorch_cuda_guard.so", FOLDER / "guard.cpp", options)))
 
 
 def call(name: str, *arguments: object) -> None:

@@ -134,6 +134,7 @@ def _run_in(dispatch: Dispatch) -> Callable[[threading.Thread], None]:
     run = threading.Thread.run
 
     def in_mode(thread: threading.Thread) -> None:
+        torch._C._set_only_lift_cpu_tensors(True)  # a thread's own, too
         with dispatch:
             run(thread)
 
