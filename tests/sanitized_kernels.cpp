@@ -10,6 +10,7 @@
 
 #include "../runtime/kernels/cpu/dispatch.h"
 #include "../runtime/kernels/cpu/probe.h"
+#include "../runtime/kernels/cpu/row_copies.h"
 #include "../runtime/kernels/cpu/select.h"
 #include "../runtime/kernels/cpu/step.h"
 
@@ -368,6 +369,26 @@ bool selections() {
     return true;
 }
 
+// Copies by a thread, or by whoever waits for them; freed while one runs.
+bool copies() {
+    constexpr int64_t COUNT = 9, SIZE = 4097;
+    SparkCopier* copier = spark_copier_new();
+    if (!copier) return false;
+    SparkCopy rows[COUNT];
+    const SparkCopies all_rows = {rows, COUNT};
+    for (int round = 0; round < 50; ++round) {
+        for (int64_t i = 0; i < COUNT; ++i)
+            rows[i] = {reinterpret_cast<uint8_t*>(floats(SIZE)), bytes(4 * SIZE), 4 * SIZE};
+        spark_copier_start(copier, &all_rows, round == 7 ? 1e-3 : 0.0);
+        if (round < 49) spark_copier_finish(copier), spark_copier_finish(copier);
+        if (round == 49) spark_copier_free(copier);
+        for (int64_t i = 0; round < 49 && i < COUNT; ++i)
+            if (std::memcmp(rows[i].from, rows[i].to, rows[i].num_bytes)) return false;
+    }
+    all.clear();
+    return true;
+}
+
 bool level() {
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
@@ -433,6 +454,10 @@ bool probes() {
 int main() {
     if (!probes()) {
         std::printf("the probe is wrong\n");
+        return 1;
+    }
+    if (!copies()) {
+        std::printf("copies are wrong\n");
         return 1;
     }
     for (const char* name : {"generic", "avx2", "avx512", "avx512vnni", "amx"}) {

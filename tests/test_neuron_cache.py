@@ -26,6 +26,7 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.neuron_cache.cycle import SWAP
 from sparkinfer.runtime.neuron_cache.residency import Residency
 from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.runtime.weights.slot_rows import matrices_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L, V = 160, 3, 50
@@ -305,11 +306,11 @@ def test_the_comparison_sees_rows_that_are_not_theirs(tmp_path, wrong):
     ):
         slots = cached.neuron_cache.slots
         if wrong == "stale slot":  # the tables change, but the rows do not arrive
-            slots._copier.start = lambda copies: slots._copier._is_done.set()
+            slots._copier.start = lambda copies: None
         elif wrong == "wrong row":
-            slots._table.base_LM[0, 1] += slots._table.stride_LM[0, 1]
+            slots._place_L5M[0, 0, 1] += slots._place_L5M[0, 2, 1]
         else:
-            slots._table.size_LM[:] //= 2
+            slots._place_L5M[:, 3] //= 2
         assert not torch.equal(decoded(cached, IDS), decoded(plain, IDS))
 
 
@@ -348,7 +349,12 @@ def followed(tmp_path, ids, options=None, mode="exact"):
     with Engine.load(
         tmp_path / "m.gguf", tmp_path / "s.gguf", mode=mode, neuron_cache=options
     ) as engine:
-        return decoded(engine, ids), engine.neuron_cache
+        logits, cache = decoded(engine, ids), engine.neuron_cache
+        cache.before_step()  # what the last step has begun
+        cache.slots.check()
+        row_bytes = sum(m.row_bytes for m in matrices_of(engine.layers[0].ffn.blocks[0]))
+        assert cache.num_bytes == cache.num_swaps * row_bytes
+        return logits, cache
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
@@ -361,14 +367,10 @@ def test_the_policy_follows_a_text(tmp_path, mode):
     logits, cache = followed(tmp_path, ids, mode=mode)
     assert torch.equal(logits, want)
     report = cache.policy.report()
-    assert report.num_steps == len(ids) and 0 < cache.num_swaps <= report.num_swaps
+    assert report.num_steps == len(ids) and 0 < report.num_swaps <= cache.num_swaps
     assert report.hit_rate > report.planned_hit_rate and report.seconds < report.planned_seconds
-    cache.before_step()
-    cache.slots.check()
     again, other = followed(tmp_path, ids, mode=mode)
     assert torch.equal(again, logits) and other.facts == cache.facts
-    row_bytes = sum(cache.slots._table.size_LM[0])
-    assert cache.num_bytes == cache.num_swaps * row_bytes
     assert "hits" in cache.line and "copied" in cache.line
 
 

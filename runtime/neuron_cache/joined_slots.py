@@ -28,6 +28,13 @@ class JoinedSlots:
         self._row_LF = {layer: _shared(block.row_N) for layer, block in blocks.items()}
         layers = range(len(residency.num_slots_L))
         self._table = RowTable.of([tensors_of(blocks[i]) if i in blocks else [] for i in layers])
+        # Of each layer's tensors, [L, 5, M]: row 0 of all neurons and of the slots, bytes from row to
+        # row, of a row, and its place in staging.
+        table = self._table
+        rows_LM = table.base_LM + residency.num_slots_L[:, None] * table.stride_LM
+        places = rows_LM, table.base_LM, table.stride_LM, table.size_LM, table.offset_LM
+        self._place_L5M = np.stack(places, axis=1)
+        self._neuron_bytes = table.neuron_bytes
         self._staging = np.zeros(0, np.uint8)
         self._copier = Copier(copy_bytes_per_s)
         self._pending: tuple[np.ndarray, RowCopies] | None = None
@@ -35,15 +42,16 @@ class JoinedSlots:
     def start(self, swaps_S: np.ndarray) -> int:
         assert self._pending is None
         swaps_S = swaps_S.copy()
-        table, layer_S = self._table, swaps_S["layer"]
-        needed = len(layer_S) * table.neuron_bytes
+        needed = len(swaps_S) * self._neuron_bytes
         if len(self._staging) < needed:
             self._staging = np.zeros(needed, np.uint8)
-        first_S = self._staging.ctypes.data + np.arange(len(layer_S)) * table.neuron_bytes
-        staged_SM = first_S[:, None] + table.offset_LM[layer_S]
-        main_SM = table.addresses(layer_S, self.residency.num_slots_L[layer_S] + swaps_S["in"])
-        slot_SM = table.addresses(layer_S, swaps_S["slot"])
-        size_SM, kept = table.size_LM[layer_S], (self._staging, *table.kept)
+        places = self._place_L5M[swaps_S["layer"]].swapaxes(0, 1)
+        main_SM, slot_SM, stride_SM, size_SM, staged_SM = places
+        first = self._staging.ctypes.data
+        staged_SM += np.arange(first, first + needed, self._neuron_bytes)[:, None]
+        main_SM += swaps_S["in"][:, None] * stride_SM
+        slot_SM += swaps_S["slot"][:, None] * stride_SM
+        kept = self._staging, self._table
         gathered = RowCopies(main_SM, staged_SM, size_SM, kept)
         self._copier.start(gathered)
         self._pending = swaps_S, RowCopies(staged_SM, slot_SM, size_SM, kept)

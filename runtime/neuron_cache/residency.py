@@ -33,10 +33,9 @@ class Residency:
         place_S = self.first_L[layer_S] + slot_S
         assert (self.id[place_S] == out_S).all(), "a neuron leaves a slot that it is not in"
         assert (self.slot_LF[layer_S, in_S] < 0).all(), "a neuron that comes has a slot"
-        if len(place_S) > 1:
-            coming_S = layer_S.astype(np.int64) * self.slot_LF.shape[1] + in_S
-            assert len(np.unique(place_S)) == len(place_S), "a slot is in two swaps"
-            assert len(np.unique(coming_S)) == len(coming_S), "a neuron is in two swaps"
+        coming_S = layer_S.astype(np.int64) * self.slot_LF.shape[1] + in_S
+        assert len(set(place_S.tolist())) == len(place_S), "a slot is in two swaps"
+        assert len(set(coming_S.tolist())) == len(coming_S), "a neuron is in two swaps"
         self.id[place_S] = in_S
         self.slot_LF[layer_S, out_S] = -1
         self.slot_LF[layer_S, in_S] = slot_S

@@ -2,13 +2,10 @@
 
 Letters: C copies, S swaps, L layers, M tensors that hold a part of each neuron."""
 
-import threading
-import time
 import weakref
 from collections.abc import Sequence
 from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -29,10 +26,10 @@ class RowCopies:
     def __init__(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, kept: Sequence[Any]
     ) -> None:
-        is_there = num_bytes.ravel() > 0
-        whole_C3 = np.stack([source.ravel(), target.ravel(), num_bytes.ravel()], axis=1)
-        self._copy_C3 = np.ascontiguousarray(whole_C3[is_there], np.int64)
-        self._kept = tuple(kept)
+        copies = np.empty((*num_bytes.shape, 3), np.int64)  # those of 0 bytes do nothing
+        copies[..., 0], copies[..., 1], copies[..., 2] = source, target, num_bytes
+        self._copy_C3 = copies.reshape(-1, 3)
+        self._kept = kept
         self.struct = CopiesStruct(copy=self._copy_C3.ctypes.data, count=len(self._copy_C3))
         self.num_bytes = int(num_bytes.sum())
 
@@ -82,39 +79,26 @@ class RowTable:
 
 
 class Copier:
-    """A thread that copies in the background. With `bytes_per_s` it takes at least as long as a
-    link of that rate would."""
+    """A thread that copies in the background. With `bytes_per_s`, copies take at least as long as
+    on a link of that rate."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._bytes_per_s = bytes_per_s
-        self._jobs: SimpleQueue[RowCopies | None] = SimpleQueue()
-        self._is_done = threading.Event()
-        self._is_started = False
+        self._copier = library.new_copier()
+        self._kept: list[RowCopies] = []  # until they are finished
+        weakref.finalize(self, _free, self._copier, self._kept)
 
     def start(self, copies: RowCopies) -> None:
         """Starts the copies; `finish` must come before the next start."""
-        if not self._is_started:
-            self._is_started = True
-            shared = self._jobs, self._is_done, self._bytes_per_s
-            threading.Thread(target=_serve, args=shared, daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
-        self._is_done.clear()
-        self._jobs.put(copies)
+        seconds = 0.0 if self._bytes_per_s is None else copies.num_bytes / self._bytes_per_s
+        self._kept[:] = [copies]
+        library.start_copies(self._copier, copies.struct, seconds)
 
     def finish(self) -> None:
         """Blocks until the copies are done."""
-        self._is_done.wait()
+        library.finish_copies(self._copier)
 
 
-def _serve(
-    jobs: "SimpleQueue[RowCopies | None]",
-    is_done: threading.Event,
-    bytes_per_s: float | None,
-) -> None:
-    while (copies := jobs.get()) is not None:
-        began = time.perf_counter()
-        copies.run()
-        if bytes_per_s is not None:
-            time.sleep(max(0.0, began + copies.num_bytes / bytes_per_s - time.perf_counter()))
-        del copies  # an idle thread keeps nothing of the model alive
-        is_done.set()
+def _free(copier: int, kept: list[RowCopies]) -> None:
+    library.free_copier(copier)
+    kept.clear()

@@ -91,6 +91,13 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_neurons.restype = None
     lib.spark_copy_rows.argtypes = [pointer]
     lib.spark_copy_rows.restype = None
+    lib.spark_copier_new.argtypes = []
+    lib.spark_copier_new.restype = pointer
+    lib.spark_copier_start.argtypes = [pointer, pointer, ctypes.c_double]
+    for function in (lib.spark_copier_finish, lib.spark_copier_free):
+        function.argtypes = [pointer]
+    for function in (lib.spark_copier_start, lib.spark_copier_finish, lib.spark_copier_free):
+        function.restype = None
     lib.spark_num_threads.restype = int32
     lib.spark_set_threads.argtypes = [int32]
     lib.spark_set_threads.restype = int32
@@ -270,6 +277,27 @@ def neurons_function() -> int:
 def copy_rows(copies: ctypes.Structure) -> None:
     """Copies rows as neuron_cache/row_copies.py lists them."""
     (_lib or _built()).spark_copy_rows(ctypes.addressof(copies))
+
+
+def new_copier() -> int:
+    """The address of a thread that copies (row_copies.h), to be given to `free_copier`."""
+    copier: int | None = _built().spark_copier_new()
+    if copier is None:
+        raise MemoryError("no memory for a thread that copies")
+    return copier
+
+
+def start_copies(copier: int, copies: ctypes.Structure, seconds: float) -> None:
+    """Starts copies, which must be kept until `finish_copies`; they take at least `seconds`."""
+    (_lib or _built()).spark_copier_start(copier, ctypes.addressof(copies), seconds)
+
+
+def finish_copies(copier: int) -> None:
+    (_lib or _built()).spark_copier_finish(copier)
+
+
+def free_copier(copier: int) -> None:
+    _built().spark_copier_free(copier)
 
 
 def copy_rows_function() -> int:

@@ -1,11 +1,106 @@
 #include "row_copies.h"
 
-#include <cstring>
+#include <pthread.h>
 
-extern "C" __attribute__((visibility("default"))) void spark_copy_rows(void* data) {
-    const SparkCopies& copies = *static_cast<const SparkCopies*>(data);
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void copy(const SparkCopies& copies) {
     for (int64_t i = 0; i < copies.count; ++i) {
-        const SparkCopy& copy = copies.copy[i];
-        std::memcpy(copy.to, copy.from, copy.num_bytes);
+        const SparkCopy& one = copies.copy[i];
+        std::memcpy(one.to, one.from, one.num_bytes);
     }
 }
+
+}  // namespace
+
+struct SparkCopier {
+    SparkCopier() {
+        try {
+            thread_ = std::thread([this] { work(); });
+        } catch (const std::system_error&) {  // finish() does all
+        }
+    }
+
+    ~SparkCopier() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stop_ = true;
+        }
+        wanted_.notify_all();
+        if (thread_.joinable()) thread_.join();
+    }
+
+    void start(const SparkCopies* copies, double seconds) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            waiting_ = copies;
+            end_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                      std::chrono::duration<double>(seconds));
+        }
+        wanted_.notify_one();
+    }
+
+    void finish() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const SparkCopies* mine = waiting_;
+        waiting_ = nullptr;
+        wait(done_, lock, [this] { return !is_running_; });
+        lock.unlock();
+        if (mine) copy(*mine);
+        std::this_thread::sleep_until(end_);
+    }
+
+  private:
+    // std::condition_variable's own wait, as gcc 12 compiles it, is missing in older C++ libraries.
+    template <class Ready>
+    static void wait(std::condition_variable& news, std::unique_lock<std::mutex>& lock,
+                     const Ready& ready) {
+        while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
+    }
+
+    void work() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            wait(wanted_, lock, [this] { return stop_ || waiting_; });
+            if (stop_) return;
+            const SparkCopies* mine = waiting_;
+            waiting_ = nullptr, is_running_ = true;
+            lock.unlock();
+            copy(*mine);
+            lock.lock();
+            is_running_ = false;
+            done_.notify_one();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wanted_, done_;
+    const SparkCopies* waiting_ = nullptr;  // that nobody has begun
+    bool is_running_ = false, stop_ = false;
+    Clock::time_point end_{};
+    std::thread thread_;
+};
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void spark_copy_rows(void* data) { copy(*static_cast<const SparkCopies*>(data)); }
+
+EXPORT SparkCopier* spark_copier_new() { return new (std::nothrow) SparkCopier; }
+
+EXPORT void spark_copier_start(SparkCopier* copier, const SparkCopies* copies, double seconds) {
+    copier->start(copies, seconds);
+}
+
+EXPORT void spark_copier_finish(SparkCopier* copier) { copier->finish(); }
+
+EXPORT void spark_copier_free(SparkCopier* copier) { delete copier; }
