@@ -322,7 +322,7 @@ def test_wrong_thresholds_are_refused(made, tmp_path):
     for changes, message in (
         ({"model_id": "f" * 64}, "a profile of model ffffffffffff"),
         ({"threshold_L": (math.nan,) * num_layers}, "wanted a finite number"),
-        ({"threshold_L": (-1.0,) * num_layers}, "finite numbers from 0"),
+        ({"threshold_L": (-1.0,) * num_layers}, "finite numbers, at least 0"),
         ({"threshold_L": (math.inf,) * num_layers}, "wanted a finite number"),
     ):
         path = damaged(folder, tmp_path / "wrong", **changes)
