@@ -34,6 +34,9 @@ class JoinedSlots:
         rows_LM = table.base_LM + residency.num_slots_L[:, None] * table.stride_LM
         places = rows_LM, table.base_LM, table.stride_LM, table.size_LM, table.offset_LM
         self._place_L5M = np.stack(places, axis=1)
+        self._table_L = np.zeros(len(layers), np.int64)  # where the rows of a layer's neurons are
+        for layer, row_F in self._row_LF.items():
+            self._table_L[layer] = row_F.ctypes.data
         self._neuron_bytes = table.neuron_bytes
         self._staging = np.zeros(0, np.uint8)
         self._copier = Copier(copy_bytes_per_s)
@@ -51,11 +54,29 @@ class JoinedSlots:
         staged_SM += np.arange(first, first + needed, self._neuron_bytes)[:, None]
         main_SM += swaps_S["in"][:, None] * stride_SM
         slot_SM += swaps_S["slot"][:, None] * stride_SM
-        kept = self._staging, self._table
-        gathered = RowCopies(main_SM, staged_SM, size_SM, kept)
+        to_slots = self._to_slots(swaps_S, staged_SM, slot_SM, size_SM)
+        gathered = RowCopies(main_SM, staged_SM, size_SM, (self._staging, self._table))
         self._copier.start(gathered)
-        self._pending = swaps_S, RowCopies(staged_SM, slot_SM, size_SM, kept)
+        self._pending = swaps_S, to_slots
         return gathered.num_bytes
+
+    def _to_slots(
+        self, swaps_S: np.ndarray, staged_SM: np.ndarray, slot_SM: np.ndarray, size_SM: np.ndarray
+    ) -> RowCopies:
+        """The copies from staging to the slots, and those of the table's numbers that change."""
+        layer_S, unit = swaps_S["layer"], 4
+        number_S2 = np.empty((len(swaps_S), 2), np.int32)  # of who comes, and of who goes
+        number_S2[:, 0] = swaps_S["slot"]
+        number_S2[:, 1] = swaps_S["out"] + self.residency.num_slots_L[layer_S]
+        at_S2 = number_S2.ctypes.data + unit * np.arange(number_S2.size).reshape(-1, 2)
+        neuron_S2 = np.stack([swaps_S["in"], swaps_S["out"]], axis=1)
+        table_S2 = self._table_L[layer_S][:, None] + unit * neuron_S2.astype(np.int64)
+        return RowCopies(
+            np.concatenate([staged_SM, at_S2], axis=1),
+            np.concatenate([slot_SM, table_S2], axis=1),
+            np.concatenate([size_SM, np.full_like(table_S2, unit)], axis=1),
+            (self._staging, number_S2, self._table, self._row_LF),
+        )
 
     def finish(self) -> None:
         assert self._pending is not None
@@ -63,10 +84,6 @@ class JoinedSlots:
         (swaps_S, to_slots), self._pending = self._pending, None
         self.residency.swap(swaps_S)
         to_slots.run()
-        for layer, slot, comes, goes in swaps_S[["layer", "slot", "in", "out"]].tolist():
-            row_F = self._row_LF[layer]
-            row_F[goes] = self.residency.num_slots_L[layer] + goes
-            row_F[comes] = slot
 
     def check(self) -> None:
         """Raises AssertionError unless all tables agree."""
