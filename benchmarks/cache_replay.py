@@ -88,7 +88,10 @@ def profiled(
     """(model, profile) after profiling the text, with the thresholds and predictors found."""
     profile, model = folder / "profile.safetensors", folder / "model.gguf"
     base = folder / "base.gguf"
-    sparkinfer("convert", source, "-o", base, "--outtype", "q8_0", "--force")
+    if source.suffix == ".gguf":
+        base = source
+    else:
+        sparkinfer("convert", source, "-o", base, "--outtype", "q8_0", "--force")
     options = ["--target-sparsity", sparsity] if sparsity else []
     options += ["--train-predictors", folder] if is_predicted else []
     sparkinfer(

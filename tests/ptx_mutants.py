@@ -181,7 +181,9 @@ def without_each_barrier(kernel: str, case: str) -> list[Mutant]:
     CASES[case](probe.kernels)
     text = next(text for name, text in seen if name == kernel)
     count = len(re.findall(r"bar\.sync\s+0;", text))
-    base = Mutant(what="", place=kernel, old=r"bar\.sync\s+0;", new="", case=case, found_by="DataRace")
+    base = Mutant(
+        what="", place=kernel, old=r"bar\.sync\s+0;", new="", case=case, found_by="DataRace"
+    )
     return [replace(base, what=f"barrier {at} removed", at=at) for at in range(count)]
 
 

@@ -215,7 +215,9 @@ def test_plans_and_profiles_still_load(tmp_path, model):
     split.save(tmp_path / "s.gguf")
     again = Split.load(tmp_path / "s.gguf")
     assert (again.objective_s, again.gpu_bytes) == (split.objective_s, split.gpu_bytes)
-    with pytest.raises(SparkinferError, match=r"s\.gguf: is a split file; give the model .*--split"):
+    with pytest.raises(
+        SparkinferError, match=r"s\.gguf: is a split file; give the model .*--split"
+    ):
         ModelFile.load(tmp_path / "s.gguf")
     make_profile(model).save(tmp_path / "p")
     assert Profile.load(tmp_path / "p").corpora == make_profile(model).corpora

@@ -75,7 +75,7 @@ def test_decisions_are_those_of_the_definition(seed):
     assert report.seconds == pytest.approx(reference.cached_s)
     assert report.planned_seconds == pytest.approx(reference.planned_s)
     assert (report.num_starts, report.num_swaps) == (reference.num_starts, reference.num_swaps)
-    assert report.hit_rate == pytest.approx(reference.hits / reference.read)
+    assert report.hit_rate == pytest.approx(reference.hits / max(1, reference.read))
     np.testing.assert_allclose(reference.score_LF, exact.score_LF, atol=2e-6)
     for layer, ids in enumerate(reference.slots):
         assert policy.resident(layer).tolist() == ids

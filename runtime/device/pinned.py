@@ -11,7 +11,9 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import format_bytes
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
-_refused: list[str] = []  # why, if a check of this process's devices found that nothing can be pinned
+_refused: list[
+    str
+] = []  # why, if a check of this process's devices found that nothing can be pinned
 
 
 def refuse(why: str) -> None:

@@ -84,8 +84,9 @@ class ReferencePolicy:
         for layer, slots in enumerate(self.slots):
             ids = set(np.flatnonzero(is_read_LF[layer]).tolist())
             hits, planned_hits = len(ids & set(slots)), len(ids & self.planned[layer])
-            self.read, self.hits = self.read + len(ids), self.hits + hits
-            self.planned_hits += planned_hits
+            if 0 < len(slots) < len(is_read_LF[layer]):  # elsewhere nothing can change
+                self.read, self.hits = self.read + len(ids), self.hits + hits
+                self.planned_hits += planned_hits
             hot = costs.hot_s_L[layer] + hits * costs.hot_row_s_L[layer]
             cold = costs.cold_s_L[layer] + (len(ids) - hits) * costs.cold_row_s_L[layer]
             share = self.cold_share_L[layer]

@@ -59,7 +59,8 @@ void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
             hits += __builtin_popcount(word & layer.resident[w]);
             planned_hits += __builtin_popcount(word & layer.planned[w]);
         }
-        layer.read += read, layer.hits += hits, layer.planned_hits += planned_hits;
+        if (0 < layer.num_slots && layer.num_slots < c.num_neurons)  // elsewhere nothing can change
+            layer.read += read, layer.hits += hits, layer.planned_hits += planned_hits;
         const double hot = layer.hot_s + hits * layer.hot_row_s;
         const double cold = layer.cold_s + (read - hits) * layer.cold_row_s;
         layer.cold_share = recent * layer.cold_share + (1.0 - recent) * (cold > hot ? 1.0 : 0.0);

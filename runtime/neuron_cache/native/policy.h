@@ -16,7 +16,8 @@ struct CacheLayer {
     double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/sparkinfer/neuron_cache.py
     double copy_row_s, gather_row_s;
     double cold_share;  // moving average: the share of steps whose cold neurons take longest
-    int64_t read, hits, planned_hits;  // neurons of all steps so far: read, in slots, in slots by plan
+    // Neurons of all steps so far: read, in slots, in slots by plan. 0 where all have slots or none has.
+    int64_t read, hits, planned_hits;
 };
 
 struct CacheSwap {
