@@ -67,7 +67,7 @@ class CacheOptions:
         """Parses "on" for the defaults, or e.g. "decay=0.995,margin=0.05"."""
         if text == DEFAULT:
             return cls()
-        types = {field.name: type(field.default) for field in fields(cls)}
+        types: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
         found: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.partition("=")

@@ -29,11 +29,11 @@ def torch(found: Result) -> list[Finding]:
     if not done["is_right"]:
         return [wrong("torch", f"{done['version']} multiplies wrongly", "install torch again")]
     cuda = f"for CUDA {done['cuda']}" if done["cuda"] else "for the CPU"
-    found = [ok("torch", f"{done['version']}, {cuda}")]
+    findings = [ok("torch", f"{done['version']}, {cuda}")]
     if done["runtime_error"]:
         why = f"the C++ library is not this version's: {done['runtime_error'][:MOST_LETTERS]}"
-        found.append(wrong("runtime", why, REBUILD))
-    return found
+        findings.append(wrong("runtime", why, REBUILD))
+    return findings
 
 
 def driver(found: Result, torch_found: Result) -> list[Finding]:
