@@ -6,7 +6,7 @@ from typing import Literal
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_quality import MAX_LOSS
-from sparkinfer.neuron_cache import CacheOptions
+from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.runtime.model.feed_forward import Mode
 
 MOST_TOKENS = 1 << 24  # per test: above any context
@@ -47,7 +47,7 @@ class BenchConfig:
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
-    neuron_cache: CacheOptions | None = None
+    neuron_cache: CacheOptions | Off | None = None  # None: as the plan has it
     text: Path | None = None  # source of tokens; None draws them at random from `seed`
     seed: int = 0
     compare: Path | None = None  # a Python that has llama_cpp, or a llama-bench

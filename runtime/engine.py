@@ -29,7 +29,7 @@ from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.mode_choice import mode_meant
 from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import CacheOptions
+from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.runtime.check.device_check import DeviceLost, checked
 from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
 from sparkinfer.runtime.engine_options import (
@@ -59,7 +59,7 @@ from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.loader import Layer, Weights, limited, load_weights
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.neuron_cache.setup import CacheSetup, slot_bytes
+from sparkinfer.runtime.neuron_cache.setup import CacheSetup, setup_of, slot_bytes
 from sparkinfer.runtime.step.batch import rows_of
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
@@ -109,7 +109,7 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
         kv_offload: str | None = None,
-        neuron_cache: CacheOptions | CacheSetup | None = None,
+        neuron_cache: CacheOptions | CacheSetup | Off | None = None,
     ) -> "Engine":
         """Loads a model file, with or without a plan.
 
@@ -134,7 +134,8 @@ class Engine(TextEngine):
         the CPU only.
 
         neuron_cache: lets the neurons in the slots of the fast memory follow the text, as its
-        settings say; at first they are the hot neurons of the plan, which must have room for it.
+        settings say; at first they are the hot neurons of the plan, which must have room for it. None
+        lets them follow if the plan has room and the mode is the plan's, "off" never.
 
         A GPU is checked at its first load (runtime.check); what fails is replaced by something
         slower, and a line on stderr says so.
@@ -183,7 +184,7 @@ class Engine(TextEngine):
         cache_type_k: str | None = None,
         cache_type_v: str | None = None,
         kv_offload: str | None = None,
-        neuron_cache: CacheOptions | CacheSetup | None = None,
+        neuron_cache: CacheOptions | CacheSetup | Off | None = None,
     ) -> "Engine":
         """Does what `load` does, for a model that is already open or not in a file at all."""
         rest = (
@@ -213,7 +214,7 @@ class Engine(TextEngine):
         cache_type_k: str | None,
         cache_type_v: str | None,
         kv_offload: str | None,
-        neuron_cache: CacheOptions | CacheSetup | None,
+        neuron_cache: CacheOptions | CacheSetup | Off | None,
     ) -> "Engine":
         """Raises DeviceLost if a GPU fails its check and does not answer any more."""
         began = time.perf_counter()
@@ -238,16 +239,14 @@ class Engine(TextEngine):
             file.row_major, plan, context_length, gpu, cpu_ffn=cpu_ffn, num_sequences=num_sequences,
             cache_types=cache_types,
         )  # fmt: skip
-        if isinstance(neuron_cache, CacheOptions):
-            neuron_cache = CacheSetup.of(neuron_cache, plan)
-        resident_LN = None
-        if neuron_cache is not None:
-            resident_LN = neuron_cache.resident(file.row_major, plan, gpu)
+        resident_LN, setup = None, setup_of(neuron_cache, plan, mode)
+        if setup is not None:
+            resident_LN = setup.resident(file.row_major, plan, gpu)
             if plan is None or plan.cache is None:
                 bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(file.row_major, resident_LN)
         residence = residence_of(file, is_resident, bytes_by_role, gpu)
-        if neuron_cache is not None:
-            neuron_cache.check(file.row_major, plan, mode, is_resident=residence is not None)
+        if setup is not None:
+            setup.check(file.row_major, plan, mode, is_resident=residence is not None)
         observers, traffic = Observers(), Traffic()
         memories = memories_of(
             file, plan, placement, bytes_by_role, context_length, notice,
@@ -271,8 +270,8 @@ class Engine(TextEngine):
         step_by = partial(decode_step, placement=placement, input_layer_offset=offset,
                           traffic=traffic)  # fmt: skip
         cache = None
-        if neuron_cache is not None and resident_LN is not None:
-            cache = neuron_cache.cache(weights, resident_LN, is_joined=gpu.type == "cpu")
+        if setup is not None and resident_LN is not None:
+            cache = setup.cache(weights, resident_LN, is_joined=gpu.type == "cpu")
         backend = None
         if check is not None:
             plain = Decoder(weights=weights, input_layer_offset=offset, observers=Observers(),

@@ -21,7 +21,8 @@ takes that side's expected seconds over its expected rows.
 
 A copied neuron takes all of its bytes over the rate of the link (pinned memory); a step's copy takes
 `Gpu.copy_latency_s` besides. Gathering reads and writes all of its bytes, at the rate at which the
-fewest measured threads read memory, since one thread gathers.
+fewest measured threads read memory, since one thread gathers; SWAP_S is added for the host's work on
+each swap that does not depend on bytes.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -43,6 +44,9 @@ from sparkinfer.solver.problem import (
     overfetch,
 )
 from sparkinfer.split_file import PlanMode
+
+# Lists and tables of a swap, on the host: half of what it took on two busy cores with 47 swaps a step.
+SWAP_S = 5e-6
 
 
 def expected_reads(model: ModelFile, profile: Profile, mode: PlanMode) -> np.ndarray:
@@ -84,7 +88,7 @@ def cache_costs(
         cold_s_L=np.array([side.cold_s for side in sides]),
         cold_row_s_L=np.array([side.cold_row_s for side in sides]),
         copy_row_s_L=copied_L * link_s,
-        gather_row_s_L=copied_L * gather_s,
+        gather_row_s_L=copied_L * gather_s + SWAP_S * is_cached_L,
         rest_s=_rest_seconds(problem, placement, is_cached_L),
         copy_s=gpu.copy_latency_s.best,
     )

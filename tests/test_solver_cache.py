@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import make_machine, make_model, make_profile, make_shape
+from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
 from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
 
@@ -317,3 +317,24 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
 def cached_ids(hot):
     """The neurons in slots, for layers with neurons on both sides."""
     return [ids if 0 < len(ids) < 96 else ids[:0] for ids in hot]
+
+
+def test_a_plans_cache_is_used_unless_it_is_turned_off(tmp_path):
+    """The engine follows the plan: in its mode with a cache, in another mode or by request without."""
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(num_layers=3, vocab_size=vocab_size)
+    model = make_model(shape=shape, kind="f16", predictor_rank=8, extra_keys=keys)
+    model.save(tmp_path / "m.gguf")
+    make_profile(model).save(tmp_path / "p")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
+        tmp_path / "c"
+    )
+    solved(tmp_path, tmp_path / "s.gguf")
+    for options, has_cache in (
+        ({}, True),
+        ({"neuron_cache": CacheOptions(decay=0.5)}, True),
+        ({"neuron_cache": "off"}, False),
+        ({"mode": "dense"}, False),
+    ):
+        with Engine.load(tmp_path / "m.gguf", split=tmp_path / "s.gguf", **options) as engine:
+            assert (engine.neuron_cache is not None) == has_cache

@@ -9,7 +9,7 @@ import torch
 from sparkinfer.budget import layer_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import CacheOptions
+from sparkinfer.neuron_cache import OFF, CacheOptions, Off
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.loader import Weights
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache, Policy
@@ -125,13 +125,26 @@ class CacheSetup:
             )
         if not is_resident:
             why = (
-                "the weights stay in the file; leave is_resident out, or free some memory"
+                "the weights stay in the file; leave is_resident out, or free some memory, or turn the"
+                " cache off (--neuron-cache off)"
                 if library.is_available()
                 else "the C++ kernels are not built; run make build"
             )
             raise SparkinferError(
                 f"{model.path}: the neuron cache keeps weights in memory, and {why}"
             )
+
+
+def setup_of(
+    asked: CacheOptions | CacheSetup | Off | None, plan: Split | None, mode: str
+) -> CacheSetup | None:
+    """The setup asked for. Unless something is asked for, a plan's cache is used in the plan's mode."""
+    if asked is None and plan is not None and plan.cache is not None and mode == plan.mode:
+        return CacheSetup.of(CacheOptions(), plan)
+    if asked is None or asked == OFF:
+        return None
+    assert not isinstance(asked, str)
+    return CacheSetup.of(asked, plan) if isinstance(asked, CacheOptions) else asked
 
 
 def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:

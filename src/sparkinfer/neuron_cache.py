@@ -12,13 +12,15 @@ Letters: L layers."""
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
 from sparkinfer.errors import SparkinferError
 
 DEFAULT = "on"
+Off = Literal["off"]
+OFF: Off = "off"
 
 
 @dataclass(frozen=True, kw_only=True)

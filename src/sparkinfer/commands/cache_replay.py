@@ -42,12 +42,13 @@ def run_replay(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
     from sparkinfer.progress import progress
 
     plot: Path | None = options["cache_plot"]
+    given = options["neuron_cache"]
     config = ReplayConfig(
         model=options["model"],
         split=options["split"],
         text=options["text"],
         num_tokens=options["cache_tokens"],
-        options=options["neuron_cache"] or CacheOptions(),
+        options=given if isinstance(given, CacheOptions) else CacheOptions(),
     )
     if plot is not None:
         from sparkinfer.bench.cache_replay.plot import plot_replay
