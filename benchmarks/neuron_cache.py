@@ -34,7 +34,7 @@ from sparkinfer.budget import layer_bytes
 from sparkinfer.files import partial_file
 from sparkinfer.json_file import read_text
 from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import CacheCosts, CacheOptions
+from sparkinfer.neuron_cache import OFF, CacheCosts, CacheOptions
 from sparkinfer.runtime.neuron_cache.cycle import SWAP, Policy
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 from sparkinfer.runtime.neuron_cache.residency import Residency
@@ -82,7 +82,7 @@ class EveryMiss(Never):
 
 
 def load(model: Path, plan: Path, setup: CacheSetup | None) -> Engine:
-    return Engine.load(model, plan, device="cpu", neuron_cache=setup)
+    return Engine.load(model, plan, device="cpu", neuron_cache=setup or OFF)
 
 
 def setup_of(policy: Any, copy_bytes_per_s: float | None = None) -> CacheSetup:

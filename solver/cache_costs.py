@@ -45,8 +45,8 @@ from sparkinfer.solver.problem import (
 )
 from sparkinfer.split_file import PlanMode
 
-# Lists and tables of a swap, on the host: half of what it took on two busy cores with 47 swaps a step.
-SWAP_S = 5e-6
+# Lists and tables of a swap, on the host: measured on two busy cores, 47 swaps a step.
+SWAP_S = 1e-5
 
 
 def expected_reads(model: ModelFile, profile: Profile, mode: PlanMode) -> np.ndarray:
