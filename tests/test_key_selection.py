@@ -342,7 +342,7 @@ def test_bytes_are_those_announced(path, rule, num_sequences):
         ("candidates=65", "0 to 64"),
         ("summary=median", "known: mean, bounds"),
         ("positions=far", "known: original, capped"),
-        ("positions=capped", "more than the 320 that the model has"),
+        ("positions=capped", "but the model's context is 320"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(path, text, words):
