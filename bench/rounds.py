@@ -1,4 +1,4 @@
-"""Runs all tests in turns, round by round, so that what slows a round slows both sides alike."""
+"""Runs all tests in turn, round by round, so that what slows a round slows both sides alike."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,15 +1,16 @@
-"""Judges the neuron cache's policy by replays: other texts than the plan's profile, three budgets, three
-links and two CPUs, against four policies and a bound in seconds.
+"""Compares the neuron cache's policy with four others and with a lower bound on the time.
+
+It replays texts other than the profiled one, for three budgets, three links and two CPUs.
 
     python benchmarks/cache_replay.py NAME=MODEL ... --profile-text CODE --text NAME=FILE ...
         [--sparsity NAME=0.5] [--predicted NAME] [--tokens 1500]
 
-For each model: profile the first text, which also sets the thresholds if a sparsity is given; then,
+For each model: profile the text CODE, which also sets the thresholds if a sparsity is given; then,
 for each CPU, solve for budgets that hold 10, 25 and 50 % of the neurons besides the dense part; then
 replay each text. The machines are scaled to a model of 7 B parameters: rates are divided by the ratio of
 its layers' size to this model's, so that a layer takes as long as in the large model, while fixed times
 (launches, round trips) stay. The neurons that are read are those that fire in the model on the text, or
-with --predicted those that its predictors name."""
+with --predicted those that its predictors select."""
 
 import argparse
 import json
@@ -225,8 +226,8 @@ def main() -> None:
                 results.append(result)
                 print(
                     name, *known.values(), {k: round(v, 3) for k, v in result["ms"].items()},
-                    f"bound {result['bound_ms']:.3f}, {result['share_of_bound']:.2f} of the way,"
-                    f" {result['of_best_rival']:.3f} of {result['best_rival']}", flush=True,
+                    f"bound {result['bound_ms']:.3f}, {result['share_of_bound']:.2f} of the way from static"
+                    f" to it, {result['of_best_rival']:.3f} of the time of {result['best_rival']}", flush=True,
                 )  # fmt: skip
         write(options, sparsity, results)
 

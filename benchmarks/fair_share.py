@@ -1,10 +1,11 @@
-"""Times commands beside processes that keep every core busy, against the same commands alone.
+"""Times commands alongside processes that keep every core busy, and the same commands alone.
 
     python benchmarks/fair_share.py MODEL CORPUS [--rounds 5]
 
-Rounds alternate: alone, then beside one endless loop per core. With as many other processes as
-cores, a fair share of the processor is a half, so twice the time is unavoidable; the bound is three
-times. Threads that wait for each other by spinning take ten times and more."""
+Each round runs them alone, then alongside one endless loop per physical core. With as many other
+processes as cores, a fair share of the processor is a half, so twice the time is unavoidable; the
+bound is three times as long. Threads that wait for each other by spinning take ten times as long or
+more."""
 
 import argparse
 import json
@@ -40,7 +41,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def seconds(model: Path, corpus: Path, prompt: Path) -> dict[str, float]:
-    """Seconds of an eval, of a prompt, and from the start of the command to the first token."""
+    """Seconds of an eval, of a prefill, and of the whole command that generates one token."""
     began = time.perf_counter()
     run("eval", model, "--corpus", corpus, "--tokens", EVAL_TOKENS, "--json")
     evaluated = time.perf_counter()

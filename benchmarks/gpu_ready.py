@@ -1,5 +1,6 @@
-"""Prints in one line why the GPU checks cannot run here, and exits with 1; prints nothing if they
-can.
+"""Tells whether the GPU checks can run here.
+
+If they cannot, prints the reason in one line and exits with 1; if they can, prints nothing.
 
     python gpu_ready.py [--packages torch,triton] [--needs-kernels] [--without-device]
 
@@ -16,8 +17,10 @@ PACKAGES = ",".join(("torch", "triton", *sorted(OURS)))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--packages", default=PACKAGES, help="which this Python must have")
-    parser.add_argument("--needs-kernels", action="store_true", help="our C++ must be built")
+    parser.add_argument("--packages", default=PACKAGES, help="packages that this Python must have")
+    parser.add_argument(
+        "--needs-kernels", action="store_true", help="the C++ kernels must be built"
+    )
     parser.add_argument("--without-device", action="store_true", help="a CPU will do")
     arguments = parser.parse_args()
     found = reason(
@@ -30,7 +33,7 @@ def main() -> None:
 
 
 def reason(packages: list[str], *, needs_kernels: bool, needs_device: bool) -> str | None:
-    """Why not; None if nothing is missing."""
+    """Why the GPU checks cannot run here; None if they can."""
     if find_spec("torch") is None:
         return f"{sys.executable} has no torch; name the Python that has it: PYTHON=..."
     torch = importlib.import_module("torch")
@@ -39,12 +42,14 @@ def reason(packages: list[str], *, needs_kernels: bool, needs_device: bool) -> s
         what = (
             f"torch {torch.__version__} built for CUDA {build}" if build else "a torch without CUDA"
         )
-        return f"no CUDA device ({what}); these checks need one and do not run without"
+        return f"no CUDA device ({what}); these checks cannot run without one"
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         ours = set(missing) <= OURS
         remedy = (
-            "run benchmarks/gpu_setup.sh" if ours else "give it that, or name another: PYTHON=..."
+            "run benchmarks/gpu_setup.sh"
+            if ours
+            else "install it, or name another Python: PYTHON=..."
         )
         return f"{sys.executable} has no {', '.join(missing)}; {remedy}"
     if needs_kernels:

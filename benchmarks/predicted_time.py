@@ -44,7 +44,7 @@ SIZES = {
     "1100m": Shape(num_layers=22),
 }
 CONTEXT = 256
-STEPS = 4  # per round
+STEPS = 4  # per repetition
 TOLERANCE = 0.15
 RESULTS = Path(__file__).parent / "results"
 
@@ -72,7 +72,11 @@ class Row:
 )
 @click.option("--outtype", default="f16", show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Rounds of calibration and decoding.")
-@click.option("--processor-time", is_flag=True, help="Count processor time; run it on one core.")
+@click.option(
+    "--processor-time",
+    is_flag=True,
+    help="Count processor, not elapsed, time; run this on one core.",
+)
 @click.option("--sizes", multiple=True, default=tuple(SIZES), show_default=True)
 def main(
     scratch: Path | None, outtype: str, rounds: int, processor_time: bool, sizes: tuple[str, ...]
@@ -102,7 +106,7 @@ def run(folder: Path, outtype: str, rounds: int, sizes: tuple[str, ...]) -> dict
         machines.append(calibrate(CalibrateConfig(output=path, force=True), note))
         for size, (model, _) in models.items():
             seconds[size] += decode(model)
-            note(f"{size}: {1e3 * min(seconds[size]):.1f} ms at best so far")
+            note(f"{size}: best so far {1e3 * min(seconds[size]):.1f} ms")
     best = best_of(machines)
     best.save(folder / "machine.json")
     rows = [row(folder, size, models[size], seconds[size]) for size in sizes]
@@ -171,7 +175,7 @@ def counted(path: Path) -> Profile:
 
 
 def decode(model: Path) -> list[float]:
-    """Seconds per token of several rounds, at the middle of the context."""
+    """Seconds per token, in the middle of the context, of each of 12 repetitions."""
     start = CONTEXT // 2 - STEPS // 2
     with Engine.load(model, mode="exact", device="cpu", context_length=CONTEXT) as engine:
         engine.decode_seconds(steps=STEPS, start=start)

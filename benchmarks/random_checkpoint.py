@@ -1,8 +1,8 @@
-"""Writes a Llama checkpoint of a given shape with random weights, for benchmarks: it answers
+"""Writes a Llama checkpoint of a given shape with random weights, for benchmarks: its answers are
 nonsense.
 
 Its tokenizer is of a kind that llama.cpp's converter accepts: SentencePiece's BPE with byte
-fallback, made of letters joined in twos and threes.
+fallback, whose tokens are one to three letters or digits.
 
     python random_checkpoint.py FOLDER NUM_LAYERS"""
 
@@ -33,7 +33,8 @@ class Shape:
 
 
 def make_checkpoint(folder: Path, shape: Shape, layers_a_file: int = 8) -> None:
-    """Writes bf16 weights (normal, 0.02) in shards, config.json and a tokenizer."""
+    """Writes bf16 weights in shards (matrices normal with standard deviation 0.02, norms 1),
+    config.json and a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
     write_tokenizer(folder, shape.vocab_size)

@@ -1,11 +1,14 @@
-"""Sends thousands of requests that no honest client sends: each must get the right 4xx or be
-disconnected, none a 5xx; the server must survive, answer an honest request as before, and not grow.
+"""Sends a server thousands of requests that no honest client sends, and checks that it survives.
+
+Each must be answered with a status that is correct for it, never a 5xx, or be disconnected where
+that is correct; afterwards the server must answer an honest request as before, and its memory must
+not have grown.
 
     python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
 Bodies that are not JSON, values of wrong types and sizes, deep nesting, lone surrogates, NaN,
-numbers without end; heads that are too long or contradict themselves; wrong methods, paths that
-climb; clients that send slowly, half, or hang up. Every kind lists its correct statuses; half of
+numbers of thousands of digits; heads that are too long or contradict themselves; wrong methods;
+paths that climb out of the folder; clients that send slowly, stop halfway, or hang up. Every kind lists its correct statuses; half of
 the requests are an honest one with a random part replaced, for which 200 and 400 are correct."""
 
 import argparse
@@ -73,13 +76,13 @@ JUNK: tuple[Any, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`data` goes over the wire; then the sending half is closed, or nothing comes for a while."""
+    """`data` is sent; then the client closes its sending half, hangs up, or waits for an answer."""
 
     name: str
     data: bytes
     right: frozenset[int]
     closes_half: bool = False
-    pieces: int = 1  # number of pieces the data comes in, with pauses
+    pieces: int = 1  # number of pieces the data is sent in, with pauses
     hangs_up: bool = False  # without waiting for an answer
 
 
@@ -138,7 +141,7 @@ async def _after(server: ServerProcess, before: object) -> list[str]:
 
 
 async def _try(server: ServerProcess, case: Case) -> int:
-    """The status of the answer; -1 if there is neither an answer nor an end."""
+    """The status of the answer; HUNG_UP if the connection closed, -1 if nothing happened."""
     try:
         async with asyncio.timeout(HANG_S), connected(server.port) as (reader, writer):
             size = -(-len(case.data) // case.pieces)
@@ -168,7 +171,7 @@ def _case(draw: random.Random) -> Case:
 
 
 def replaced(draw: random.Random) -> Case:
-    """An honest body with one or two values replaced, at any depth, or with one extra field."""
+    """An honest body with one or two values replaced or added, at any depth."""
     path = draw.choice((CHAT, *HONEST_BY_PATH))
     body = copy.deepcopy(HONEST_BY_PATH[path])
     for _ in range(draw.randint(1, 2)):
@@ -318,7 +321,7 @@ def wrong_host(draw: random.Random) -> Case:
 
 
 def unfinished(draw: random.Random) -> Case:
-    """Stops in the middle of the head or the body, and waits, or closes its half."""
+    """Stops in the middle of the head or the body, and waits, or closes its sending half."""
     whole = request_bytes(_path(draw), HONEST)
     data = whole[: draw.randrange(1, len(whole))]
     right = frozenset({400, 408, HUNG_UP})

@@ -22,7 +22,8 @@ from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.split_file import Split
 from sparkinfer.system_memory import free_memory_bytes
 
-# The share of free memory for weights; the rest is left to the page cache, which loading uses.
+# The share of free memory that the CPU's side may take: weights, cache and workspace. The rest is
+# left to the page cache, which loading uses.
 FREE_SHARE = 0.9
 MAX_SEQUENCES = 1024
 Notice = Callable[[str], None]
@@ -43,7 +44,7 @@ def residence_of(
     wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
     if is_resident is None and wanted > FREE_SHARE * free:
         print(
-            f"{model.path}: {wanted / 2**30:.1f} GiB on the CPU and {free / 2**30:.1f} GiB of memory"
+            f"{model.path}: the CPU needs {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are"
             " free: the weights stay in the file, where reading them is slower",
             file=sys.stderr,
         )
@@ -70,7 +71,10 @@ def mode_of(
         if plan is not None and plan.mode != choice.mode:
             line = loss_line(model, plan.mode, max_loss)
         elif plan is not None and line is not None:
-            line += f"; the plan is for mode {plan.mode}: run sparkinfer solve again with either"
+            line += (
+                f"; the plan is for mode {plan.mode}: for another mode, run sparkinfer solve again with"
+                " --mode or --max-loss"
+            )
         found = choice.mode if plan is None else plan.mode
     else:
         line, found = loss_line(model, mode, max_loss), mode
@@ -153,14 +157,15 @@ def gpus_of(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
     start, wanted = first.index or 0, len(plan.budgets)
     if start + wanted > torch.cuda.device_count():
         raise SparkinferError(
-            f"the plan is for {wanted} GPUs, and from {first} on there are"
-            f" {torch.cuda.device_count() - start}; run sparkinfer solve with a budget for each"
+            f"the plan is for {wanted} GPUs, but the number of GPUs from {first} on is"
+            f" {torch.cuda.device_count() - start}; run sparkinfer solve with one budget per GPU"
         )
     return tuple(torch.device("cuda", start + number) for number in range(wanted))
 
 
 def device_of(device: str | None) -> torch.device:
-    """The device asked for; None takes CUDA if there is one. Raises SparkinferError."""
+    """The device asked for; None takes a CUDA device if there is one. Raises SparkinferError for an
+    unknown or missing device."""
     if device is None:
         return device_of("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -198,7 +203,7 @@ def context_of(
     if selection is not None and selection.is_capped:
         longest = MOST
     if not 1 <= asked <= longest:
-        raise SparkinferError(f"context of {asked} asked for, the model has up to {longest}")
+        raise SparkinferError(f"context of {asked} asked for, but the model has up to {longest}")
     return asked
 
 

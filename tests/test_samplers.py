@@ -90,7 +90,7 @@ def test_a_sampler_is_its_formula(name):
         tokens = random_tokens(draw)
         given = settings(name, draw, tokens)
         if name in ("typical", "mirostat_1") and len({x for _, x in tokens}) < len(tokens):
-            continue  # their formulas leave open which of equals comes first
+            continue  # their formulas leave the order of equal logits open
         want = reference(tokens, *given)
         check(ours(candidates_of(tokens, is_sorted=number % 2 == 1), *given), want)
         num_narrowed += softmax(want) != softmax(tokens)
@@ -99,7 +99,8 @@ def test_a_sampler_is_its_formula(name):
 
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_a_threshold_that_is_met_exactly(is_sorted):
-    """Top-p stops where it is reached, typical-p where it is passed; min-p keeps tokens at it."""
+    """Top-p stops when the sum reaches its threshold, typical-p when it exceeds it; min-p keeps
+    tokens at its threshold."""
     four = candidates_of([(i, 0.0) for i in range(4)], is_sorted=is_sorted)
     assert samplers.top_p(four, 0.5).ids_A.tolist() == [0, 1]
     assert samplers.typical_p(four, 0.5).ids_A.tolist() == [0, 1, 2]
@@ -134,8 +135,8 @@ def test_the_largest_of_many(size, kind):
         assert (largest(values, count) == want).all()
 
 
-def test_long_tails_are_looked_at_piece_by_piece():
-    """More candidates than the first slice: the same result as from sorting all."""
+def test_long_tails_are_sorted_piece_by_piece():
+    """With more candidates than the first slice has, the result is the same as from sorting all."""
     draw = np.random.default_rng(0)
     tokens = [(i, float(x)) for i, x in enumerate(draw.normal(size=9000))]
     for p in (0.2, 0.9, 0.999999):

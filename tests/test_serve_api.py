@@ -1,4 +1,4 @@
-"""The server as its clients see it: a process with a small random model, asked over HTTP."""
+"""The server as its clients see it: a process with a small random model, queried over HTTP."""
 
 import http.client
 import json
@@ -42,7 +42,7 @@ def client(served):
 
 
 def alone(engine, prompt, max_tokens=20, stops=(), **sampling):
-    """The engine's output for a text by itself."""
+    """The engine's output for a text that runs alone."""
     ids = prompt if isinstance(prompt, list) else engine.codec.encode_rendered(prompt)
     options = GenerationOptions(max_tokens=max_tokens, stops=stops)
     tokens = engine.generate(ids, sampling=SamplingOptions(**sampling), options=options)
@@ -53,7 +53,7 @@ def text_of(answer, index=0):
     return answer["choices"][index]["message"]["content"]
 
 
-def test_what_is_told_at_the_start(served):
+def test_what_is_reported_at_the_start(served):
     assert served.start["model"] == "tiny" and served.start["context"] == CONTEXT
     assert any("for 7 texts of 256 tokens (4 at a time, 3 kept)" in line for line in served.log)
 
@@ -93,7 +93,7 @@ def test_a_stream_says_the_same(served):
     assert len({part["id"] for part in chunks}) == 1
 
 
-def test_choices_have_the_seeds_after_one_another(served, engine):
+def test_choices_have_consecutive_seeds(served, engine):
     answer = served.chat(max_tokens=12, seed=5, n=3, temperature=1.2)
     texts = [text_of(answer, index) for index in range(3)]
     prompt = "user: Hello\nassistant: "
@@ -236,7 +236,7 @@ def test_an_answer_to_a_tool_call_is_rendered(served):
     assert (status, answer["prompt"]) == (200, "user: Hello\nassistant: \n7tool: 42\nassistant: ")
 
 
-def test_reasoning_is_told_apart(served):
+def test_reasoning_is_separated_from_the_answer(served):
     grammar = {"grammar": 'root ::= "<think>hm</think>ok"', "max_tokens": 50}
     message = served.chat(**grammar)["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "ok")
@@ -373,8 +373,8 @@ def test_the_context_bounds_prompt_and_answer(served):
     assert answer["usage"]["completion_tokens"] in (3, 4)
 
 
-def test_requests_together_are_what_they_are_alone(served, engine):
-    """Twelve clients, four texts at a time: streams, whole answers, and some that go away."""
+def test_concurrent_requests_get_the_same_text_as_alone(served, engine):
+    """Twelve clients, four texts at a time: streams, whole answers, and clients that disconnect."""
     chance = random.Random(4)
     stem = [chance.randrange(1, 4096) for _ in range(100)]
     failures, checked = [], []
@@ -432,7 +432,7 @@ def test_a_client_that_goes_away_ends_its_text(served, is_stream):
     served.until(lambda: served.metric("sparkinfer_running") == 0)
 
 
-def test_cached_tokens_are_told(served):
+def test_cached_tokens_are_reported(served):
     ids = list(range(900, 1000))
     first = served.ask("/v1/completions", {"prompt": [*ids, 1], "max_tokens": 1})[1]
     second = served.ask("/v1/completions", {"prompt": [*ids, 2], "max_tokens": 1})[1]

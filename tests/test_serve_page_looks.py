@@ -1,8 +1,8 @@
-"""How the page of `sparkinfer serve` looks, and whether everybody can use it: colours, a phone's
-width, axe-core, pictures.
+"""Looks and accessibility of the page of `sparkinfer serve`: colours, a phone's width, axe-core,
+screenshots.
 
-`python tests/test_serve_page_looks.py docs/images ADDRESS` takes the pictures for the docs, from a
-server at ADDRESS. axe-core: `npm pack axe-core` and unpack it in build/axe."""
+`python tests/test_serve_page_looks.py docs/images ADDRESS` takes the screenshots for the docs, from
+a server at ADDRESS. For axe-core, run `npm pack axe-core` and unpack the package in build/axe."""
 
 import re
 import sys
@@ -93,7 +93,7 @@ def test_axe_finds_nothing(browser, serve):
     browser.resize(390, 844, is_phone=True)
     browser.click("#menu")
     found += audit(browser, "phone, list")
-    # The audit finds a button without a name.
+    # The audit can fail: it finds a button without a name.
     browser.run("document.getElementById('new').replaceChildren()")
     assert any("button-name" in line for line in audit(browser, "broken"))
     assert not found
@@ -145,7 +145,7 @@ SCRIPTED = "**Two** things:\n\n1. one\n2. two\n\n```python\nprint(1)\n```\n\n| a
 
 
 def take_pictures(folder: Path, browser: Browser, address: str) -> list[Path]:
-    """The page with a conversation: light, dark and on a phone."""
+    """Takes screenshots of the page with a conversation: light, dark and on a phone."""
     browser.open(address)
     browser.prefer(prefers_color_scheme="light")
     browser.resize(1200, 800)

@@ -1,5 +1,5 @@
-"""Continuous batching: each text is the same as alone, whatever joins, leaves or fails beside it;
-places and queue are bounded, order is fair, and prefixes are shared."""
+"""Continuous batching: each text is the same as when it runs alone, whatever joins, leaves or fails
+beside it; places and queue are bounded, order is fair, and prefixes are shared."""
 
 import random
 import threading
@@ -103,7 +103,7 @@ def bench(model):
 
 
 def prompts_of(chance, count):
-    """Texts of 1 to 250 tokens, many with common prefixes."""
+    """Texts of 1 to 245 tokens, many with common prefixes."""
     stems = [[chance.randrange(256) for _ in range(length)] for length in (30, 90, 200)]
     found = []
     for _ in range(count):
@@ -113,13 +113,13 @@ def prompts_of(chance, count):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_texts_are_those_that_they_are_alone(model, seed):
+def test_texts_are_the_same_as_alone(model, seed):
     check_random_life(model, seed, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 40))
-def test_texts_are_those_that_they_are_alone_many(model, seed):
+def test_many_texts_are_the_same_as_alone(model, seed):
     check_random_life(model, seed, 80)
 
 
@@ -158,7 +158,7 @@ def check_random_life(model, seed, count):
 
 
 class Failing:
-    """Draws the token 65 a few times, then raises what nobody expects."""
+    """Draws token 65 a few times, then raises an unexpected error."""
 
     def __init__(self, times):
         self.times = times
@@ -166,7 +166,7 @@ class Failing:
     def sample(self, logits_V, history, mask_V=None):
         self.times -= 1
         if self.times < 0:
-            raise ZeroDivisionError("of a test")
+            raise ZeroDivisionError("raised by a test")
         return 65
 
     def logprobs(self, logits_V, count, chosen):
@@ -181,7 +181,7 @@ def test_the_comparison_rejects_another_text(bench):
     assert bench.tokens["a"] != bench.alone([1, 2, 3], SAMPLINGS[2])
 
 
-def test_a_step_that_fails_fails_the_one_at_fault_alone(bench, monkeypatch):
+def test_a_failed_step_fails_only_the_text_at_fault(bench, monkeypatch):
     for key in range(3):
         bench.submit(key, [10 + key] * 5, SAMPLINGS[1])
     bench.scheduler.step()
@@ -191,7 +191,7 @@ def test_a_step_that_fails_fails_the_one_at_fault_alone(bench, monkeypatch):
     def failing(parts):
         parts = list(parts)
         if any(part.sequence is victim for part in parts):
-            raise RuntimeError("of a test")
+            raise RuntimeError("raised by a test")
         return run(parts)
 
     monkeypatch.setattr(bench.engine, "run", failing)
@@ -201,7 +201,7 @@ def test_a_step_that_fails_fails_the_one_at_fault_alone(bench, monkeypatch):
         assert bench.tokens[key] == bench.alone([10 + key] * 5, SAMPLINGS[1])
 
 
-def test_a_constraint_that_fails_fails_its_text_alone(bench):
+def test_a_failed_constraint_fails_only_its_own_text(bench):
     class Stuck:
         def mask_V(self, vocab_size):
             raise SparkinferError("nothing is allowed")
@@ -243,7 +243,7 @@ def test_first_come_first_served(model):
 def test_a_long_prompt_does_not_hold_up_a_running_answer(bench):
     bench.submit("short", [1], max_tokens=200)
     bench.scheduler.step()
-    bench.scheduler._row_s = 0.25 / 16  # as if a row took long: pieces of 16
+    bench.scheduler._row_s = 0.25 / 16  # as if rows were slow: 16 of the prompt per step
     bench.submit("long", list(range(250)), max_tokens=1)
     steps_before = len(bench.tokens["short"])
     while "long" not in bench.ended:
@@ -265,7 +265,7 @@ def test_short_prompts_pass_a_long_one(bench):
     assert "long" not in bench.ended
 
 
-def test_beginnings_are_shared(bench):
+def test_prefixes_are_shared(bench):
     stem = list(range(150))
     bench.submit("first", [*stem, 1], max_tokens=5)
     bench.finish()
@@ -290,8 +290,8 @@ def test_what_is_kept_is_kept_once(bench):
     assert bench.shelf.num_kept_tokens == 140 + 101
 
 
-def test_texts_that_come_together_share_their_beginning(bench):
-    """The second waits until the first has read their common prefix."""
+def test_texts_that_arrive_together_share_their_prefix(bench):
+    """The others wait until the first has read the common prefix."""
     stem = list(range(200))
     for key in range(3):
         bench.submit(key, [*stem, key])
@@ -301,7 +301,7 @@ def test_texts_that_come_together_share_their_beginning(bench):
         assert bench.tokens[key] == bench.alone([*stem, key], SAMPLINGS[0])
 
 
-def test_the_one_that_is_waited_for_may_be_cancelled(bench):
+def test_a_text_that_another_waits_for_may_be_cancelled(bench):
     stem = list(range(250))
     first = bench.submit("gone", stem)
     bench.submit("waits", stem)
@@ -312,7 +312,7 @@ def test_the_one_that_is_waited_for_may_be_cancelled(bench):
     assert "gone" not in bench.ended and bench.tokens["gone"] == []
 
 
-def test_the_oldest_kept_text_goes_first(model):
+def test_the_least_recently_used_text_is_dropped_first(model):
     bench = Bench(model, parallel=1, kept=2)
     stems = {name: [number] * 100 for number, name in enumerate("abcd")}
 
@@ -322,15 +322,16 @@ def test_the_oldest_kept_text_goes_first(model):
         return bench.ended[name].cached_tokens
 
     assert [cached(name) for name in "abc"] == [0, 0, 0]
-    assert cached("a") == 100  # and is the latest now
-    assert cached("d") == 0  # b goes
+    assert cached("a") == 100  # and is now the most recently used
+    assert cached("d") == 0  # b is dropped
     assert cached("a") == 100
     assert cached("b") == 0
     bench.close()
 
 
-def test_a_place_without_a_text_beside_it_is_taken_over(model):
-    """One sequence, as by a plan: nothing can be forked, and what fits is still kept."""
+def test_the_only_place_is_reused_up_to_the_common_prefix(model):
+    """With a single sequence, as under a plan, nothing can be forked; the common prefix is kept in
+    place."""
     bench = Bench(model, parallel=1, kept=0)
     for key, tail in enumerate(([1], [2], [2, 3])):
         bench.submit(key, [*range(100), *tail], max_tokens=2)
@@ -354,7 +355,7 @@ def test_stop_fails_what_is_left(bench):
         bench.submit("late", [3])
 
 
-def test_the_thread_sleeps_where_there_is_nothing_to_do_and_wakes(bench):
+def test_the_thread_sleeps_when_there_is_nothing_to_do_and_wakes(bench):
     thread = threading.Thread(target=bench.scheduler.run, daemon=True)
     thread.start()
     done = threading.Event()

@@ -20,7 +20,7 @@ def test_peak_bytes_counts_what_is_alive_at_once():
         second = torch.zeros(500)  # 2,000 beside it
         del first
         third = torch.zeros(750)  # 3,000 beside the second
-        return float(second.sum() + third.sum())  # and 8 for the two sums and theirs
+        return float(second.sum() + third.sum())  # the sums take a few bytes more
 
     assert 6000 <= peak_bytes(run) <= 6064  # the allocator may round
     assert peak_bytes(lambda: None) == 0
@@ -79,7 +79,7 @@ def of_layer(layer):
 
 
 def test_hot_weights_and_cache_take_the_plans_bytes(planned):
-    """The blocks that the tensors of the loaded engine really have are counted, to the byte."""
+    """The loaded engine's hot weights and cache occupy exactly the bytes planned for them."""
     model, path = planned
     plan = Split.load(path)
     with Engine.load(model, path, device="cpu") as engine:
@@ -97,7 +97,7 @@ def test_hot_weights_and_cache_take_the_plans_bytes(planned):
 
 
 def test_all_that_is_allocated_is_within_two_percent(planned):
-    """Weights, cache and the peak of a whole text, by torch's own account of its memory."""
+    """Weights, cache and the temporaries of a pass over the whole context, as measured."""
     model, path = planned
     plan = Split.load(path)
     engines = []

@@ -17,7 +17,8 @@ _refused: list[
 
 
 def refuse(why: str) -> None:
-    """Pins nothing from here on: copies take a detour in the driver."""
+    """Makes `is_possible` false from now on: callers then leave memory unpinned, and copies go
+    through the driver's staging buffers, slower."""
     _refused.append(why)
 
 

@@ -1,8 +1,8 @@
 """Streams that a decode step is submitted to: kernels, copies and host functions, in order.
 
-A stream runs its submissions in order, asynchronously; only events order two streams. Each
-submission declares the memory it reads and writes, so that a test can prove that nothing is read
-before it is written."""
+A stream runs its submissions in order, asynchronously; between two streams, only events impose an
+order. Each submission declares the memory it reads and writes, so that a test can prove that
+nothing is read before it is written."""
 
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, c_void_p
@@ -48,7 +48,7 @@ class Stream(Protocol):
         """An event that fires when everything submitted so far has run."""
 
     def wait(self, event: Any) -> None:
-        """Holds everything submitted later until the event."""
+        """Holds everything submitted later until the event fires."""
 
     def follow(self) -> None:
         """Holds everything submitted later until torch's current stream has run its present

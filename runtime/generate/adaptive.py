@@ -37,9 +37,10 @@ class DrawnMean:
 
 
 def adaptive_p(candidates: Candidates, target: float, drawn: DrawnMean) -> Candidates:
-    """logit_i = 5 - 10 d ** 2 / (1 + d), d = abs(p_i - t) / 0.3, t = 2 target - the mean drawn.
+    """logit_i = 5 - 10 d ** 2 / (1 + d), d = abs(p_i - t) / 0.3, t = 2 target - mean, clipped
+    to [0, 1].
 
-    The result keeps its origin, whose probabilities go into the mean."""
+    The result's `origin` is `candidates`: their probabilities are the ones that enter the mean."""
     aim = min(max(2 * target - drawn.weighted_sum / drawn.weight, 0.0), 1.0)
     distance_A = np.abs(candidates.probability_A - aim) / _WIDTH
     logits_A = _PEAK_LOGIT - _SHARPNESS * distance_A**2 / (1 + distance_A)

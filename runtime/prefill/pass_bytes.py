@@ -1,7 +1,7 @@
 """Upper bound on a prefill pass's temporary bytes on a GPU, from shapes.
 
-It bounds what a pass keeps at a time on its way through attention, the feed-forward layer and the
-head, unobserved. It is tested against what torch reports (tests/test_device_memory.py);
+It covers the tensors alive at once in attention, the feed-forward layer and the head, in a pass
+without observers. It is tested against what torch reports (tests/test_device_memory.py);
 `measure_workspace`, which plans use, measures the pass on the CPU, where the keys of the whole
 context are unpacked at once and observers' values of all neurons are kept. The difference is
 available for streaming cold weights (runtime.prefill.cold_stream).
@@ -16,7 +16,7 @@ from sparkinfer.runtime.model.attention import SCORE_BYTES
 from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.weights import gpu_products
 
-# Maximum partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
+# Maximum number of partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32
 _DECODE_TENSORS = 64  # upper bound on their number; each may have an alignment gap
 
@@ -38,7 +38,7 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
         part = max(part + neurons // 2, 4 * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
-    # Weights in blocks are unpacked to two bytes a value; f32 is multiplied as it is.
+    # Block-quantised weights are unpacked to two bytes a value; f32 is multiplied as it is.
     tile_rows = gpu_products.TILE_ROWS
     tile = 2 * tile_rows * max(width, heads) + 2 * FLOAT_BYTES * tokens * tile_rows
     return max(

@@ -24,7 +24,7 @@ def move(name, modifiers, operands, registers):
     if is_register(value) and value in registers.number:
         number, of = registers.find(target), registers.find(value)
         if registers.dtype(number) == registers.dtype(of):
-            # Arrays of registers are never changed in place.
+            # A register's array is never changed in place, so two registers can share it.
             return lambda machine, mask: machine.write(
                 number, machine.value[of], machine.undefined[of], mask
             )
