@@ -257,7 +257,7 @@ def test_messages_that_the_template_does_not_take(engine):
         with pytest.raises(SparkinferError, match="rejects these messages: no"):
             text_of(chat.say("And?"))
         assert roles(chat) == "ua"
-    with talk(engine, "") as chat, pytest.raises(SparkinferError, match="makes no text"):
+    with talk(engine, "") as chat, pytest.raises(SparkinferError, match="to an empty text"):
         text_of(chat.say("Hello"))
 
 
