@@ -342,6 +342,9 @@ def test_only_gpus_without_results_are_checked(monkeypatch):
         def result(self):
             return Result(done={})
 
+        def end(self):
+            pass
+
     monkeypatch.setattr(examining, "Child", Started)
     assert examining._check([]) is None
     with CheckBook(current()) as book:

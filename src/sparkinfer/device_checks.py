@@ -106,11 +106,17 @@ def _record(kind: type[R], values: dict[str, Any]) -> R:
 def stored_checks() -> list[Checks]:
     """Every readable file of the cache, most recently written first; none without a cache."""
     try:
-        paths = list((cache_folder() / FOLDER).glob("*.json"))
-        paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        paths = sorted((cache_folder() / FOLDER).glob("*.json"), key=_written_at, reverse=True)
     except (OSError, SparkinferError):
         return []
     return [checks for path in paths if (checks := read_checks(path)) is not None]
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # a link to nothing, or a file that was just removed
+        return 0.0
 
 
 def forget_checks(cache: Path | None = None) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S = 30.0
+READ_S = 0.5  # for the output of a child that has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +52,31 @@ class Child:
         """Waits for the child, at most until its time limit."""
         if self._failed:
             return Result(done=None, how=self._failed)
-        is_late = False
-        try:
-            out, err = self._process.communicate(timeout=max(0.0, self._ends - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            is_late = True
+        out, err = self._output(self._ends - time.monotonic())
+        is_late = self._process.poll() is None
+        if is_late:
             self._process.kill()
-            out, err = self._process.communicate()
+            out, err = self._output(0.0)
         done, at = _read(out)
         if is_late:
             return Result(done=None, at=at, how=f"took longer than {self._limit_s:g} s")
         if done is not None:
             return Result(done=done)
         return Result(done=None, at=at, how=_how(self._process.returncode, err))
+
+    def end(self) -> None:
+        """Ends the child, whose result is not wanted any more."""
+        if not self._failed:
+            self._process.kill()
+
+    def _output(self, limit_s: float) -> tuple[bytes, bytes]:
+        """What the child printed up to its end or the limit. A child that ended while others were
+        waited for is read after its limit, too; one that has ended may have left a process of its
+        own, which keeps the pipes open."""
+        try:
+            return self._process.communicate(timeout=max(READ_S, limit_s))
+        except subprocess.TimeoutExpired as error:
+            return error.output or b"", error.stderr or b""
 
 
 def _read(out: bytes) -> tuple[Mapping[str, Any] | None, str]:
@@ -72,9 +85,10 @@ def _read(out: bytes) -> tuple[Mapping[str, Any] | None, str]:
     for line in out.decode(errors="replace").splitlines():
         try:
             values = json.loads(line)
-            at, done = values.get("at", at), values.get("done", done)
-        except (ValueError, AttributeError):  # printed by a library
+            at, found = values.get("at", at), values.get("done", done)
+        except (ValueError, AttributeError, RecursionError):  # printed by a library
             continue
+        done = found if isinstance(found, Mapping) else done
     return done, at
 
 

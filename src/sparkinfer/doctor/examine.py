@@ -26,8 +26,7 @@ def examine(*, again: bool = False) -> Examination:
     if again:
         forget_checks()
     names = ("kernels", "torch", "triton", "driver")
-    children = [Child(f"sparkinfer.doctor.probe_{name}") for name in names]
-    kernels, torch, triton, driver = (child.result() for child in children)
+    kernels, torch, triton, driver = _results([f"sparkinfer.doctor.probe_{name}" for name in names])
     seen = gpu.gpus_of(torch)
     unfinished = _check([each["index"] for each in seen])
     has_gpu = bool(seen) or bool(driver.done and driver.done["gpus"])
@@ -46,10 +45,25 @@ def examine(*, again: bool = False) -> Examination:
     return Examination(is_fine=is_fine, findings=findings)
 
 
+def _results(modules: Sequence[str]) -> list[Result]:
+    """What children find that run at the same time; an interrupt ends them."""
+    children: list[Child] = []
+    try:
+        children += [Child(module) for module in modules]
+        return [child.result() for child in children]
+    finally:
+        for child in children:
+            child.end()
+
+
 def _check(indices: Sequence[int]) -> Result | None:
     """Checks GPUs without a stored result; None if there are none."""
     known = {each.key.index for each in stored_checks()}
     missing = [f"cuda:{index}" for index in indices if index not in known]
     if not missing:
         return None
-    return Child("sparkinfer.doctor.probe_gpu", *missing, limit_s=CHECK_S).result()
+    child = Child("sparkinfer.doctor.probe_gpu", *missing, limit_s=CHECK_S)
+    try:
+        return child.result()
+    finally:
+        child.end()

@@ -15,6 +15,8 @@ State = Literal["ok", "note", "wrong"]
 _LIBRARY = re.compile(r"[\w+.-]+\.(?:so[\d.]*|py)")
 # A path with at least one name: not the slash of a fraction or of "and/or".
 _PATH = re.compile(r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^\s'\",;:()\[\]]+")
+# In quotes it may have spaces.
+_QUOTED = re.compile(r"(?<=')(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^']+(?=')")
 HIDDEN = "(hidden)"
 
 
@@ -30,7 +32,9 @@ class Finding:
     @property
     def line(self) -> str:
         advice = f" -> {self.advice}" if self.advice else ""
-        return f"{self.state:5} {self.about}: {self.text}{advice}"
+        line = f"{self.state:5} {self.about}: {self.text}{advice}"
+        # An error's text may have codes for a terminal.
+        return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def ok(about: str, text: str) -> Finding:
@@ -56,7 +60,7 @@ def scrubbed(text: str) -> str:
     of the user, the machine and their folders."""
     for folder in sorted(_folders(), key=len, reverse=True):
         text = text.replace(folder, "/hidden")  # so its last name is hidden, too
-    text = _PATH.sub(_last_name, text)
+    text = _PATH.sub(_last_name, _QUOTED.sub(_last_name, text))
     for name in sorted(_names(), key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text)
     return text

@@ -167,9 +167,9 @@ def _parts(failed: Sequence[Verdict], why: str) -> str:
     """The parts that failed for one reason; if all of them are kernels, only the kernels' names."""
     parts = [verdict.part for verdict in failed if verdict.why == why]
     if len(parts) > 1 and all(part.startswith("kernel ") for part in parts):
-        return f"kernels {', '.join(sorted({part.split()[1] for part in parts}))}"
+        return f"kernels {', '.join(sorted({part.split(' ')[1] for part in parts}))}"
     # A step or a graph is named by a digest of its plan.
-    return ", ".join(p.split()[0] if p.startswith(("step ", "graph ")) else p for p in parts)
+    return ", ".join(p.split(" ")[0] if p.startswith(("step ", "graph ")) else p for p in parts)
 
 
 def gpus_of(found: Result) -> list[Mapping[str, Any]]:

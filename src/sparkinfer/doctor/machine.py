@@ -2,6 +2,7 @@
 
 import os
 import platform
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -122,11 +123,10 @@ def cache() -> list[Finding]:
     try:
         folder = cache_folder()
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
-            free = os.statvfs(there)
-            return [
-                ok("cache", f"can be written, {format_bytes(free.f_bavail * free.f_frsize)} free")
-            ]
+        with tempfile.TemporaryFile(dir=there) as file:  # rights alone say little to root
+            file.write(bytes(4096))
+        free = os.statvfs(there)
+        return [ok("cache", f"can be written, {format_bytes(free.f_bavail * free.f_frsize)} free")]
     except (SparkinferError, OSError, StopIteration):
         pass
     return [wrong("cache", "the cache folder cannot be written: what run prepares and GPUs' checks"

@@ -1,0 +1,66 @@
+"""The doctor where children hang, are interrupted or leave processes, and where files are odd."""
+
+import signal
+import time
+
+import pytest
+from test_doctor import broken, cache, current  # noqa: F401
+
+from sparkinfer.device_checks import CheckBook, Verdict
+from sparkinfer.doctor import examine as examining
+from sparkinfer.doctor import gpu, machine
+from sparkinfer.doctor.children import Child
+from sparkinfer.doctor.finding import HIDDEN, ok, scrubbed
+
+
+def test_a_child_that_ended_in_time_is_not_late_because_another_is(broken):  # noqa: F811
+    """It is asked for only after the other's limit."""
+    broken("torch", "raise ImportError('some reason')")
+    child = Child("sparkinfer.doctor.probe_torch", limit_s=5.0)
+    child._process.wait()
+    child._ends = 0.0
+    assert "some reason" in gpu.torch(child.result())[0].text
+
+
+def test_a_process_that_a_child_leaves_does_not_hide_what_it_found(broken):  # noqa: F811
+    broken("torch", "import os, time\nif os.fork() == 0:\n    time.sleep(9)\n    os._exit(0)\n"
+           "print('{\"done\": 5}', flush=True)\nraise ImportError('some reason')")  # fmt: skip
+    began = time.monotonic()
+    (finding,) = gpu.torch(Child("sparkinfer.doctor.probe_torch", limit_s=2.0).result())
+    assert "some reason" in finding.text and time.monotonic() - began < 8
+
+
+def test_an_interrupt_ends_the_children(broken, monkeypatch):  # noqa: F811
+    broken("torch", "import time; time.sleep(60)")
+    started = []
+
+    class Interrupted(Child):
+        def result(self):
+            started.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(examining, "Child", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        examining._results(["sparkinfer.doctor.probe_torch"])
+    assert started[0]._process.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_a_path_with_spaces_and_codes_for_a_terminal():
+    text = scrubbed("No such file: '/opt/my own/x', '/opt/my own/libx.so.1' isn't, 'a' and 'b/c'")
+    assert text == f"No such file: '{HIDDEN}', 'libx.so.1' isn't, 'a' and 'b/c'"
+    assert ok("a", "\x1b[31mred\u202e").line == "ok    a: ?[31mred?"
+
+
+def test_a_cache_that_rights_allow_but_nothing_can_be_written_to(monkeypatch):
+    monkeypatch.setenv("SPARKINFER_CACHE", "/proc/sparkinfer")
+    (finding,) = machine.cache()
+    assert finding.state == "wrong"
+
+
+def test_links_to_nothing_and_odd_parts_hide_no_results(tmp_path):
+    with CheckBook(current()) as book:
+        for part in ("", "kernel ", "kernel  ", "step "):
+            book.finish(Verdict(part=part, why="no", seconds=1.0))
+    (tmp_path / "cache" / "device-checks" / "n.json").symlink_to("nothing")
+    found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
+    assert [each.state for each in found] == ["ok", "wrong"]
