@@ -187,6 +187,16 @@ def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
         assert_close(got, want, down_bound(matrix, hidden))
 
 
+@pytest.mark.parametrize("skips_zeros", [False, True])
+@pytest.mark.parametrize("width", [8, 40])
+def test_down_of_rows_of_any_width(kernels, width, skips_zeros):
+    """The last unit of a row is not whole."""
+    matrix, hidden = make_matrix("f16", 37, width), hidden_with_zeros(37, 1.0)
+    parts = torch.full((2, width), NAN, device=device())
+    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
+    assert_close(got, want, down_bound(matrix, hidden))
+
+
 def test_empty_parts_are_zeros(kernels):
     matrix = make_matrix("f16", 4, 32)
     for skips_zeros in (False, True):
