@@ -3,6 +3,7 @@ one line, is remembered, and is not tried again."""
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
 from sparkinfer.device_checks import DIED, stored_checks
+from sparkinfer.doctor import gpu as doctor
 from sparkinfer.runtime.check import device_check
 from sparkinfer.runtime.check import parts as device_parts
 from sparkinfer.runtime.check.launches import NAMES
@@ -150,6 +152,10 @@ def check_fallback(load, name):
     kept = {name: verdict for each in stored_checks() for name, verdict in each.verdicts.items()}
     failed = [part for part, verdict in kept.items() if not verdict.is_fine]
     assert failed and all(part.split()[:2][0] == name.split()[0] for part in failed), failed
+    findings = doctor.checks(stored_checks(), has_gpu=True, unfinished=None)
+    first, _, rest = name.partition(" ")
+    named = re.compile(rf"kernels? {rest.split()[0]}\b" if first == "kernel" else first)
+    assert any(named.match(each.text) for each in findings if each.state != "ok"), findings
     return found, failed
 
 
