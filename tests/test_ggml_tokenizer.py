@@ -214,7 +214,7 @@ REFUSALS = [
     ("few words", {"add_bos_token": np.uint32(1)}, "wanted true or false"),
     ("few words", {"add_bos_token": True, "bos_token_id": None}, "wanted the number of a token"),
     ("few words", {"add_eos_token": True, "eos_token_id": np.uint32(999)}, "wanted the number"),
-    ("llama", {"scores": None}, "scores is not of"),
+    ("llama", {"scores": None}, "scores does not have"),
     ("few words", {"model": "llama"}, "of the 256 byte tokens are missing"),
 ]
 

@@ -183,7 +183,7 @@ def test_a_program_that_dies_is_told_with_its_last_words(tmp_path):
     with pytest.raises(ProcessError, match="worker: ended with 1: no memory left"):
         process.ask("load")
     process.close()
-    with pytest.raises(ProcessError, match="ended before"):
+    with pytest.raises(ProcessError, match="has already ended"):
         process.ask("load")
 
 
