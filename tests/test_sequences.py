@@ -243,7 +243,9 @@ def test_a_full_sequence_refuses_and_changes_nothing(tmp_path):
     with Engine.load(model.path, num_sequences=2) as engine:
         full, other = engine.sequence(), engine.sequence()
         want = full.extend([1] * 99)
-        with pytest.raises(SparkinferError, match="2 more tokens after 99 exceed the context of 100"):
+        with pytest.raises(
+            SparkinferError, match="2 more tokens after 99 exceed the context of 100"
+        ):
             engine.run([Part(sequence=other, tokens=[1]), Part(sequence=full, tokens=[1, 2])])
         assert (full.length, other.length) == (99, 0)
         full.rollback(98)
