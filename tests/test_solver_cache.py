@@ -87,7 +87,7 @@ def test_both_memories_to_the_byte(files, tmp_path, mode):
     assert num_hot
     packed = 4 * WORDS + 4 * 96 * len(num_hot) if mode == "exact" else 0
     assert split.gpu_bytes["neuron_cache"] == STAGING + packed == report.gpu_bytes["neuron_cache"]
-    bits = 4 * WORDS * (2 + (3 if mode == "exact" else 2))
+    bits = 4 * WORDS * (2 + 32 + (3 if mode == "exact" else 2))
     copies = sum(num_hot) * (NEURON + 8)
     want = copies + STAGING + SCORES_AND_SLOTS + CANDIDATES + bits
     assert split.cpu_bytes["neuron_cache"] == want

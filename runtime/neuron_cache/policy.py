@@ -67,8 +67,10 @@ class CachePolicy:
         for index, resident_N in enumerate(resident_LN):
             layers[index] = _layer(index, resident_N, frequency_LF[index], costs, kept)
         swaps = np.zeros(max(1, num_layers * options.most_rows), library.SWAP)
+        pending = np.zeros(library.MOST_PENDING * num_layers * -(-num_neurons // 32), np.uint32)
         struct = library.CacheStruct(
             layer=layers,
+            pending=pending.ctypes.data,
             swap=swaps.ctypes.data,
             num_layers=num_layers,
             num_neurons=num_neurons,
@@ -85,7 +87,7 @@ class CachePolicy:
             stay=options.stay,
             start_gain=options.start_gain,
         )
-        return cls(struct, (*kept, layers, swaps))
+        return cls(struct, (*kept, layers, pending, swaps))
 
     @property
     def shape(self) -> tuple[int, int]:

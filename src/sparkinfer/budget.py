@@ -37,6 +37,7 @@ NUMBER_BYTES = 4
 COPY_BYTES = 32
 # A candidate of the policy: layer, slot, incoming and outgoing neuron, and the seconds it gains.
 CANDIDATE_BYTES = 24
+PENDING_TOKENS = 32  # whose bits the neuron cache's policy keeps, MOST_PENDING in its policy.h
 
 
 def tile_rows(width: int) -> int:
@@ -225,13 +226,13 @@ class CacheSize:
         """Main memory: copies of hot neurons; pinned staging; the bits of a step, those of the CPU
         (and of the GPU, if it packs bits) and all together; the tables of the policy and the
         runtime. These hold, per neuron, two scores (f32, padded to whole words of bits), its slot
-        twice (int32) and two bits (is it in a slot by the plan, and now), and the policy's
-        candidates."""
+        twice (int32) and two bits (is it in a slot by the plan, and now), the bits of the
+        PENDING_TOKENS last tokens, and the policy's candidates."""
         shape, bits = model.shape, step_bits_bytes(model)
         scores = 2 * FLOAT_BYTES * 8 * bits
         slots = 2 * NUMBER_BYTES * shape.num_layers * shape.num_neurons
         candidates = CANDIDATE_BYTES * shape.num_layers * self.most_rows
-        tables = scores + slots + 2 * bits + candidates
+        tables = scores + slots + (2 + PENDING_TOKENS) * bits + candidates
         steps = (2 + self.packs_bits) * bits
         staging = staging_bytes(model, self.most_rows)
         return copied_bytes(model, num_hot) + staging + steps + tables

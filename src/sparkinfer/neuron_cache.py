@@ -41,7 +41,7 @@ class CacheOptions:
     margin: float = 0.03
     stay: float = 100.0
     most_rows: int = 64  # neurons swapped in one step at most; staging memory is sized by it
-    visited: float = 0.25  # the share of the layers that each step considers, in turn
+    visited: float = 0.0625  # the share of the layers that each step considers, in turn
     start_gain: float = 0.005  # swapping begins when it saves this share of a step
     is_always_on: bool = False  # for tests: never stops swapping
 

@@ -21,15 +21,35 @@ inline bool has(const uint32_t* bits, int64_t j) { return bits[j / 32] >> (j % 3
 inline void put(uint32_t* bits, int64_t j) { bits[j / 32] |= 1u << (j % 32); }
 inline void remove(uint32_t* bits, int64_t j) { bits[j / 32] &= ~(1u << (j % 32)); }
 
-// average += rate * (value - average), in place, for the bits of one token; F is a multiple of 32.
-FOR_EACH_LEVEL void average(float* values, const uint32_t* bits, int64_t F, float rate) {
+// average += rate * (value - average), in place, for the bits of tokens one after another, `stride` words
+// apart; `step` is 0 if all have the first rate. F is a multiple of 32.
+FOR_EACH_LEVEL void average(float* values, const uint32_t* bits, int64_t stride, int64_t tokens,
+                            int64_t F, const float* rates, int64_t step) {
     for (int64_t first = 0; first < F; first += 32) {
-        const uint32_t word = bits[first / 32];
-        float* value = values + first;
-        for (int64_t i = 0; i < 32; ++i) {
-            const float is_read = word & MASKS.of[i] ? 1.0f : 0.0f;
-            value[i] += rate * (is_read - value[i]);
+        float value[32];
+        std::memcpy(value, values + first, sizeof(value));
+        for (int64_t t = 0; t < tokens; ++t) {
+            const uint32_t word = bits[t * stride + first / 32];
+            const float rate = rates[t * step];
+            for (int64_t i = 0; i < 32; ++i) {
+                const float is_read = word & MASKS.of[i] ? 1.0f : 0.0f;
+                value[i] += rate * (is_read - value[i]);
+            }
         }
+        std::memcpy(values + first, value, sizeof(value));
+    }
+}
+
+// Neurons that any of the tokens reads: in all, in slots, and in slots by plan.
+FOR_EACH_LEVEL void count(const uint32_t* bits, int64_t stride, int64_t tokens, int64_t W,
+                          const uint32_t* resident, const uint32_t* planned, int64_t& read,
+                          int64_t& hits, int64_t& planned_hits) {
+    for (int64_t w = 0; w < W; ++w) {
+        uint32_t word = 0;
+        for (int64_t t = 0; t < tokens; ++t) word |= bits[t * stride + w];
+        read += __builtin_popcount(word);
+        hits += __builtin_popcount(word & resident[w]);
+        planned_hits += __builtin_popcount(word & planned[w]);
     }
 }
 
@@ -52,13 +72,8 @@ void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
     for (int64_t l = 0; l < c.num_layers; ++l) {
         CacheLayer& layer = c.layer[l];
         int64_t read = 0, hits = 0, planned_hits = 0;
-        for (int64_t w = 0; w < W; ++w) {
-            uint32_t word = 0;
-            for (int64_t r = 0; r < rows; ++r) word |= bits[(r * c.num_layers + l) * W + w];
-            read += __builtin_popcount(word);
-            hits += __builtin_popcount(word & layer.resident[w]);
-            planned_hits += __builtin_popcount(word & layer.planned[w]);
-        }
+        count(bits + l * W, c.num_layers * W, rows, W, layer.resident, layer.planned, read, hits,
+              planned_hits);
         if (0 < layer.num_slots && layer.num_slots < c.num_neurons)  // elsewhere nothing can change
             layer.read += read, layer.hits += hits, layer.planned_hits += planned_hits;
         const double hot = layer.hot_s + hits * layer.hot_row_s;
@@ -92,6 +107,20 @@ void take_swaps(NeuronCache& c) {
     c.num_swaps = 0;
 }
 
+// Brings a layer's scores up to date. Only a decision looks at them, so each is read and written once
+// for several tokens.
+void catch_up(NeuronCache& c, int64_t l) {
+    CacheLayer& layer = c.layer[l];
+    const int64_t W = (c.num_neurons + 31) / 32, stride = c.num_layers * W;
+    const int64_t first = layer.num_applied, tokens = c.num_pending - first, F = padded(c.num_neurons);
+    layer.num_applied = c.num_pending;
+    if (tokens == 0 || layer.num_slots == 0) return;
+    const uint32_t* bits = c.pending + first * stride + l * W;
+    average(layer.score, bits, stride, tokens, F, c.pending_rate + first, 1);
+    const float burst_rate = 1.0f - c.burst_decay;
+    if (c.burst_weight > 0.0f) average(layer.burst, bits, stride, tokens, F, &burst_rate, 0);
+}
+
 struct Candidate {
     float worth;
     int32_t id;
@@ -103,6 +132,7 @@ struct Candidate {
 class Pairing {
   public:
     int64_t run(NeuronCache& c, int64_t l, bool to_plan, int64_t count, double& gain_s) {
+        catch_up(c, l);
         CacheLayer& layer = c.layer[l];
         const double row_s = layer.cold_share * layer.cold_row_s - (1.0 - layer.cold_share) * layer.hot_row_s;
         if (layer.num_slots == 0 || !(row_s > 0.0)) return count;
@@ -206,17 +236,16 @@ void decide(NeuronCache& c) {
 }
 
 void learn(NeuronCache& c, const uint32_t* bits, int64_t rows) {
-    const int64_t W = (c.num_neurons + 31) / 32;
+    const int64_t stride = c.num_layers * ((c.num_neurons + 31) / 32);
     for (int64_t r = 0; r < rows; ++r) {
-        const float first = 1.0f / (c.prior_tokens + static_cast<float>(c.num_rows + 1));
-        const float rate = std::max(1.0f - c.decay, first);
-        ++c.num_rows;
-        for (int64_t l = 0; l < c.num_layers; ++l) {
-            if (c.layer[l].num_slots == 0) continue;
-            const uint32_t* mine = bits + (r * c.num_layers + l) * W;
-            average(c.layer[l].score, mine, padded(c.num_neurons), rate);
-            if (c.burst_weight > 0.0f) average(c.layer[l].burst, mine, padded(c.num_neurons), 1.0f - c.burst_decay);
+        if (c.num_pending == MOST_PENDING) {
+            for (int64_t l = 0; l < c.num_layers; ++l) catch_up(c, l), c.layer[l].num_applied = 0;
+            c.num_pending = 0;
         }
+        const float first = 1.0f / (c.prior_tokens + static_cast<float>(c.num_rows + 1));
+        c.pending_rate[c.num_pending] = std::max(1.0f - c.decay, first);
+        std::memcpy(c.pending + c.num_pending * stride, bits + r * stride, stride * sizeof(uint32_t));
+        ++c.num_rows, ++c.num_pending;
     }
 }
 

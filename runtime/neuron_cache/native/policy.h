@@ -18,6 +18,7 @@ struct CacheLayer {
     double cold_share;  // moving average: the share of steps whose cold neurons take longest
     // Neurons of all steps so far: read, in slots, in slots by plan. 0 where all have slots or none has.
     int64_t read, hits, planned_hits;
+    int64_t num_applied;  // of the pending tokens
 };
 
 struct CacheSwap {
@@ -25,8 +26,12 @@ struct CacheSwap {
     double gain_s;  // expected over the stay, beyond the costs of the copy
 };
 
+// Tokens whose bits are kept until a layer's scores are brought up to date, all at once: see catch_up.
+constexpr int64_t MOST_PENDING = 32;
+
 struct NeuronCache {
     CacheLayer* layer;
+    uint32_t* pending;  // [MOST_PENDING, L, W]
     CacheSwap* swap;  // [L * most_rows] room for candidates; the first num_swaps are the decision
     int64_t num_layers, num_neurons, most_rows, num_visited;
     double rest_s, copy_s;
@@ -35,7 +40,8 @@ struct NeuronCache {
     int32_t is_always_on;
     double stay, start_gain;
     // State.
-    int64_t num_swaps, next_layer, num_rows, num_steps;
+    int64_t num_swaps, next_layer, num_rows, num_steps, num_pending;
+    float pending_rate[MOST_PENDING];
     double price;  // expected seconds gained that a second of the link must bring
     double step_s, free_s;  // moving averages: of a step, and of the CPU's time to spare in it
     double gain_s, saved_s;  // per step, moving averages: expected of more swaps; saved so far
