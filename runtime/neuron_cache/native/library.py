@@ -10,7 +10,6 @@ import numpy as np
 
 from sparkinfer.errors import SparkinferError
 
-
 MOST_PENDING = 32  # of policy.h
 
 
