@@ -192,7 +192,7 @@ def write(
 ) -> None:
     content = {
         "benchmark": "cache_replay", "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(), "tokens": options.tokens, "sparsity": sparsity, "results": results,
+        "machine": machine(), "tokens": options.tokens, "sparsity": sparsity, "settings": str(CacheOptions()), "results": results,
     }  # fmt: skip
     with partial_file(options.output) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")

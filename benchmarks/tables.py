@@ -14,11 +14,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import table_cache
 import table_contents
 import table_expected
 import table_proof
 
-TABLES = {**table_contents.TABLES, **table_expected.TABLES, **table_proof.TABLES}
+TABLES = {
+    **table_cache.TABLES,
+    **table_contents.TABLES,
+    **table_expected.TABLES,
+    **table_proof.TABLES,
+}
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- table: ([a-z0-9 -]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end -->)")
 
