@@ -369,7 +369,7 @@ bool selections() {
     return true;
 }
 
-// Copies by a thread, or by whoever waits for them; freed while one runs.
+// The copies are made by a thread, or by the caller that waits for them; the object is freed while one runs.
 bool copies() {
     constexpr int64_t COUNT = 9, SIZE = 4097;
     SparkCopier* copier = spark_copier_new();

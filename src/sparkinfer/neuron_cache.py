@@ -115,7 +115,7 @@ class CacheCosts:
         for name, value in vars(self).items():
             if not np.isfinite(value).all() or np.any(np.asarray(value) < 0):
                 raise SparkinferError(
-                    f"{name} of the cache has a time that is negative or no number"
+                    f"{name} of the cache contains a time that is negative or not finite"
                 )
 
     @property
