@@ -61,7 +61,7 @@ class Head:
         return self.key_NW.shape[1]
 
 
-Score = Callable[[Tensor, int], Tensor]  # (queries [G, W], positions there are) -> of each [t]
+Score = Callable[[Tensor, int], Tensor]  # (queries [G, W], number of positions t) -> scores [t]
 
 
 @dataclass(frozen=True)
@@ -284,8 +284,10 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("texts", type=Path, nargs="+")
-    parser.add_argument("--length", type=int, default=8000, help="tokens of a document")
-    parser.add_argument("--queries", type=int, default=48, help="of a document, layer and head")
+    parser.add_argument("--length", type=int, default=8000, help="tokens per document")
+    parser.add_argument(
+        "--queries", type=int, default=48, help="queries per document, layer and head"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     totals: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -1,6 +1,6 @@
 """The tables of the documents, each a function of the files in benchmarks/results.
 
-`TABLES` maps a name, as documents write it, to the function that makes the Markdown. Ratios are
+`TABLES` maps a name, as the documents write it, to the function that makes the Markdown. Ratios are
 llama.cpp's seconds over ours unless the header says otherwise: above 1 ours is faster."""
 
 import json

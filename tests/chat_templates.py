@@ -1,6 +1,6 @@
 """Chat templates in the style of the families they are named after, and messages for them.
 
-Each uses the features of its family's published one: macros, namespaces, tools as JSON, loop
+Each uses the features of its family's published template: macros, namespaces, tools as JSON, loop
 controls, whitespace control by hand or by trim_blocks, slices, reversed loops, dates,
 exceptions."""
 

@@ -1,4 +1,4 @@
-"""Planted faults: kernels with one error in their source or in their PTX, and what finds it.
+"""Mutants: kernels with one error planted in their source or their PTX, and what finds it.
 
 `MUTANTS` lists them, each with what should find it: the name of one of the executor's faults,
 "values" for the comparison with float64, or "nothing" with the reason."""
@@ -105,8 +105,8 @@ class Mutant:
 
 
 def is_as_expected(mutant: Mutant, found: str) -> bool:
-    """An address outside a tensor may be in another one of the launch; then another check finds
-    it."""
+    """An address outside its tensor may lie in another tensor of the launch; then another check
+    finds the error."""
     return found == mutant.found_by or (mutant.found_by == "OutOfBounds" and found != "nothing")
 
 
@@ -175,7 +175,7 @@ def changed_source(mutant: Mutant) -> tuple[Path, str]:
 
 
 def without_each_barrier(kernel: str, case: str) -> list[Mutant]:
-    """For each block barrier of a kernel, a mutant without it."""
+    """A mutant for each block barrier of a kernel, without that barrier."""
     seen = []
     probe = PtxKernels(ARCH, edit=lambda name, text: seen.append((name, text)) or text)
     CASES[case](probe.kernels)
@@ -246,7 +246,7 @@ SOURCE = [
     Mutant(what="bits in the opposite order", place="predictor.py", case="predict",
            old="<< tl.arange(0, ROWS)", new="<< (ROWS - 1 - tl.arange(0, ROWS))",
            found_by="values"),
-    Mutant(what="the size of the activation is not taken", place="predictor.py",
+    Mutant(what="no absolute value of the activation", place="predictor.py",
            case="predict gate", old="tl.abs(smooth(score_R, ACTIVATION))",
            new="smooth(score_R, ACTIVATION)", found_by="values"),
     Mutant(what="silent neurons are not dropped", place="neurons.py", case="rows not needed",

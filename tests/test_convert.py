@@ -44,7 +44,7 @@ from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # K-quants: test_gguf_source, test_encoder
 EMBEDDING = "model.embed_tokens.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
-# By the model file's name within a layer, the checkpoint's.
+# The checkpoint's names of a layer's tensors, by their names in the model file.
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -70,7 +70,7 @@ def silu(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(relu, tmp_path) -> Path:
-    """A checkpoint to be damaged."""
+    """A copy of the checkpoint for a test to damage."""
     return Path(shutil.copytree(relu, tmp_path / "copy"))
 
 
@@ -83,7 +83,7 @@ def run(source: Path, output: Path, **options) -> ModelFile:
 
 
 def refuse(source: Path, folder: Path, *words: str, **options) -> None:
-    """Asserts a refusal of one line with these words, and that the folder is unchanged."""
+    """Asserts that convert refuses in one line with these words and leaves the folder unchanged."""
     before = sorted(folder.rglob("*"))
     with pytest.raises(SparkinferError) as caught:
         convert(ConvertConfig(source=source, output=folder / "out.gguf", **options))
@@ -100,7 +100,7 @@ def edit_weights(folder: Path, edit) -> None:
 
 
 def expected_tensors(folder: Path, num_heads: int = 4, num_kv_heads: int = 2) -> dict:
-    """f32 arrays by their names in a sparse model file, from direct formulas."""
+    """f32 arrays by their names in a sparse model file, computed by direct formulas."""
     source = {
         name: t.float().numpy() for name, t in load_file(folder / "model.safetensors").items()
     }
@@ -186,8 +186,8 @@ def test_logits_equal_those_of_transformers(tmp_path, hidden_act, overrides):
     assert rel_error(logits_ref(model, ids[::-1]), want) > 0.1
 
 
-def test_pairs_give_the_same_attention_scores():
-    """Rotating halves of a head, or adjacent pairs of the permuted rows, is the same."""
+def test_rotating_adjacent_pairs_gives_the_same_attention_scores():
+    """Rotating the halves of a head equals rotating adjacent pairs of the permuted rows."""
     random = np.random.default_rng(1)
     weight_q, weight_k = random.standard_normal((2, 8, 16))  # one head of width 8
     x, y = random.standard_normal((2, 16))
@@ -204,7 +204,7 @@ def test_pairs_give_the_same_attention_scores():
     assert not np.isclose(turned(weight_q @ x, True) @ turned(ours[1] @ y, True), want)
 
 
-def test_shards_types_and_layouts_do_not_matter(silu, tmp_path):
+def test_shards_change_no_byte_and_types_and_layouts_keep_the_model_id(silu, tmp_path):
     whole = run(silu, tmp_path / "a.gguf")
     shards = random_llama(tmp_path / "x" / "tiny", hidden_act="silu", is_sharded=True)
     assert len(list(shards.glob("model-*.safetensors"))) > 2
@@ -218,18 +218,18 @@ def test_shards_types_and_layouts_do_not_matter(silu, tmp_path):
     assert run(other, tmp_path / "c.gguf").model_id != whole.model_id
 
 
-def test_bfloat16_checkpoints_and_total_bytes(tmp_path):
+def test_bfloat16_is_kept_exactly_and_the_reported_bytes_add_up(tmp_path):
     folder = random_llama(tmp_path / "c", dtype=torch.bfloat16)
-    told = []
+    reported = []
     config = ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="bf16")
-    convert(config, on_bytes=told.append, on_total=lambda total: told.append(-total))
-    assert sum(told) == 0 and len(told) == 31
+    convert(config, on_bytes=reported.append, on_total=lambda total: reported.append(-total))
+    assert sum(reported) == 0 and len(reported) == 31
     model = ModelFile.load(config.output)
     for name, want in expected_tensors(folder).items():
         assert (values_of(model, name) == want).all()
 
 
-def test_holders_of_a_tensor_share_a_mapping_and_nobody_keeps_it(relu):
+def test_reads_of_a_tensor_share_a_mapping_that_ends_with_the_last(relu):
     def is_mapped():
         return str(relu / "model.safetensors") in Path("/proc/self/maps").read_text()
 
@@ -247,7 +247,7 @@ def test_tied_embeddings(copy, tmp_path):
     edit_config(copy, lambda c: c.pop("tie_word_embeddings"))
     assert not run(copy, tmp_path / "b.gguf").is_tied
     edit_weights(copy, lambda t: t.pop("lm_head.weight"))
-    refuse(copy, tmp_path, "output.weight", "missing")  # a Llama that does not say is not tied
+    refuse(copy, tmp_path, "output.weight", "missing")  # a Llama config without the key is not tied
     edit_config(copy, lambda c: c.update(tie_word_embeddings=False))
     refuse(copy, tmp_path, "output.weight", "missing")
     edit_config(copy, lambda c: c.update(tie_word_embeddings=True))
@@ -257,7 +257,7 @@ def test_tied_embeddings(copy, tmp_path):
     refuse(copy, tmp_path, "tie_word_embeddings", "lm_head.weight")
 
 
-def test_rows_that_are_no_whole_blocks_become_f16_and_this_is_said(tmp_path):
+def test_rows_of_partial_blocks_become_f16_with_a_note(tmp_path):
     folder = random_llama(tmp_path / "c", hidden_act="silu", intermediate_size=176)
     for layout, number in (("sparse", 0), ("stock", 3)):
         output = tmp_path / f"{layout}.gguf"
@@ -416,7 +416,7 @@ def test_damaged_weights_are_refused(copy, tmp_path, edit, words):
     refuse(copy, tmp_path, *words)
 
 
-def test_what_looks_damaged_but_is_not(copy, tmp_path):
+def test_rotary_buffers_and_large_bf16_weights_are_accepted(copy, tmp_path):
     edit_weights(copy, rotary)
     run(copy, tmp_path / "a.gguf")
     edit_weights(copy, large)
@@ -427,7 +427,7 @@ def test_what_looks_damaged_but_is_not(copy, tmp_path):
 
 
 @pytest.mark.parametrize("kind", OUTTYPES)
-def test_bytes_are_those_of_gguf_for_any_magnitude(kind):
+def test_bytes_equal_those_of_gguf_at_any_magnitude(kind):
     """Random bit patterns: denormals, ties and both signs, below the type's limit."""
     bits = np.random.default_rng(2).integers(0, 2**32, (64, 96), dtype=np.uint32)
     bits[:, ::3] &= np.uint32(0xFFFFF000)  # halfway cases
@@ -442,7 +442,7 @@ def test_bytes_are_those_of_gguf_for_any_magnitude(kind):
 
 @pytest.mark.parametrize("kind", OUTTYPES)
 def test_the_largest_magnitude_of_every_type(kind):
-    """The last value below the limit stays finite, the limit does not."""
+    """The last value below the limit stays finite; the limit overflows."""
     limit = np.float32(min(LIMITS[kind], np.finfo(np.float32).max))
     values = np.zeros((1, 32), np.float32)
     values[0, 7] = -np.nextafter(limit, np.float32(0))
@@ -527,7 +527,7 @@ def test_dejavu_predictors(relu, tmp_path, outtype, kind, has_biases):
 
 
 def change(folder: Path, layer: int, edit) -> None:
-    """Replaces a layer's state dict by what `edit` makes of it."""
+    """Replaces a layer's state dict by `edit(state)`."""
     torch.save(edit(torch.load(folder / f"model_{layer}.pt")), folder / f"model_{layer}.pt")
 
 
@@ -577,7 +577,7 @@ def test_predictors_beyond_f16_are_refused(relu, tmp_path):
 
 
 def our_predictors(model: ModelFile, folder: Path, **changes) -> Path:
-    """Saves linear predictors of rank 8 in our own form."""
+    """Saves linear predictors of rank 8 in our own format."""
     random = np.random.default_rng(3)
     layers = [
         LayerPredictor.of(
@@ -631,7 +631,7 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
                 down_RD=np.zeros((8, 64), np.float32), up_FR=np.zeros((160, 8), np.float32)
             )
             changes = {**changes, "layers": (zeros, zeros)}
-        with monkeypatch.context() as patch:  # what is wrong in itself is not written otherwise
+        with monkeypatch.context() as patch:  # save would refuse wrong contents
             patch.setattr(Predictors, "validate", lambda self: None)
             folder = our_predictors(model, tmp_path / str(number), **changes)
         refuse(model.path, tmp_path, words, predictors=folder)
@@ -660,7 +660,7 @@ def test_thresholds_of_a_profile(silu, relu, tmp_path):
 # ------------------------------------------------------------------ tokenizer
 
 
-def test_the_tokenizer_goes_in_twice(relu, tmp_path):
+def test_the_tokenizer_is_written_in_both_formats(relu, tmp_path):
     model = run(relu, tmp_path / "m.gguf")
     assert model.text("tokenizer.huggingface.json") == (relu / "tokenizer.json").read_text()
     keys, tokenizer = model.extra_keys, Tokenizer.from_file(str(relu / "tokenizer.json"))
@@ -676,7 +676,7 @@ def test_the_tokenizer_goes_in_twice(relu, tmp_path):
     )
 
 
-def test_a_missing_tokenizer_is_said(tmp_path):
+def test_a_missing_tokenizer_is_noted(tmp_path):
     folder = random_llama(tmp_path / "c", has_tokenizer=False)
     report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
     assert "generate needs a tokenizer" in report.notes[0]
@@ -762,13 +762,13 @@ def test_sentencepiece_scores_merge_as_the_source_does(is_metaspace):
 
 
 @pytest.mark.parametrize("text", ["a", "[PAD9]", "\0", "c\0d"])
-def test_tokens_that_would_end_llama_cpp_are_not_written(text):
+def test_tokens_that_would_crash_llama_cpp_are_not_written(text):
     tokenizer = byte_level(None, False, False)
     tokenizer["added_tokens"] = [{"id": 3, "content": text, "special": False}]
     assert (vocabulary_keys(tokenizer, 10) is None) and vocabulary_keys(tokenizer, 3)
 
 
-def test_digits_alone_are_known_only_as_published():
+def test_the_smollm_pre_tokenizer_is_known_only_as_published():
     values = json.loads(byte_level_tokenizer("smollm", 300).to_str())
     assert (vocabulary_keys(values, 300) or {})["tokenizer.ggml.pre"] == "smollm"
     values["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
@@ -776,14 +776,14 @@ def test_digits_alone_are_known_only_as_published():
 
 
 def noted(folder: Path, tokenizer: Tokenizer, layout: Layout = "stock") -> str:
-    """The notes on a tokenizer when it is written."""
+    """The notes given when a tokenizer is written."""
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     return "\n".join(tokenizer_keys(folder, size, layout).notes)
 
 
-def test_what_llama_cpp_does_otherwise_is_said_of_a_stock_file(tmp_path):
+def test_a_stock_file_notes_where_llama_cpp_tokenizes_differently(tmp_path):
     assert not noted(tmp_path / "a", byte_level_tokenizer("llama-bpe", 300))
     assert not noted(tmp_path / "b", sentencepiece_tokenizer(400))
     composing = byte_level_tokenizer("qwen2", 300)
@@ -835,7 +835,7 @@ def test_a_broken_tokenizer_is_refused(copy, tmp_path, text):
     refuse(copy, tmp_path, "tokenizer.json")
 
 
-def test_model_id_is_over_config_names_shapes_and_bytes(relu):
+def test_model_id_covers_config_names_shapes_and_bytes(relu):
     checkpoint = Checkpoint.open(relu)
     samples = []
     for name, tensor in load_file(relu / "model.safetensors").items():

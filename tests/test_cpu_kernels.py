@@ -1,4 +1,4 @@
-"""The C++ kernels against float64: every kind, every level this processor has, every block edge.
+"""The C++ kernels against float64, for every kind, level of this processor and block edge.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows.
 """
@@ -67,7 +67,7 @@ def planar(weight: Tensor, kind: str) -> Tensor:
 
 
 def interleaved(weight: Tensor, kind: str) -> Tensor:
-    """And back."""
+    """The inverse of `planar`."""
     count = weight.shape[1] // (2 + QUANT_BYTES[kind[:2]])
     scales, quants = weight[:, : 2 * count], weight[:, 2 * count :]
     parts = [scales.reshape(-1, count, 2), quants.reshape(len(weight), count, -1)]
@@ -99,7 +99,7 @@ def vector(length: int, seed: int = 1) -> Tensor:
 
 
 def indices(F: int) -> list[Tensor | None]:
-    """None, nothing, one row, some rows ascending, all backwards, repeats."""
+    """No index, an empty one, one row, every third row, all rows backwards, repeated rows."""
     chosen = [[], [F - 1], range(0, F, 3), range(F - 1, -1, -1), [0, F - 1, F // 2, 0, 0, F - 1]]
     return [None, *(torch.tensor([*rows], dtype=torch.int32) for rows in chosen)]
 
@@ -109,7 +109,7 @@ def taken(exact_FD: Tensor, index_A: Tensor | None) -> Tensor:
 
 
 def as_taken(kind: str, x_D: Tensor) -> Tensor:
-    """x in float64 as dot_rows takes it: for the block kinds in 16-bit integers, see kernels.h."""
+    """x in float64 as dot_rows rounds it: for the block kinds to 16-bit integers (kernels.h)."""
     if kind in FLOAT_DTYPES:
         return x_D.double()
     limit = np.float32(32767 if kind in BLOCK_BYTES else 32639)
@@ -124,8 +124,8 @@ def as_taken(kind: str, x_D: Tensor) -> Tensor:
 
 
 def magnitudes_of(W: "Matrix") -> Tensor:
-    """|weight| as it is really added, float64 [F, D]: q4_0's nibbles count from 0 in dot_rows, and 8
-    times the sum of x is subtracted afterwards, as are the minima of q4_k and q5_k."""
+    """The magnitudes that are really summed, float64 [F, D]: dot_rows counts q4_0's nibbles from 0 and
+    subtracts 8 times the sum of x afterwards; it also subtracts the minima of q4_k and q5_k."""
     magnitudes_FD = W.exact_FD.abs()
     if W.kind.startswith("q4_0"):
         weight = W.weight if W.kind == "q4_0" else interleaved(W.weight, W.kind)
@@ -140,7 +140,7 @@ def magnitudes_of(W: "Matrix") -> Tensor:
 
 
 def dot_terms(W: "Matrix", x_D: Tensor, index_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The products that dot_rows sums, and the magnitudes of what it really adds."""
+    """The products that dot_rows sums, and the magnitudes of the terms it really adds."""
     taken_D = as_taken(W.kind, x_D)
     magnitudes_AD = taken(magnitudes_of(W), index_A) * taken_D.abs()
     return taken(W.exact_FD, index_A) * taken_D, magnitudes_AD
@@ -218,8 +218,8 @@ def test_accumulate_rows(level, kind, D, F):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_may_lie_apart(level, kind):
-    """Rows of three interleaved matrices, as a neuron's gate, up and down."""
+def test_rows_may_be_strided(level, kind):
+    """Rows of three interleaved matrices, like a neuron's gate, up and down."""
     D = 256 if kind in BLOCK_BYTES else 96
     matrices = [matrix(kind, 9, D, seed) for seed in range(3)]
     whole = torch.cat([W.weight for W in matrices], dim=1)
@@ -263,8 +263,8 @@ def unpacked(W: Matrix, index_A: Tensor | None = None) -> Tensor:
 
 
 def is_unpacked(W: Matrix, got_AD: Tensor, index_A: Tensor | None = None) -> bool:
-    """Whether these are the rows, to the bit: each value is a scale of 11
-    bits times an integer of 8 at most, which f32 holds. Those of K-quants are rounded on the way."""
+    """Whether these are the rows, bit for bit: each value is an 11-bit scale times an integer of at
+    most 8 bits, which f32 holds exactly. K-quants are rounded on the way and get a bound."""
     exact_AD = taken(W.exact_FD, index_A)
     if W.kind not in BLOCK_BYTES:
         return torch.equal(got_AD, exact_AD.float())
@@ -281,7 +281,7 @@ def test_unpack_rows(level, kind, D, F):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_lie_apart_are_unpacked(level, kind):
+def test_strided_rows_are_unpacked(level, kind):
     W = matrix(kind, 9, 256)
     wide = torch.cat([W.weight, W.weight.flip(0)], dim=1)[:, : W.weight.shape[1]]
     assert not wide.is_contiguous()
@@ -309,7 +309,7 @@ def test_the_measure_rejects_wrong_rows(kind, wrong):
         torch.zeros(8, 64, device="meta"),
     ],
 )
-def test_a_wrong_place_to_unpack_to_is_refused(out):
+def test_a_wrong_output_tensor_is_refused(out):
     with pytest.raises(ValueError, match="out_AD"):
         library.unpack_rows(torch.ones(8, 64), "f32", out)
 
@@ -321,7 +321,7 @@ def test_rows_that_overlap_or_have_gaps_inside_are_refused(weight):
 
 
 @pytest.mark.parametrize("bad", [-1, 8])
-def test_no_row_outside_is_unpacked(bad):
+def test_unpacking_a_row_out_of_range_is_refused(bad):
     index_A = torch.tensor([0, bad], dtype=torch.int32)
     with pytest.raises(IndexError, match="rows 0 to 7"):
         library.unpack_rows(torch.ones(8, 64), "f32", torch.zeros(2, 64), index_A)
@@ -413,7 +413,9 @@ def test_the_layout_of_k_quants_is_that_of_gguf(level, kind):
         x_D = torch.zeros(256)
         x_D[d] = 1
         got = library.dot_rows(row, kind, x_D).item()
-        assert abs(got - want_D[d].item()) <= 200 * EPS  # of what is added and taken off
+        assert (
+            abs(got - want_D[d].item()) <= 200 * EPS
+        )  # relative to the terms added and subtracted
 
 
 @pytest.mark.parametrize("kind", [*FLOAT_DTYPES, *SMALL_BLOCKS])
@@ -437,14 +439,14 @@ def test_the_layout_is_that_of_gguf(level, kind):
         x_D = torch.zeros(32)
         x_D[d] = 1
         got = library.dot_rows(row, kind, x_D).item()
-        # q4_0 adds up to 15 times x and takes 8 times x off again.
+        # q4_0 adds up to 15 times x, then subtracts 8 times x.
         largest = 15.0 if is_q4 else abs(want_D[d].item())
         assert abs(got - want_D[d].item()) <= 2 * EPS * largest
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads):
-    # Neither the blocks nor what the planar kinds take at a time divide evenly among the threads.
+    # Neither the blocks nor the chunks of the planar kinds divide evenly among the threads.
     F, D = 300, 2304 if kind in BLOCK_BYTES else 1056
     W, x_D, c_F = matrix(kind, F, D), vector(D), vector(F)
     index_A = torch.arange(F - 1, -1, -2, dtype=torch.int32)
@@ -469,12 +471,12 @@ def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads)
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 1025, 2**40])
-def test_a_thread_count_that_cannot_be_is_refused(num_threads):
+def test_an_impossible_thread_count_is_refused(num_threads):
     with pytest.raises(ValueError, match="1 to 1024"):
         library.set_threads(num_threads)
 
 
-def test_every_level_that_is_advertised_runs_and_is_right():
+def test_no_level_is_missing_because_its_probe_failed():
     """The tests above cover the levels that the probe accepted: none may be missing because its
     probe failed."""
     assert library._built().spark_faulty_level() is None
@@ -503,7 +505,7 @@ def test_an_index_out_of_range_is_refused(row):
 
 @pytest.mark.parametrize("kind", QUANT_TYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_does_not_vanish_in_the_quantised_vector(level, kind, bad):
+def test_a_vector_with_nan_or_infinity_gives_nan(level, kind, bad):
     W, x_D = matrix(kind, 5, 256), vector(256)
     x_D[40] = bad
     assert library.dot_rows(W.weight, kind, x_D).isnan().all()
@@ -532,9 +534,9 @@ def test_rounding_the_factors_of_a_sum_costs_less_than_an_f16_would(level, kind)
 
 @pytest.mark.parametrize("kind", QUANT_TYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_coefficient_that_is_not_finite_does_not_vanish(level, kind, bad):
+def test_a_coefficient_that_is_not_finite_reaches_every_sum(level, kind, bad):
     W, c_F = matrix(kind, 5, 256), vector(5)
-    for a in (0, 4):  # of four rows together, and alone
+    for a in (0, 4):  # in a group of four rows, and alone
         c_F[a] = bad
         assert not library.accumulate_rows(W.weight, kind, c_F).isfinite().any()
         c_F[a] = 1.0
@@ -542,7 +544,7 @@ def test_a_coefficient_that_is_not_finite_does_not_vanish(level, kind, bad):
 
 @pytest.mark.parametrize("kind", PLANAR)
 @pytest.mark.parametrize("size", [3.4e38, 1.0, 1e-27])
-def test_factors_of_every_size_are_taken(level, kind, size):
+def test_factors_of_every_magnitude_are_kept(level, kind, size):
     """One row of scale 1 whose quants are 0, 1 and -1; its sum is as large as its coefficient."""
     value_D = torch.tensor([0.0, 1.0, -1.0, 1.0]).repeat(64)
     if kind == "q8_0_planar":
@@ -593,7 +595,7 @@ def test_wrong_arguments_are_refused(bad, match):
 
 
 @pytest.mark.parametrize("columns, codes", [(33, (3, 4, 8, 99, -1)), (224, (5, 6, 7)), (0, (99,))])
-def test_columns_that_fill_no_block_are_refused_by_the_library_too(columns, codes):
+def test_the_library_itself_refuses_partial_blocks_and_unknown_kinds(columns, codes):
     lib, y = library._built(), torch.zeros(columns + 1)
     weight, x = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(columns)
     of_weight = weight.data_ptr(), 256, 1, columns
@@ -645,7 +647,7 @@ def test_without_the_shared_library(monkeypatch):
         library.dot_rows(torch.ones(1, 1), "f32", torch.ones(1))
 
 
-def test_works_after_a_fork():
+def test_the_kernels_work_after_a_fork():
     done = run_python(
         """
 import os, torch

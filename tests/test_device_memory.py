@@ -39,7 +39,7 @@ from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.upload import Uploader
 
 CPU = torch.device("cpu")
-CARD = torch.device("cpu", 0)  # not the same as CPU to a placement: where the GPU's part goes
+CARD = torch.device("cpu", 0)  # stands for the GPU: a placement tells it from the CPU
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 
@@ -91,7 +91,7 @@ def test_each_item_takes_the_plans_bytes(planned):
     assert residence.num_bytes == on_cpu - vectors
 
 
-def test_what_is_in_the_slab_gives_what_the_file_gives(planned):
+def test_weights_in_the_slab_give_the_results_of_the_file(planned):
     model, split = planned
     for mode in ("dense", "exact", "predicted"):
         decoder, memory, _ = load(model, split, mode=mode)
@@ -104,10 +104,10 @@ def test_what_is_in_the_slab_gives_what_the_file_gives(planned):
         assert sum(t.nbytes for t in inside) == sum(
             count for item, count in memory.taken.items() if item not in ("kv_cache", "workspace")
         )
-    assert rel_error(want, logits_ref(model, IDS)) > 1e-3  # predicted; dense was compared before
+    assert rel_error(want, logits_ref(model, IDS)) > 1e-3  # the last mode, predicted
 
 
-def test_two_gpus_have_each_their_part():
+def test_each_of_two_gpus_gets_its_part():
     """Each GPU also streams the cold weights of its own layers."""
     cards = (torch.device("cpu", 0), torch.device("cpu", 1))
     model = make_model(shape=make_shape(num_layers=3), predictor_rank=8)
@@ -142,7 +142,7 @@ def test_two_gpus_have_each_their_part():
 
 
 def tensors_of(weights):
-    """Weights, each once."""
+    """All weight tensors, each once."""
     found = [weights.head.weight.data]
     found += [weights.output_norm.weight_D]
     for layer in weights.layers:
@@ -195,7 +195,7 @@ def test_the_slab_is_cut_without_overlap_and_not_beyond_its_end():
     assert memory.report().slab == 10 * ALIGNMENT
 
 
-def test_a_plan_of_other_bytes_is_refused_while_loading(planned):
+def test_a_plan_whose_bytes_do_not_match_is_refused_while_loading(planned):
     model, split = planned
     memory = DeviceMemory.of(CARD, split.gpu_bytes["neurons"])
     with pytest.raises(SparkinferError, match="run sparkinfer solve again"):
@@ -210,7 +210,7 @@ def test_a_plan_of_other_bytes_is_refused_while_loading(planned):
 
 @pytest.fixture
 def card(monkeypatch):
-    """What torch reports of CUDA, and the fraction it was set to."""
+    """A simulated card: what torch reports of it, and the limit that was set."""
     state = SimpleNamespace(total=24 << 30, free=20 << 30, reserved=0, backend="native")
     state.limit = None
     cuda = torch.cuda
@@ -225,7 +225,7 @@ def card(monkeypatch):
 
     def keep(fraction, device):
         assert 0 <= fraction <= 1
-        state.limit = int(fraction * state.total)  # as CUDACachingAllocator.cpp has it
+        state.limit = int(fraction * state.total)  # as CUDACachingAllocator.cpp computes it
 
     monkeypatch.setattr(cuda, "set_per_process_memory_fraction", keep)
     monkeypatch.setattr(device_memory, "_warm_up", lambda device: None)
@@ -250,7 +250,7 @@ def living(budget):
     return memory
 
 
-def test_several_engines_may_have_what_their_budgets_come_to(card):
+def test_several_engines_get_the_sum_of_their_budgets(card):
     first = living(1 << 30)
     device_memory._limit_all(GPU)
     assert card.limit == 1 << 30
@@ -295,7 +295,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
         raise RuntimeError("of another kind")
 
 
-def test_a_pass_is_made_as_short_as_the_room_asks_for(card):
+def test_passes_are_shortened_to_fit_the_memory_left(card):
     model = shape_only(make_shape(width=4096, num_neurons=11008, context_length=1024))
     memory = living(1 << 30)
     for tokens in (128, 64):
@@ -348,7 +348,7 @@ def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatc
     assert rel_error(got, want) < 1e-3
 
 
-def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
+def test_a_note_says_which_budget_is_enforced_instead_of_a_small_one(card):
     said = []
     assert device_memory.kept_budget(1 << 20) == device_memory.LEAST_BUDGET_BYTES
     model = make_model()
@@ -362,8 +362,8 @@ def test_a_small_budget_is_said_to_be_kept_less_strictly(card):
     assert 0 < found[GPU][1] - stays - 4 * 96 - decode_bytes(model, 32) < 60 * ALIGNMENT
 
 
-def test_what_is_set_aside_is_what_the_budget_leaves(card, monkeypatch):
-    """In segments of their own, which are as large as requested."""
+def test_the_rest_of_the_budget_is_set_aside(card, monkeypatch):
+    """In separate segments of exactly the requested size."""
     taken, was = [], torch.empty
 
     def empty(size, *arguments, device=None, **options):
@@ -443,9 +443,9 @@ def eps_of(kind):
 def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeypatch, kind):
     matrix, exact_ND = random_matrix(kind)
     generator = torch.Generator().manual_seed(1)
-    for rows in (64, 1000):  # several tiles, one
+    for rows in (64, 1000):  # several tiles; one
         monkeypatch.setattr(gpu_products, "TILE_ROWS", rows)
-        for scale in (1.0, 1e6, 1e-7):  # f16 has neither of these
+        for scale in (1.0, 1e6, 1e-7):  # f16 cannot hold the last two
             x_TD = scale * torch.randn(5, 256, generator=generator)
             weight_TN = scale * torch.randn(5, 200, generator=generator)
             assert is_right(matrix.product(x_TD), x_TD, exact_ND.T, eps_of(kind))
@@ -534,11 +534,11 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
 @pytest.mark.parametrize("mode", ["dense", "predicted"])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
-def test_a_pass_keeps_within_its_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_heads, neurons,
+def test_a_pass_stays_within_its_memory_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_heads, neurons,
                                        width, context):  # fmt: skip
-    """Measured by torch's account of the memory alive at once. f32 hardly needs a tile, so the rest
-    must fit without the bound's; products and unpacking compute nothing and allocate only their
-    results, as on CUDA."""
+    """Compared with torch's own peak of live memory. f32 needs hardly any tile, so the rest must fit
+    without the bound's share for tiles; products and unpacking compute nothing and allocate only
+    their results, as on CUDA."""
     shape = make_shape(
         width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
         vocab_size=3000, context_length=context,
@@ -583,8 +583,8 @@ def load_for(model, split, mode, context):
                vocab_size=32000),
 ])  # fmt: skip
 @pytest.mark.parametrize("context", [512, 4096, 32768])
-def test_models_that_people_have_leave_room_in_their_workspace(shape, context):
-    """For the vectors of a step, cuBLAS, and pieces of cold weights that are worth a copy."""
+def test_the_workspace_of_common_models_has_room(shape, context):
+    """Room for the vectors of a step, cuBLAS, and pieces of cold weights that are worth a copy."""
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
     left = workspace_bytes(model, context) - decode_bytes(model, context)
     left -= device_memory.SMALL_BYTES + (5 << 20) + 4 * shape.num_neurons * shape.num_layers
@@ -594,7 +594,7 @@ def test_models_that_people_have_leave_room_in_their_workspace(shape, context):
     assert tokens >= 32
 
 
-def test_what_is_spanned_is_what_was_taken():
+def test_spanned_bytes_counts_the_memory_taken():
     """Checks spanned_bytes, which another file's tests rely on, on known memory."""
     memory = DeviceMemory.of(CARD, 4096)
     data = memory.take((4, 8), torch.float32, "a")

@@ -54,7 +54,7 @@ def logits(path: Path):
         return engine.logits(IDS)
 
 
-def test_layouts_turn_into_each_other(silu, stock, tmp_path):
+def test_layouts_convert_into_each_other(silu, stock, tmp_path):
     sparse, back = tmp_path / "sparse.gguf", tmp_path / "back.gguf"
     report = run(stock, sparse)
     assert "activation taken as silu" in report.notes[0]
@@ -69,7 +69,9 @@ def test_layouts_turn_into_each_other(silu, stock, tmp_path):
 
 
 @pytest.mark.parametrize("outtype", ["f16", "bf16", "q8_0", "q4_0"])
-def test_another_type_is_that_of_the_checkpoint_converted(silu, stock, tmp_path, outtype):
+def test_converting_a_gguf_gives_the_bytes_of_converting_its_checkpoint(
+    silu, stock, tmp_path, outtype
+):
     run(stock, tmp_path / "a.gguf", outtype=outtype)
     run(silu, tmp_path / "b.gguf", outtype=outtype)
     a, b = (ModelFile.load(tmp_path / name) for name in ("a.gguf", "b.gguf"))
@@ -157,7 +159,7 @@ def test_k_quants_run_as_they_are(stock, tmp_path):
             assert rel_error(last_V, want[-1]) < bound
 
 
-def test_k_quants_keep_their_bytes_but_for_what_is_transposed(stock, tmp_path):
+def test_k_quants_keep_their_bytes_except_where_transposed(stock, tmp_path):
     k_quantised(stock, tmp_path / "k.gguf")
     report = run(tmp_path / "k.gguf", tmp_path / "m.gguf")
     old, new = (ModelFile.load(tmp_path / name) for name in ("k.gguf", "m.gguf"))
@@ -181,7 +183,7 @@ def test_k_quants_keep_their_bytes_but_for_what_is_transposed(stock, tmp_path):
     assert "logits equal" in verify(written).line
 
 
-def test_k_quants_have_their_bytes_in_a_budget(stock, tmp_path):
+def test_a_budget_counts_the_bytes_of_k_quants(stock, tmp_path):
     k_quantised(stock, tmp_path / "k.gguf")
     run(tmp_path / "k.gguf", tmp_path / "m.gguf")
     old, new = (layer_bytes(ModelFile.load(tmp_path / name), 0) for name in ("k.gguf", "m.gguf"))
@@ -207,7 +209,7 @@ def test_k_quants_are_written_and_computed_with(silu, stock, tmp_path, outtype):
     assert 2.0 ** -(bits + 2) < error < 10 * 2.0**-bits, error
 
 
-def test_rows_that_are_no_whole_blocks_of_256(tmp_path):
+def test_rows_of_partial_blocks_of_256_become_f16_or_are_refused(tmp_path):
     narrow = random_llama(tmp_path / "hf", hidden_size=64, intermediate_size=256)
     report = run(narrow, tmp_path / "m.gguf", outtype="q4_k")
     assert any("f16, because their rows are no whole q4_k blocks of 256" in n for n in report.notes)
@@ -252,7 +254,9 @@ def test_a_type_that_cannot_be_unpacked_is_refused(stock, tmp_path):
         Engine.load(tmp_path / "q")
 
 
-def test_what_is_asked_for_must_be_something(stock, silu, tmp_path):
+def test_conversions_that_change_nothing_or_contradict_the_source_are_refused(
+    stock, silu, tmp_path
+):
     with pytest.raises(SparkinferError, match="stock model file already"):
         run(stock, tmp_path / "m.gguf", layout="stock")
     run(stock, tmp_path / "m.gguf")
@@ -346,7 +350,7 @@ def powerinfer_file(path: Path, model: ModelFile, architecture: str, folder: Pat
 
 @pytest.mark.parametrize("case", POWERINFER)
 def test_powerinfer_files_are_read_and_converted(tmp_path, case):
-    """The runtime takes them as they are, and convert makes our layout of them."""
+    """The runtime loads them as they are, and convert rewrites them in our layout."""
     folder = random_model(tmp_path / "hf", CASES["llama" if case == "bamboo" else case])
     if case == "bamboo":
         edit_config(folder, lambda c: c.update(hidden_act="drelu"))
@@ -368,7 +372,7 @@ def test_powerinfer_files_are_read_and_converted(tmp_path, case):
     (tmp_path / "p" / "config.json").write_text('{"sparse_threshold": 0.25}')
     run(folder, added, outtype="f32", predictors=tmp_path / "p")
     with Engine.load(path, mode="predicted") as a, Engine.load(added, mode="predicted") as b:
-        assert rel_error(a.logits(IDS), b.logits(IDS)) < 1e-3  # predictors are f32 here, f32 there
+        assert rel_error(a.logits(IDS), b.logits(IDS)) < 1e-3  # f32 predictors in both
 
 
 # ---- comparing with the source -----------------------------------------------------------------
@@ -379,7 +383,7 @@ def check(written: Written) -> list[str]:
 
 
 @pytest.mark.parametrize("outtype", ["f32", "f16", "bf16", "q8_0", "q4_0"])
-def test_verification_passes_what_is_right(silu, tmp_path, outtype):
+def test_verification_accepts_correct_files(silu, tmp_path, outtype):
     config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
     report = convert(config, verify=check)
     assert report.verified.startswith("verified: logits equal transformers' to ")
@@ -420,7 +424,7 @@ def flipped(entry):
 @pytest.mark.parametrize("outtype", ["f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype, wrong):
-    """The written file differs from the source at that place."""
+    """The written file differs from the source in the way `wrong` names."""
     from sparkinfer.convert import tensors as module
 
     right = module.tensor_entries
@@ -434,7 +438,7 @@ def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype,
 @pytest.mark.parametrize("outtype", ["f32", "q4_0"])
 @pytest.mark.parametrize("wrong", ["order", "names", "activation", "constant"])
 def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype, wrong):
-    """A family that is wrong about its checkpoint: values read back, logits do not."""
+    """A family that misreads its checkpoint: the values still match, the logits do not."""
     from sparkinfer.convert import convert as module
 
     def changed(*arguments):
@@ -481,7 +485,7 @@ def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_rounding_is_told_from_error(kind):
+def test_rounding_is_distinguished_from_error(kind):
     want = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
     want[0] *= 1e-9  # where a scale or a value underflows
     got = dequantize(encode(want, kind, "test"), type_of(kind)).reshape(want.shape)
@@ -494,8 +498,9 @@ def test_rounding_is_told_from_error(kind):
 
 
 def whole_gate_predictors(folder: Path, checkpoint: Path, *, ahead: bool) -> Path:
-    """DejaVu's form of perfect predictors: x and -x through ReLU, then the gate rows (of the next
-    layer's gate, for those that look ahead, which is a guess that is right on average)."""
+    """Perfect predictors in DejaVu's format: x and -x through ReLU, then the layer's gate rows. With
+    `ahead` they read the input of the layer before, so the gate is scaled by the ratio of the norms'
+    weights, which is only roughly right."""
     import torch
     from safetensors.torch import load_file
 
@@ -514,7 +519,7 @@ def whole_gate_predictors(folder: Path, checkpoint: Path, *, ahead: bool) -> Pat
 
 
 def test_predictors_near_chance_are_noticed(tmp_path):
-    """Perfect ones are not, random ones are."""
+    """Random ones are, perfect ones are not."""
     checkpoint = random_llama(tmp_path / "hf", hidden_act="relu")
     for name, make in {
         "perfect": lambda f: whole_gate_predictors(f, checkpoint, ahead=False),
@@ -529,7 +534,7 @@ def test_predictors_near_chance_are_noticed(tmp_path):
     assert check_predictors(tmp_path / "none.gguf") is None
 
 
-def test_a_silu_layer_that_always_fires_says_nothing(silu, tmp_path):
+def test_a_silu_layer_that_always_fires_gives_no_verdict_on_predictors(silu, tmp_path):
     random_dejavu(tmp_path / "p", width=256, num_neurons=512)
     run(silu, tmp_path / "m.gguf", predictors=tmp_path / "p")
     assert check_predictors(tmp_path / "m.gguf") is None

@@ -44,7 +44,7 @@ def quality_of(model: ModelFile, loss: float, share: float) -> ModeQuality:
 def a_model(
     activation="silu", *, exact=None, predicted=None, has_predictors=True, **changes
 ) -> ModelFile:
-    """With thresholds where it is smooth; `exact` and `predicted` are (loss, share of the bytes)."""
+    """Smooth activations get thresholds; `exact` and `predicted` are (loss, share of the bytes)."""
     kind = "gate" if activation in SMOOTH else "linear"
     model = make_model(
         activation=activation, predictor_rank=8 * has_predictors, predictor_kind=kind, kind="f16",
@@ -108,7 +108,7 @@ def test_the_limit_is_the_users():
             mode_of(model, None, max_loss=wrong)
 
 
-def test_a_mode_that_is_asked_for_is_obeyed_with_a_warning():
+def test_a_requested_mode_is_used_with_a_warning():
     model = a_model(exact=(0.18, 0.76))
     for mode, count in (("dense", 0), ("exact", 1), ("predicted", 0)):
         lines = []
@@ -141,7 +141,7 @@ def test_dense_bytes_are_those_of_the_weights_that_a_token_reads():
 # ---- the record and its files ----------------------------------------------------------------
 
 
-def test_a_record_goes_through_every_file(tmp_path):
+def test_models_profiles_and_predictors_keep_a_record(tmp_path):
     model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
     model.save(tmp_path / "m.gguf")
     assert ModelFile.load(tmp_path / "m.gguf").quality == model.quality
@@ -156,7 +156,7 @@ def test_a_record_goes_through_every_file(tmp_path):
     assert Predictors.load(tmp_path / "pred").quality == {}
 
 
-def test_a_profile_of_the_version_before_is_read(tmp_path):
+def test_profiles_of_older_versions_are_read(tmp_path):
     profile = make_profile(make_model())
     profile.save(tmp_path / "p")
     names = {"model_id", "num_tokens", "threshold_L", "corpora", "quality"}
@@ -230,7 +230,9 @@ def artifacts(tmp_path):
     ("has_thresholds", "has_predictors", "known"),
     [(True, True, {"exact", "predicted"}), (True, False, {"exact"}), (False, True, set())],
 )
-def test_convert_takes_what_was_measured_together(artifacts, has_thresholds, has_predictors, known):
+def test_convert_keeps_only_records_that_were_measured_together(
+    artifacts, has_thresholds, has_predictors, known
+):
     convert(
         ConvertConfig(
             source=artifacts / "base.gguf", output=artifacts / "m.gguf",
@@ -243,7 +245,7 @@ def test_convert_takes_what_was_measured_together(artifacts, has_thresholds, has
     assert all(found.quality[m] == Profile.load(artifacts / "p").quality[m] for m in known)
 
 
-def test_thresholds_of_another_run_take_the_record_of_the_predictors_away(artifacts):
+def test_thresholds_of_another_run_drop_the_record_of_the_predictors(artifacts):
     whole = {"thresholds": artifacts / "p", "predictors": artifacts / "pred"}
     convert(ConvertConfig(source=artifacts / "base.gguf", output=artifacts / "m.gguf", **whole))
     profile = Profile.load(artifacts / "p")
@@ -263,7 +265,7 @@ def test_thresholds_of_another_run_take_the_record_of_the_predictors_away(artifa
 # ---- the engine ------------------------------------------------------------------------------
 
 
-def test_the_engine_says_why_and_dense_is_dense(tmp_path, capsys):
+def test_the_engine_says_why_it_runs_dense(tmp_path, capsys):
     model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
     model.save(tmp_path / "m.gguf")
     ids = torch.arange(9)
@@ -279,8 +281,9 @@ def test_the_engine_says_why_and_dense_is_dense(tmp_path, capsys):
         assert engine.mode == "exact"
 
 
-def test_a_plan_says_the_mode(tmp_path):
-    """Dense by plan gives what dense gives without one, with neurons on both sides."""
+def test_a_plan_sets_the_mode(tmp_path):
+    """Mode dense, set by a plan with neurons on both sides, gives the logits of mode dense without
+    a plan."""
     model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8), shape=make_shape(num_layers=3))
     model.save(tmp_path / "m.gguf")
     half = np.arange(0, 96, 2, dtype=np.int32)
@@ -334,7 +337,7 @@ def shares(num_layers, num_neurons, density):
     return np.full((num_layers, num_neurons), density)
 
 
-def test_a_plan_of_the_mode_that_is_fastest_not_of_the_one_that_the_file_suggests():
+def test_the_plan_has_the_fastest_mode_whatever_the_file_suggests():
     """Predictors that name all neurons: exact is faster, and the file has both."""
     shape = make_shape(num_layers=3, width=128, num_neurons=512)
     model = a_model("relu", shape=shape, exact=(0.0, 0.6), predicted=(0.001, 0.7))
@@ -351,7 +354,7 @@ def test_a_plan_of_the_mode_that_is_fastest_not_of_the_one_that_the_file_suggest
     assert asked.answer.objective_s == pytest.approx(seconds["predicted"])
 
 
-def test_where_whole_layers_win_the_plan_is_one_of_whole_layers():
+def test_the_plan_is_dense_where_whole_layers_are_fastest():
     """Choosing rows costs more than silent neurons save, and two of three layers fit."""
     shape = make_shape(num_layers=3, width=128, num_neurons=512)
     model = a_model("relu", shape=shape, has_predictors=False)
@@ -370,7 +373,7 @@ def test_where_whole_layers_win_the_plan_is_one_of_whole_layers():
     assert found.answer.objective_s <= split.seconds
 
 
-def test_what_costs_too_much_is_not_planned_for():
+def test_modes_that_lose_too_much_are_not_planned():
     model = a_model(exact=(0.18, 0.5), predicted=(0.21, 0.4))
     frequency_LF = shares(2, 96, 0.2)
     inputs = inputs_of(model, frequency_LF, make_machine(launch_s=1e-9), 0)
@@ -410,7 +413,7 @@ def random_inputs(seed: int, num_gpus: int) -> Inputs:
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_the_plan_is_never_slower_than_an_alternative(tmp_path, num_gpus):
-    """Random machines and budgets; alternatives are found apart from the choice."""
+    """Random machines and budgets; the alternatives are solved independently of the choice."""
     (tmp_path / "file").write_text("any")
     chosen = []
     for seed in range(5 if num_gpus == 1 else 2):
@@ -434,17 +437,17 @@ def test_the_plan_is_never_slower_than_an_alternative(tmp_path, num_gpus):
         assert seconds <= others.seconds
         plan, pipeline = as_plan(dense, others), dense.pipeline()
         assert plan_is_feasible(pipeline, plan)
-        # Ours fuses one kernel of such a layer more than is taken of llama.cpp.
+        # Our step fuses one more kernel of such a layer than llama.cpp is assumed to.
         assert plan_seconds(pipeline, plan) <= others.seconds * (1 + 1e-9)
         kept = dataclasses.replace(found.inputs, paths=(tmp_path / "file",) * 3)
         split = split_of(dataclasses.replace(found, inputs=kept), solve_s=0.0)
         verify(split, model=inputs.model, profile=inputs.profile, machine=inputs.machine)
         split.save(tmp_path / "s.gguf")
         assert Split.load(tmp_path / "s.gguf").mode == found.inputs.mode
-    assert chosen and (num_gpus > 1 or len(set(chosen)) > 1), "the cases do not tell modes apart"
+    assert chosen and (num_gpus > 1 or len(set(chosen)) > 1), "no case distinguishes the modes"
 
 
-def test_the_command_says_which_won(tmp_path, capsys):
+def test_the_command_names_the_fastest_mode(tmp_path, capsys):
     model = a_model(exact=(0.18, 0.5), predicted=(0.21, 0.4), shape=make_shape(num_layers=3))
     model.save(tmp_path / "m.gguf")
     make_profile(model).save(tmp_path / "p")

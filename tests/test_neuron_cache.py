@@ -1,5 +1,5 @@
-"""The neuron cache with both roles on the CPU: logits have the bits of a model without it, whatever is
-swapped; tables stay a bijection; the same text gives the same swaps."""
+"""The neuron cache with both roles on the CPU: logits equal those without it bit for bit, whatever
+is swapped; tables stay a bijection; the same text gives the same swaps."""
 
 import dataclasses
 import json
@@ -103,7 +103,7 @@ def grown_alike(model, mode, num_tokens, seed=0, **options):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0", "q6_k"])
-def test_logits_have_the_bits_of_a_model_without_a_cache(tmp_path, kind, mode):
+def test_logits_equal_those_without_a_cache_bit_for_bit(tmp_path, kind, mode):
     width = 256 if kind == "q6_k" else 64
     cache = grown_alike(saved(tmp_path, kind, width=width), mode, 300)
     assert cache.num_swaps > 100
@@ -112,7 +112,7 @@ def test_logits_have_the_bits_of_a_model_without_a_cache(tmp_path, kind, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
-def test_logits_have_these_bits_for_thousands_of_tokens(tmp_path, kind, mode):
+def test_logits_stay_equal_bit_for_bit_over_thousands_of_tokens(tmp_path, kind, mode):
     model = saved(tmp_path, kind, num_neurons=1100, width=128, context_length=900)
     cache = grown_alike(model, mode, 5000, most_rows=64)
     assert cache.num_swaps > 5000
@@ -255,7 +255,9 @@ def test_a_run_can_be_repeated(tmp_path):
     for rate in (None, 2e6):
         again, same = swapped(tmp_path, IDS, rate)
         assert torch.equal(again, logits) and (same == slots).all()
-    assert (swapped(tmp_path, IDS[::-1])[1] == slots).all()  # of this policy, for any text
+    assert (
+        swapped(tmp_path, IDS[::-1])[1] == slots
+    ).all()  # this policy makes the same swaps for any text
 
 
 KILLED = """
@@ -298,7 +300,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["stale slot", "wrong row", "half a row"])
-def test_the_comparison_sees_rows_that_are_not_theirs(tmp_path, wrong):
+def test_the_comparison_finds_wrong_rows(tmp_path, wrong):
     model = saved(tmp_path, "f32")
     with (
         Engine.load(model.path, mode="exact") as plain,
@@ -350,7 +352,7 @@ def followed(tmp_path, ids, options=None, mode="exact"):
         tmp_path / "m.gguf", tmp_path / "s.gguf", mode=mode, neuron_cache=options
     ) as engine:
         logits, cache = decoded(engine, ids), engine.neuron_cache
-        cache.before_step()  # what the last step has begun
+        cache.before_step()  # completes what the last step began
         cache.slots.check()
         row_bytes = sum(m.row_bytes for m in matrices_of(engine.layers[0].ffn.blocks[0]))
         assert cache.num_bytes == cache.num_swaps * row_bytes
@@ -359,7 +361,7 @@ def followed(tmp_path, ids, options=None, mode="exact"):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_the_policy_follows_a_text(tmp_path, mode):
-    """Its neurons come into slots, the logits keep their bits, and tables and policy agree."""
+    """Its neurons get slots, the logits stay equal bit for bit, and tables and policy agree."""
     with_cache(tmp_path, predictor_rank=8 * (mode == "predicted"))
     ids = [*IDS[:7]] * 8
     with Engine.load(tmp_path / "m.gguf", mode=mode) as plain:
@@ -468,7 +470,7 @@ def test_impossible_swaps_change_nothing():
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_what_cannot_have_a_cache_is_refused(tmp_path):
+def test_a_cache_that_cannot_work_is_refused(tmp_path):
     model = saved(tmp_path)
 
     def refused(match, setup, **options):

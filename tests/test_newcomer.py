@@ -1,4 +1,4 @@
-"""First-day input: other programs' options, near misses, third-party files."""
+"""What newcomers type: options of other programs, near misses, third-party files."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
         (["generate", "m", "-n", "b"], "'b' is not a valid integer; see sparkinfer generate --help"),
     ],
 )  # fmt: skip
-def test_a_wrong_command_line_is_one_line(capsys, arguments, line):
+def test_a_wrong_command_line_gives_one_line(capsys, arguments, line):
     assert line_of(capsys, arguments, 2).endswith(line)
 
 
@@ -97,7 +97,7 @@ def translated(command: str, *arguments: str) -> tuple[list[str], list[str]]:
         (f"generate a -ngl {'9' * 5000}", "a", ""),
     ],
 )
-def test_options_of_llamacpp_that_mean_the_same(given, taken, noted):
+def test_equivalent_options_of_llamacpp_are_translated(given, taken, noted):
     command, *arguments = given.split()
     found, notes = translated(command, *arguments)
     assert found == taken.split()
@@ -117,7 +117,7 @@ def test_options_of_llamacpp_that_mean_the_same(given, taken, noted):
         ("serve a --api-key-file x", "SPARKINFER_API_KEY"),
     ],
 )
-def test_options_of_llamacpp_that_mean_something_else(given, told):
+def test_options_of_llamacpp_without_an_equivalent_are_refused_with_advice(given, told):
     with pytest.raises(click.UsageError, match="is llama.cpp's: ") as error:
         translated(*given.split())
     assert told in error.value.message
@@ -131,7 +131,7 @@ def test_no_option_of_ours_is_taken_for_llamacpps():
             assert not both or name not in flag.commands or name == "bench", (name, both)
 
 
-def test_sizes_as_people_write_them():
+def test_sizes_in_the_usual_spellings():
     sizes = "8G 8g 8 8GiB 8192M 8388608K".split()
     assert {parse_bytes(size) for size in sizes} == {8 << 30}
     assert parse_bytes("1T") == 1 << 40 and parse_bytes("8GB") == 8 * 10**9
@@ -140,7 +140,7 @@ def test_sizes_as_people_write_them():
 # ---- files of others ----------------------------------------------------------------------------
 
 
-def test_a_stock_file_in_block_types_is_told_in_one_line(tmp_path, capsys):
+def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys):
     shape = make_shape(num_layers=3, width=32, num_neurons=64)
     make_model(shape=shape, activation="silu").save(tmp_path / "f32.gguf")
     config = ConvertConfig(source=tmp_path / "f32.gguf", output=tmp_path / "m.gguf",
@@ -164,7 +164,7 @@ def test_a_stock_file_in_block_types_is_told_in_one_line(tmp_path, capsys):
         ("UnheardOf", {}, "is unknown"),
     ],
 )
-def test_a_checkpoint_that_is_not_supported_is_told_why(name, changes, why):
+def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
     with pytest.raises(SparkinferError) as error:
         read_blueprint(Path("config.json"), {"architectures": [name], **changes}, 1)
     line = str(error.value)
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_not_supported_is_told_why(name, changes, why):
         ("something.else", "the key is unknown"),
     ],
 )
-def test_a_gguf_that_is_not_supported_is_told_why(tmp_path, key, why):
+def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
     model = make_model()
     keys = {**model._own_keys(), **model.extra_keys, f"llama.{key}": np.uint32(8)}
     with pytest.raises(SparkinferError, match=why):
@@ -191,7 +191,7 @@ def test_a_gguf_that_is_not_supported_is_told_why(tmp_path, key, why):
 # ---- help, version, completion ------------------------------------------------------------------
 
 
-def test_help_of_a_command_is_its_help(capsys):
+def test_the_help_command_prints_what_the_help_option_does(capsys):
     for name in (*cli.commands, None):
         names = [] if name is None else [name]
         assert main(["help", *names]) == 0
@@ -226,7 +226,7 @@ def test_completion_scripts_ask_the_program(capsys, shell):
     assert f"_SPARKINFER_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
-def test_a_line_is_completed():
+def test_a_command_name_is_completed():
     environment = dict(os.environ, COMP_WORDS="sparkinfer gen", COMP_CWORD="1",
                        _SPARKINFER_COMPLETE="bash_complete")  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "sparkinfer"], env=environment,
@@ -234,7 +234,7 @@ def test_a_line_is_completed():
     assert done.stdout == "plain,generate\n"
 
 
-def test_nothing_is_imported_before_ctrl_c_is_heard():
+def test_nothing_else_is_imported_before_ctrl_c_is_handled():
     code = (
         "import sys; before = {*sys.modules}; import sparkinfer.cli; print({*sys.modules} - before)"
     )
@@ -249,7 +249,7 @@ def test_nothing_is_imported_before_ctrl_c_is_heard():
 @pytest.mark.parametrize(
     "given, taken", [("Q4_0", "q4_0"), ("q4_k_m", "q4_k"), ("FP16", "f16"), ("q6_K", "q6_k")]
 )
-def test_types_in_others_spellings(capsys, given, taken):
+def test_types_in_the_spellings_of_other_programs(capsys, given, taken):
     assert OUTTYPE.convert(given, None, None) == taken
     assert ("taken as q4_k" in capsys.readouterr().err) == (given == "q4_k_m")
     assert TensorTypes(outtype="f16", overrides=(f"a={taken.upper()}",)).override("a") == taken
@@ -261,8 +261,8 @@ def test_types_that_are_never_written():
             OUTTYPE.convert(given, None, None)
 
 
-def test_the_file_type_is_that_of_the_file(tmp_path):
-    """A file that says 3 (q4_1) of itself and holds f32."""
+def test_the_written_file_type_matches_the_tensors(tmp_path):
+    """The sources hold f32, whatever their file_type says (3: q4_1, 15: Q4_K_M)."""
     for said, outtype, want in ((3, None, 0), (3, "q8_0", 7), (15, None, 0)):
         keys = {"general.file_type": np.uint32(said)}
         make_model(shape=make_shape(width=32, num_neurons=64), extra_keys=keys).save(tmp_path / "a")
@@ -299,7 +299,7 @@ def test_values_of_other_types_are_refused_by_the_api(tmp_path):
             assert text.ids == [1]
 
 
-def test_a_text_longer_than_the_model_reads_says_by_how_much(tmp_path):
+def test_the_refusal_of_a_long_text_says_by_how_much(tmp_path):
     make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
     with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=8) as engine:
         with pytest.raises(SparkinferError, match="shorten the text by 4$"):
@@ -311,7 +311,7 @@ def test_a_text_longer_than_the_model_reads_says_by_how_much(tmp_path):
 # ---- files in the wrong place -------------------------------------------------------------------
 
 
-def test_a_file_of_another_kind_is_told_by_its_kind(tmp_path, capsys):
+def test_the_refusal_of_a_file_of_another_kind_names_the_kind(tmp_path, capsys):
     profile = tmp_path / "p.safetensors"
     make_profile(make_model()).save(profile)
     make_model(path=tmp_path / "m.gguf").save(tmp_path / "m.gguf")
@@ -353,7 +353,7 @@ def test_origins_that_no_page_has_are_refused(origin):
         ServeConfig(model=Path("m"), origins=(fine,))
 
 
-def test_predictors_are_taken_as_their_file(tmp_path):
+def test_predictors_may_be_given_as_a_file(tmp_path):
     model = make_model(predictor_rank=4)
     model.save(tmp_path / "with.gguf")
     make_model().save(tmp_path / "base.gguf")
@@ -405,10 +405,10 @@ def test_a_checkpoint_folder_is_inspected(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-# ---- what is said -------------------------------------------------------------------------------
+# ---- messages -----------------------------------------------------------------------------------
 
 
-def test_an_interrupted_text_ends_in_its_line(codec_model, capsys, monkeypatch):
+def test_an_interrupted_generation_still_ends_with_its_summary(codec_model, capsys, monkeypatch):
     whole = sparkinfer.Engine.generate
 
     def interrupted(self, *arguments, **options):
@@ -428,7 +428,7 @@ def test_a_conversion_that_rounds_says_what_was_compared(tmp_path):
     assert report.verified.endswith(" tokens, both with the weights as rounded to q4_0")
 
 
-def test_a_text_that_is_too_short_for_the_tokens_asked_for_is_noted(codec_model, tmp_path, capsys):
+def test_a_text_with_fewer_tokens_than_requested_is_noted(codec_model, tmp_path, capsys):
     (tmp_path / "t.txt").write_text("ab cd " * 40)
     arguments = ["eval", codec_model, "--corpus", tmp_path / "t.txt", "--tokens", 4000]
     first = lines_of(capsys, arguments, 0)[0]

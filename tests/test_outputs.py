@@ -52,7 +52,7 @@ def test_an_output_is_never_a_file_of_the_checkpoint(silu, tmp_path, name):
     assert contents(silu) == before
 
 
-def test_nor_one_of_the_predictors_or_the_profile(silu, tmp_path):
+def test_an_output_is_never_a_file_of_the_predictors_or_the_profile(silu, tmp_path):
     folder, model = random_dejavu(tmp_path / "p"), tmp_path / "m.gguf"
     convert(ConvertConfig(source=silu, output=model))
     profile = tmp_path / "profile.safetensors"
@@ -73,7 +73,7 @@ def test_nor_one_of_the_predictors_or_the_profile(silu, tmp_path):
 
 
 @pytest.mark.parametrize("end", [".probe", ".partial", ".tmp"])
-def test_files_of_the_user_with_names_like_ours_stay(silu, tmp_path, end):
+def test_user_files_with_names_like_ours_are_kept(silu, tmp_path, end):
     mine = tmp_path / f"o.gguf{end}"
     mine.write_text("precious")
     convert(ConvertConfig(source=silu, output=tmp_path / "o.gguf"))
@@ -81,7 +81,7 @@ def test_files_of_the_user_with_names_like_ours_stay(silu, tmp_path, end):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["o.gguf", mine.name])
 
 
-def test_two_runs_with_one_output_do_not_meet(tmp_path):
+def test_two_runs_with_one_output_do_not_interfere(tmp_path):
     path = tmp_path / "x"
     with partial_file(path) as one, partial_file(path) as other:
         one.write_text("one")
@@ -90,7 +90,7 @@ def test_two_runs_with_one_output_do_not_meet(tmp_path):
     assert path.read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_what_a_killed_run_left_goes_with_the_next(tmp_path):
+def test_the_next_run_removes_what_a_killed_run_left(tmp_path):
     """Its lock is gone; a file that is still being written is locked."""
     code = (
         "import os, sys; from pathlib import Path; from sparkinfer.files import partial_file\n"
@@ -107,7 +107,7 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", other.name]
 
 
-def test_a_file_is_made_anew_where_another_run_took_it_for_stale(tmp_path, monkeypatch):
+def test_a_partial_file_that_another_run_removed_as_stale_is_created_again(tmp_path, monkeypatch):
     real, taken = fcntl.flock, []
 
     def flock(descriptor, how):
@@ -123,7 +123,7 @@ def test_a_file_is_made_anew_where_another_run_took_it_for_stale(tmp_path, monke
     assert (tmp_path / "x").read_text() == "whole"
 
 
-def test_where_files_cannot_be_locked_they_are_written_and_never_removed(tmp_path, monkeypatch):
+def test_without_file_locks_partial_files_are_written_but_never_removed(tmp_path, monkeypatch):
     def flock(descriptor, how):
         raise OSError("no locks on this file system")
 
@@ -134,7 +134,7 @@ def test_where_files_cannot_be_locked_they_are_written_and_never_removed(tmp_pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "x.01234567.partial"]
 
 
-def test_a_new_file_has_the_permissions_of_any(tmp_path):
+def test_a_new_file_has_the_usual_permissions(tmp_path):
     (tmp_path / "plain").touch()
     with partial_file(tmp_path / "x"):
         pass
@@ -160,7 +160,7 @@ def test_a_refused_conversion_leaves_no_folders(silu, tmp_path):
     assert output.is_file()
 
 
-def test_two_conversions_to_one_output_both_end_well(silu, tmp_path):
+def test_two_conversions_to_one_output_both_succeed(silu, tmp_path):
     def run(outtype):
         try:
             config = ConvertConfig(
@@ -191,7 +191,7 @@ def fill(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, can_exchange):
+def test_a_folder_replaces_another(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
         monkeypatch.setattr(exchange, "_exchange", lambda one, other: False)
     for text in ("one", "other"):
@@ -200,7 +200,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, can_exchange
         assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_there_is_a_folder_of_that_name_at_every_moment(tmp_path, monkeypatch):
+def test_the_folder_exists_at_every_moment_of_a_replacement(tmp_path, monkeypatch):
     fill(tmp_path / "x", "old")
     seen = []
     for name in ("replace", "rename"):
@@ -212,7 +212,7 @@ def test_there_is_a_folder_of_that_name_at_every_moment(tmp_path, monkeypatch):
     assert all(seen) and (tmp_path / "x" / "a").read_text() == "new"
 
 
-def test_what_a_killed_folder_left_goes_with_the_next(tmp_path):
+def test_the_next_run_removes_the_folder_that_a_killed_run_left(tmp_path):
     code = (
         "import os, sys; from pathlib import Path; from sparkinfer.files import partial_folder\n"
         "with partial_folder(Path(sys.argv[1])) as p: (p / 'a').write_text('half'); os._exit(9)"
@@ -230,7 +230,7 @@ def test_what_a_killed_folder_left_goes_with_the_next(tmp_path):
 
 
 def test_a_folder_that_was_set_aside_gets_its_name_back(tmp_path, monkeypatch):
-    """Where folders cannot be exchanged and a run was killed between the two renamings."""
+    """Where folders cannot be exchanged and a run was killed between the two renames."""
     fill(tmp_path / "x", "old")
     (tmp_path / "x").rename(tmp_path / "x.01234567.old")
     remove_stale(tmp_path / "x")
@@ -250,8 +250,8 @@ def test_a_folder_that_was_set_aside_gets_its_name_back(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_the_same_arrays_are_the_same_bytes_whoever_writes_them(tmp_path):
-    """In the safetensors package the order of the metadata differs from call to call."""
+def test_the_same_arrays_give_the_same_bytes_in_every_process(tmp_path):
+    """The safetensors package orders the metadata differently from call to call."""
     code = (
         "import sys, numpy as np; from pathlib import Path\n"
         "from sparkinfer.safetensors_file import save_arrays\n"
@@ -275,7 +275,7 @@ def test_the_same_arrays_are_the_same_bytes_whoever_writes_them(tmp_path):
     assert mine[8 + int.from_bytes(mine[:8], "little") :] == whole[start:]
 
 
-def test_a_safetensors_file_stays_locked_as_it_is_written(tmp_path, monkeypatch):
+def test_a_safetensors_file_stays_locked_while_it_is_written(tmp_path, monkeypatch):
     import numpy as np
 
     real, seen = os.fsync, []
@@ -293,7 +293,7 @@ def test_a_safetensors_file_stays_locked_as_it_is_written(tmp_path, monkeypatch)
 # ---- inputs that change -----------------------------------------------------------------------
 
 
-def test_nothing_is_made_of_an_input_that_changed(tmp_path):
+def test_no_output_is_written_from_an_input_that_changed(tmp_path):
     source, folder = tmp_path / "in", tmp_path / "hf"
     source.write_text("before")
     folder.mkdir()
@@ -340,8 +340,10 @@ def test_two_outputs_are_never_one_file(tmp_path):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_of_two_runs_with_a_new_output_the_second_says_that_it_lost(tmp_path, capsys, force):
-    """Both begin while nothing is there; the other one ends first."""
+def test_an_output_that_another_run_wrote_meanwhile_is_replaced_only_with_force(
+    tmp_path, capsys, force
+):
+    """Both start before the file exists; the other run finishes first. --force replaces it."""
     from sparkinfer import gguf_file
 
     make_model().save(tmp_path / "m.gguf")
@@ -367,7 +369,7 @@ def test_of_two_runs_with_a_new_output_the_second_says_that_it_lost(tmp_path, ca
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out.gguf"]
 
 
-def test_what_is_no_file_is_never_replaced(tmp_path):
+def test_only_regular_files_are_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "device").symlink_to("/dev/full")
@@ -386,7 +388,7 @@ def trained(silu, tmp_path):
     return tiny_config((silu, corpus), tmp_path)
 
 
-def test_a_trained_checkpoint_never_takes_the_place_of_what_is_read(silu, trained, tmp_path):
+def test_a_trained_checkpoint_never_replaces_an_input(silu, trained, tmp_path):
     before = contents(silu)
     (tmp_path / "link").symlink_to(silu)
     inside = tmp_path / "out.gguf.sparsify" / "mine"
@@ -419,8 +421,8 @@ def stage_files(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_heat_map_is_never_the_model(stage_files, capsys):
-    """Nor are files that a command names itself: the plot of a curve, reports, plots in a
+def test_a_heat_map_never_replaces_an_input(stage_files, capsys):
+    """Nor do files that a command names itself: the plot of a curve, reports, plots in a
     folder."""
     here, before = stage_files, contents(stage_files)
     m, p, t = here / "m.gguf", here / "p.safetensors", here / "t.txt"
@@ -448,7 +450,7 @@ def test_a_heat_map_is_never_the_model(stage_files, capsys):
     assert {name: after[name] for name in before} == before
 
 
-def test_an_export_never_takes_the_place_of_its_profile(stage_files, capsys):
+def test_an_export_never_replaces_its_profile(stage_files, capsys):
     folder = stage_files / "activation"
     folder.mkdir()
     (stage_files / "p.safetensors").rename(folder / "activation_0.pt")
@@ -459,7 +461,7 @@ def test_an_export_never_takes_the_place_of_its_profile(stage_files, capsys):
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
-def test_a_place_where_no_file_can_be_made_is_refused_at_once():
+def test_a_path_where_no_file_can_be_created_is_refused_at_once():
     for make in (partial_file, partial_folder):
         with pytest.raises(SparkinferError, match="cannot be written"), make(Path("/proc/x")):
             pass
@@ -467,7 +469,7 @@ def test_a_place_where_no_file_can_be_made_is_refused_at_once():
         check_output(Path("/proc/none/x"), force=False)
 
 
-def test_a_folder_is_made_anew_where_another_run_took_it_for_stale(tmp_path, monkeypatch):
+def test_a_partial_folder_that_another_run_removed_as_stale_is_created_again(tmp_path, monkeypatch):
     real, taken = Path.mkdir, []
 
     def mkdir(self, *args, **options):

@@ -81,8 +81,8 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
 
 
 @pytest.mark.parametrize("least", [-0.02, -0.5, -3.0])
-def test_rounding_goes_by_a_moment_that_rounding_errors_left_negative(least):
-    """The moment of fewer tokens than values is like that, with rows of very different lengths."""
+def test_rounding_works_with_a_moment_that_rounding_errors_left_negative(least):
+    """As the moment of fewer tokens than values can be; rows have very different lengths."""
     x_TD = inputs(WIDTH // 2)
     moment_DD = x_TD.T @ x_TD / len(x_TD)
     direction_D = torch.linalg.eigh(moment_DD)[1][:, 0]
@@ -106,7 +106,7 @@ def test_a_rounded_matrix_is_what_a_file_will_hold(kind):
 # ---- starts ----------------------------------------------------------------------------------
 
 
-def test_the_start_of_full_rank_is_the_gate_and_of_less_the_best_there_is():
+def test_the_start_of_full_rank_is_the_gate_and_of_lower_rank_the_optimum():
     gate_FD, x_TD, bias_F = weights(NEURONS, WIDTH), inputs(2000), weights(NEURONS)
     start = start_of(gate_FD, x_TD, bias_F)
     network = LowRank(start, WIDTH, RELU)
@@ -251,7 +251,7 @@ def test_every_phase_gets_windows_and_no_window_serves_two():
         assert all(pieces)
 
 
-def test_a_layer_gets_what_it_was_promised_and_a_start_beside_it():
+def test_a_trained_layer_meets_its_target_and_its_start_is_reported():
     weights_, quality = run_trainer(RELU, weights(NEURONS, WIDTH))
     assert quality.chosen.contribution > 0.98 and quality.chosen.precision > 0.75
     assert quality.chosen.bytes_per_token == pytest.approx(
@@ -281,7 +281,7 @@ def test_silu_neurons_are_named_on_both_sides_of_zero(form):
     named_TF = predictor.scores(x_TD) > 0.15
     assert (named_TF & below_TF).sum() > 0.9 * below_TF.sum()
     assert (named_TF & fires_TF).sum() > 0.9 * named_TF.sum()
-    line_TF = gate_TF > 0.25  # no threshold on the gate itself says it
+    line_TF = gate_TF > 0.25  # no threshold on the gate itself names them
     assert not (line_TF & below_TF).any()
 
 
@@ -289,7 +289,7 @@ def test_silu_neurons_are_named_on_both_sides_of_zero(form):
 
 
 def mixed(model: ModelFile, folder, **changes) -> Predictors:
-    """Layer 0 of one matrix in q4_0, layer 1 of rank 32 in q8_0, in a folder."""
+    """Predictors saved in a folder: layer 0 has one q4_0 matrix, layer 1 has rank 32 in q8_0."""
     shape = model.shape
     gate_FD = torch.from_numpy(model.tensors["blk.0.ffn_gate.weight"].read().astype(np.float32))
     up = values_of(rounded(gate_FD, "q4_0", torch.eye(shape.width)))
@@ -413,7 +413,7 @@ def test_a_silu_predictor_with_the_gate_itself_gives_what_exact_gives(tmp_path):
         assert rel_error(dense.logits(ids), want) > 1e-3
 
 
-# ---- DejaVu's form ---------------------------------------------------------------------------
+# ---- DejaVu's format -------------------------------------------------------------------------
 
 
 def linear_predictors(model, thresholds, **changes) -> Predictors:
@@ -431,7 +431,7 @@ def linear_predictors(model, thresholds, **changes) -> Predictors:
     return Predictors(model_id=model.model_id, info=info, layers=layers)
 
 
-def test_dejavus_form_names_the_same_neurons(tmp_path):
+def test_dejavus_format_names_the_same_neurons(tmp_path):
     plain = small_model(tmp_path)
     made = linear_predictors(plain, (-2.0, -0.5))
     folder = tmp_path / "dejavu"
@@ -463,7 +463,7 @@ def test_dejavus_form_names_the_same_neurons(tmp_path):
         ((-1.0, -1.0), {"up_bias_F": np.ones(192, np.float32)}, "with biases"),
     ],
 )
-def test_what_dejavus_form_cannot_say_is_refused(tmp_path, thresholds, changes, words):
+def test_what_dejavus_format_cannot_hold_is_refused(tmp_path, thresholds, changes, words):
     with pytest.raises(SparkinferError, match=words):
         save_dejavu(linear_predictors(small_model(tmp_path), thresholds, **changes), tmp_path / "d")
 
@@ -486,6 +486,6 @@ def test_wrong_options_are_refused(options, words):
         predictor_choices(PredictorOptions(**options), model)
 
 
-def test_dejavus_form_is_refused_for_silu():
+def test_dejavus_format_is_refused_for_silu():
     with pytest.raises(SparkinferError, match="both sides of zero"):
         predictor_choices(PredictorOptions(format="dejavu"), make_model(activation="silu"))

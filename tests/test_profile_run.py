@@ -1,6 +1,5 @@
-"""Runs that are stopped and go on, several processes, and profiles that add up.
-
-The oracle is the same run, undisturbed and alone."""
+"""Interrupted and resumed runs, several processes, and merged profiles.
+The oracle is the same run, uninterrupted and in one process."""
 
 import dataclasses
 import os
@@ -87,11 +86,9 @@ def stopped_at(monkeypatch, window):
 
 
 @pytest.mark.parametrize("window", [9, 10, 45, 82, 90])
-def test_a_run_that_is_stopped_anywhere_gives_what_an_undisturbed_one_does(
-    files, monkeypatch, window
-):
-    """94 windows: 9 for the moments, 2 kept, 68 for training, 9 to measure, 6 to examine. Bit
-    for bit."""
+def test_a_run_stopped_anywhere_resumes_to_the_same_result(files, monkeypatch, window):
+    """Bit for bit. The run has 94 windows: 9 for the moments, 2 kept, 68 for training, 9 to measure,
+    6 to examine."""
     profile(config(files, "whole", **training(files, "whole")))
     seen = stopped_at(monkeypatch, window)
     with pytest.raises(Interrupted, match="continues from there"):
@@ -108,8 +105,8 @@ def test_a_run_that_is_stopped_anywhere_gives_what_an_undisturbed_one_does(
     assert not same_predictors(files / "whole-pred", files / "other-pred")
 
 
-def test_a_run_that_is_killed_goes_on(files):
-    """kill -9 as soon as there is a resume file; the counts are those of an undisturbed run."""
+def test_a_killed_run_resumes(files):
+    """kill -9 as soon as there is a resume file; the counts equal those of an uninterrupted run."""
     profile(config(files, "whole"))
     script = (
         "import sys, time\nfrom pathlib import Path\n"
@@ -132,7 +129,7 @@ def test_a_run_that_is_killed_goes_on(files):
     ran = []
     report = profile(config(files, "cut"), ran.append)
     assert report.num_tokens == 6000 == sum(ran)
-    assert ran[0] > 0  # what was done already, in one go
+    assert ran[0] > 0  # the work done before, reported at once
     assert same_profile(files / "whole", files / "cut")
     assert not list(files.glob("cut.resume*"))
 
@@ -175,7 +172,7 @@ def another_level():
     library.set_level(before)
 
 
-def test_a_run_goes_on_with_the_arithmetic_that_it_began_with(files, monkeypatch, request):
+def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkeypatch, request):
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))
@@ -329,8 +326,8 @@ def two_ranks(files, *args):
     )
 
 
-def test_two_processes_count_what_one_does(files):
-    """Exactly; and their predictors, of half as many steps, are about as good."""
+def test_two_processes_give_the_counts_of_one(files):
+    """The counts are equal; the predictors, trained in half as many steps, are about as good."""
     one = profile(config(files, "one", **training(files, "one")))
     done = two_ranks(files, "-o", files / "two", "--train-predictors", files / "two-pred",
                      "--predictor-rank", 32, "--predictor-type", "q8_0")  # fmt: skip
@@ -343,7 +340,7 @@ def test_two_processes_count_what_one_does(files):
     assert not list(files.glob("*.resume"))
 
 
-def test_an_error_of_several_processes_is_said_once(files):
+def test_an_error_of_several_processes_is_printed_once(files):
     done = two_ranks(files, "-o", files / "t.txt", "--force")
     assert done.returncode != 0
     assert done.stderr.count("give the output another name") == 1
@@ -374,7 +371,7 @@ def saved(folder: Path, name: str, profile_: Profile, sha: str) -> Path:
     return folder / name
 
 
-def test_what_does_not_add_up_is_refused(tmp_path):
+def test_profiles_that_do_not_add_up_are_refused(tmp_path):
     model = make_model()
     a = saved(tmp_path, "a", make_profile(model), "a")
     alike = saved(tmp_path, "alike", make_profile(model), "a")
@@ -395,7 +392,7 @@ def test_what_does_not_add_up_is_refused(tmp_path):
     assert "counted twice" in report.notes[0]
 
 
-def test_merge_by_its_command(tmp_path):
+def test_the_merge_command(tmp_path):
     model = make_model()
     paths = [saved(tmp_path, n, make_profile(model, num_tokens=100), n) for n in "abc"]
     done = run_command("profile", "--merge", *paths, "-o", tmp_path / "out")
@@ -405,7 +402,7 @@ def test_merge_by_its_command(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_says_that_it_goes_on(files, number):
+def test_an_interrupted_command_says_how_to_continue(files, number):
     script = (
         "import os, sys\n"
         "from sparkinfer.cli import main\n"

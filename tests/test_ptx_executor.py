@@ -1,5 +1,5 @@
-"""The executor of PTX: its numbers compared with exact arithmetic, and each rule of the machine broken
-once by a few lines of PTX."""
+"""The PTX executor: its results against exact arithmetic, and each rule of the machine broken once
+by a few lines of PTX."""
 
 import re
 from fractions import Fraction
@@ -27,8 +27,8 @@ THREADS = 64
 
 
 def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_written=True):
-    """Runs lines of PTX with the pointers `out` in %rd1 and `source` in %rd2, the thread's number in %r1
-    and four times the number in %r2 and %rd3; returns `out`, a number per thread, and the record."""
+    """Runs lines of PTX with the pointers `out` in %rd1 and `source` in %rd2, the thread's number in
+    %r1 and four times that in %r2 and %rd3; returns `out`, one number per thread, and the record."""
     out = torch.zeros(blocks * THREADS, dtype=torch.int32) if out is None else out
     source = torch.arange(blocks * THREADS, dtype=torch.int32) if source is None else source
     text = f""".version 8.7
@@ -55,7 +55,7 @@ def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_
 
 
 def nearest(exact: Fraction, dtype) -> np.floating:
-    """The number of a type that is nearest to a fraction; of two, the even one."""
+    """The value of a type that is nearest to a fraction; ties go to even."""
     guess = dtype(float(exact))
     around = [np.nextafter(guess, dtype(-np.inf)), guess, np.nextafter(guess, dtype(np.inf))]
     off = [abs(Fraction(float(x)) - exact) for x in around]
@@ -83,7 +83,7 @@ def test_fma_rounds_once(dtype, fma):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_fma_of_denormal_results_and_of_what_is_no_number():
+def test_fma_with_denormal_results_and_nan():
     tiny = np.array([2.0**-75, 2.0**-100, np.nan, np.inf, np.inf], np.float32)
     other = np.array([2.0**-74 + 2.0**-90, 2.0**-49, 1, 0, 1], np.float32)
     added = np.array([2.0**-149, 2.0**-149, 1, 1, -np.inf], np.float32)
@@ -92,7 +92,7 @@ def test_fma_of_denormal_results_and_of_what_is_no_number():
     assert arithmetic.flushed(got)[:2].tolist() == [0, 0]
 
 
-def test_bf16_as_torch_has_it():
+def test_bf16_rounds_as_in_torch():
     bits = np.random.default_rng(1).integers(0, 1 << 32, 4000, dtype=np.uint32)
     bits[:2000] = bits[:2000] & 0xFFFF0000 | 0x8000  # ties
     x = torch.from_numpy(bits.view(np.float32).copy())
@@ -101,7 +101,7 @@ def test_bf16_as_torch_has_it():
 
 
 @pytest.mark.parametrize("name", arithmetic.APPROXIMATE)
-def test_approximate_functions_are_off_by_what_is_allowed_and_not_more(name):
+def test_approximate_functions_err_up_to_their_bound_but_not_beyond(name):
     exact = {"ex2": np.exp2, "rcp": np.reciprocal, "sqrt": np.sqrt, "tanh": np.tanh,
              "rsqrt": lambda x: 1 / np.sqrt(x)}.get(name, np.divide)  # fmt: skip
     random = np.random.default_rng(2)
@@ -189,7 +189,7 @@ def test_shuffles(text, want):
     assert out.tolist() == [32 * (t // 32) + want(t % 32) for t in range(THREADS)]
 
 
-def test_lanes_part_at_a_branch_and_meet_again():
+def test_lanes_diverge_at_a_branch_and_reconverge():
     """Loops of different lengths, then a shuffle of all."""
     body = """and.b32 %r9, %r1, 7; mov.b32 %r10, 0;
     $again: setp.ge.s32 %p1, %r10, %r9; @%p1 bra $done;
@@ -201,7 +201,7 @@ def test_lanes_part_at_a_branch_and_meet_again():
 
 
 def test_matrices_through_shared_memory():
-    """The values of a matrix that each lane holds, by definition, for loads and stores."""
+    """After a store and a transposed load, each lane holds the values that PTX defines."""
     rows = "and.b32 %r9, %r1, 15; shl.b32 %r9, %r9, 4; add.s32 %r10, %r5, %r9;"
     body = f"""shr.u32 %r20, %r1, 5; shl.b32 %r20, %r20, 8; add.s32 %r5, %r5, %r20; {rows}
     ld.global.b32 %r11, [%rd5]; add.s32 %r12, %r11, 1000;
@@ -228,7 +228,7 @@ def test_local_memory_is_each_threads_own():
     assert out.tolist() == [*range(THREADS)]
 
 
-def test_a_grid_in_pieces_gives_the_same(monkeypatch):
+def test_a_grid_run_in_pieces_gives_the_same_results(monkeypatch):
     monkeypatch.setattr(machine, "LANES", 128)
     body = "ld.global.b32 %r9, [%rd5]; add.s32 %r9, %r9, %r3; st.global.b32 [%rd4], %r9;"
     out, record = run(body, blocks=5)
@@ -245,11 +245,11 @@ BROKEN = {
     "past the end": (OutOfBounds, "ld.global.b32 %r9, [%rd5+4];" + STORE),
     "before the start": (OutOfBounds, "ld.global.b32 %r9, [%rd5-4];" + STORE),
     "a store past the end": (OutOfBounds, "mov.b32 %r9, 1; st.global.b32 [%rd4+64], %r9;"),
-    "a store to what is read-only": (OutOfBounds, "st.global.b32 [%rd5], %r1;"),
+    "a store to read-only memory": (OutOfBounds, "st.global.b32 [%rd5], %r1;"),
     "past shared memory": (OutOfBounds, "st.shared.b32 [%r6+4], %r1;"),
     "an address of zero": (OutOfBounds, "mov.b64 %rd9, 0; ld.global.b32 %r9, [%rd9];" + STORE),
     "an odd address": (Misaligned, "ld.global.b32 %r9, [%rd2+2];" + STORE),
-    "four words at an address of one": (
+    "four words with the alignment of one": (
         Misaligned, "ld.global.v4.b32 {%r9, %r10, %r11, %r12}, [%rd2+4];" + STORE),
     "an odd address of shared memory": (Misaligned, "st.shared.b16 [%r5+1], 7;"),
     "a register without a value": (Uninitialised, STORE),
@@ -272,7 +272,7 @@ BROKEN = {
         + "@%p1 st.global.b32 [%rd1], %r9;"),
     "a part of a warp at a barrier": (
         BadBarrier, "setp.lt.s32 %p1, %r1, 7; @%p1 bra $skip; bar.sync 0; $skip: ret;"),
-    "a warp that never comes": (
+    "a warp that never arrives": (
         BadBarrier, "setp.lt.s32 %p1, %r1, 32; @%p1 bra $end; bar.sync 0; $end: ret;"),
     "a shuffle of half a warp": (
         BadShuffle, "setp.lt.s32 %p1, %r1, 7; @%p1 bra $skip;"
@@ -281,7 +281,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_every_rule(name):
+def test_breaking_a_rule_raises_its_fault(name):
     kind, body = BROKEN[name]
     with pytest.raises(Fault) as caught:
         run(body, blocks=2)
@@ -289,7 +289,7 @@ def test_every_rule(name):
     assert str(caught.value).startswith("k: ") and "block" in str(caught.value)
 
 
-def test_what_the_rules_allow():
+def test_code_within_the_rules_passes():
     """An exchange with a barrier, equal values stored to one place, unused undefined values."""
     out, _ = run(EXCHANGE.format("bar.sync 0;", 128))
     assert out.tolist() == [t ^ 32 for t in range(THREADS)]
@@ -301,7 +301,7 @@ def test_what_the_rules_allow():
     assert out.tolist() == [3] * 9 + [4] * 55
 
 
-def test_warps_may_reach_a_barrier_by_different_ways():
+def test_warps_may_reach_a_barrier_on_different_paths():
     body = (
         """setp.lt.u32 %p1, %r1, 32; @%p1 bra $first; bar.sync 0; bra.uni $on;
     $first: st.shared.b32 [%r6], %r1; bar.sync 0; $on: and.b32 %r7, %r2, 127; add.s32 %r7, %r7, %r5;
@@ -312,7 +312,7 @@ def test_warps_may_reach_a_barrier_by_different_ways():
     assert out.tolist() == [*range(32)] * 2
 
 
-def test_numbers_of_rounding_may_be_stored_to_one_place_but_not_others():
+def test_threads_may_store_values_to_one_place_that_differ_only_by_rounding():
     close = "cvt.rn.f32.s32 %r9, %r1; fma.rn.f32 %r9, %r9, 0f33800000, 0f40000000;"
     store = "st.shared.b32 [%r5], %r9; bar.sync 0; ld.shared.b32 %r9, [%r5];" + STORE
     run(close + store)
@@ -330,7 +330,7 @@ def test_numbers_of_rounding_may_be_stored_to_one_place_but_not_others():
      "shfl.bfly.b32 %r9, %r1, 1, 31;", "mov.u32 %r9, %clock;", "mov.b32 %r99, 1;",
      "add.f32 %rd9, %rd1, %rd2;"],
 )  # fmt: skip
-def test_what_is_not_known_is_named(body):
+def test_an_unknown_instruction_is_named(body):
     with pytest.raises(UnknownInstruction, match=re.escape(body.split(".")[0])):
         run(body)
 
@@ -352,7 +352,7 @@ _PARAMETERS = """.version 8.7
   .param .f32 k_3) { ret; }"""
 
 
-def test_memory_knows_elements_gaps_and_what_was_written():
+def test_memory_tracks_elements_gaps_and_writes():
     rows = torch.zeros(4, 10)[:, :6]
     memory = Memory()
     memory.add_tensor(rows, name="rows", is_written=False)

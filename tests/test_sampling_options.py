@@ -69,13 +69,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("values, line", REFUSED, ids=[line for _, line in REFUSED])
-def test_what_cannot_be_is_refused(values, line):
+def test_impossible_values_are_refused(values, line):
     with pytest.raises(SparkinferError) as error:
         SamplingOptions(**values)
     assert str(error.value) == line
 
 
-def test_every_field_is_refused_somewhere():
+def test_every_field_has_a_refusal():
     assert {name for values, _ in REFUSED for name in values} == {
         field.name for field in fields(SamplingOptions)
     }
@@ -90,7 +90,7 @@ def test_the_bounds_are_accepted():
         SamplingOptions(**values)
 
 
-def test_orders_by_names_and_letters():
+def test_orders_of_samplers_by_names_and_by_letters():
     assert samplers_of_letters("edskypmxt") == DEFAULT_SAMPLERS
     assert samplers_of_names(";".join(DEFAULT_SAMPLERS)) == DEFAULT_SAMPLERS
     assert samplers_of_names("Top-K; topp;temp;nucleus;typ") == (
@@ -131,7 +131,7 @@ def test_biases_are_read_as_llama_cpp_does():
     ({"mirostat": 1, "repeat_penalty": 1.1}, "temperature mirostat_1"),
     ({"mirostat": 2, "temperature": 0.0, "dynatemp_range": 0.5}, "temperature"),
 ], ids=str)  # fmt: skip
-def test_only_what_does_something_runs(values, steps):
+def test_only_samplers_with_an_effect_run(values, steps):
     assert active_samplers(SamplingOptions(**values), 5000) == tuple(steps.split())
 
 
@@ -206,7 +206,7 @@ def test_two_orders_and_bad_values_are_refused():
     assert isinstance(done.exception, SparkinferError)
 
 
-def test_help_is_short_and_the_rest_is_a_page_of_its_own():
+def test_help_is_short_and_the_rest_is_on_a_separate_page():
     short = CliRunner().invoke(draw, ["--help"]).output
     full = CliRunner().invoke(draw, ["--help-sampling"]).output
     spelled = {word for line, _ in SPELLED for word in line.split() if word.startswith("--")}

@@ -1,5 +1,4 @@
-"""The scripts for machines with a CUDA device, as far as they run without one, so that they work
-once there is one."""
+"""The scripts for machines with a CUDA device, as far as they run without one."""
 
 import json
 import os
@@ -42,12 +41,12 @@ TOY = make_shape(
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """(model file, profile) of a toy."""
+    """(model file, profile) of a toy model."""
     folder = tmp_path_factory.mktemp("planted")
     return write_planted(Planted(shape=TOY, rank=64, device=CPU), folder / "m.gguf")
 
 
-def test_the_computed_profile_is_what_is_counted(planted):
+def test_the_computed_profile_matches_counted_firings(planted):
     model, profile = planted
     ids = np.random.default_rng(0).integers(3, 384, 64)
     fired = {layer: torch.zeros(1024) for layer in range(3)}
@@ -89,14 +88,14 @@ def test_files_do_not_depend_on_the_pieces_they_are_written_in(planted, tmp_path
     assert np.array_equal(rows, entry.read())
 
 
-def test_the_rivals_file_is_one_of_llamacpps(tmp_path):
+def test_the_rivals_file_has_the_stock_layout(tmp_path):
     write_stock(Planted(shape=TOY, rank=64, device=CPU), tmp_path / "stock.gguf")
     with Engine.load(tmp_path / "stock.gguf", device="cpu") as engine:
         assert engine.model.layout == "stock" and engine.model.activation == "silu"
         assert torch.isfinite(engine.logits([5, 6, 7])).all()
 
 
-def test_the_limit_of_dense_steps_is_all_bytes_but_the_embedding():
+def test_the_limit_of_a_dense_step_counts_all_bytes_except_the_embedding():
     model = make_model(shape=make_shape(width=256, num_neurons=1024), kind="f16")
     read = sum(entry.num_bytes for name, entry in model.tensors.items() if "token_embd" not in name)
     read += 2 * 32 // 2 * 2 * 2 * 128  # K and V, half of 32 positions, 2 layers, f16, 2 heads of 64
@@ -120,7 +119,7 @@ def step_of_a_trace(start):
     ]
 
 
-def test_a_timeline_is_the_last_step_and_says_what_overlaps(tmp_path):
+def test_a_timeline_covers_the_last_step_and_measures_overlap(tmp_path):
     events = [e for step in range(3) for e in step_of_a_trace(1000.0 + 100 * step)]
     timeline = gpu_timeline.timeline_of(events, 3)
     assert timeline.kernels == ((0, 10), (12, 35), (60, 100))
@@ -132,7 +131,7 @@ def test_a_timeline_is_the_last_step_and_says_what_overlaps(tmp_path):
     assert gpu_timeline.timeline_of([], 3).overlapped == 0
 
 
-def test_nothing_overlaps_where_one_waits_for_the_other():
+def test_nothing_overlaps_where_cpu_and_gpu_take_turns():
     events = [event("k", "kernel", 0, 10), event("Memcpy DtoH", "gpu_memcpy", 10, 1),
               event("Memcpy HtoD", "gpu_memcpy", 30, 1), event("k", "kernel", 31, 9)]  # fmt: skip
     assert gpu_timeline.timeline_of(events, 1).overlapped == 0
@@ -154,7 +153,7 @@ def test_the_rivals_memory_is_that_of_its_gpus():
 
 @pytest.mark.parametrize("budget, wanted", [(0, None), (560, 4), (1000, 8), (10**6, 33)])
 def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wanted):
-    """A layer takes 100 bytes by the file, and 115 as it is loaded beside 60 for all."""
+    """A layer has 100 bytes in the file; loaded, it takes 115, and the rest of the model 60."""
     loads = []
 
     class Closed:
@@ -176,7 +175,7 @@ def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wan
     assert len(loads) <= gpu_rival.MOST_LOADS
 
 
-def test_a_program_that_dies_is_told_with_its_last_words(tmp_path):
+def test_the_error_of_a_program_that_dies_quotes_its_last_words(tmp_path):
     text = "import sys; print('{}', flush=True); input(); sys.exit('no memory left')"
     process = Process.of((sys.executable, "-c", text), "worker", tmp_path / "log")
     assert process.about == {}
@@ -196,7 +195,7 @@ def test_a_program_that_hangs_is_ended(monkeypatch, tmp_path):
     process.close()
 
 
-def test_a_rival_that_dies_takes_nothing_but_its_own_figures(tmp_path):
+def test_a_rival_that_dies_loses_only_its_own_figures(tmp_path):
     """Two cases share it, as modes of one budget do."""
     ours = """
 import json, sys
@@ -223,13 +222,13 @@ for line in sys.stdin:
         assert "times_rival" not in found and found["share_of_limit"] == pytest.approx(0.4)
 
 
-def test_what_is_missing_is_said_in_one_line():
+def test_a_missing_requirement_is_named_in_one_line():
     asked = {"needs_kernels": True, "needs_device": False}
     assert gpu_ready.reason(["numpy", "gguf"], **asked) is None
     assert "no nothing_like_it" in gpu_ready.reason(["nothing_like_it"], **asked)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("program", [gpu_ready, gpu_run])
 def test_without_a_device_nothing_runs(monkeypatch, program):
     monkeypatch.setattr(sys, "argv", ["program"])
@@ -253,7 +252,7 @@ def test_a_script_refuses_in_one_line(tmp_path, script, arguments, message):
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
-def test_the_smoke_run_goes_through(tmp_path):
+def test_the_smoke_run_succeeds(tmp_path):
     machine = tmp_path / "machine.json"
     make_machine(cpu_gb_per_s=5, launch_s=1e-9, round_trip_s=1e-9, copy_latency_s=1e-9).save(
         machine
@@ -299,7 +298,7 @@ def run_jobs(tmp_path, text, seconds):
     return job, json.loads((tmp_path / "out" / "test-gpu.json").read_text())
 
 
-def test_the_runner_counts_and_tells_what_failed(tmp_path):
+def test_the_runner_counts_and_shows_failures(tmp_path):
     job, saved = run_jobs(tmp_path, GOOD_AND_BAD, 60)
     assert job.state == "FAILED" and not job.is_fine
     assert saved["jobs"][0]["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
@@ -313,7 +312,7 @@ def test_a_run_that_is_cut_off_keeps_what_it_found(tmp_path):
     assert saved["jobs"][0]["counts"]["passed"] == 1
 
 
-def test_what_is_slow_makes_way_with_all_that_it_started(tmp_path, monkeypatch):
+def test_a_slow_job_is_ended_with_all_the_processes_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_run, "SLOW_SHARE", 0.1)
     child = tmp_path / "child"
     texts = {
@@ -346,7 +345,7 @@ def test_skipping_everything_is_not_passing(tmp_path):
 
 
 def test_no_part_of_a_file_is_without_tests():
-    """pytest fails where it is left with none."""
+    """pytest fails if it selects none."""
     paths = {Path(job.arguments[-1]) for job in gpu_run.jobs_of("cuda")}
     paths = [path for path in sorted(paths) if path.stem in gpu_run.PARTS]
     assert len(paths) == len(gpu_run.PARTS)
@@ -369,7 +368,7 @@ def empty_parts(names, parts):
 
 
 def test_the_tests_for_a_device_work_on_the_cpu(tmp_path):
-    """All of them: pytest tests/gpu --device cpu."""
+    """Some of them; pytest tests/gpu --device cpu runs all."""
     some = tmp_path / "some"
     some.mkdir()
     for kind, plan, mode in (("f16", "mixed", "predicted"), ("q6_k", "random", "dense")):

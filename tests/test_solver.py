@@ -96,7 +96,8 @@ def tiny(seed: int, num_neurons: int | None = None):
 
 
 def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
-    """(GPU bytes, seconds, dense block there) of every way to place one layer, from the definition, in plain loops."""
+    """(GPU bytes, seconds, whether the dense block is on the GPU) of every placement of one layer,
+    by the definition, in plain loops."""
     sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[gpu_number]
     gpu_rate, cpu_rate = (
         gpu.bandwidth_gb_per_s.best * 1e9,
@@ -116,7 +117,7 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
     all_s = 1e-9 / costs.all_rows_gb_per_s["f32"].best
     tenth_s = 1e-9 / costs.chosen_rows_gb_per_s["f32"].best
 
-    def byte_s(density):  # from all rows to a tenth of them, by the logarithm of the share
+    def byte_s(density):  # between all rows and a tenth, linear in the log of the share
         return all_s + (tenth_s - all_s) * min(1.0, max(0.0, -math.log10(density or 0.1)))
 
     gate_s, rest_s = byte_s(sum(gate) / len(gate)), byte_s(sum(fired) / len(fired))
@@ -161,7 +162,7 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
 
 
 def head_options(model, machine, gpu_number=0):
-    """The same for the head: a norm and a product, and the logits' bytes on their way back."""
+    """The same for the head: a norm, a product, and the copy of the logits to the CPU."""
     head, gpu = budget.head_bytes(model), machine.gpus[gpu_number]
     gpu_s = head / (gpu.bandwidth_gb_per_s.best * 1e9) + 2 * gpu.launch_s.best
     gpu_s += 4 * model.shape.vocab_size / (gpu.host_to_device_gb_per_s.best * 1e9)
@@ -181,7 +182,7 @@ def all_subsets(units):
 
 
 def brute_force(model, profile, machine, limit, mode, units_of_layer):
-    """Least seconds a token over all placements that keep to the budget."""
+    """Fewest seconds per token over all placements within the budget."""
     gpu = machine.gpus[0]
     num_bytes = seconds = is_there = np.zeros(1)
     items = []
@@ -190,7 +191,7 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
         items.append(layer_options(model, profile, machine, mode, layer, subsets))
     items.append(head_options(model, machine))
     for options in items:
-        # The hidden state goes there where the block before was on the CPU, and later back.
+        # A block whose predecessor is on the CPU copies the hidden state there and later back.
         enters = np.logical_and.outer(is_there == 0, options[:, 2] == 1).ravel()
         seconds = np.add.outer(seconds, options[:, 1]).ravel() + enters * visit_seconds(model, gpu)
         num_bytes = np.add.outer(num_bytes, options[:, 0]).ravel()
@@ -347,7 +348,7 @@ def test_a_visit_keeps_blocks_together(visit_s, seconds):
     assert max(answer.bound_s, knapsack_bound(problem)) <= seconds * (1 + CLOSE)
 
 
-def test_kernels_of_a_dense_block():
+def test_the_number_of_kernels_of_a_dense_block():
     # Llama: q, k, v, o; two norms; rotation, attention and its join. Falcon: one product for q, k
     # and v. A predictor has two products.
     for architecture, count in (("llama", 9), ("falcon", 2 + 1 + 3), ("opt", 9)):
@@ -371,8 +372,8 @@ def test_the_hottest_are_not_always_the_best():
 
 def test_least_number_of_hot_neurons():
     # In exact mode an f32 neuron of width 32 that always fires touches 384 bytes: 1 us at 0.384
-    # MB/ms. Hot neurons take three kernels: fixed costs of 2.5 us are passed by the third neuron, of
-    # 1 ms by none: all or none.
+    # MB/ms. Hot neurons take three kernels: the third neuron pays for fixed costs of 2.5 us; no number
+    # pays for 1 ms, so the least is all.
     model = make_model(shape=make_shape(width=32, num_neurons=8, vocab_size=8))
     profile = make_profile(model, np.ones((2, 8)))
     for round_trip_s, least in ((1.5e-6, 3), (1e-3, 8)):
@@ -408,7 +409,7 @@ def folder(tmp_path_factory):
     model = make_model(shape=shape, kind="f16", predictor_rank=8, predictor_density=0.3)
     model.save(folder / "model.gguf")
     make_profile(model).save(folder / "profile.safetensors")
-    # So slow a CPU that every block is worth its place, and a layer's round trip too.
+    # A CPU slow enough that every block is worth its place, even with a layer's round trip.
     make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5).save(folder / "machine.json")
     return folder
 
@@ -496,7 +497,7 @@ def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
 
 
 def corruptions(split: Split):
-    """Wrong plans, by what is wrong with them."""
+    """Wrong plans, each with what is wrong."""
     layer = next(i for i, ids in enumerate(split.hot) if 1 < len(ids) < NUM_NEURONS)
     ids = split.hot[layer]
 
@@ -549,7 +550,7 @@ def test_verify_refuses_every_wrong_plan(folder, tmp_path):
 
 
 def refusals(folder: Path, tmp_path: Path):
-    """Changes to a good request, a budget, and words of the answer."""
+    """Changes to a good request, a budget, and words of the refusal."""
     model = ModelFile.load(folder / "model.gguf")
     other = make_model(shape=model.shape, seed=1)
     make_profile(other).save(tmp_path / "other.safetensors")
@@ -609,7 +610,7 @@ def test_config_is_checked(changes):
         SolveConfig(**(good | changes))
 
 
-def test_the_smallest_budget_that_is_named_works(folder, tmp_path):
+def test_the_smallest_budget_named_by_the_refusal_works(folder, tmp_path):
     with pytest.raises(SparkinferError) as error:
         solve(config_of(folder, tmp_path / "plan", 1))
     smallest = int(str(error.value).split("works is ")[1].split(" bytes")[0].replace(",", ""))
@@ -674,7 +675,7 @@ def test_seven_billion_parameters():
     answer = find_placement(problem, time_limit_s=30)
     assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
     assert placement_bytes(problem, answer.placement) <= problem.budget_bytes
-    # The plan that fills the budget with the hottest neurons of all layers alike is no better.
+    # A plan that fills the budget with an equal number of each layer's hottest is no better.
     dense_L = np.ones(32, bool)
     left = problem.room_bytes - int(problem.dense_bytes_L.sum()) - problem.head_bytes
     each = left // int(problem.neuron_bytes_L.sum())

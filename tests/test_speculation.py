@@ -1,5 +1,5 @@
 """Speculation changes no text: whatever is drafted, and however the clock runs, the tokens are those
-of single steps; and the controller drafts where that is faster."""
+of single steps."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ MODES = ("dense", "exact", "predicted")
 
 
 def model_path(folder: Path, kind: str, name: str = "m", seed: int = 0) -> Path:
-    """Random, with predictors and a tokenizer of bytes. Its greedy texts run in circles soon."""
+    """A random model with predictors and a byte tokenizer; its greedy texts soon repeat."""
     keys, vocab_size = byte_level_keys()
     shape = make_shape(vocab_size=vocab_size, context_length=CONTEXT)
     model = make_model(
@@ -83,7 +83,7 @@ class Eager:
 
 
 class Prophet:
-    """Knows the text; guesses it, or something else."""
+    """Knows the text; drafts it, or what `lie` makes of it."""
 
     def __init__(self, text: list[int], lie, seed: int = 0) -> None:
         self.text, self.lie, self.chance = text, lie, random.Random(seed)
@@ -111,7 +111,7 @@ LIES = {
 @native
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_greedy_and_seeded_texts_with_every_drafter(tmp_path, kind, mode):
+def test_no_drafter_changes_greedy_or_seeded_texts(tmp_path, kind, mode):
     path = model_path(tmp_path, kind)
     small = model_path(tmp_path, "f16", "draft")
     with Engine.load(path, mode=mode) as engine, Engine.load(small, mode="dense") as other:
@@ -145,7 +145,7 @@ def test_adversarial_drafts_change_nothing(tmp_path, lie):
             drafts = Prophet(PROMPT + want, LIES[lie])
             assert text_of(engine, 200, drafts, sampling=sampling) == want
             assert engine.last_run.drafted > 100
-            # To the end of the context, and past it with half of the text.
+            # To the end of the context, and past it by dropping half of the text.
             full = text_of(engine, 1000, sampling=sampling)
             assert len(full) + len(PROMPT) == CONTEXT + 1
             drafts = Prophet(PROMPT + full, LIES[lie])
@@ -158,7 +158,7 @@ def test_adversarial_drafts_change_nothing(tmp_path, lie):
 
 @native
 def test_the_comparison_finds_a_changed_text(tmp_path):
-    """A verifier that believes every draft."""
+    """With a verifier that accepts every draft."""
 
     class Believer(Generation):
         def draw(self):
@@ -275,12 +275,14 @@ def test_the_draft_models_sequence_is_the_text(tmp_path):
 
 
 @native
-def test_a_draft_model_says_nothing_where_it_is_not_sure_or_full(tmp_path):
+def test_a_draft_model_proposes_nothing_when_unsure_or_full(tmp_path):
     path = model_path(tmp_path, "q8_0")
     with Engine.load(path, mode="dense", context_length=32) as engine, engine.sequence() as text:
         assert DraftModel(text, 1.0).propose(PROMPT, 8).tokens == []
         assert len(DraftModel(text, 0.0).propose(PROMPT, 8).tokens) == 8
-        assert len(DraftModel(text, 0.0).propose([1] * 30, 8).tokens) == 3  # one behind the last
+        assert (
+            len(DraftModel(text, 0.0).propose([1] * 30, 8).tokens) == 3
+        )  # the context's last two positions, and the token after
         assert DraftModel(text, 0.0).propose([1] * 33, 8).tokens == []
 
 
@@ -290,7 +292,7 @@ WORDS = 6
 
 
 class TableText:
-    """A text whose next token depends on the last alone: its rows are those of a table."""
+    """A text whose next token depends only on the last: its logits are rows of a table."""
 
     def __init__(self, logits_VV: torch.Tensor) -> None:
         self.logits_VV, self.ids, self.room, self.is_open = logits_VV, [], 1 << 20, True
@@ -319,7 +321,7 @@ class NoText:
 
 
 class TooSure(Generation):
-    """A planted fault: takes a drafted token in one of ten cases without drawing."""
+    """A planted fault: accepts one drafted token in ten without drawing."""
 
     def draw(self):
         if self._right < len(self._draft) and self.chance.random() < 0.1:
@@ -368,8 +370,7 @@ def test_drafted_tokens_are_distributed_as_drawn_ones_200_000_times():
     assert p_of_two_tokens(TooSure, 100_000) < 1e-12
 
 
-# ---- end to end
-# -----------------------------------------------------------------------------------
+# ---- end to end ---------------------------------------------------------------------------------
 
 
 def refuses(engine: Engine, match: str) -> None:
@@ -379,7 +380,7 @@ def refuses(engine: Engine, match: str) -> None:
 
 
 @native
-def test_refused_where_rows_are_not_single_steps(tmp_path, monkeypatch):
+def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path, monkeypatch):
     path = model_path(tmp_path, "q8_0")
     with Engine.load(path) as engine:
         check_rows(engine._live)
@@ -418,7 +419,7 @@ def command(context: click.Context, **arguments) -> None:
          (SpeculationOptions(type="draft"), Path("d.gguf"))),
     ],
 )  # fmt: skip
-def test_options_of_a_command(line, wanted):
+def test_the_options_of_a_command_are_parsed(line, wanted):
     found = []
     CliRunner().invoke(command, line.split(), obj=found, catch_exceptions=False)
     assert found == [wanted]
@@ -438,7 +439,7 @@ def test_options_that_do_not_go_together(line, match):
 
 
 @native
-def test_drafts_by_options(tmp_path):
+def test_every_type_of_drafter_can_be_chosen(tmp_path):
     path, small = model_path(tmp_path, "q8_0"), model_path(tmp_path, "q4_0", "draft")
     with Engine.load(path, mode="exact", context_length=200) as engine:
         want = text_of(engine, 100)

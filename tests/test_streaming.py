@@ -1,4 +1,4 @@
-"""A model that goes through memory layer by layer, against the same model all at once."""
+"""A model streamed through memory layer by layer, against the same model loaded whole."""
 
 import dataclasses
 import subprocess
@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def always_streams(monkeypatch):
-    """Any model is too large; hidden states go into memory."""
+    """Makes every model too large to load whole; hidden states stay in memory."""
     needs = memory.needs_of
     monkeypatch.setattr(
         streaming, "needs_of", lambda *a, **k: dataclasses.replace(needs(*a, **k), whole_bytes=1 << 60)
@@ -127,7 +127,7 @@ def test_observers_see_the_same_bits_layer_by_layer(folder, tmp_path, case, spil
 
 
 @pytest.mark.parametrize("case", ["llama", "opt", "falcon-7b"])
-def test_a_streamed_profile_is_the_ordinary_one(folder, tmp_path, case, monkeypatch, request):
+def test_a_streamed_profile_equals_the_ordinary_one(folder, tmp_path, case, monkeypatch, request):
     config = ProfileConfig(model=folder / case, corpora=(folder / "text.txt",),
                            output=tmp_path / "whole", max_tokens=2000, device="cpu")  # fmt: skip
     profile(config)
@@ -153,7 +153,7 @@ def assert_same_quality(a, b):
 
 
 @pytest.mark.parametrize("case, offset", [("llama", 0), ("llama", 1), ("falcon-40b", 1)])
-def test_streamed_predictors_are_the_ordinary_ones(folder, tmp_path, case, offset, request):
+def test_streamed_predictors_equal_the_ordinary_ones(folder, tmp_path, case, offset, request):
     config = ProfileConfig(
         model=folder / case, corpora=(folder / "text.txt",), output=tmp_path / "p",
         max_tokens=4000, train_predictors=tmp_path / "whole", predictors=PredictorOptions(rank=32),
@@ -174,7 +174,7 @@ def test_streamed_predictors_are_the_ordinary_ones(folder, tmp_path, case, offse
             assert (array == other.arrays(layer)[name]).all(), name
 
 
-def test_streamed_thresholds_are_the_ordinary_ones(tmp_path, folder, request):
+def test_streamed_thresholds_equal_the_ordinary_ones(tmp_path, folder, request):
     save_tokenizer(random_model(tmp_path / "hf", LlamaConfig(**GATED, hidden_act="silu")), 320)
     convert(ConvertConfig(source=tmp_path / "hf", output=tmp_path / "m"))
     config = ProfileConfig(model=tmp_path / "m", corpora=(folder / "text.txt",), device="cpu",
@@ -201,7 +201,7 @@ def test_a_window_left_behind_is_noticed(folder, tmp_path):
 # ---- what fits --------------------------------------------------------------------------------
 
 
-def test_a_model_streams_where_it_does_not_fit_and_only_there(folder, tmp_path, monkeypatch):
+def test_a_model_streams_only_if_it_does_not_fit(folder, tmp_path, monkeypatch):
     model = ModelFile.load(folder / "llama")
     needs = memory.needs_of(model, window=256, context_length=256, choices=None)
 
@@ -225,7 +225,7 @@ def test_a_model_streams_where_it_does_not_fit_and_only_there(folder, tmp_path, 
         plan(needs.whole_bytes, 4 << 20)
 
 
-def test_training_needs_more_and_one_layer_less_than_all():
+def test_training_takes_memory_for_each_layer_that_is_loaded():
     model = make_model(shape=make_shape(num_layers=8, width=512, num_neurons=2048))
     bare, trained = (
         memory.needs_of(model, window=128, context_length=128, choices=choices)
@@ -270,7 +270,7 @@ def test_released_pages_are_read_again(folder):
     assert own.read().all()
 
 
-def test_the_command_says_that_it_streams_and_refuses_what_cannot_be(folder, tmp_path):
+def test_the_command_refuses_a_memory_limit_below_what_the_program_takes(folder, tmp_path):
     def run(size):
         return subprocess.run(
             [sys.executable, "-m", "sparkinfer", "profile", str(folder / "llama"), "--corpus",

@@ -1,4 +1,4 @@
-"""However a command ends, it prints one line, has the right exit code, and no traceback."""
+"""However a command fails, it prints one line, no traceback, and exits with the right code."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ PROGRAM = "import sys; from sparkinfer.cli import main; sys.exit(main())"
 
 
 def run(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
-    """A process of Python with this code."""
+    """Runs code in a separate Python process."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, check=False, timeout=60, **options)
 
@@ -42,7 +42,7 @@ def raising(monkeypatch, error: BaseException) -> None:
     monkeypatch.setattr("sparkinfer.inspection.inspect_file.inspect_file", inspect_file)
 
 
-def test_an_error_that_nobody_expected_is_one_line(monkeypatch, capsys, may_end_unexpectedly):
+def test_an_unexpected_error_prints_one_line(monkeypatch, capsys, may_end_unexpectedly):
     raising(monkeypatch, ValueError("two\nlines " + "x" * 1000))
     assert main(["inspect", "x"]) == UNEXPECTED == 70
     (line,) = lines_of(capsys)
@@ -50,7 +50,7 @@ def test_an_error_that_nobody_expected_is_one_line(monkeypatch, capsys, may_end_
     assert "SPARKINFER_DEBUG=1" in line and len(line) < 500
 
 
-def test_with_the_variable_there_is_the_traceback(monkeypatch, capsys, may_end_unexpectedly):
+def test_sparkinfer_debug_prints_the_traceback(monkeypatch, capsys, may_end_unexpectedly):
     monkeypatch.setenv("SPARKINFER_DEBUG", "1")
     raising(monkeypatch, ValueError("odd"))
     assert main(["inspect", "x"]) == UNEXPECTED
@@ -59,7 +59,7 @@ def test_with_the_variable_there_is_the_traceback(monkeypatch, capsys, may_end_u
     assert shown.splitlines()[-1].startswith("sparkinfer inspect: unexpected ValueError: odd")
 
 
-def test_a_test_fails_whose_command_ends_so(pytester_like):
+def test_a_test_fails_if_its_command_ends_unexpectedly(pytester_like):
     result = pytester_like("def test_it(monkeypatch):\n"
         "    from sparkinfer.cli import main\n"
         "    monkeypatch.setattr('sparkinfer.top_level._run', lambda *a, **k: 1 / 0)\n"
@@ -92,7 +92,7 @@ def no_memory_of_torch() -> BaseException:
 
 @pytest.mark.parametrize("make", [MemoryError, lambda: torch.OutOfMemoryError("CUDA out of memory"),
                                   no_memory_of_torch])  # fmt: skip
-def test_no_memory_is_one_line(monkeypatch, capsys, make):
+def test_out_of_memory_prints_one_line(monkeypatch, capsys, make):
     raising(monkeypatch, make())
     assert main(["inspect", "x"]) == 1
     (line,) = lines_of(capsys)
@@ -107,7 +107,7 @@ def test_a_file_that_fails_is_named(monkeypatch, capsys):
     assert "b.bin" in line_of(FileNotFoundError(2, "gone", b"b.bin"))[0]
 
 
-def test_an_error_in_a_thread_is_one_line():
+def test_an_error_in_a_thread_prints_one_line():
     code = (
         "import threading, sparkinfer.top_level as t\n"
         "def run(arguments, *, is_program):\n"
@@ -122,7 +122,7 @@ def test_an_error_in_a_thread_is_one_line():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{}"], ["inspect", "{}", "--json"]])
-def test_a_full_stdout_is_one_line(tmp_path, arguments):
+def test_a_full_stdout_gives_one_line(tmp_path, arguments):
     make_profile(make_model()).save(tmp_path / "p")
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-c", PROGRAM, *(a.format(tmp_path / "p") for a in arguments)]
@@ -133,7 +133,7 @@ def test_a_full_stdout_is_one_line(tmp_path, arguments):
     ]
 
 
-def test_a_full_stderr_is_no_reason_for_another_error(tmp_path):
+def test_a_full_stderr_causes_no_further_error(tmp_path):
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-c", PROGRAM, "inspect", "none"]
         assert subprocess.run(command, stderr=full, check=False).returncode == 1
@@ -144,8 +144,8 @@ def test_a_full_stderr_is_no_reason_for_another_error(tmp_path):
 
 @pytest.fixture(autouse=True)
 def heard():
-    """The tests may have been started with signals ignored (nohup, `&` of a script), which processes
-    inherit."""
+    """Default handlers: a suite started by nohup or by a script's `&` has signals ignored, and the
+    processes of the tests would inherit that."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, found in before.items():
@@ -156,7 +156,7 @@ def heard():
         signal.signal(number, found)
 
 
-# What is imported while the signal comes: the first of this program, click, and a stage.
+# The import at which the signal arrives: the program's first module, click, or a stage.
 AT_IMPORT = """
 import os, sys
 class Finder:
@@ -171,7 +171,7 @@ sys.meta_path.insert(0, Finder())
     "name", ["sparkinfer.top_level", "click", "sparkinfer.inspection.inspect_file"]
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_it_starts_is_one_line(name, number):
+def test_a_signal_during_start_up_prints_one_line(name, number):
     if name == "sparkinfer.top_level" and number != signal.SIGINT:
         return  # no handler is installed yet; the process ends without having begun
     code = AT_IMPORT.replace("NAME", repr(name)).replace("NUMBER", str(int(number)))
@@ -215,27 +215,27 @@ def test_a_signal_ends_a_command_and_removes_what_it_wrote(tmp_path, number):
     assert not list(tmp_path.iterdir())
 
 
-def test_native_code_that_goes_on_for_long_is_ended(tmp_path):
+def test_a_signal_ends_native_code_that_runs_for_long(tmp_path):
     code, error, seconds = stopped(tmp_path, NATIVE, signal.SIGTERM)
     assert (code, error) == (143, "sparkinfer: interrupted; nothing half-written was left\n")
     assert 2 < seconds < 15 and not list(tmp_path.iterdir())
 
 
-def test_signals_that_a_process_is_to_ignore_are_ignored(tmp_path):
+def test_signals_that_were_ignored_before_the_start_stay_ignored(tmp_path):
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     at = AT_IMPORT.replace("NAME", "'click'").replace("NUMBER", str(int(signal.SIGHUP)))
     result = run(code + at + PROGRAM, "inspect", "none")
     assert result.returncode == 1 and b"no such file" in result.stderr
 
 
-def test_handlers_are_as_they_were():
+def test_a_command_restores_the_signal_handlers():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     assert main(["inspect", "none"]) == 1
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-# ---- inputs that are cut while they are read -------------------------------------------------------
+# ---- inputs that are truncated while they are read----------------------------------------------------
 
 CUT_INPUT = """
 import os, sys, numpy as np, sparkinfer.mapped_files as mapped
@@ -250,7 +250,7 @@ with partial_file(Path(sys.argv[2])) as partial:
 """
 
 
-def test_a_mapped_input_that_is_cut_is_named(tmp_path):
+def test_a_mapped_input_that_is_truncated_is_named(tmp_path):
     (tmp_path / "in put").write_bytes(b"x" * (1 << 16))
     result = run(CUT_INPUT, tmp_path / "in put", tmp_path / "out")
     assert result.returncode == CUT == 74 and result.stdout == b""
@@ -259,7 +259,7 @@ def test_a_mapped_input_that_is_cut_is_named(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in put"]
 
 
-def test_a_bus_error_of_no_file_ends_the_process_as_ever():
+def test_a_bus_error_outside_mapped_files_still_kills_the_process():
     code = (
         "import mmap, os, signal, sparkinfer.mapped_files as m\n"
         "assert m.guard(); os.kill(os.getpid(), signal.SIGBUS)"
@@ -275,7 +275,7 @@ def commands() -> dict[str, click.Command]:
 
 
 def paths(kind: type | None) -> set[tuple[str, str]]:
-    """(command, option) of one kind of path; None: those that are read."""
+    """The (command, option) pairs of one kind of path; None for the inputs."""
     return {
         (name, str(param.name))
         for name, command in commands().items()
@@ -301,9 +301,9 @@ MANY = ("corpora", "held_out", "files", "sources")
 def test_every_option_that_names_a_file_is_an_input_or_an_output():
     assert all(isinstance(command, FileCommand) for command in commands().values())
     assert paths(OutputPath) == OUTPUTS and paths(FolderPath) == FOLDERS
-    told = {"output", "save", "write", "plot", "map", "cache"}
+    output_words = {"output", "save", "write", "plot", "map", "cache"}
     for name, option in paths(None):
-        assert not told & set(option.split("_")), (name, option, "reads like an output")
+        assert not output_words & set(option.split("_")), (name, option, "reads like an output")
 
 
 PAIRS = sorted(
@@ -316,7 +316,7 @@ PAIRS = sorted(
 
 
 def arguments_of(name: str, folder: Path, **given: Path) -> list[str]:
-    """A command line with a file of its own for every path that is wanted, and these."""
+    """A command line with a separate file for every required path, except those given."""
     words = [name]
     for param in commands()[name].params:
         is_path = isinstance(param.type, click.Path)
@@ -359,7 +359,7 @@ ODD = os.fsdecode(b"\xff\xfe")
 
 
 @pytest.mark.parametrize("name", [ODD, "n" * 251, "ü" * 125])
-def test_any_name_that_the_system_takes_is_one(tmp_path, monkeypatch, name):
+def test_every_file_name_that_the_system_accepts_works(tmp_path, monkeypatch, name):
     monkeypatch.setattr(sys, "stderr", TextIOWrapper(BytesIO(), errors="backslashreplace"))
     profiles = [tmp_path / "a", tmp_path / "b"]
     for number, path in enumerate(profiles):
@@ -380,7 +380,7 @@ def test_a_name_of_odd_bytes_is_printed(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["{}", "{}/x", "x/{}"])
-def test_a_name_that_is_too_long_is_one_line(tmp_path, capsys, place):
+def test_a_name_that_is_too_long_gives_one_line(tmp_path, capsys, place):
     make_profile(make_model()).save(tmp_path / "a")
     name = str(tmp_path / place.format("n" * 300))
     for arguments in (

@@ -2,8 +2,9 @@
 
 A DeviceTensor reports cuda:n as its device; its memory comes from the fake runtime. torch passes
 every operation on it to `Dispatch`, which does what torch does on a GPU: views at once, everything
-else as a kernel on the current stream of the tensor's device, which runs late. What waits for a real
-device waits here (`item`, copies to and from the host, results whose size depends on values)."""
+else as a kernel on the current stream of the tensor's device, which runs late. Operations that wait
+for a real device also wait here (`item`, copies to and from the host, results whose size depends on
+values)."""
 
 import ctypes
 import weakref
@@ -36,7 +37,7 @@ class Owner(Protocol):
 
 
 class DeviceTensor(Tensor):
-    """`memory` is a CPU tensor at the device addresses."""
+    """A tensor of a fake device; `memory` is a CPU tensor at its device addresses."""
 
     memory: Tensor
     dispatch: ClassVar["Dispatch | None"] = None  # of the fake_cuda block around the code

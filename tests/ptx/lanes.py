@@ -1,5 +1,5 @@
-"""Some blocks of a launch, all threads of which are lanes of numpy arrays: registers, shared memory,
-branches and barriers."""
+"""Executes some blocks of a launch together, with each thread a lane of numpy arrays: registers,
+shared memory, branches and barriers."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def _merged(mask, undefined, old) -> np.ndarray | None:
 
 
 class Machine:
-    """Some blocks of a launch, all threads of which are lanes of arrays."""
+    """Some blocks of a launch; each of their threads is a lane of the arrays."""
 
     def __init__(self, launch, numbers: np.ndarray):
         self.launch, self.numbers = launch, numbers
