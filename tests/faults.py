@@ -1,14 +1,14 @@
-"""Commands that are killed, stopped, out of room, locked out, or robbed of an input as they run.
+"""Runs commands with faults: signals, a full disk, no write access, an input that is truncated.
 
     python tests/faults.py [--cases N] [--seed N] [--only COMMAND]
 
-Each case forks a process in which a command runs as a program does, and one fault comes at a random
-moment: by the clock, or at one of its calls that touch a file. Afterwards every output is the old
-one or the new one to the byte, inputs are unchanged, nothing is left over (except by SIGKILL, which
-the next run removes), and stderr has a line or a few, and no traceback. Then the same command runs
-undisturbed: its outputs are those of a run that was never disturbed. A line on stdout for each case
-that went wrong; the last one has the counts. The full disk is a preloaded library (full_disk.c),
-which needs a C compiler."""
+Each case forks a process that runs a command, and one fault strikes at a random moment: after some
+time, or at one of its calls that touch a file. Afterwards every output must be the old or the new
+one, byte for byte, inputs must be unchanged, nothing may be left over (except after SIGKILL; the
+next run removes that), and stderr must have a few lines and no traceback. Then the same command
+runs without a fault and must give the outputs of a run that never had one. Prints a line for each
+case that went wrong, and counts last. The full disk is a preloaded library (full_disk.c), which
+needs a C compiler."""
 
 import argparse
 import json
@@ -39,12 +39,12 @@ FAULTS = (*SIGNALS, *LIMITS, "read-only", "input cut")
 LEFT_BY_KILL = re.compile(r".*\.[0-9a-f]{8}\.(partial|old)$")
 LIMIT_S = 60
 MOST_LINES = 6
-CUT = 74  # the exit code of a mapped input that was cut
+CUT = 74  # the exit code for a mapped input that was truncated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """An undisturbed run."""
+    """A run without a fault."""
 
     outputs: dict[str, object]
     seconds: float
@@ -55,8 +55,8 @@ class Reference:
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     kind: str
-    seconds: float | None = None  # until it comes
-    event: int | None = None  # the call at which it comes
+    seconds: float | None = None  # until it strikes
+    event: int | None = None  # the call at which it strikes
     count: int = 0  # bytes that may be written, or that remain of the input
     input: str = ""
 
@@ -216,7 +216,7 @@ def _arm(case: Case, fault: Fault | None) -> list[int]:
 
 
 def reference_of(command: Command, inputs: Path, folder: Path) -> Reference:
-    """Two undisturbed runs, which must agree."""
+    """Two runs without a fault, which must agree."""
     found = []
     for _ in range(2):
         shutil.rmtree(folder, ignore_errors=True)
@@ -299,7 +299,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
 
 
 def wrong_after(case: Case, reference: Reference) -> list[str]:
-    """Errors of the same command afterwards, undisturbed."""
+    """Errors of the same command afterwards, without a fault."""
     case.restore()
     code, _, _ = case.run(None)
     wrong = [] if code == 0 else [f"then exit code {code}: {case.stderr[-300:]}"]
@@ -358,7 +358,7 @@ def usable_faults() -> list[str]:
 
 
 def _nobody_reads() -> bool:
-    """True if the user nobody can read what is imported on the way."""
+    """True if the user nobody can read the modules that a run imports."""
     child = os.fork()
     if child == 0:
         try:
@@ -375,7 +375,7 @@ def _nobody_reads() -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=[command.name for command in COMMANDS])

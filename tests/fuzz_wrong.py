@@ -1,8 +1,8 @@
-"""Tables of invalid content: by the name of a wrong value, the change that produces it.
+"""Tables of invalid content: each maps the name of an error to the change that produces it.
 
-Changes are made in place, to values (metadata of safetensors, keys of GGUF, an object of JSON) and
-to arrays. They are what docs/formats.md forbids, or contradictions. Files are left to
-fuzz_meaning."""
+A change edits in place: values (metadata of safetensors, keys of GGUF, an object of JSON) and
+arrays. The result is forbidden by docs/formats.md or contradicts itself. fuzz_meaning reads and
+writes the files."""
 
 import math
 import random
@@ -29,7 +29,7 @@ Change = Callable[[random.Random, dict, dict], None]
 
 
 def one_of(key: str, *wrong: object) -> Change:
-    """Another value; a key with dots is one within objects, and * any of a list."""
+    """Sets a value to one of `wrong`. Slashes in the key lead into objects; * is any element."""
 
     def change(rng: random.Random, values: dict, arrays: dict) -> None:
         holder, last = _place(rng, values, key)
@@ -59,7 +59,7 @@ def _place(rng: random.Random, values: dict, key: str) -> tuple:
 
 
 def element(name: str, *wrong: float) -> Change:
-    """Another element of an array, or of any array whose name ends so."""
+    """Sets a random element of a random array whose name ends with `name`."""
 
     def change(rng: random.Random, values: dict, arrays: dict) -> None:
         found = rng.choice(sorted(n for n in arrays if n.endswith(name)))
@@ -92,7 +92,7 @@ def lacking(name: str) -> Change:
 
 
 def _shapes(name: str) -> dict[str, Change]:
-    """An array of another shape or type."""
+    """Changes to the shape or type of an array."""
     return {
         f"{name} one row less": array(name, lambda a: a[:-1] if len(a) > 1 else a[:0]),
         f"{name} one row more": array(name, lambda a: np.concatenate([a, a[:1]])),
@@ -111,7 +111,7 @@ def _wrapped(rng: random.Random, values: dict, arrays: dict) -> None:
 
 
 def _moved(rng: random.Random, values: dict, arrays: dict) -> None:
-    """A negative bin, and the sum is right."""
+    """A negative bin, while the sum stays right."""
     row, count = arrays["gate_histogram_LB"][0], rng.randrange(1, 1 << 40)
     first, second = rng.sample(range(len(row)), 2)
     row[first] -= count + row[first]
@@ -120,7 +120,7 @@ def _moved(rng: random.Random, values: dict, arrays: dict) -> None:
 
 
 def _swapped(rng: random.Random, values: dict, arrays: dict) -> None:
-    """A tensor is said to be in the file of its neighbour."""
+    """Lists a tensor under the wrong file."""
     files = values["weight_map"]
     name = rng.choice(sorted(files))
     files[name] = next(file for file in sorted(set(files.values())) if file != files[name])

@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_the_others(path, types):
 
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
-def test_a_saved_state_goes_on_with_the_same_bits(path, tmp_path, types):
+def test_a_restored_state_continues_bit_for_bit(path, tmp_path, types):
     from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
 
     with load(path, types) as engine:
@@ -165,7 +165,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(path, tmp_path, types):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_bytes_are_those_announced(path, types, num_sequences):
+def test_the_reported_cache_bytes_are_those_allocated(path, types, num_sequences):
     with load(path, types, num_sequences=num_sequences) as engine:
         held = [layer.attention.cache for layer in engine.layers]
         total = sum(c.key_BKPX.nbytes + c.value_BKPX.nbytes for c in held)

@@ -1,5 +1,5 @@
-"""Chat templates: their texts and tokens are transformers', and a hostile one ends in a one-line
-error."""
+"""Chat templates: their texts and tokens equal those of transformers, and a hostile one ends in a
+one-line error."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ def template(text: str, process: TemplateProcess, **more) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_texts_are_those_of_transformers(name, process, oracle):
+def test_texts_equal_those_of_transformers(name, process, oracle):
     rendered = refused = 0
     ours = template(TEMPLATES[name], process)
     for messages, tools, head in itertools.product(MESSAGES.values(), (None, TOOLS), (True, False)):
@@ -77,9 +77,11 @@ def test_texts_are_those_of_transformers(name, process, oracle):
                 messages, chat_template=TEMPLATES[name], tokenize=False, **options
             )
         except REFUSALS as error:
-            with pytest.raises(SparkinferError) as told:
+            with pytest.raises(SparkinferError) as refusal:
                 ours.render(messages, **options)
-            assert "\n" not in str(told.value) and str(error)[:60].split("\n")[0] in str(told.value)
+            assert "\n" not in str(refusal.value) and str(error)[:60].split("\n")[0] in str(
+                refusal.value
+            )
             refused += 1
             continue
         assert ours.render(messages, **options) == want
@@ -119,7 +121,7 @@ def test_the_last_message_is_continued_as_in_transformers(name, process, oracle)
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 @pytest.mark.parametrize("name", ["chatml", "llama2", "mistral", "zephyr", "qwen-tools"])
-def test_tokens_are_those_of_transformers(kind, name, process):
+def test_tokens_equal_those_of_transformers(kind, name, process):
     """Special tokens in the text are one token each, and a begin token comes once."""
     tokenizer = (
         byte_level_tokenizer("smollm", 400) if kind == "bytes" else sentencepiece_tokenizer(400)
@@ -141,7 +143,7 @@ def test_tokens_are_those_of_transformers(kind, name, process):
             continue
         text = template(TEMPLATES[name], process).render(messages)
         assert codec.encode_rendered(text) == want
-        assert codec.encode(text) == [begin, *want]  # what is not wanted here
+        assert codec.encode(text) == [begin, *want]  # a second begin token
         assert want.count(begin) == text.count("<s>")
         compared += 1
     assert compared >= 5
@@ -181,14 +183,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_ends_in_a_line(name, process):
+def test_a_hostile_template_gives_one_line(name, process):
     assert template(CHATML, process).render([USER])  # the process runs
     began = time.perf_counter()
-    with pytest.raises(SparkinferError) as told:
+    with pytest.raises(SparkinferError) as refusal:
         template(HOSTILE[name], process).render([USER])
     assert time.perf_counter() - began < 2
-    assert "\n" not in str(told.value) and len(str(told.value)) < 450
-    assert str(told.value).startswith("it ")
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 450
+    assert str(refusal.value).startswith("it ")
     assert template(CHATML, process).render([USER]).startswith("<|im_start|>user")
 
 
@@ -217,7 +219,7 @@ def test_the_process_ends_with_its_owner():
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_the_process_has_nothing_of_ours(monkeypatch):
+def test_the_process_inherits_no_files_and_no_environment(monkeypatch):
     """It has neither the files nor the environment of its parent."""
     monkeypatch.setenv("SECRET", "x")
     process = TemplateProcess()
@@ -236,12 +238,12 @@ def test_the_process_has_nothing_of_ours(monkeypatch):
      [{"role": "user", "content": object()}], [{"role": "user", "content": b"x"}]],
 )  # fmt: skip
 def test_invalid_messages_are_refused(messages, process):
-    with pytest.raises(SparkinferError) as told:
+    with pytest.raises(SparkinferError) as refusal:
         template(CHATML, process).render(messages)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
 
 
-def test_a_message_with_half_a_character_is_refused_as_text(process):
+def test_a_message_with_a_lone_surrogate_is_refused_as_text(process):
     text = template(CHATML, process).render([{"role": "user", "content": "\ud800"}])
     codec = TextCodec(byte_level_tokenizer("smollm", 400), None, frozenset())
     with pytest.raises(SparkinferError, match="not UTF-8"):
@@ -347,7 +349,7 @@ def lay_out(folder: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["config", "list", "file", "config, file", "file, folder"])
-def test_a_checkpoints_templates_are_carried(where, checkpoint, tmp_path):
+def test_a_checkpoints_templates_survive_conversions(where, checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     lay_out(folder, where)
     convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
@@ -371,7 +373,7 @@ def test_a_template_of_a_checkpoint_without_tokenizer_config(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("wrong", [3, {"a": "b"}, ["x"], [{"name": "a"}], [{"template": "a"}]])
-def test_a_template_that_is_no_text_is_refused(wrong, checkpoint, tmp_path):
+def test_a_template_that_is_not_text_is_refused(wrong, checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
     with pytest.raises(SparkinferError, match="neither a text nor a list"):

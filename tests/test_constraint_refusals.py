@@ -156,8 +156,8 @@ def test_a_keyword_that_would_be_ignored_is_refused_with_its_place(keyword):
     refused(json_schema_constraint, schema, f"#/properties/a~1b: '{regexes.escape(keyword)}': ")
 
 
-@pytest.mark.parametrize("told", ["panicked at src/a.rs:3", "no\n<backtrace>\n0: std::rt\n"])
-def test_a_panic_of_llguidance_is_told_without_its_backtrace(monkeypatch, told):
+@pytest.mark.parametrize("panic", ["panicked at src/a.rs:3", "no\n<backtrace>\n0: std::rt\n"])
+def test_a_panic_of_llguidance_is_reported_without_its_backtrace(monkeypatch, panic):
     class Panicking:
         def __init__(self, *arguments, **options):
             pass
@@ -166,14 +166,14 @@ def test_a_panic_of_llguidance_is_told_without_its_backtrace(monkeypatch, told):
             return True
 
         def get_error(self):
-            return told
+            return panic
 
     monkeypatch.setattr("llguidance.LLMatcher", Panicking)
     wanted = "^Lark grammar: llguidance cannot handle it; make it smaller or simpler$"
     refused(lark_constraint, 'start: "a"', wanted)
 
 
-def test_a_stuck_grammar_is_one_line():
+def test_a_stuck_grammar_gives_one_line():
     refused(lark_constraint, "start: s\ns: s\n", "allows no token from here on")
 
 
@@ -183,7 +183,7 @@ def test_a_model_without_an_end_token_is_refused():
         regex_constraint("a", codec)
 
 
-def test_a_missing_package_is_told_with_the_command(monkeypatch):
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for make in (json_schema_constraint, regex_constraint, lark_constraint, gbnf_constraint):
         text = "{}" if make is json_schema_constraint else 'root ::= "a"'
@@ -213,7 +213,7 @@ def run(*arguments):
         ("--grammar", 'start: "y" A\nA: /z{2}/', "yzz\n"),
     ],
 )
-def test_options_of_texts_and_files(tmp_path, option, text, pattern, as_file):
+def test_options_take_texts_and_files(tmp_path, option, text, pattern, as_file):
     path = tmp_path / "text"
     path.write_text(text)
     result = run(f"{option}-file", path) if as_file else run(option, text)
@@ -241,7 +241,7 @@ def test_two_constraints_are_a_usage_error():
 
 
 @pytest.mark.parametrize("option", ["--json-schema-file", "--grammar-file"])
-def test_files_that_cannot_be_read_are_one_line(tmp_path, option):
+def test_files_that_cannot_be_read_give_one_line(tmp_path, option):
     contents = {
         "missing": (None, "no such file; wanted a "),
         "empty": (b" \n", "is empty; wanted a "),

@@ -1,5 +1,5 @@
 """Continuing and ending texts: stop strings, the end of the context, several texts together, the
-state of a prompt in a file; and the command for it."""
+state of a prompt in a file; and the generate command."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def text_of(tokens) -> str:
 # ---- stop strings --------------------------------------------------------------------------------
 
 
-def test_stops_wherever_tokens_begin_and_end():
+def test_stop_strings_are_found_wherever_tokens_begin_and_end():
     """Against a search in the whole text, over random cuts."""
     chance = random.Random(1)
     for _ in range(2000):
@@ -61,7 +61,7 @@ def test_stops_wherever_tokens_begin_and_end():
             assert len(given) in [text.find(stop) for stop in stops]
 
 
-def test_nothing_is_held_back_without_need():
+def test_text_is_held_back_only_while_it_may_begin_a_stop_string():
     filter_ = StopFilter(["</s>"])
     assert filter_.push("a<") == ("a", False)
     assert filter_.push("b") == ("<b", False)
@@ -86,7 +86,7 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(codec_model):
 # ---- ends ----------------------------------------------------------------------------------------
 
 
-def test_the_end_token_is_a_token_like_others_where_asked(codec_model):
+def test_the_end_token_can_be_ignored(codec_model):
     with Engine.load(codec_model) as engine:
         end = engine.codec.encode("q")[0]
         engine._codec = replace(engine.codec, end_ids=frozenset([end]))
@@ -98,7 +98,7 @@ def test_the_end_token_is_a_token_like_others_where_asked(codec_model):
         assert ids == [end] * 5
 
 
-def test_without_a_limit_the_context_ends_it_or_is_shifted(codec_model):
+def test_without_a_token_limit_the_context_ends_the_text_or_is_shifted(codec_model):
     with Engine.load(codec_model, context_length=24) as engine:
         endless = GenerationOptions(max_tokens=ENDLESS, ignores_end=True)
         prompt = list(range(3, 13))
@@ -107,7 +107,7 @@ def test_without_a_limit_the_context_ends_it_or_is_shifted(codec_model):
         shifted = GenerationOptions(max_tokens=40, ignores_end=True, shift_keep=3)
         ids = [t.id for t in engine.generate(prompt, temperature=0.0, options=shifted)]
         assert len(ids) == 40 and engine.last_run.shifts == 3
-        # The first token after the first shift, by a text that was never longer.
+        # The first token after the first shift, from a new text of the tokens that were kept.
         text = prompt + ids[:14]
         kept = text[:3] + text[3:][-(21 // 2) :]
         assert ids[15] == int(engine.logits([*kept, ids[14]])[-1].argmax())
@@ -144,7 +144,7 @@ def test_logprobs_are_those_of_the_logits(codec_model):
 # ---- sequences -----------------------------------------------------------------------------------
 
 
-def test_what_a_sequence_has_is_not_computed_again(codec_model):
+def test_tokens_kept_in_a_sequence_are_not_computed_again(codec_model):
     with Engine.load(codec_model) as engine:
         first = engine.codec.encode("ab cd ef")
         with engine.sequence() as text:
@@ -160,7 +160,7 @@ def test_what_a_sequence_has_is_not_computed_again(codec_model):
 
 
 @native
-def test_texts_together_are_what_they_are_alone(codec_model):
+def test_texts_generated_together_equal_those_generated_alone(codec_model):
     prompts = ["ab cd", "ef", "gh ij kl mn", "ab"]
     options = GenerationOptions(max_tokens=20, stops=("zz",))
     with Engine.load(codec_model, num_sequences=4) as engine:
@@ -176,7 +176,7 @@ def test_texts_together_are_what_they_are_alone(codec_model):
 
 
 class Drafting:
-    """Guesses the same token again and again."""
+    """Drafts the last token again and again."""
 
     def draft(self, ids, room):
         return [ids[-1]] * min(room, 5)
@@ -186,7 +186,7 @@ class Drafting:
 
 
 @native
-def test_a_step_that_fails_behind_a_draft_takes_nothing_with_it(codec_model, monkeypatch):
+def test_a_step_that_fails_after_a_draft_leaves_the_sequence_consistent(codec_model, monkeypatch):
     with Engine.load(codec_model) as engine, engine.sequence() as text:
         tokens = engine.generate("ab cd", 20, 0.0, sequence=text, drafts=Drafting())
         said = [next(tokens).id for _ in range(3)]
@@ -204,7 +204,7 @@ def test_a_step_that_fails_behind_a_draft_takes_nothing_with_it(codec_model, mon
         assert text.length >= len(prompt)
 
 
-def test_a_sequence_that_others_use_meanwhile_is_noticed(codec_model):
+def test_use_of_a_sequence_by_another_generation_is_detected(codec_model):
     with Engine.load(codec_model) as engine, engine.sequence() as text:
         first = engine.generate("ab cd", 20, 0.0, sequence=text)
         next(first), next(first)
@@ -223,7 +223,7 @@ def test_a_context_too_short_to_be_shifted(codec_model):
 # ---- the state of a prompt in a file ----------------------------------------------------------------
 
 
-def test_a_prompts_state_is_kept_and_taken_back_to_the_bit(tmp_path):
+def test_a_prompts_state_is_saved_and_restored_bit_for_bit(tmp_path):
     shape = make_shape(context_length=200)
     model = saved(tmp_path, shape=shape)
     ids = [t % 50 for t in range(90)]
@@ -341,7 +341,7 @@ def test_several_prompts_and_events(tmp_path, codec_model):
     assert end["type"] == "end" and end["stopped_by"] == "max tokens"
 
 
-def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
+def test_the_command_saves_and_reuses_a_prompts_state(tmp_path, codec_model):
     path = tmp_path / "state"
     common = (codec_model, "-n", 4, "--temp", 0, "--json", "--prompt-cache", path)
     first, second = (json.loads(run(*common, "-p", "ab cd ef").stdout) for _ in range(2))
@@ -380,12 +380,12 @@ def test_a_prompts_cache_by_the_command(tmp_path, codec_model):
         (("-p", "ab", "--temp", "nan"), "temperature", 1),
     ],
 )
-def test_wrong_requests_end_in_a_line(codec_model, args, message, code):
+def test_wrong_requests_give_one_line(codec_model, args, message, code):
     assert message in run(codec_model, *args, code=code).stderr.decode()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_an_output_that_is_full_or_closed(codec_model):
+def test_a_full_output_and_a_closed_input_give_one_line(codec_model):
     for prompt, redirect, message in (("ab", ">/dev/full", "the output cannot be written"),
                                       ("-", "<&-", "stdin is closed")):  # fmt: skip
         program = f"{sys.executable} -m sparkinfer generate {codec_model}"
@@ -396,7 +396,7 @@ def test_an_output_that_is_full_or_closed(codec_model):
         assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr
 
 
-def test_input_that_is_no_text(tmp_path, codec_model):
+def test_input_that_is_not_text_is_refused(tmp_path, codec_model):
     assert (
         "stdin: not UTF-8 at byte 1"
         in run(codec_model, "-p", "-", stdin=b"a\xff", code=1).stderr.decode()

@@ -43,7 +43,7 @@ def save(tmp_path, width=256, heads=4, kv=2, layers=2, kind="f32"):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Heads of 64 values, two of which share keys."""
+    """A model with heads of 64 values, two to a key-value head."""
     return save(tmp_path_factory.mktemp("selection"))
 
 
@@ -64,9 +64,7 @@ def logits(path, offload, **options) -> torch.Tensor:
     ("rule", "kind"), [*((rule, "f16") for rule in ALL), (ALL[0], "q8_0"), (ALL[0], "q4_0")]
 )
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_where_all_keys_are_chosen_the_bits_are_those_of_full_attention(
-    path, rule, kind, num_sequences
-):
+def test_choosing_all_keys_equals_full_attention_bit_for_bit(path, rule, kind, num_sequences):
     options = {"cache_type_k": kind, "num_sequences": num_sequences}
     assert torch.equal(logits(path, rule, **options), logits(path, None, **options))
 
@@ -90,7 +88,7 @@ def test_a_short_text_is_read_entirely_and_a_long_one_is_not(path, rule):
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0-plain"])
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences):
-    """For the same keys: those of the kernels' run, as in its saved state."""
+    """For the same keys, restored from the state of the kernels' run."""
     with load(path, rule, cache_type_k=kind, num_sequences=num_sequences) as engine:
         with engine.sequence() as text:
             text.extend(IDS, "none")
@@ -110,7 +108,7 @@ def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences)
 @native
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_key_that_is_not_finite_spoils_its_own_head_alone(path, rule, bad):
+def test_a_key_that_is_not_finite_affects_only_its_own_head(path, rule, bad):
     """The kernels summarise the block again at its last position; so does torch."""
     size = KeySelection.parse(rule).block
     with load(path, rule) as engine, engine.sequence() as text:
@@ -136,7 +134,7 @@ def tables_of(layer, text) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("width", [32, 64, 80, 96, 128])
-def test_codes_give_back_most_of_a_key(width):
+def test_codes_preserve_most_of_a_key(width):
     rest = torch.randn(500, width, generator=torch.Generator().manual_seed(0)) * 3
     rest[0], rest[1] = 0.0, torch.nan
     code, factor = encode_keys(rest)
@@ -152,7 +150,7 @@ def test_codes_give_back_most_of_a_key(width):
 
 
 def planted(rule: KeySelection, width: int, is_rotated: bool):
-    """Tables over keys of which those at PLANTED are the query's own."""
+    """Tables over keys; those at the positions PLANTED are made from the queries."""
     random = torch.Generator().manual_seed(1)
     key_TKW = torch.randn(1024, 2, width, generator=random)
     query_KGW = torch.randn(2, 3, width, generator=random) * 0.1
@@ -230,7 +228,7 @@ def test_torch_computes_the_same(tmp_path, rule, width, heads, kv):
 
 
 @native
-def test_every_level_chooses_alike(path):
+def test_every_level_chooses_the_same_keys(path):
     """Sums of whole numbers are the same at every level; logits differ by rounding alone."""
     best = library.level()
     levels = [name for name in library.usable_levels() if name != "amx"]  # AMX has VNNI's
@@ -278,7 +276,7 @@ def test_random_schedules_of_several_texts(path, rule):
 
 
 @native
-def test_a_fork_that_goes_on_otherwise_has_tables_of_its_own(path):
+def test_a_fork_that_diverges_gets_its_own_tables(path):
     """Blocks of the cache are copied with their tables when one of two writes into them."""
     with load(path, num_sequences=3) as engine, engine.sequence() as text:
         text.extend(IDS[:250], "none")
@@ -295,7 +293,7 @@ def test_a_fork_that_goes_on_otherwise_has_tables_of_its_own(path):
 
 @native
 @pytest.mark.parametrize("at", [100, 200, 207])
-def test_a_saved_state_goes_on_with_the_same_bits(path, tmp_path, at):
+def test_a_restored_state_continues_bit_for_bit(path, tmp_path, at):
     with load(path) as engine:
         expected = engine.logits(IDS)
         with engine.sequence() as text:
@@ -311,7 +309,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(path, tmp_path, at):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_bytes_are_those_announced(path, rule, num_sequences):
+def test_the_reported_cache_bytes_are_those_allocated(path, rule, num_sequences):
     with load(path, rule, num_sequences=num_sequences) as engine:
         caches = [layer.attention.cache for layer in engine.layers]
         kept = [(c.key_BKPX, c.value_BKPX, *c.tables.tensors) for c in caches]
@@ -345,7 +343,7 @@ def test_bytes_are_those_announced(path, rule, num_sequences):
         ("positions=capped", "but the model's context is 320"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(path, text, words):
+def test_impossible_sizes_are_refused(path, text, words):
     with pytest.raises(SparkinferError, match=words) as refusal:
         load(path, text)
     assert "\n" not in str(refusal.value)
@@ -354,7 +352,7 @@ def test_sizes_that_cannot_be_are_refused(path, text, words):
 CAPPED = "block=16,sinks=16,window=64,top=64,candidates=2,positions=capped"
 
 
-def test_capped_positions_take_keys_that_are_not_turned(path):
+def test_capped_positions_refuse_key_types_turned_by_hadamard(path):
     with pytest.raises(SparkinferError, match="use f16, bf16 or q4_0-plain"):
         load(path, CAPPED, cache_type_k="q4_0")
 
@@ -383,7 +381,7 @@ def test_capped_positions(path, kind, num_sequences):
 
 
 @native
-def test_capped_positions_go_on_behind_the_models_context(path):
+def test_capped_positions_continue_beyond_the_models_context(path):
     ids = (IDS * 3)[:700]
     with load(path, CAPPED, context_length=1024) as engine:
         assert engine.logits(ids).isfinite().all()
@@ -391,7 +389,7 @@ def test_capped_positions_go_on_behind_the_models_context(path):
         load(path, SMALL, context_length=1024)
 
 
-def test_sizes_are_shown_as_they_are_given():
+def test_the_text_of_sizes_parses_to_the_same_sizes():
     sizes = KeySelection.parse("window=2048,summary=mean")
     assert KeySelection.parse(str(sizes)) == sizes
     assert KeySelection.parse("on") == KeySelection()
@@ -401,7 +399,7 @@ def test_a_window_longer_than_the_context_reads_everything(path):
     assert torch.equal(logits(path, "window=4096"), logits(path, None))
 
 
-def test_commands_take_it(tmp_path, capsys):
+def test_the_commands_take_kv_offload(tmp_path, capsys):
     from checkpoints import random_llama
 
     folder = random_llama(tmp_path / "c", hidden_size=128, num_attention_heads=2,

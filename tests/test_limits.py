@@ -1,5 +1,5 @@
-"""Rules without training: gates, hidden values and inputs that count as zero, in every form of
-storage, against a decoder in float64 with the same masks.
+"""Limits: gates, hidden values and inputs that count as zero, in every form of storage, against a
+decoder in float64 with the same masks.
 
 Each limit of the reference is in the middle of the widest gap between the magnitudes compared with
 it, so that rounding silences nothing else. Letters: L layers, D model width, F neurons, T tokens, V
@@ -84,7 +84,7 @@ def entry_of(values: np.ndarray, kind: str) -> TensorEntry:
 
 @dataclass
 class Reference:
-    """A decoder in float64 that chooses its limits on the way, or is given them, and counts."""
+    """A decoder in float64 that chooses its limits or is given them, and records what passes."""
 
     model: ModelFile
     fields: tuple[str, ...] = ALL
@@ -179,7 +179,7 @@ def read_by(engine: Engine, run) -> dict[str, int]:
 
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_float64_with_masks(tmp_path, restore_library, kind, storage):
+def test_logits_equal_those_of_float64_with_masks(tmp_path, restore_library, kind, storage):
     """And the same bits for every number of rows and threads, in memory and in the file."""
     model = stored(model_of(kind), STORED[storage])
     reference = Reference(model)
@@ -203,7 +203,7 @@ def test_logits_are_those_of_float64_with_masks(tmp_path, restore_library, kind,
 
 @pytest.mark.parametrize("fields", [(name,) for name in ALL] + [NEURONS, (*ATTENTION, "hidden_F")])
 @pytest.mark.parametrize("storage", STORED)
-def test_each_rule_may_be_there_on_its_own(tmp_path, fields, storage):
+def test_each_rule_works_alone(tmp_path, fields, storage):
     model = stored(model_of("q8_0"), STORED[storage])
     reference = Reference(model, fields=fields)
     want = reference.logits(IDS)
@@ -229,7 +229,7 @@ def test_layers_may_differ(tmp_path, storage):
 
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
-def test_predicted_applies_them_to_what_is_named(tmp_path, kind, storage):
+def test_predicted_mode_applies_limits_to_the_named_neurons(tmp_path, kind, storage):
     model = stored(model_of(kind, predictor_rank=8), STORED[storage])
     named_LF = np.stack([weights(model, f"blk.{i}.ffn_pred_up.bias") > 0 for i in range(L)])
     reference = Reference(model, named_LF=named_LF)
@@ -242,7 +242,7 @@ def test_predicted_applies_them_to_what_is_named(tmp_path, kind, storage):
 
 
 @pytest.mark.parametrize("storage", STORED)
-def test_dense_has_no_limits(tmp_path, storage):
+def test_dense_mode_ignores_limits(tmp_path, storage):
     model = stored(model_of("q8_0"), STORED[storage])
     huge = Limits(model_id=None, layers=tuple(
         LayerLimits(**{n: np.full_like(v, 1e30) for n, v in own.items()})
@@ -261,7 +261,7 @@ def test_dense_has_no_limits(tmp_path, storage):
 
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_limits_of_zero_are_no_rule(tmp_path, kind, storage):
+def test_limits_of_zero_change_nothing(tmp_path, kind, storage):
     model = stored(model_of(kind), STORED[storage])
     zero = tuple(
         LayerLimits(**{name: np.zeros_like(limit) for name, limit in own.items()})
@@ -280,8 +280,8 @@ def chosen_of(model: ModelFile) -> Reference:
     return reference
 
 
-def test_a_constant_limit_is_the_threshold(tmp_path):
-    """To the bit, and bytes."""
+def test_a_constant_limit_equals_a_threshold(tmp_path):
+    """The logits are equal bit for bit, and so are the bytes read."""
     for kind in ("f32", "q4_0"):
         model = model_of(kind)
         constant = LayerLimits(gate_F=np.full(F, 0.11, np.float32))
@@ -301,7 +301,7 @@ def test_a_constant_limit_is_the_threshold(tmp_path):
 
 
 @pytest.mark.parametrize("storage", STORED)
-def test_bytes_are_those_of_the_rows_that_are_read(tmp_path, storage):
+def test_traffic_counts_only_the_rows_that_are_read(tmp_path, storage):
     """One token reads its own rows; several in a pass, those that any of them needs."""
     fields = STORED[storage]
     model = stored(model_of("q8_0"), fields)
@@ -327,7 +327,7 @@ def test_bytes_are_those_of_the_rows_that_are_read(tmp_path, storage):
 
 
 @pytest.mark.parametrize("storage", STORED)
-def test_observed_passes_have_the_same_rules(tmp_path, storage):
+def test_observed_passes_apply_the_same_limits(tmp_path, storage):
     """The ordinary path, one token at a time and all at once; it shows attention's heads."""
     model = stored(model_of(), STORED[storage])
     reference = Reference(model)
@@ -347,7 +347,7 @@ def test_observed_passes_have_the_same_rules(tmp_path, storage):
             assert rel_error(one_by_one(engine, IDS[:9]), want[:9]) < BOUNDS["f32"]
 
 
-def test_without_the_kernels_the_rules_are_the_same(tmp_path, monkeypatch):
+def test_limits_are_the_same_without_the_kernels(tmp_path, monkeypatch):
     for storage, fields in STORED.items():
         model = stored(model_of("q8_0"), fields)
         reference = Reference(model)
@@ -361,7 +361,7 @@ def test_without_the_kernels_the_rules_are_the_same(tmp_path, monkeypatch):
                 assert rel_error(one_by_one(engine, IDS[:5]), want[:5]) < BOUNDS["f16"]
 
 
-def test_divided_layers_have_their_neurons_limits(tmp_path):
+def test_divided_layers_apply_the_limits_of_their_neurons(tmp_path):
     for kind, is_resident in product(("f32", "q8_0"), (True, False)):
         model = model_of(kind)
         reference = Reference(model, fields=(*NEURONS, *ATTENTION))
@@ -377,7 +377,7 @@ def test_divided_layers_have_their_neurons_limits(tmp_path):
 
 @pytest.mark.parametrize("storage", STORED)
 def test_nan_passes_every_limit(tmp_path, storage):
-    """An input, a gate, an up; everything else is silent."""
+    """NaN in an input, a gate or an up, while everything else is silent."""
     places = {"attn_norm": ("qkv_D", "output_H"), "ffn_norm": ("ffn_D",), "ffn_gate": NEURONS,
               "ffn_up": ("hidden_F",)}  # fmt: skip
     for (name, fields), count in product(places.items(), (1, 6)):
@@ -395,7 +395,7 @@ def test_nan_passes_every_limit(tmp_path, storage):
             assert engine.logits(IDS[:count]).isnan().all(), (name, count)
 
 
-def test_transposed_floats_are_the_product_by_rows(tmp_path):
+def test_transposed_floats_give_the_product_by_rows(tmp_path):
     model = model_of("f32")
     limits = chosen_of(model).made()
     with (
@@ -409,7 +409,7 @@ def test_transposed_floats_are_the_product_by_rows(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
-def test_every_level_gives_rows_their_own_bits(tmp_path, level, kind):
+def test_at_every_level_a_row_does_not_depend_on_the_others(tmp_path, level, kind):
     model = stored(model_of(kind), STORED["all"])
     with Engine.load(saved(model, tmp_path), mode="exact") as engine:
         reference = Reference(model)
@@ -439,7 +439,7 @@ def test_thresholds_take_the_place_of_gate_limits(tmp_path):
         assert engine.model.threshold_L == (0.0,) * L
 
 
-def test_what_cannot_be_run_is_refused(tmp_path):
+def test_limits_that_cannot_be_used_are_refused(tmp_path):
     model = stored(model_of(), STORED["all"])
     limits = chosen_of(model).made()
     path = saved(model.with_limits(limits, "here"), tmp_path)

@@ -57,7 +57,7 @@ def assert_same(path: Path, want: dict[str, Tensor] | None = None) -> None:
     """Asserts that the weights read equal `want`, by default torch.load's."""
     want = want or torch.load(
         path, weights_only=False
-    )  # made here; weights_only knows no protocol 4
+    )  # made here; weights_only does not support protocol 4
     tensors = read_state_dict(path)
     got = {name: tensor.read() for name, tensor in tensors.items()}
     assert got.keys() == want.keys()
@@ -68,7 +68,7 @@ def assert_same(path: Path, want: dict[str, Tensor] | None = None) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}, {"pickle_protocol": 5}])
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_pickled_checkpoints_are_what_safetensors_are(llama, tmp_path, num_shards, options):
+def test_pickled_checkpoints_convert_like_safetensors(llama, tmp_path, num_shards, options):
     folder = pickled(llama, tmp_path / "tiny", num_shards, **options)
     for path in folder.glob("*.bin"):
         assert_same(path)
@@ -108,7 +108,7 @@ def test_nothing_is_read_until_it_is_needed(tmp_path):
     assert time.perf_counter() - started < 1
 
 
-def test_tied_weights_have_the_same_id_in_both_forms(tmp_path):
+def test_tied_weights_have_the_same_id_in_both_formats(tmp_path):
     folder = random_llama(tmp_path / "tied", tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in tensors
@@ -185,7 +185,7 @@ def test_a_pickle_of_integers_is_refused_by_type(llama, tmp_path):
      (json_file, "MAX_BYTES", "over 30 bytes"), (json_file, "MAX_VALUES", "over 30 values"),
      (safetensors_file, "MAX_HEADER_BYTES", "its header claims")],
 )  # fmt: skip
-def test_descriptions_beyond_all_measure_are_refused(llama, tmp_path, monkeypatch, module, limit,
+def test_oversized_descriptions_are_refused(llama, tmp_path, monkeypatch, module, limit,
                                                      words):  # fmt: skip
     folder = llama if module is safetensors_file else pickled(llama, tmp_path / "tiny")
     index = {"weight_map": {str(i): "x" for i in range(40)}}
@@ -235,7 +235,7 @@ def test_a_cached_model_needs_no_network(llama, tmp_path, monkeypatch, is_pickle
         hub.find_folder(Path("some-org/other"))
 
 
-def test_an_unreachable_hub_is_one_line_within_seconds(tmp_path, monkeypatch, capsys):
+def test_an_unreachable_hub_gives_one_line_within_seconds(tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -266,7 +266,7 @@ def test_paths_are_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     "option, written, want",
     [(None, None, 0), (1, None, 1), (0, None, 0), (None, 1, 1), (1, 1, 1), (0, 0, 0)],
 )
-def test_the_predictors_input_is_stated_or_a_note_says_so(llama, tmp_path, option, written, want):
+def test_an_unstated_input_of_predictors_is_noted(llama, tmp_path, option, written, want):
     folder = random_dejavu(tmp_path / "p")
     if written is not None:
         (folder / "config.json").write_text(json.dumps({"input_layer_offset": written}))
@@ -297,7 +297,7 @@ def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, wri
 # ---- tokenizers --------------------------------------------------------------------------------
 
 
-def test_older_tokenizer_files_are_made_into_new_ones(tmp_path):
+def test_older_tokenizer_files_are_converted(tmp_path):
     """OPT's checkpoints have vocab.json and merges.txt, and put </s> before every text."""
     folder = random_model(tmp_path / "hf", CASES["opt"])
     save_tokenizer(folder, 320)
@@ -352,7 +352,7 @@ def test_sentencepiece_models_are_read(tmp_path):
     assert any("transformers cannot make it" in note for note in report.notes)
 
 
-def test_every_token_that_ends_a_text_ends_it(tmp_path):
+def test_every_end_token_of_a_checkpoint_ends_a_text(tmp_path):
     """Llama 3 and Qwen have several; config.json and generation_config.json each name some."""
     folder = random_llama(tmp_path / "hf", eos_token_id=[3, 7])
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 7, 100000]}')
