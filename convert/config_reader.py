@@ -12,13 +12,15 @@ import numpy as np
 from sparkinfer.architecture import Activation, ModelShape
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_keys import MAX_COUNT, MAX_LAYERS
+from sparkinfer.rope import RopeScaling
 from sparkinfer.typed import shown
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_WORDS = {
     "default": "ordinary rotary embeddings (default)",
     "linear": "positions divided by a factor (linear)",
     "llama3": "Llama 3's (llama3)",
+    "yarn": "YaRN (yarn)",
 }
 # transformers' names, and a model file's.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -164,8 +166,12 @@ class ConfigReader:
         shape = replace(
             shape,
             rope_theta=rope.positive("rope_theta", self.positive("rope_theta", 10000.0)),
-            rope_linear_factor=rope.positive("factor") if kind == "linear" else 1.0,
         )
+        if kind == "linear":
+            factor = rope.positive("factor")
+            shape = replace(shape, rope_scaling=RopeScaling(kind="linear", factor=factor))
+        elif kind == "yarn":
+            shape = _with_yarn(rope, shape)
         return shape, _llama3_factors(rope, shape) if kind == "llama3" else None
 
     def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
@@ -197,7 +203,7 @@ class ConfigReader:
 
 def _instead(rope_type: object) -> str:
     """Phi-3 is published with and without its long context, as two checkpoints."""
-    is_long = rope_type in ("longrope", "su", "yarn")
+    is_long = rope_type in ("longrope", "su")
     return "; take the checkpoint for the short context, if there is one" if is_long else ""
 
 
@@ -206,6 +212,32 @@ def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e38 else None  # a model file has f32
+
+
+def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
+    """The shape with YaRN's constants (transformers, modeling_rope_utils.py) and the context that they
+    stretch the original one to, if it is not longer anyway."""
+    for key in ("mscale", "mscale_all_dim"):
+        rope.refuse(key, None, 0, 0.0)
+    rope.refuse("truncate", True)
+    if shape.rope_theta <= 1.0:
+        raise SparkinferError(
+            f"{rope.path}: rope_theta is {shape.rope_theta:g}; YaRN wants above 1"
+        )
+    length = rope.count("original_max_position_embeddings", shape.context_length)
+    scaling = RopeScaling(
+        kind="yarn",
+        factor=rope.positive("factor", shape.context_length / length),
+        original_length=length,
+        beta_fast=rope.positive("beta_fast", 32.0),
+        beta_slow=rope.positive("beta_slow", 1.0),
+    )
+    attention = rope.positive("attention_factor", scaling.magnitude)
+    return replace(
+        shape,
+        rope_scaling=replace(scaling, attn_factor=attention / scaling.magnitude),
+        context_length=max(shape.context_length, int(scaling.factor * length)),
+    )
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:

@@ -15,6 +15,7 @@ from sparkinfer.files import partial_folder
 from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.json_file import read_object
 from sparkinfer.model_file import ModelFile
+from sparkinfer.rope import RopeScaling
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.sparsify.trained_checkpoint import save_tensors
 
@@ -104,18 +105,29 @@ def _config(model: ModelFile) -> dict[str, object]:
         "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_width,
         # the value before it was stored in f32: 1e-05, not 9.999999747378752e-06
         "rms_norm_eps": float(str(np.float32(s.norm_epsilon))),
-        "rope_parameters": {"rope_type": "default", "rope_theta": s.rope_theta},
         "max_position_embeddings": s.context_length, "hidden_act": "silu",
         "tie_word_embeddings": model.is_tied, "bos_token_id": codec.begin_id,
         "eos_token_id": sorted(codec.end_ids) or None, "dtype": "float32",
     }  # fmt: skip
     if name == "LlamaForCausalLM":
         config |= {"attention_bias": has("blk.0.attn_q.bias"), "mlp_bias": has("blk.0.ffn_up.bias")}
-    if s.rope_linear_factor != 1.0:
-        config["rope_parameters"] = {
-            "rope_type": "linear", "factor": s.rope_linear_factor, "rope_theta": s.rope_theta,
-        }  # fmt: skip
+    config["rope_parameters"] = {**_scaling(s.rope_scaling), "rope_theta": s.rope_theta}
     return config
+
+
+def _scaling(scaling: RopeScaling) -> dict[str, object]:
+    """The parameters of rotary embeddings by transformers' names."""
+    if scaling.kind == "none":
+        return {"rope_type": "default"}
+    found: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "yarn":
+        found |= {
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.magnitude,
+        }
+    return found
 
 
 def _tokenizer_config(model: ModelFile, codec: TextCodec) -> dict[str, object]:

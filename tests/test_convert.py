@@ -319,22 +319,33 @@ LLAMA3 = {
 }
 
 
+YARN = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": length, **more}
+    for length, more in (
+        (64, {}), (32, {"attention_factor": 1.5}), (2048, {"beta_fast": 16.0, "beta_slow": 2.0}),
+    )
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3,
-                                  {"rope_type": "linear", "factor": 4.0}])  # fmt: skip
+                                  {"rope_type": "linear", "factor": 4.0}, *YARN])  # fmt: skip
 @pytest.mark.parametrize("is_old", [False, True])
 def test_rotary_frequencies_equal_those_of_transformers(copy, tmp_path, rope, is_old):
     parameters = {**rope, "rope_theta": 500.0}
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
-    want = LlamaRotaryEmbedding(config).inv_freq.double().numpy()
+    embedding = LlamaRotaryEmbedding(config)
+    want = embedding.inv_freq.double().numpy()
     edit_config(copy, lambda c: c.pop("rope_parameters"))
     old = {"rope_theta": 500.0, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     edit_config(copy, lambda c: c.update(old if is_old else {"rope_parameters": parameters}))
     model = run(copy, tmp_path / "m.gguf")
-    got = model.shape.rope_theta ** (-np.arange(8) / 8) / model.shape.rope_linear_factor
+    scaling, theta = model.shape.rope_scaling, model.shape.rope_theta
+    got = theta ** (-np.arange(8) / 8) / scaling.divisors(theta, 16)
     if rope is LLAMA3:
         got = got / values_of(model, "rope_freqs.weight")
     assert rel_error(got, want) < 1e-6
     assert ("rope_freqs.weight" in model.tensors) == (rope is LLAMA3)
+    assert scaling.magnitude == pytest.approx(embedding.attention_scaling, rel=1e-6)
 
 
 CONFIGS = {
@@ -344,7 +355,9 @@ CONFIGS = {
     "attn_k.bias": {"attention_bias": True},
     "ffn_down.bias": {"mlp_bias": True},
     "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
-    "type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+    "truncate is False": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+    "mscale is 0.7": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
+    "wants above 1": {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "rope_scaling.factor is missing": {"rope_scaling": {"type": "linear"}},
     "low_freq_factor": {"rope_parameters": {**LLAMA3, "low_freq_factor": 5.0}},

@@ -13,6 +13,7 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
 from sparkinfer.model_file import ModelFile
+from sparkinfer.rope import NO_SCALING
 
 OWN = ("general.architecture", "sparkinfer.model_id")
 
@@ -53,7 +54,7 @@ KEYS = {
     },
     "factor' is 0.0, wanted more": {"llama.rope.scaling.factor": np.float32(0)},
     "factor' is None, wanted a number": {"llama.rope.scaling.type": "linear"},
-    "scaling 'yarn', wanted none or linear": {"llama.rope.scaling.type": "yarn"},
+    "scaling 'longrope', wanted none, linear, yarn": {"llama.rope.scaling.type": "longrope"},
     "threshold' is not all finite": {"sparkinfer.ffn.threshold": [0.0, float("inf"), 0.0]},
     "threshold' is not all finite and at least 0": {"sparkinfer.ffn.threshold": [0.0, -1.0, 0.0]},
 }  # fmt: skip
@@ -74,10 +75,10 @@ def test_keys_that_would_be_computed_wrongly_are_refused(stock, tmp_path, words)
 def test_the_linear_factor_is_that_of_llama_cpp(stock, tmp_path, kind, factor):
     keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": np.float32(4)}
     path = changed(stock(), tmp_path / "in.gguf", keys | {"llama.attention.causal": True}, {})
-    assert ModelFile.load(path).shape.rope_linear_factor == factor
+    assert ModelFile.load(path).shape.rope_scaling.factor == factor
     convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
-    assert ModelFile.load(tmp_path / "out.gguf").shape.rope_linear_factor == factor
-    assert ModelFile.load(stock()).shape.rope_linear_factor == 1.0
+    assert ModelFile.load(tmp_path / "out.gguf").shape.rope_scaling.factor == factor
+    assert ModelFile.load(stock()).shape.rope_scaling == NO_SCALING
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])

@@ -17,6 +17,7 @@ from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.verify import BOUND, Verification, verify
+from sparkinfer.rope import NO_SCALING, RopeScaling
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 # The largest difference from transformers measured with right files of all families and types:
@@ -51,6 +52,11 @@ SMALL = GATED | {"initializer_range": 0.02}
 LINEAR = {"rope_type": "linear", "factor": 1.1, "rope_theta": 1e4}
 
 
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
 def shape(**changes):
     return lambda plan: dataclasses.replace(
         plan, shape=dataclasses.replace(plan.shape, **changes)
@@ -64,7 +70,15 @@ def changed(**changes):
 # For each error: a checkpoint, and how a family would misread it.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
-    "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_linear_factor=1.0)),
+    "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_scaling=NO_SCALING)),
+    "yarn factor": (
+        LlamaConfig(**SMALL, rope_parameters=YARN),
+        shape(rope_scaling=RopeScaling(kind="yarn", factor=3.0, original_length=64)),
+    ),
+    "yarn magnitude": (
+        LlamaConfig(**SMALL, rope_parameters=YARN),
+        shape(rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=64, attn_factor=0.9)),
+    ),
     "rope theta": (LlamaConfig(**SMALL), shape(rope_theta=1.2e4)),
     "llama epsilon": (LlamaConfig(**GATED, rms_norm_eps=1e-5), shape(norm_epsilon=1e-6)),
     "opt epsilon": (OPTConfig(**OPT), shape(norm_epsilon=1e-3)),

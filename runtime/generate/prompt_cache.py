@@ -17,7 +17,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.step.sequences import Sequence
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
-FORMAT, VERSION = "sparkinfer.prompt", 2
+FORMAT, VERSION = "sparkinfer.prompt", 3
 MAX_HEADER_BYTES = 1 << 20  # searched for the format
 SHOWN_DIGITS, MAX_SHOWN = 12, 120  # of a digest and of other values, in an error
 
@@ -33,6 +33,7 @@ class PromptKey:
     vocab_size: int
     cache: str  # storage types of keys and values
     thresholds: tuple[float, ...] = ()
+    rope_scaling: str = ""  # what a user may ask for in place of the model's own
 
 
 def weights_digest(model: ModelFile) -> str:

@@ -200,6 +200,7 @@ class TextEngine:
             vocab_size=self.model.shape.vocab_size,
             cache=str(self._live.weights.cache.layers[0].types),
             thresholds=tuple(self.model.threshold_L),
+            rope_scaling=self.model.shape.rope_scaling.words,
         )
 
     @property

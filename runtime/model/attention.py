@@ -47,6 +47,7 @@ class Rotary:
 
     frequency_W: Tensor  # f64 [W / 2]
     is_adjacent: bool
+    magnitude: float = 1.0  # of cos and sin; YaRN's is above 1
 
     @classmethod
     def of(
@@ -54,16 +55,19 @@ class Rotary:
     ) -> "Rotary":
         """The rotary embedding of a model; `factors` divide the frequencies elementwise (Llama 3's
         long-context scaling)."""
-        pairs = torch.arange(0, shape.head_width, 2, dtype=torch.float64, device=device)
-        frequency = shape.rope_theta ** (-pairs / shape.head_width) / shape.rope_linear_factor
+        theta, width, scaling = shape.rope_theta, shape.head_width, shape.rope_scaling
+        pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
+        divisors = torch.as_tensor(scaling.divisors(theta, width), device=device)
+        frequency = theta ** (-pairs / width) / divisors
         frequency = frequency if factors is None else frequency / factors
-        return cls(frequency_W=frequency, is_adjacent=is_adjacent)
+        return cls(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=scaling.magnitude)
 
     def turn(self, start: int, count: int) -> "Turn":
         """The rotation for positions start .. start + count - 1."""
         positions = torch.arange(start, start + count, device=self.frequency_W.device)
         angle = positions[:, None, None] * self.frequency_W
-        return Turn(cos=angle.cos().float(), sin=angle.sin().float(), rotary=self)
+        cos, sin = angle.cos() * self.magnitude, angle.sin() * self.magnitude
+        return Turn(cos=cos.float(), sin=sin.float(), rotary=self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from the loaded weights.
 Models that it does not cover run through decoder.py; `build` says why."""
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
                 ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
+                ("rope_magnitude", c_double),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
                 ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
@@ -209,6 +210,7 @@ class StepBuilder(Structs):
             else self.matrix(weights.positions),
             layer=layers,
             frequency=None if rotary is None else self.pointer(rotary.frequency_W, torch.float64),
+            rope_magnitude=1.0 if rotary is None else rotary.magnitude,
             num_layers=len(layers),
             width=weights.embedding.width,
             num_neurons=ffn.num_neurons,

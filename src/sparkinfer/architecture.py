@@ -8,6 +8,8 @@ Letters: D model width, F feed-forward neurons of a layer, R predictor rank, W h
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sparkinfer.rope import NO_SCALING, RopeScaling
+
 Layout = Literal["sparse", "stock"]
 Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
 PredictorKind = Literal["linear", "relu", "gate"]
@@ -82,7 +84,7 @@ class ModelShape:
     context_length: int
     norm_epsilon: float
     rope_theta: float = 10000.0
-    rope_linear_factor: float = 1.0  # positions are divided by it
+    rope_scaling: RopeScaling = NO_SCALING
     is_post_norm: bool = False  # norms come after the residual sum (OPT 350M), not before a block
 
 

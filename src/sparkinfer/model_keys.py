@@ -16,6 +16,7 @@ from sparkinfer.architecture import (
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, Value
 from sparkinfer.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
+from sparkinfer.rope import KINDS, NO_SCALING, RopeScaling
 from sparkinfer.typed import shown
 from sparkinfer.unsupported import why_key, why_not_run
 
@@ -42,7 +43,6 @@ NORM_EPSILON = {
 SILENT_KEYS = {
     "tensor_data_layout",
     "use_parallel_residual",
-    "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
 }
 KNOWN_KEYS = SILENT_KEYS | {
@@ -60,6 +60,11 @@ KNOWN_KEYS = SILENT_KEYS | {
     "rope.freq_base",
     "rope.scaling.type",
     "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
     "vocab_size",
 }
 
@@ -229,23 +234,45 @@ class KeyReader:
             context_length=count("context_length"),
             norm_epsilon=self.positive(f"{name}.{NORM_EPSILON[self.graph.norm]}"),
             rope_theta=self.positive(f"{name}.rope.freq_base", 10000.0),
-            rope_linear_factor=self._rope_linear_factor(),
+            rope_scaling=self._rope_scaling(),
             is_post_norm=self.flag("sparkinfer.is_post_norm"),
         )
 
-    def _rope_linear_factor(self) -> float:
-        """Positions are divided by it. As in llama.cpp, a file without a type is linear, by its
+    def _rope_scaling(self) -> RopeScaling:
+        """The scaling of rotary embeddings. As in llama.cpp, a file without a type is linear, by its
         factor or 1."""
         prefix = f"{self.graph.name}.rope.scaling."
-        scaling = self.keys.get(prefix + "type")
-        if scaling not in (None, "none", "linear"):
+        kind = self.keys.get(prefix + "type")
+        if kind not in (None, *KINDS):
             raise SparkinferError(
                 f"{self.path}: this kind of rotary embedding is not supported"
-                f" (scaling {shown(scaling)}, wanted none or linear)"
+                f" (scaling {shown(kind)}, wanted {', '.join(KINDS)})"
             )
-        if scaling == "none":
-            return 1.0
-        return self.positive(prefix + "factor", 1.0 if scaling is None else None)
+        if kind == "yarn":
+            return self._yarn(prefix)
+        if kind == "none":
+            return NO_SCALING
+        factor = self.positive(prefix + "factor", 1.0 if kind is None else None)
+        return NO_SCALING if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
+
+    def _yarn(self, prefix: str) -> RopeScaling:
+        if self.number(prefix + "yarn_ext_factor", 1.0) != 1.0:
+            raise SparkinferError(
+                f"{self.path}: {prefix}yarn_ext_factor is not 1: only YaRN as published is supported"
+            )
+        base = f"{self.graph.name}.rope.freq_base"
+        if self.positive(base, 10000.0) <= 1.0:
+            raise SparkinferError(f"{self.path}: key {base!r} must be above 1 for YaRN")
+        return RopeScaling(
+            kind="yarn",
+            factor=self.positive(prefix + "factor"),
+            original_length=self.count(
+                "rope.scaling.original_context_length", self.count("context_length")
+            ),
+            beta_fast=self.positive(prefix + "yarn_beta_fast", 32.0),
+            beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
+            attn_factor=self.positive(prefix + "yarn_attn_factor", 1.0),
+        )
 
 
 def quality_keys(quality: Mapping[SparseMode, ModeQuality]) -> dict[str, Value]:
@@ -280,8 +307,22 @@ def shape_keys(graph: Architecture, s: ModelShape) -> dict[str, Value]:
     if graph.rotary:
         keys["rope.dimension_count"] = np.uint32(s.head_width)
         keys["rope.freq_base"] = np.float32(s.rope_theta)
-    if s.rope_linear_factor != 1.0:
-        keys["rope.scaling.type"] = "linear"
-        keys["rope.scaling.factor"] = np.float32(s.rope_linear_factor)
+    keys |= _scaling_keys(s.rope_scaling)
     own: dict[str, Value] = {"sparkinfer.is_post_norm": True} if s.is_post_norm else {}
     return {f"{graph.name}.{key}": value for key, value in keys.items()} | own
+
+
+def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
+    """The keys that `KeyReader._rope_scaling` reads, without those at their default."""
+    if scaling.kind == "none":
+        return {}
+    keys: dict[str, Value] = {
+        "rope.scaling.type": scaling.kind,
+        "rope.scaling.factor": np.float32(scaling.factor),
+    }
+    if scaling.kind == "yarn":
+        keys["rope.scaling.original_context_length"] = np.uint32(scaling.original_length)
+        for name in ("attn_factor", "beta_fast", "beta_slow"):
+            if getattr(scaling, name) != getattr(NO_SCALING, name):
+                keys[f"rope.scaling.yarn_{name}"] = np.float32(getattr(scaling, name))
+    return keys

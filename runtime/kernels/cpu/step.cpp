@@ -211,8 +211,8 @@ class Step {
         rows(100 * W, [&](int64_t t) {
             for (int64_t i = 0; i < W / 2; ++i) {
                 const double angle = static_cast<double>(w.attention.position(t)) * s.frequency[i];
-                w.cos[t * W + i] = static_cast<float>(std::cos(angle));
-                w.sin[t * W + i] = static_cast<float>(std::sin(angle));
+                w.cos[t * W + i] = static_cast<float>(s.rope_magnitude * std::cos(angle));
+                w.sin[t * W + i] = static_cast<float>(s.rope_magnitude * std::sin(angle));
             }
         });
     }

@@ -101,6 +101,7 @@ struct SparkStep {
     SparkTable table;
     SparkSelect select;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
+    double rope_magnitude;    // multiplies cos and sin: 1, or YaRN's
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
     // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; the last row is for what
     // belongs to no layer. Null: the clock is not read.

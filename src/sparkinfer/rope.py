@@ -1,0 +1,97 @@
+"""Scaling of rotary embeddings, for texts longer than those a model was trained on.
+
+linear  all positions are divided by a factor (Chen et al. 2023, arXiv 2306.15595)
+yarn    fast frequencies stay, slow ones are divided by the factor, and those between are
+        interpolated; cos and sin are multiplied by a magnitude (Peng et al. 2023, arXiv
+        2309.00071). As in transformers (modeling_rope_utils.py) and llama.cpp
+        (ggml_rope_yarn_corr_dims), both borders are rounded outwards to whole pairs."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from sparkinfer.errors import SparkinferError
+
+RopeKind = Literal["none", "linear", "yarn"]
+KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+MOST = 1e4  # the largest factor: a context of 4,096 tokens becomes one of 41 million
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """The lengths are in tokens; `original_length`, which only YaRN has, is that of the training."""
+
+    kind: RopeKind = "none"
+    factor: float = 1.0
+    original_length: int = 0
+    beta_fast: float = 32.0  # pairs that turn more often within the original length stay
+    beta_slow: float = 1.0  # those that turn less often are divided by the factor
+    attn_factor: float = 1.0  # times the paper's magnitude
+
+    @property
+    def magnitude(self) -> float:
+        """Multiplies cos and sin, so that scores are multiplied by its square."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attn_factor * (1.0 + 0.1 * math.log(max(1.0, self.factor)))
+
+    def divisors(self, theta: float, width: int) -> np.ndarray:
+        """f64 [W / 2], or a single one: the frequency of pair i, theta ** (-2 i / W), is divided by
+        it."""
+        if self.kind != "yarn":
+            return np.array(self.factor if self.kind == "linear" else 1.0)
+        low = max(0, math.floor(self._pair(self.beta_fast, theta, width)))
+        high = min(width - 1, math.ceil(self._pair(self.beta_slow, theta, width)))
+        ramp = (np.arange(width // 2, dtype=np.float64) - low) / max(0.001, high - low)
+        share = np.clip(ramp, 0.0, 1.0)
+        return 1.0 / (1.0 + share * (1.0 / self.factor - 1.0))
+
+    def _pair(self, turns: float, theta: float, width: int) -> float:
+        """The pair that turns this often within the original length."""
+        length = self.original_length / (turns * 2 * math.pi)
+        return width * math.log(length) / (2 * math.log(theta))
+
+    @property
+    def words(self) -> str:
+        if self.kind == "linear":
+            return f"positions divided by {self.factor:g}"
+        if self.kind == "yarn":
+            return (
+                f"YaRN, {self.factor:g} times the {self.original_length:,} tokens of its training"
+            )
+        return "as trained"
+
+
+NO_SCALING = RopeScaling()
+
+
+def asked_scaling(
+    kind: str | None, factor: float | None, context_length: int | None, length: int
+) -> RopeScaling:
+    """The scaling that a user asks for, of a model trained on texts of `length`. A `kind` of None is
+    YaRN, a factor of None what `context_length` takes.
+
+    Raises SparkinferError for an unknown kind, and for a factor that is missing or out of range."""
+    kind = "yarn" if kind is None else kind
+    if kind not in KINDS:
+        raise SparkinferError(f"rope scaling {kind!r} is unknown; known: {', '.join(KINDS)}")
+    if kind == "none":
+        if factor is not None:
+            raise SparkinferError(
+                f"a rope scale of {factor:g} and --rope-scaling none; leave one of the two out"
+            )
+        return NO_SCALING
+    if factor is None:
+        if context_length is None or context_length <= length:
+            raise SparkinferError(
+                f"--rope-scaling {kind} needs a factor, --rope-scale, or a context above the"
+                f" {length:,} tokens that the model was trained on"
+            )
+        factor = context_length / length
+    if not 1.0 <= factor <= MOST:
+        raise SparkinferError(f"rope scale {factor:g}, wanted 1 to {MOST:,.0f}")
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    return RopeScaling(kind="yarn", factor=factor, original_length=length)

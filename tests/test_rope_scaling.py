@@ -1,0 +1,167 @@
+"""Texts longer than those a model was trained on, by scaled rotary embeddings.
+
+Oracle: transformers with the same scaling in its config."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_llama, random_model
+from test_families import GATED, OPT
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+
+from sparkinfer import Engine
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.longer_texts import with_rope_scaling
+from sparkinfer.model_file import ModelFile
+from sparkinfer.rope import NO_SCALING, RopeScaling
+
+TRAINED, FACTOR = 128, 4.0
+NUM_TOKENS = 300
+PARAMETERS = {
+    "none": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": FACTOR},
+    "yarn": {
+        "rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": TRAINED,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return random_llama(tmp_path_factory.mktemp("llama") / "hf")
+
+
+@pytest.fixture(scope="module")
+def model(folder, tmp_path_factory) -> ModelFile:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    convert(ConvertConfig(source=folder, output=path, outtype="f32"))
+    return ModelFile.load(path)
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return torch.randint(0, 256, (NUM_TOKENS,), generator=torch.manual_seed(1)).tolist()
+
+
+def oracle(folder, ids, kind: str) -> torch.Tensor:
+    own = AutoModelForCausalLM.from_pretrained(folder).config.rope_parameters["rope_theta"]
+    rope = PARAMETERS[kind] | {"rope_theta": own}
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, rope_parameters=rope)
+    with torch.no_grad():
+        return found.eval()(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_logits_past_the_trained_length_equal_those_of_transformers(folder, model, ids, kind):
+    want = oracle(folder, ids, kind)
+    assert (want - oracle(folder, ids, "none")).abs().max() > 0.01 * want.abs().max()
+    scaled = with_rope_scaling(model, kind, FACTOR, None)
+    assert scaled.shape.context_length == TRAINED * FACTOR
+    with Engine.of(scaled, device="cpu", context_length=NUM_TOKENS + 1) as engine:
+        assert engine.not_native is None
+        got = engine.logits(ids)
+        assert (got - want).abs().max() < 2e-5 * want.abs().max()
+        with engine.observe(lambda name, layer, tensor: None):
+            in_torch = engine.logits(ids[:200])
+        assert (in_torch - want[:200]).abs().max() < 2e-5 * want.abs().max()
+
+
+def test_a_factor_follows_from_the_context(model):
+    scaled = with_rope_scaling(model, "yarn", None, 3 * TRAINED)
+    assert scaled.shape.rope_scaling == RopeScaling(
+        kind="yarn", factor=3.0, original_length=TRAINED
+    )
+    assert scaled.shape.context_length == 3 * TRAINED
+    assert with_rope_scaling(model, None, 3.0, None).shape == scaled.shape
+
+
+def test_a_model_with_yarn_runs_without_it_or_with_another_factor(model):
+    own = with_rope_scaling(model, "yarn", 2.0, None)
+    assert with_rope_scaling(own, "none", None, None).shape == model.shape
+    longer = with_rope_scaling(own, "yarn", 8.0, None).shape
+    assert (longer.rope_scaling.factor, longer.context_length) == (8.0, 8 * TRAINED)
+    assert with_rope_scaling(own, None, None, None) is own
+
+
+def test_a_scaled_model_is_written_and_read_back(model, tmp_path):
+    scaling = RopeScaling(
+        kind="yarn", factor=2.5, original_length=TRAINED, beta_fast=16.0, beta_slow=0.5,
+        attn_factor=0.75,
+    )  # fmt: skip
+    for wanted in (scaling, RopeScaling(kind="linear", factor=2.0), NO_SCALING):
+        shape = dataclasses.replace(model.shape, rope_scaling=wanted)
+        dataclasses.replace(model, shape=shape).save(tmp_path / f"{wanted.factor}.gguf")
+        assert ModelFile.load(tmp_path / f"{wanted.factor}.gguf").shape.rope_scaling == wanted
+
+
+def test_yarn_at_its_borders():
+    """Up to the pair that turns `beta_fast` times, frequencies stay; from the one that turns once,
+    they are divided by the factor; without a stretch nothing changes."""
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_length=4096)
+    divisors = scaling.divisors(10000.0, 128)
+    turns = 4096 * 10000.0 ** (-np.arange(64) / 64) / (2 * np.pi)
+    assert (divisors[turns > 33] == 1.0).all() and (divisors[turns < 0.8] == 4.0).all()
+    assert (np.diff(divisors) >= 0).all()
+    none = RopeScaling(kind="yarn", factor=1.0, original_length=4096)
+    assert (none.divisors(10000.0, 128) == 1.0).all() and none.magnitude == 1.0
+    upside_down = dataclasses.replace(scaling, beta_fast=1.0, beta_slow=32.0)
+    assert np.isfinite(upside_down.divisors(10000.0, 128)).all()
+
+
+REFUSED = {
+    "rope scaling 'ntk' is unknown; known: none, linear, yarn": ("ntk", 2.0, None),
+    "needs a factor, --rope-scale, or a context above the 128": ("yarn", None, 128),
+    "--rope-scaling linear needs a factor": ("linear", None, None),
+    "rope scale 0.5, wanted 1 to 10,000": (None, 0.5, None),
+    "rope scale nan, wanted": ("yarn", float("nan"), None),
+    "rope scale inf, wanted": ("linear", float("inf"), None),
+    "a rope scale of 2 and --rope-scaling none": ("none", 2.0, None),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_useless_scalings_are_refused_in_a_line(model, words):
+    with pytest.raises(SparkinferError, match=words) as caught:
+        with_rope_scaling(model, *REFUSED[words])
+    assert "\n" not in str(caught.value)
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 1e4,
+}  # fmt: skip
+FIXED = {
+    "its positions are learned": OPTConfig(**OPT),
+    "it was trained with positions divided by 4": LlamaConfig(
+        **GATED, rope_parameters=PARAMETERS["linear"] | {"rope_theta": 1e4}
+    ),
+    "its frequencies are scaled already": LlamaConfig(**GATED, rope_parameters=LLAMA3),
+}
+
+
+@pytest.mark.parametrize("words", FIXED)
+def test_models_whose_positions_cannot_be_scaled(tmp_path, words):
+    convert(
+        ConvertConfig(source=random_model(tmp_path / "hf", FIXED[words]), output=tmp_path / "m")
+    )
+    with pytest.raises(SparkinferError, match=words) as caught:
+        with_rope_scaling(ModelFile.load(tmp_path / "m"), "yarn", 2.0, None)
+    assert "leave --rope-scaling and --rope-scale out" in str(caught.value)
+
+
+def test_a_prompt_kept_under_another_scaling_is_not_restored(model, ids, tmp_path):
+    from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
+
+    def engine(factor):
+        return Engine.of(with_rope_scaling(model, "yarn", factor, None), device="cpu")
+
+    with engine(2.0) as first, first.sequence() as sequence:
+        sequence.extend(ids[:20])
+        save_prompt(sequence, tmp_path / "state", first.prompt_key())
+    with engine(4.0) as second, second.sequence() as sequence:
+        with pytest.raises(SparkinferError, match="another rope_scaling: 'YaRN, 2 times"):
+            restore_prompt(sequence, tmp_path / "state", second.prompt_key())
