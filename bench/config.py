@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sparkinfer.engine_config import EngineConfig
 from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.runtime.model.feed_forward import Mode
 
@@ -42,7 +42,7 @@ class BenchConfig:
     repetitions: int = 5
     threads: int | None = None
     mode: Mode | None = None
-    max_loss: float = MAX_LOSS
+    max_loss: float = EngineConfig.max_loss
     device: str | None = None
     cache_type_k: str | None = None
     cache_type_v: str | None = None

@@ -10,6 +10,7 @@ import torch
 
 from sparkinfer.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
 from sparkinfer.cache_types import CacheTypes
+from sparkinfer.engine_config import check_device
 from sparkinfer.errors import SparkinferError
 from sparkinfer.key_selection import MOST, KeySelection
 from sparkinfer.mode_choice import choose_mode, loss_line
@@ -25,7 +26,6 @@ from sparkinfer.system_memory import free_memory_bytes
 # The share of free memory that the CPU's side may take: weights, cache and workspace. The rest is
 # left to the page cache, which loading uses.
 FREE_SHARE = 0.9
-MAX_SEQUENCES = 1024
 Notice = Callable[[str], None]
 
 
@@ -63,8 +63,6 @@ def mode_of(
     `max_loss`; `notice` gets messages for the user.
 
     Raises SparkinferError for a mode the model or the plan does not support."""
-    if not max_loss >= 0:
-        raise SparkinferError(f"max_loss is {max_loss}, wanted 0 or more, e.g. 0.01")
     if mode is None:
         choice = choose_mode(model, max_loss)
         line = choice.line
@@ -85,9 +83,7 @@ def mode_of(
 
 
 def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
-    """Raises SparkinferError for an unknown mode, or one whose prerequisites are missing."""
-    if mode not in ("dense", "exact", "predicted"):
-        raise SparkinferError(f"mode {mode!r}; known: dense, exact, predicted")
+    """Raises SparkinferError for a mode whose prerequisites are missing."""
     if mode == "predicted" and model.predictor is None:
         raise SparkinferError(
             f"{model.path}: has no predictors; train them with sparkinfer profile"
@@ -97,6 +93,21 @@ def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
         raise SparkinferError(
             f"the plan is for mode {plan.mode} and has no room for predictors; leave --mode out, or"
             " run sparkinfer solve with --mode predicted"
+        )
+
+
+def check_rules(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
+    """Raises SparkinferError for sparsity rules that the devices cannot run."""
+    if gpu.type == "cuda" and file.has_limits:
+        raise SparkinferError(
+            f"{file.path}: limits of neurons and inputs run only on the CPU so far; use device cpu,"
+            " or convert the model without them"
+        )
+    gate = file.gate_name
+    if plan is not None and any(file.is_transposed(i, gate) for i in range(file.shape.num_layers)):
+        raise SparkinferError(
+            f"{file.path}: gates are stored by inputs (limits of the feed-forward's inputs), so no"
+            " plan can divide the neurons; leave the plan out, or convert without these limits"
         )
 
 
@@ -172,14 +183,8 @@ def gpus_of(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
 def device_of(device: str | None) -> torch.device:
     """The device asked for; None takes a CUDA device if there is one. Raises SparkinferError for an
     unknown or missing device."""
-    if device is None:
-        return device_of("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise SparkinferError(f"device {device!r}; wanted cpu or cuda") from error
-    if found.type not in ("cpu", "cuda"):
-        raise SparkinferError(f"device {device!r}; wanted cpu or cuda")
+    check_device(device)
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise SparkinferError(
             f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here"
@@ -215,8 +220,6 @@ def context_of(
 
 def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
     """The number of texts the cache is for."""
-    if not 1 <= asked <= MAX_SEQUENCES:
-        raise SparkinferError(f"{asked} sequences asked for, wanted 1 to {MAX_SEQUENCES}")
     if asked > 1 and plan is not None:
         raise SparkinferError(
             f"{asked} sequences asked for, but a plan budgets the cache of one; leave one of the two out"

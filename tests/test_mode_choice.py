@@ -13,6 +13,7 @@ from sparkinfer.architecture import SMOOTH
 from sparkinfer.cli import main
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.engine_config import EngineConfig
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
 from sparkinfer.mode_quality import ModeQuality, is_recordable
@@ -105,7 +106,7 @@ def test_the_limit_is_the_users():
     assert choose_mode(model, 0.17).mode == "dense"
     for wrong in (-0.1, math.nan):
         with pytest.raises(SparkinferError, match="wanted 0 or more"):
-            mode_of(model, None, max_loss=wrong)
+            EngineConfig(max_loss=wrong)
 
 
 def test_a_requested_mode_is_used_with_a_warning():

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from sparkinfer.budget import layer_bytes
+from sparkinfer.engine_config import OwnPolicy
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.neuron_cache import OFF, CacheOptions, Off
@@ -136,15 +137,17 @@ class CacheSetup:
 
 
 def setup_of(
-    asked: CacheOptions | CacheSetup | Off | None, plan: Split | None, mode: str
+    asked: CacheOptions | OwnPolicy | Off | None, plan: Split | None, mode: str
 ) -> CacheSetup | None:
     """The setup asked for. Unless something is asked for, a plan's cache is used in the plan's mode."""
     if asked is None and plan is not None and plan.cache is not None and mode == plan.mode:
         return CacheSetup.of(CacheOptions(), plan)
     if asked is None or asked == OFF:
         return None
-    assert not isinstance(asked, str)
-    return CacheSetup.of(asked, plan) if isinstance(asked, CacheOptions) else asked
+    if isinstance(asked, CacheOptions):
+        return CacheSetup.of(asked, plan)
+    assert isinstance(asked, CacheSetup), asked
+    return asked
 
 
 def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from sparkinfer.cache_types import NAMES
+from sparkinfer.commands.shared import engine_option
 from sparkinfer.key_selection import DEFAULT
 
 Command = Callable[..., Any]
@@ -13,16 +14,16 @@ Command = Callable[..., Any]
 
 def cache_type_options(command: Command) -> Command:
     """Adds the options, under the names of `Engine.load`."""
-    of_values = click.option(
-        "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
+    of_values = engine_option(
+        "cache_type_v", "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
         help="The same for values. [default: as for keys]",
     )  # fmt: skip
-    of_keys = click.option(
-        "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
+    of_keys = engine_option(
+        "cache_type_k", "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
         help="Type of cached keys (on the CPU without a plan): f16, bf16, f32, q8_0, q4_0.",
     )  # fmt: skip
-    offload = click.option(
-        "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
+    offload = engine_option(
+        "kv_offload", "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
         help="In long texts, read only the first keys, the last ones, and the best-scoring ones"
         " between (on the CPU without a plan); sizes such as window=2048,top=512.",
     )  # fmt: skip

@@ -26,6 +26,8 @@ from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
     FileCommand,
+    context_option,
+    cpu_ffn_option,
     device_option,
     max_loss_option,
     mode_option,
@@ -72,8 +74,7 @@ A message that begins with / is written with //."""
 @click.command(cls=FileCommand, epilog=examples.CHAT)
 @click.argument("model", type=FILE)
 @split_option
-@click.option("-cffn", "--cpu-ffn", is_flag=True,
-              help="Without a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+@cpu_ffn_option
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
               help="The system message.")  # fmt: skip
 @click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
@@ -85,8 +86,7 @@ A message that begins with / is written with //."""
               help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
-@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length in tokens. [default: the plan's, or the model's up to 4,096]")  # fmt: skip
+@context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
 @click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,
               help="When the context is full, drop the oldest turns and continue.")  # fmt: skip
 @sampling_options

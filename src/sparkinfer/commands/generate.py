@@ -24,6 +24,8 @@ from sparkinfer.commands.shared import (
     FILE,
     OUTPUT,
     FileCommand,
+    context_option,
+    cpu_ffn_option,
     device_option,
     finish,
     force_option,
@@ -97,8 +99,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=FileCommand, epilog=examples.GENERATE)
 @click.argument("model", type=FILE)
 @split_option
-@click.option("-cffn", "--cpu-ffn", is_flag=True,
-              help="Without a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+@cpu_ffn_option
 @text_options
 @click.option("--chat", "is_chat", is_flag=True,
               help="Take the prompt as a message and print the answer; for a conversation:"
@@ -113,8 +114,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
               help="When the context is full, drop the older half of the text and continue.")  # fmt: skip
 @click.option("--prompt-cache", type=OUTPUT,
               help="Save the prompt's state to this file, and load it from there the next time.")  # fmt: skip
-@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length in tokens. [default: the plan's, or the model's up to 4,096]")  # fmt: skip
+@context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
 @force_option
 @sampling_options
 @constraint_options

@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands.shared import engine_option
 from sparkinfer.neuron_cache import OFF, CacheOptions, Off
 
 
@@ -11,8 +12,8 @@ def _parsed(ctx: click.Context, param: click.Parameter, value: Any) -> CacheOpti
     return value if value is None or value == OFF else CacheOptions.parse(value)
 
 
-neuron_cache_option = click.option(
-    "--neuron-cache", metavar="on|off|SETTINGS", callback=_parsed,
+neuron_cache_option = engine_option(
+    "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS", callback=_parsed,
     help="Swap hot neurons as the text needs; settings such as decay=0.995,margin=0.05."
     " [default: on with a plan that has room for it]",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from sparkinfer.commands.shared import (
     FILE,
     FileCommand,
     Size,
+    context_option,
     device_option,
     finish,
     json_option,
@@ -60,8 +61,7 @@ _OPTIONS = (
     click.option("-n", "--max-tokens", "--n-predict", "max_tokens", type=int,
                  help="Maximum tokens to generate. [default: 128 for a text; for an answer, as many as"
                  " the context has room for]"),
-    click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-                 help="Context length in tokens. [default: the model's, up to 4,096]"),
+    context_option("Context length in tokens. [default: the model's, up to 4,096]"),
     click.option("--context-shift", "shifts", is_flag=True,
                  help="When the context is full, drop the oldest part and continue."),
     click.option("--corpus", "corpora", type=FILE, multiple=True,

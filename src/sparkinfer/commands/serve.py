@@ -16,6 +16,8 @@ from sparkinfer.commands.shared import (
     FILE,
     FileCommand,
     Size,
+    context_option,
+    cpu_ffn_option,
     device_option,
     json_option,
     max_loss_option,
@@ -40,8 +42,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.command(cls=FileCommand, epilog=examples.SERVE)
 @click.argument("model", type=FILE)
 @split_option
-@click.option("-cffn", "--cpu-ffn", is_flag=True,
-              help="Without a plan: all neurons on the CPU, the rest on the GPU.")  # fmt: skip
+@cpu_ffn_option
 @click.option("--host", default="127.0.0.1", show_default=True,
               help="Address to listen on; 0.0.0.0 for all, best with --api-key.")  # fmt: skip
 @click.option(
@@ -54,8 +55,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
                    " many as --parallel]")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
               help="Requests that may wait; more are refused with 429.")  # fmt: skip
-@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
-              help="Context length of a request in tokens. [default: the model's, up to 4,096]")  # fmt: skip
+@context_option("Context length of a request in tokens. [default: the model's, up to 4,096]")
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from sparkinfer.commands.llamacpp_flags import translate
+from sparkinfer.engine_config import MODES, EngineConfig
 from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.outputs import check_apart
 from sparkinfer.sizes import parse_bytes
 from sparkinfer.steady import reading
@@ -99,26 +99,50 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing fi
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the report as one JSON object on stdout."
 )
-device_option = click.option("--device", help="cpu, cuda or cuda:N. [default: CUDA if available]")
 threads_option = click.option(
     "-t", "--threads", type=int, help="CPU threads. [default: one per physical core]"
 )
-thresholds_option = click.option(
-    "--thresholds", type=FILE, help="A profile whose SiLU thresholds to run with."
+
+
+def engine_option(name: str, *flags: str, **attributes: Any) -> Callable[[Any], Any]:
+    """An option that is a field of EngineConfig, and has its default."""
+    return click.option(*flags, name, default=getattr(EngineConfig, name), **attributes)
+
+
+device_option = engine_option(
+    "device", "--device", help="cpu, cuda or cuda:N. [default: CUDA if available]"
 )
-mode_option = click.option(
+cpu_ffn_option = engine_option(
+    "cpu_ffn",
+    "-cffn",
+    "--cpu-ffn",
+    is_flag=True,
+    help="Without a plan: all neurons on the CPU, the rest on the GPU.",
+)
+thresholds_option = engine_option(
+    "thresholds", "--thresholds", type=FILE, help="A profile whose SiLU thresholds to run with."
+)
+mode_option = engine_option(
+    "mode",
     "--mode",
-    type=click.Choice(["dense", "exact", "predicted"]),
+    type=click.Choice(MODES),
     help="How feed-forward layers are computed. [default: as the plan says, or the fastest way"
     " without loss of quality according to the file's record]",
 )
-max_loss_option = click.option(
+max_loss_option = engine_option(
+    "max_loss",
     "--max-loss",
     type=float,
-    default=MAX_LOSS,
     show_default=True,
     help="Rise of the perplexity that is accepted when the mode is chosen automatically.",
 )
+
+
+def context_option(help_text: str) -> Callable[[Any], Any]:
+    """The context length, whose meaning the command describes."""
+    return engine_option(
+        "context_length", "-c", "--context", "--ctx-size", type=int, help=help_text
+    )
 
 
 class Size(click.ParamType):

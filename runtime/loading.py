@@ -1,0 +1,275 @@
+"""Loads an engine: from the files and options to weights in place and a decode step.
+
+A load goes through its parts in this order, each with a method: mode, devices and their check,
+placement, sequences and cache, bytes, neuron cache, memory on the CPU and on GPUs, weights, streams
+of cold weights, decode step. If a GPU is lost on the way, the whole load is done again on the
+CPU."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, Items
+from sparkinfer.engine_config import EngineConfig
+from sparkinfer.limits import Limits
+from sparkinfer.mode_choice import mode_meant
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.check.device_check import DeviceLost, checked
+from sparkinfer.runtime.engine_options import (
+    bytes_by_role_of,
+    cache_types_of,
+    check_rules,
+    context_of,
+    device_of,
+    gpus_of,
+    mode_of,
+    placement_of,
+    residence_of,
+    sequences_of,
+)
+from sparkinfer.runtime.gpu_setup import (
+    Memories,
+    memories_of,
+    set_aside,
+    step_takes,
+    uploading,
+    with_cold_streams,
+)
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.model.loader import Weights, load_weights
+from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
+from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
+from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
+from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.hybrid_step import Backend
+from sparkinfer.split_file import Split
+from sparkinfer.thresholds import with_thresholds
+
+StepOf = Callable[[Weights], DecodeStep | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a load gives an engine."""
+
+    model: ModelFile
+    mode: Mode
+    device: torch.device
+    decoder: Decoder
+    traffic: Traffic
+    bytes_by_role: dict[str, Items]
+    memories: Memories  # per GPU, for memory reports
+    step_of: StepOf  # the decode step of the same weights with other thresholds or limits
+    neuron_cache: NeuronCache | None
+    load_s: float  # seconds from an open file to weights in place
+
+
+def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
+    """The plan in a file. Raises SparkinferError unless it is valid for the model."""
+    if split is None:
+        return None
+    plan = Split.load(Path(split))
+    plan.check_against(model.row_major, Path(split))
+    return plan
+
+
+def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
+    """Loads a model for this configuration; on the CPU if a GPU fails its check and does not answer
+    any more."""
+    model, config = _with_rules(model, config, has_plan=plan is not None)
+    try:
+        return _Load(model, plan, config).run()
+    except DeviceLost as lost:
+        why = str(lost)
+    _notice(model, why)  # past the handler, which would keep the lost weights
+    return _Load(model, plan, replace(config, device="cpu")).run()
+
+
+def _with_rules(
+    model: ModelFile, config: EngineConfig, *, has_plan: bool
+) -> tuple[ModelFile, EngineConfig]:
+    """The model with the thresholds and limits of the configuration, and, unless something else
+    says it, the mode that they are for."""
+    mode = config.mode
+    if config.thresholds is not None:
+        model = with_thresholds(model, Path(config.thresholds))
+        if mode is None and not has_plan:
+            mode = mode_meant(model)
+    if config.limits is not None:
+        model = model.with_limits(Limits.load(Path(config.limits)), str(config.limits))
+        if mode is None and not has_plan:
+            mode = "exact" if model.predictor is None else "predicted"
+    return model, replace(config, mode=mode)
+
+
+class _Load:
+    """One load. Each method sets what the following ones need. Raises DeviceLost."""
+
+    def __init__(self, model: ModelFile, plan: Split | None, config: EngineConfig) -> None:
+        self.model, self.plan, self.config = model, plan, config
+        self.notice = partial(_notice, model)
+        self.observers, self.traffic = Observers(), Traffic()
+        self.offset = model.predictor.input_layer_offset if model.predictor else 0
+        self.chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
+
+    def run(self) -> Loaded:
+        began = time.perf_counter()
+        self._choose_mode()
+        self._check_devices()
+        self._place()
+        self._size_cache()
+        self._count_bytes()
+        self._set_up_neuron_cache()
+        self._take_memory()
+        self._load_weights()
+        self._stream_cold_weights()
+        self._make_neuron_cache()
+        decoder = self._decoder()
+        return Loaded(
+            model=self.model,
+            mode=self.mode,
+            device=self.gpu,
+            decoder=decoder,
+            traffic=self.traffic,
+            bytes_by_role=self.bytes_by_role,
+            memories=self.memories,
+            step_of=self.step_of,
+            neuron_cache=self.neuron_cache,
+            load_s=time.perf_counter() - began,
+        )
+
+    def _choose_mode(self) -> None:
+        asked, max_loss = self.config.mode, self.config.max_loss
+        self.mode = mode_of(self.model.row_major, asked, self.plan, max_loss, self.notice)
+
+    def _check_devices(self) -> None:
+        """Everything runs on the CPU if a device fails."""
+        gpu, plan = device_of(self.config.device), self.plan
+        gpus = (gpu,) if plan is None else gpus_of(plan, gpu)
+        self.check = checked(gpus, self.notice, has_budget=plan is not None)
+        self.gpu = torch.device("cpu") if self.check is None else gpu
+        check_rules(self.model, plan, self.gpu)
+
+    def _place(self) -> None:
+        cpu_ffn = self.config.cpu_ffn
+        self.placement = placement_of(self.model, self.plan, self.gpu, cpu_ffn=cpu_ffn)
+
+    def _size_cache(self) -> None:
+        model, plan, config = self.model, self.plan, self.config
+        self.num_sequences = sequences_of(config.num_sequences, plan, self.gpu)
+        self.cache_types = cache_types_of(
+            model.row_major, config.cache_type_k, config.cache_type_v, config.kv_offload,
+            has_plan=plan is not None, device=self.gpu,
+        )  # fmt: skip
+        selection = self.cache_types.selection
+        self.context_length = context_of(model, plan, config.context_length, selection)
+        if selection is not None and self.context_length > selection.longest:
+            self.notice(
+                f"a token reads at most {selection.longest:,} positions of a text (--kv-offload), so"
+                " long texts are computed approximately"
+            )
+
+    def _count_bytes(self) -> None:
+        self.bytes_by_role = bytes_by_role_of(
+            self.model.row_major, self.plan, self.context_length, self.gpu,
+            cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
+            cache_types=self.cache_types,
+        )  # fmt: skip
+
+    def _set_up_neuron_cache(self) -> None:
+        """The neurons in slots at first, and their bytes."""
+        model, plan = self.model.row_major, self.plan
+        self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
+        self.resident_LN = None
+        if self.setup is None:
+            return
+        self.resident_LN = self.setup.resident(model, plan, self.gpu)
+        if plan is None or plan.cache is None:
+            self.bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(model, self.resident_LN)
+
+    def _take_memory(self) -> None:
+        model, plan, check = self.model, self.plan, self.check
+        self.residence = residence_of(model, self.config.is_resident, self.bytes_by_role, self.gpu)
+        if self.setup is not None:
+            is_resident = self.residence is not None
+            self.setup.check(model.row_major, plan, self.mode, is_resident=is_resident)
+        self.memories = memories_of(
+            model, plan, self.placement, self.bytes_by_role, self.context_length, self.notice,
+            keeps_budget=check is None or check.keeps_budget,
+        )  # fmt: skip
+
+    def _load_weights(self) -> None:
+        with uploading(self.memories, self.residence, self.notice) as uploaders:
+            self.weights = load_weights(
+                self.model, self.placement, self.mode, self.context_length, self.observers,
+                self.traffic, self.notice, self.residence, uploaders, self.num_sequences,
+                self.cache_types, self.resident_LN, self.gpu.type == "cpu",
+            )  # fmt: skip
+        if not library.is_available():
+            self.notice("the C++ kernels are not built; torch computes in their place, many times"
+                        " slower; run make build")  # fmt: skip
+
+    def _stream_cold_weights(self) -> None:
+        """Checks the kernels that the weights need, and what a pass of a prompt has room for."""
+        takes = step_takes(self.memories)
+        if self.check is not None:
+            self.check.check_kernels(self.weights, self.placement, self.offset, takes)
+        self.weights, self.chunk = with_cold_streams(
+            self.model, self.weights, self.memories, self.placement, self.mode,
+            self.context_length, self.bytes_by_role, self.chunk, self.notice,
+        )  # fmt: skip
+
+    def _make_neuron_cache(self) -> None:
+        self.neuron_cache: NeuronCache | None = None
+        if self.setup is not None and self.resident_LN is not None:
+            is_joined = self.gpu.type == "cpu"
+            self.neuron_cache = self.setup.cache(
+                self.weights, self.resident_LN, is_joined=is_joined
+            )
+
+    def _decoder(self) -> Decoder:
+        """The decode step, for these weights and for others after them, and the decoder."""
+        step_by = partial(
+            decode_step, placement=self.placement, input_layer_offset=self.offset,
+            traffic=self.traffic,
+        )  # fmt: skip
+        backend = self._backend(step_by)
+        self.step_of: StepOf = partial(step_by, backend=backend, neuron_cache=self.neuron_cache)
+        step = self.step_of(self.weights)
+        set_aside(self.memories)
+        if isinstance(step, str) and self.check is not None:
+            self.notice(f"{step}: tokens go through torch layer by layer, several times slower")
+        return self._decoder_with(step, self.observers, chunk=self.chunk)
+
+    def _backend(self, step_by: Callable[..., DecodeStep | str]) -> Backend | str | None:
+        """The best kind of step that works on the GPU, or why none does; None without a GPU."""
+        if self.check is None:
+            return None
+        plain = self._decoder_with("this is layer by layer", Observers())
+        return self.check.backend(
+            lambda backend: step_by(self.weights, backend=backend), plain.step,
+            step_takes(self.memories), has_graph=self.config.graph,
+        )  # fmt: skip
+
+    def _decoder_with(
+        self, step: DecodeStep | str, observers: Observers, chunk: int = SHORT_CHUNK
+    ) -> Decoder:
+        return Decoder(
+            weights=self.weights,
+            input_layer_offset=self.offset,
+            observers=observers,
+            native=step,
+            chunk=chunk,
+        )
+
+
+def _notice(model: ModelFile, line: str) -> None:
+    """Prints a notice for the user."""
+    print(f"{model.path}: {line}", file=sys.stderr)

@@ -1,0 +1,137 @@
+"""The options of an engine: one list of their names, types, defaults and rules.
+
+`Engine.load` and `Engine.of` take the fields as keywords; the command line reads its defaults here,
+which needs no torch. What depends on the model, the plan or the machine is checked by the load
+(runtime.engine_options)."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypedDict, get_args
+
+from sparkinfer.cache_types import CacheTypes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.key_selection import KeySelection
+from sparkinfer.mode_quality import MAX_LOSS, RunMode
+from sparkinfer.neuron_cache import CacheOptions, Off
+
+MODES: tuple[RunMode, ...] = get_args(RunMode)
+MAX_SEQUENCES = 1024
+_DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9]\d?))?")
+
+
+class OwnPolicy(Protocol):
+    """A neuron cache with a policy of the caller's: runtime.neuron_cache.setup.CacheSetup."""
+
+    @property
+    def most_rows(self) -> int: ...
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig as keywords, for type checkers; a test holds the two equal."""
+
+    mode: RunMode | None
+    device: str | None
+    context_length: int | None
+    thresholds: str | Path | None
+    is_resident: bool | None
+    graph: bool
+    cpu_ffn: bool
+    num_sequences: int
+    max_loss: float
+    limits: str | Path | None
+    cache_type_k: str | None
+    cache_type_v: str | None
+    kv_offload: str | None
+    neuron_cache: CacheOptions | OwnPolicy | Off | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine is loaded. Raises SparkinferError for values that no model allows.
+
+    mode: "dense", "exact" or "predicted"; None takes the plan's. Without a plan it takes the mode
+    that reads the fewest bytes among those that cost at most `max_loss` of the perplexity by the
+    file's record (mode_choice); with `thresholds` or `limits`, the mode that these and the
+    predictors are made for.
+
+    device: "cpu" or "cuda[:n]" for everything the plan does not put on the CPU; None takes CUDA if
+    there is a device. A GPU is checked at its first load (runtime.check); what fails is replaced by
+    something slower, with a warning.
+
+    context_length: tokens the cache holds per text; None takes the plan's, or the model's up to
+    4,096.
+
+    thresholds: a profile whose thresholds replace those of a SiLU or GELU model; mode "dense" uses
+    none.
+
+    is_resident: whether weights on the CPU are copied into memory in the layout for decoding, or
+    stay in the mapped file, which loads at once and decodes slower; None copies them if they fit
+    into free memory.
+
+    graph: whether a step on CUDA is captured into a graph; without a graph, results are the same
+    and decoding is slower, but it can be debugged.
+
+    cpu_ffn: in place of a plan, puts all feed-forward neurons on the CPU and everything else on the
+    device.
+
+    num_sequences: texts kept at a time, each of up to context_length tokens; more than one on the
+    CPU only.
+
+    max_loss: the rise of the perplexity, as a share, that the choice of a mode accepts.
+
+    limits: a limits file (sparkinfer.limits) that replaces the limits of a SiLU or GELU model; mode
+    "dense" uses none.
+
+    cache_type_k, cache_type_v: storage types of keys and values (sparkinfer.cache_types), on the
+    CPU only; None takes f32 for a model in f32 and f16 for others, and for values the type of the
+    keys.
+
+    kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long text reads only the
+    keys with the largest estimated weights (sparkinfer.key_selection), on the CPU only.
+
+    neuron_cache: lets the neurons in the slots of the fast memory follow the text, as its settings
+    say; at first they are the hot neurons of the plan, which must have room for it. None lets them
+    follow if the plan has room and the mode is the plan's, "off" never."""
+
+    mode: RunMode | None = None
+    device: str | None = None
+    context_length: int | None = None
+    thresholds: str | Path | None = None
+    is_resident: bool | None = None
+    graph: bool = True
+    cpu_ffn: bool = False
+    num_sequences: int = 1
+    max_loss: float = MAX_LOSS
+    limits: str | Path | None = None
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    kv_offload: str | None = None
+    neuron_cache: CacheOptions | OwnPolicy | Off | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in MODES:
+            raise SparkinferError(f"mode {self.mode!r}; known: {', '.join(MODES)}")
+        if not self.max_loss >= 0:  # NaN is not
+            raise SparkinferError(f"max_loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")
+        if not 1 <= self.num_sequences <= MAX_SEQUENCES:
+            raise SparkinferError(
+                f"{self.num_sequences} sequences asked for, wanted 1 to {MAX_SEQUENCES}"
+            )
+        check_device(self.device)
+        for name in (self.cache_type_k, self.cache_type_v):
+            if name is not None:
+                CacheTypes.of(name)
+        if self.kv_offload is not None:
+            KeySelection.parse(self.kv_offload)
+        for name, path in (("thresholds", self.thresholds), ("limits", self.limits)):
+            if path is not None and self.mode == "dense":
+                raise SparkinferError(
+                    f"{path}: mode dense uses no {name}; leave one of the two out"
+                )
+
+
+def check_device(device: str | None) -> None:
+    """Raises SparkinferError for a name that is no device of an engine; None is CUDA or the CPU."""
+    if device is not None and not _DEVICE.fullmatch(device):
+        raise SparkinferError(f"device {device!r}; wanted cpu or cuda")

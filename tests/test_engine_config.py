@@ -1,0 +1,112 @@
+"""The options of an engine: their rules, and that every list of them says the same."""
+
+import dataclasses
+import math
+import typing
+
+import click
+import pytest
+
+from sparkinfer.bench.config import BenchConfig
+from sparkinfer.commands.all_commands import cli
+from sparkinfer.engine_config import EngineConfig, EngineOptions
+from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.quality import EvalConfig
+from sparkinfer.profile.tasks import TasksConfig
+from sparkinfer.runtime.engine import Engine
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "fast"}, "mode 'fast'; known: dense, exact, predicted"),
+        ({"device": "tpu:0"}, "device 'tpu:0'; wanted cpu or cuda"),
+        ({"device": "cuda:-1"}, "wanted cpu or cuda"),
+        ({"device": "cuda:x"}, "wanted cpu or cuda"),
+        ({"device": "cpu "}, "wanted cpu or cuda"),
+        ({"device": ""}, "wanted cpu or cuda"),
+        ({"num_sequences": 0}, "0 sequences asked for, wanted 1 to 1024"),
+        ({"num_sequences": 1025}, "1025 sequences asked for"),
+        ({"max_loss": -0.1}, "max_loss is -0.1, wanted 0 or more"),
+        ({"max_loss": math.nan}, "max_loss is nan"),
+        ({"cache_type_k": "q3"}, "a cache of 'q3'; known: f32"),
+        ({"cache_type_v": "q3"}, "a cache of 'q3'; known: f32"),
+        ({"kv_offload": "window"}, "'window' in 'window'; wanted on or NAME=VALUE"),
+        ({"mode": "dense", "thresholds": "p"}, "p: mode dense uses no thresholds"),
+        ({"mode": "dense", "limits": "l"}, "l: mode dense uses no limits"),
+    ],
+)
+def test_what_no_model_allows_is_refused(options, message):
+    with pytest.raises(SparkinferError, match=message):
+        EngineConfig(**options)
+    with pytest.raises(SparkinferError, match=message):  # before any file is opened
+        Engine.load("there is no such file", **options)
+
+
+def test_what_some_model_allows_is_accepted():
+    for device in (None, "cpu", "cpu:0", "cuda", "cuda:0", "cuda:15"):
+        assert EngineConfig(device=device).device == device
+    EngineConfig(
+        mode="exact", thresholds="p", limits="l", num_sequences=1024, max_loss=math.inf,
+        cache_type_k="q8_0", cache_type_v="f16", kv_offload="window=2048",
+    )  # fmt: skip
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="contxt_length"):
+        Engine.load("there is no such file", contxt_length=3)
+
+
+def test_the_keywords_of_load_are_the_fields():
+    assert typing.get_type_hints(EngineOptions) == typing.get_type_hints(EngineConfig)
+
+
+def others(command: click.Command) -> list[str]:
+    """The command's options that are an engine's, but have another default."""
+    with command.make_context(command.name, [], resilient_parsing=True) as context:
+        given = {name: context.params[name] for name in DEFAULTS if name in context.params}
+        return [name for name, value in given.items() if value != DEFAULTS[name]]
+
+
+def commands(group: click.Group, path: str = "") -> dict[str, click.Command]:
+    found = {}
+    for name, command in group.commands.items():
+        here = f"{path} {name}".strip()
+        found |= commands(command, here) if isinstance(command, click.Group) else {here: command}
+    return found
+
+
+COMMANDS = commands(cli)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_line_has_the_same_defaults(name):
+    assert others(COMMANDS[name]) == []
+
+
+def test_commands_that_load_an_engine_offer_its_options():
+    names = {param.name for param in COMMANDS["generate"].params} & set(DEFAULTS)
+    assert names == set(DEFAULTS) - {"is_resident", "graph", "num_sequences", "limits"}
+    for name in ("chat", "serve", "eval", "bench", "run"):
+        assert {"mode", "device"} <= {param.name for param in COMMANDS[name].params}
+
+
+def test_another_default_is_found():
+    wrong = click.Command("wrong", params=[
+        click.Option(["--max-loss"], type=float, default=0.5),
+        click.Option(["--cpu-ffn"], is_flag=True, default=True),
+        click.Option(["--device"]),
+        click.Option(["--other"], default=3),
+    ])  # fmt: skip
+    assert sorted(others(wrong)) == ["cpu_ffn", "max_loss"]
+
+
+@pytest.mark.parametrize("config", [BenchConfig, EvalConfig, TasksConfig])
+def test_configurations_of_stages_have_the_same_defaults(config):
+    same = [field for field in dataclasses.fields(config) if field.name in DEFAULTS]
+    assert len(same) >= 3
+    for field in same:
+        if field.name != "limits":
+            assert field.default == DEFAULTS[field.name], field.name
