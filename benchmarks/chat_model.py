@@ -3,7 +3,7 @@
     python benchmarks/chat_model.py FOLDER --rival path/to/venv/bin/python
 
 FOLDER is what `make smollm2` makes: SmolLM2-135M-Instruct as TYPE.gguf for ours and TYPE-stock.gguf
-for llama.cpp. A round measures the read bandwidth (as decode.py), decode after a prompt of 16
+for llama.cpp. A round measures the read bandwidth (as decode.py does), decode after a prompt of 16
 tokens, and the seconds from prompts of several lengths to the logits of their last token, each on
 both sides with the same random token ids. A prompt is repeated until a round has spent REPEATS_S on
 it and stands for the median of the repeats; a figure is the median of the rounds.
@@ -11,8 +11,8 @@ it and stands for the median of the repeats; a figure is the median of the round
 llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
 faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read
 over the bandwidth; the smaller files fit partly into the last cache, so their share of it may
-exceed what memory alone allows. torch has one thread unless --torch-threads says otherwise: more of
-them spin after each product, beside ours."""
+exceed what memory alone allows. torch has one thread unless --torch-threads says otherwise: further
+ones would spin after each product and compete with ours."""
 
 import argparse
 import json
@@ -65,7 +65,7 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(arguments.torch_threads)
     ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
-    weight = Residence().matrix(ones).data  # 512 MiB in huge pages, as the weights
+    weight = Residence().matrix(ones).data  # 512 MiB in huge pages, like the weights
     result: dict[str, object] = {
         "benchmark": "chat_model",
         "model": "SmolLM2-135M-Instruct",

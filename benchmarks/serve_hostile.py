@@ -6,10 +6,11 @@ not have grown.
 
     python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
-Bodies that are not JSON, values of wrong types and sizes, deep nesting, lone surrogates, NaN,
-numbers of thousands of digits; heads that are too long or contradict themselves; wrong methods;
-paths that climb out of the folder; clients that send slowly, stop halfway, or hang up. Every kind lists its correct statuses; half of
-the requests are an honest one with a random part replaced, for which 200 and 400 are correct."""
+Half of the requests are an honest one with a random part replaced; 200 and 400 are correct for
+these. The others have bodies that are not JSON, values of wrong types and sizes, deep nesting, lone
+surrogates, NaN, or numbers of thousands of digits; heads that are too long or contradict
+themselves; wrong methods; paths that climb out of the folder; or clients that send slowly, stop
+halfway, or hang up. Every kind lists its correct statuses."""
 
 import argparse
 import asyncio

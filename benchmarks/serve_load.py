@@ -1,4 +1,4 @@
-"""Puts one server under the load of many clients, and checks its answers and its memory.
+"""Loads one server with many clients, and checks its answers and its memory.
 
 Every finished answer must be byte-identical to that of the same request sent alone; no answer may
 be lost, mixed up or stuck; the server's memory must not grow.

@@ -224,7 +224,7 @@ def check_all(wheel: Path, pythons: Sequence[str], installed: Sequence[Path]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("pythons", nargs="*", help="in a fresh environment of each")
+    parser.add_argument("pythons", nargs="*", help="Pythons that each get a fresh environment")
     parser.add_argument("--installed", type=Path, action="append", default=[], metavar="PYTHON")
     arguments = parser.parse_args()
     try:

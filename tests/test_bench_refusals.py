@@ -1,4 +1,4 @@
-"""bench while another program runs, and what it refuses."""
+"""bench in comparison with another program, and what bench refuses."""
 
 import json
 import stat
@@ -55,7 +55,9 @@ def program(folder: Path, text: str, first: str = "") -> Path:
 
 @needs_kernels
 @pytest.mark.parametrize("text, first", [(FAKE_PYTHON, ABOUT % 300), (FAKE_BENCH, "")])
-def test_a_comparison(bench_files, tmp_path, small_buffer, text, first):
+def test_bench_compares_itself_with_another_program(
+    bench_files, tmp_path, small_buffer, text, first
+):
     """With programs that answer as the real ones do: 1 us a token."""
     config = config_of(
         bench_files / "dense.gguf", device="cpu", depths=(0, 3), repetitions=3,
@@ -109,8 +111,8 @@ def test_a_program_is_found_by_its_name(tmp_path, monkeypatch):
     assert located(Path("nothing")) == Path("nothing").absolute()
 
 
-def test_this_python_has_no_llama_cpp(bench_files, tmp_path):
-    """The worker itself, in an interpreter that is there."""
+def test_a_python_without_llama_cpp_is_refused(bench_files, tmp_path):
+    """The real worker, run by this interpreter."""
     config = config_of(
         bench_files / "dense.gguf", device="cpu",
         compare=Path(sys.executable), compare_model=bench_files / "dense.gguf",
@@ -144,7 +146,7 @@ def test_this_python_has_no_llama_cpp(bench_files, tmp_path):
     ("-p 4 -n 4 --mode predicted", "has no predictors"),
     ("-p 4 -n 4 --device abacus", "device 'abacus'"),
 ])  # fmt: skip
-def test_refusals(bench_files, capsys, options, words):
+def test_requests_that_cannot_be_measured_are_refused(bench_files, capsys, options, words):
     words_given = options.format(bench_files, python=sys.executable).split()
     assert main(["bench", str(bench_files / "dense.gguf"), *words_given]) == 1
     error = capsys.readouterr().err.strip().splitlines()
@@ -152,11 +154,11 @@ def test_refusals(bench_files, capsys, options, words):
 
 
 @pytest.mark.parametrize("options", ["-p nan", "-p 1,,2", "-n 1.5", "-r nan", "--json --md"])
-def test_usage(bench_files, options):
+def test_usage_errors_have_exit_code_2(bench_files, options):
     assert main(["bench", str(bench_files / "dense.gguf"), *options.split()]) == 2
 
 
-def test_a_plan_with_a_short_context(bench_files, small_buffer):
+def test_a_plan_whose_context_is_too_short_is_refused(bench_files, small_buffer):
     options = {"split": bench_files / "plan.gguf", "device": "cpu"}
     with pytest.raises(SparkinferError, match="the plan has a context of 32, the longest .* 40"):
         bench(config_of(bench_files / "predicted.gguf", prompt_lengths=(40,), **options))

@@ -208,7 +208,7 @@ def test_fewer_bits_lose_more_and_the_turn_loses_less(tmp_path):
         ),
     ],
 )
-def test_refusals(tmp_path, options, words):
+def test_requests_that_cannot_be_measured_are_refused(tmp_path, options, words):
     make_model(shape=make_shape(), kind="f16").save(tmp_path / "m.gguf")
     with pytest.raises(SparkinferError, match=words) as error:
         Engine.load(tmp_path / "m.gguf", **options)

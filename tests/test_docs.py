@@ -138,7 +138,7 @@ def test_tables_are_what_the_results_say():
     assert tables.drifted(tables.documents()) == [], "make tables"
 
 
-def test_every_table_stands_somewhere():
+def test_every_table_is_used():
     used = {name for path in tables.documents() for name in tables.names_in(path.read_text())}
     assert used == set(tables.TABLES)
 
@@ -174,7 +174,7 @@ def test_broken_links_are_found():
 @pytest.mark.parametrize(
     "path", [p for p in DOCUMENTS if not named(p).startswith(RECORDS)], ids=named
 )
-def test_named_files_are_there(path):
+def test_named_files_exist(path):
     assert missing_paths(path.read_text()) == []
 
 
@@ -186,7 +186,7 @@ def test_missing_files_are_found():
 @pytest.mark.parametrize(
     "path", [p for p in DOCUMENTS if not named(p).startswith(RECORDS)], ids=named
 )
-def test_commands_and_options_are_there(path):
+def test_commands_and_options_exist(path):
     assert unknown_options(path.read_text()) == []
 
 
@@ -244,7 +244,7 @@ def test_all_commands_are_described():
     ],
 )
 def test_json_keys_are_described(command, report, is_whole):
-    """All keys, or of a long list some; none that is not there."""
+    """All keys, or some of a long list, and none that does not exist."""
     text = (ROOT / "docs" / "commands.md").read_text()
     (row,) = re.findall(rf"^\| `{command}` \| (`.*) \|$", text, re.MULTILINE)
     described, there = set(re.findall(r"`(\w+)`", row)), {field.name for field in fields(report)}

@@ -18,13 +18,13 @@ from sparkinfer.export.export import ExportConfig, export
 from sparkinfer.export.powerinfer_index import write_index
 from sparkinfer.files import partial_folder
 
-POWERINFER_I32, GGML_I32 = 18, 26  # PowerInfer kept the numbers of 2023
+POWERINFER_I32, GGML_I32 = 18, 26  # PowerInfer keeps the type numbers of 2023
 NEURONS = 64
 SCALARS = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 12: "<d"}
 
 
 class Bytes:
-    """A GGUF container, byte by byte. `tensors` is [(name, type, values)] in the file's order."""
+    """A GGUF container, read byte by byte. `tensors` is [(name, type, values)] in the file's order."""
 
     def __init__(self, content: bytes):
         self.content, self.at = content, 0
@@ -90,7 +90,7 @@ def make_hot(num_layers, seed=0):
 
 @pytest.fixture
 def make(tmp_path):
-    """Writes a split and a profile of one model and gives (split, profile, their options)."""
+    """A function that writes a split and a profile of one model, and returns both."""
 
     def _make(num_layers=3, hot=None, **options):
         model = shape_only(make_shape(num_layers=num_layers, num_neurons=NEURONS))
@@ -129,7 +129,7 @@ def test_the_index_holds_the_same_neurons_in_the_same_layers(tmp_path, make, num
     assert report.num_hot == sum(len(ids) for ids in split.hot)
 
 
-def test_the_reader_sees_swapped_layers(tmp_path, make):
+def test_the_reader_finds_swapped_layers(tmp_path, make):
     """The effect of a text sort from eleven layers on: layer 10 in the place of layer 2."""
     split, profile = make(12)
     order = sorted(range(12), key=lambda layer: f"activation_{layer}.pt")
@@ -170,7 +170,7 @@ def test_a_tiny_index_byte_by_byte(tmp_path):
     assert (tmp_path / "x").read_bytes() == header + data
 
 
-def test_notes_say_what_the_index_cannot(tmp_path, make):
+def test_notes_say_what_the_index_cannot_hold(tmp_path, make):
     make(dense_on_gpu=False, head_on_gpu=False)
     notes = " ".join(export(plan(tmp_path, "gpuidx", "x")).notes)
     assert "attention, norms and predictors of 3 layers and the output head on the CPU" in notes
@@ -206,7 +206,7 @@ def test_the_model_split_orders_hot_to_cold(tmp_path, make, num_layers, group_si
         assert perm == ids.tolist() + sorted(cold, key=lambda neuron: (-count_F[neuron], neuron))
 
 
-def test_groups_are_sixteen_and_uneven_ones_are_told(tmp_path, make):
+def test_groups_have_sixteen_neurons_and_partial_ones_are_noted(tmp_path, make):
     make(hot=[range(16), range(5), range(32)], dense_on_gpu=False)
     report = export(plan(tmp_path, "sparkinfer-split", "m-4.gguf"))
     assert report.group_size == 16
@@ -285,7 +285,7 @@ def test_activations_are_the_counts_layer_by_layer(tmp_path, make, num_layers):
     assert swapped.tolist() != profile.active_count_LF[1].tolist()
 
 
-def test_an_interrupted_folder_leaves_what_was_there(tmp_path, make, monkeypatch):
+def test_an_interrupted_export_leaves_the_old_folder(tmp_path, make, monkeypatch):
     make()
     write = Path.write_bytes
 
@@ -314,7 +314,7 @@ def test_an_interrupted_folder_leaves_what_was_there(tmp_path, make, monkeypatch
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "old").write_text("old")
     replace = Path.replace
@@ -372,7 +372,7 @@ def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
         ({"format": "gpuidx", "profile": Path("p"), "group_size": 16}, "--group-size is for"),
     ],
 )
-def test_options_that_do_not_go_together(options, said):
+def test_conflicting_options_are_refused(options, said):
     with pytest.raises(SparkinferError, match=said):
         ExportConfig(source=Path("a"), output=Path("b"), **options)
 

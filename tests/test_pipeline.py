@@ -46,7 +46,7 @@ class FatRelu(torch.nn.Module):
 
 
 def transformers_logits(folder: Path, ids: torch.Tensor, activation: str = "relu") -> torch.Tensor:
-    """f32 [T, V] by transformers; activations that it does not know are put in by hand."""
+    """f32 [T, V] by transformers; activations that it lacks are patched in."""
     if activation in ("fatrelu", "drelu"):
         edit_config(folder, lambda values: values.update(hidden_act="relu"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -152,8 +152,8 @@ def random_model(tmp_path_factory):
     return folder
 
 
-def test_counts_are_those_of_transformers_activations(tmp_path, random_model):
-    """Every window that the profile used, once more through transformers with a hook."""
+def test_counts_equal_those_of_transformers_activations(tmp_path, random_model):
+    """Counted again by a hook in transformers, over every window that the profile used."""
     report = profile(
         ProfileConfig(
             model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
@@ -212,8 +212,8 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
     trained = Predictors.load(tmp_path / "predictors.safetensors")
     assert trained.model_id == report.model_id
     for quality in (layer.chosen for layer in report.quality_L):
-        assert quality.contribution >= 0.94  # on text that the threshold is not from
-        # Naming at random would need as large a share as it catches.
+        assert quality.contribution >= 0.94  # on text that did not choose the threshold
+        # Random predictors name as large a share as they recall.
         assert quality.predicted_density < 0.9 * quality.recall
         assert quality.precision > 1.1 * quality.density
     convert(
@@ -302,10 +302,10 @@ def test_a_silu_model_needs_thresholds_before_predictors(tmp_path):
 # ---- the commands ----------------------------------------------------------------------------
 
 
-def test_the_pipeline_by_its_commands(tmp_path, random_model):
+def test_every_command_of_the_pipeline(tmp_path, random_model):
     """Every stage as a user types it; --json gives one object on stdout."""
     text = random_model / "text.txt"
-    # So small a model pays for itself only on a card that starts kernels in no time.
+    # A model this small gains only on a GPU whose launches cost nothing.
     card, soon = Machine.load(RTX), Figure(best=1e-7)
     gpu = replace(card.gpus[0], launch_s=soon, copy_latency_s=soon, round_trip_s=soon)
     replace(card, gpus=(gpu,)).save(tmp_path / "card.json")

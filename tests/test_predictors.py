@@ -82,7 +82,7 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
 
 @pytest.mark.parametrize("least", [-0.02, -0.5, -3.0])
 def test_rounding_works_with_a_moment_that_rounding_errors_left_negative(least):
-    """As the moment of fewer tokens than values can be; rows have very different lengths."""
+    """Fewer tokens than values give such a moment; rows have very different lengths."""
     x_TD = inputs(WIDTH // 2)
     moment_DD = x_TD.T @ x_TD / len(x_TD)
     direction_D = torch.linalg.eigh(moment_DD)[1][:, 0]

@@ -1,5 +1,5 @@
-"""`sparkinfer report`: one page of a model's files, which needs no network, fits a phone, says what is
-missing, and shows what the files hold. Oracles: the files themselves, and a browser."""
+"""`sparkinfer report`: one page about a model's files that needs no network, fits a phone, says what
+is missing, and shows what the files hold. Oracles: the files themselves, and a browser."""
 
 import contextlib
 import dataclasses
@@ -71,7 +71,7 @@ def run(*words: object) -> None:
 
 @pytest.fixture(scope="module")
 def compared(folder):
-    """What eval prints."""
+    """The JSON that eval prints, in a file."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run("eval", folder / "model.gguf", "--corpus", folder / "t.txt", "--tokens", 700,
             "--mode", "exact", "--json")  # fmt: skip
@@ -88,7 +88,7 @@ def config_of(folder, output, **changes) -> ReportConfig:
     return dataclasses.replace(config, **changes)
 
 
-def test_a_name_of_odd_bytes_is_written_out(folder, tmp_path):
+def test_a_file_name_that_is_not_utf8_is_shown_escaped(folder, tmp_path):
     odd = tmp_path / os.fsdecode(b"odd \xff.gguf")
     shutil.copy(folder / "base.gguf", odd)
     output = tmp_path / "page.html"
@@ -126,7 +126,7 @@ class Seen(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def test_hostile_names_are_text(page):
+def test_hostile_names_are_shown_as_text(page):
     text = page.read_text()
     seen = Seen(text)
     assert "script" not in seen.tags and "b" not in seen.tags
@@ -152,8 +152,8 @@ def test_the_numbers_are_those_of_the_files(folder, page):
     assert f"recall is {np.mean([q.chosen.recall for q in quality_L]):.1%}" in text
 
 
-def test_what_is_compared_with_the_plan_is_the_solvers(folder, tmp_path):
-    """Read back from the plan's file, not from the solver's memory of it."""
+def test_the_speeds_beside_the_plan_are_those_of_the_solver(folder, tmp_path):
+    """From the plan as read from its file, not as the solver returned it."""
     config = config_of(folder, tmp_path / "r.html", evals=())
     solved = solve(SolveConfig(
         model=config.model, profile=config.profile, machine=config.machine, mode="exact",
@@ -175,7 +175,7 @@ def test_what_is_compared_with_the_plan_is_the_solvers(folder, tmp_path):
     )
 
 
-def test_the_curves_are_those_of_the_counts(folder):
+def test_the_firing_curves_match_the_counts(folder):
     profile = Profile.load(folder / "p.safetensors")
     for row_N, count_F in zip(firing_curves(profile), profile.active_count_LF, strict=True):
         assert row_N[0] == 0.0 and row_N[-1] == pytest.approx(1.0)
@@ -183,8 +183,8 @@ def test_the_curves_are_those_of_the_counts(folder):
         assert row_N[50] == pytest.approx(first.sum() / count_F.sum())
 
 
-def test_the_map_is_that_of_the_plan(folder):
-    """The area of what is drawn in the colour of the GPU, against the columns that it has."""
+def test_the_map_shows_the_plan(folder):
+    """The area drawn in the GPU's colour, against the columns that the plan gives it."""
     split, profile = Split.load(folder / "plan.gguf"), Profile.load(folder / "p.safetensors")
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
@@ -203,7 +203,7 @@ def test_the_map_is_that_of_the_plan(folder):
         assert area[colour] == pytest.approx(wanted) and 0 < wanted < 200
 
 
-def test_the_same_files_give_the_same_bytes_and_another_plan_others(folder, page, tmp_path):
+def test_the_same_files_give_the_same_bytes_and_another_plan_other_plots(folder, page, tmp_path):
     report(config_of(folder, tmp_path / "again.html"))
     assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
     other = report(config_of(folder, tmp_path / "other.html", split=folder / "other.gguf"))
@@ -214,7 +214,7 @@ def test_the_same_files_give_the_same_bytes_and_another_plan_others(folder, page
         assert ours[ours.index(mark) :][:20_000] != theirs[theirs.index(mark) :][:20_000], name
 
 
-def test_what_is_not_given_says_how_it_is_made(folder, tmp_path, capsys):
+def test_a_missing_file_is_named_with_the_command_that_makes_it(folder, tmp_path, capsys):
     run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["missing"] == ["speed", "placement", "bytes", "firings", "machine"]
@@ -236,8 +236,8 @@ def test_what_is_not_given_says_how_it_is_made(folder, tmp_path, capsys):
     assert "best plan" in (tmp_path / "r.html").read_text()  # the curve needs no plan
 
 
-def test_a_model_without_plans_has_a_page_all_the_same(folder, tmp_path):
-    """A machine without a GPU; and one that says nothing of the CPU."""
+def test_a_model_without_a_plan_still_gets_a_page(folder, tmp_path):
+    """With a machine without a GPU, and with a machine file that lacks the CPU."""
     machine = make_machine(num_gpus=0)
     machine.save(tmp_path / "cpu.json")
     card = dataclasses.replace(make_machine(), cpu_costs=None)
@@ -278,7 +278,7 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
     assert not (tmp_path / "r.html").exists()
 
 
-def test_a_report_that_is_not_whole_is_refused(folder, tmp_path):
+def test_a_damaged_report_is_refused(folder, tmp_path):
     content = json.loads((folder / "p.report.json").read_text())
     model_id = ModelFile.load(folder / "model.gguf").model_id
     for damage in (
@@ -296,8 +296,8 @@ def test_a_report_that_is_not_whole_is_refused(folder, tmp_path):
 
 @needs_browser
 def test_the_page_in_a_browser(page, tmp_path):
-    """Every plot is there on a screen and a phone, nothing is wider than the screen, nothing is
-    fetched, and nothing is thrown."""
+    """On a screen and on a phone, every plot is visible, nothing is wider than the screen, nothing
+    is fetched, and no error is thrown."""
     plots = "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
     with Browser(tmp_path) as browser:
         for width, is_phone in ((375, True), (1200, False)):
@@ -311,7 +311,7 @@ def test_the_page_in_a_browser(page, tmp_path):
         fetched = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
         assert not [name for name in fetched if not name.startswith("data:")]
         assert browser.run("document.querySelectorAll('script').length") == 0
-        # Letters are letters, as large as can be read, and in the colours of the page.
+        # Text is text, not outlines, large enough to read, and in the page's colours.
         assert browser.run("document.querySelector('#bytes svg text').textContent.length") > 0
         fill = "getComputedStyle(document.querySelector('#bytes figure path[style*=blue]')).fill"
         light = browser.run(fill)

@@ -1,7 +1,7 @@
 """`sparkinfer serve` as a process: OpenAI's client, load, hostile requests, keys, signals.
 
-Quick tests ask the bundled model and a random one of ASCII characters; those marked slow ask
-SmolLM2, in the promised numbers. These tests check that answers are the same whatever else is
+Quick tests use the bundled model and a random one that writes ASCII characters; those marked slow
+use SmolLM2, with many more requests. These tests check that answers are the same whatever else is
 running; other tests check their content."""
 
 import asyncio
@@ -34,7 +34,7 @@ from sparkinfer.convert.convert import ConvertConfig, convert
 
 try:
     import openai
-except ImportError:  # its tests are skipped; all others need nothing
+except ImportError:  # the tests that need it are skipped
     openai = None
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def bundled(tmp_path_factory) -> Path:
     params=["bundled", pytest.param("smollm2", marks=[pytest.mark.slow, needs_smollm2])],
 )
 def server(request, tmp_path_factory):
-    """With a key."""
+    """A server that requires a key."""
     log = tmp_path_factory.mktemp("serve") / "server.log"
     options = ["--threads", "1", "--context", "512", "--alias", "model"]
     if request.param == "smollm2":
@@ -91,13 +91,14 @@ def server(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    """It says ASCII characters at random."""
+    """A model that writes random ASCII characters."""
     return chat_model(tmp_path_factory.mktemp("serve") / "tiny.gguf", context_length=1024)
 
 
 @pytest.fixture(scope="module")
 def open_server(tiny, tmp_path_factory):
-    """Without a key, with little room, and with a template that tries to escape on demand."""
+    """A server without a key, with a short queue, and with a template that tries to escape its
+    sandbox when a message asks for it."""
     folder = tmp_path_factory.mktemp("serve")
     path = folder / "template.jinja"
     cases = [f"{{% if messages[0].content == {n!r} %}}{t}{{% endif %}}" for n, t in ESCAPES.items()]
@@ -192,7 +193,7 @@ def test_openai_logprobs(client):
         best = [other.logprob for other in token.top_logprobs]
         assert len(best) == 3 and best == sorted(best, reverse=True) and token.logprob == best[0]
     said = b"".join(bytes(token.bytes) for token in tokens).decode()
-    assert said.startswith(done.choices[0].message.content)  # an end token is no text
+    assert said.startswith(done.choices[0].message.content)  # the end token has no text
 
 
 def test_openai_json_schema(client):
@@ -211,7 +212,7 @@ def test_openai_json_schema(client):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "told"),
+    ("change", "error", "words"),
     [
         ({"temperature": "hot"}, "BadRequestError", "temperature"),
         ({"messages": []}, "BadRequestError", "messages"),
@@ -222,13 +223,13 @@ def test_openai_json_schema(client):
         ({"extra_headers": {"Content-Type": "text/plain"}}, "APIStatusError", "application/json"),
     ],
 )
-def test_openai_raises_its_own_errors(client, change, error, told):
+def test_openai_raises_its_own_errors(client, change, error, words):
     with pytest.raises(getattr(openai, error)) as caught:
         client.chat.completions.create(**{"model": "model", **ANSWER, **change})
-    assert told in str(caught.value) and "\n" not in caught.value.body["message"]
+    assert words in str(caught.value) and "\n" not in caught.value.body["message"]
 
 
-def test_openai_leaves_in_the_middle(server, client):
+def test_clients_that_disconnect_leave_no_text_running(server, client):
     long = {**ANSWER, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
     with client.chat.completions.create(model="model", stream=True, **long) as chunks:
         next(iter(chunks))
@@ -238,14 +239,14 @@ def test_openai_leaves_in_the_middle(server, client):
 
 
 async def until_idle(server: ServerProcess, headers: dict[str, str] | None = None) -> None:
-    """No text is in progress, none waits."""
+    """Waits until no text runs and none is queued."""
     deadline = time.monotonic() + 20
     while any(await gauges(server.port, "running", "waiting", headers=headers)):
-        assert time.monotonic() < deadline, "texts go on though nobody waits for them"
+        assert time.monotonic() < deadline, "texts still run though no client waits for them"
         await asyncio.sleep(0.02)
 
 
-def test_a_key_is_wanted_on_every_path_but_health(server):
+def test_every_path_except_health_requires_a_key(server):
     async def check() -> None:
         assert (await ask(server.port, "/health")).status == 200
         paths = [
@@ -275,7 +276,7 @@ def test_a_key_is_wanted_on_every_path_but_health(server):
 # ---- many, and hostile -------------------------------------------------------------------------------
 
 
-def test_answers_under_load_are_those_of_a_request_alone(open_server, tiny):
+def test_answers_under_load_equal_those_of_single_requests(open_server, tiny):
     options = "--clients 24 --minutes 0.035 --parallel 4 --queue 8 --pool 12 --max-tokens 16"
     arguments = serve_load.arguments_of([str(tiny), *options.split()])
     result = asyncio.run(serve_load.measure(open_server, arguments))
@@ -318,7 +319,7 @@ def test_two_thousand_hostile_requests():
     assert run_script("serve_hostile.py", SMOLLM2, "--count", 2000)["count"] == 2000
 
 
-def test_the_judges_of_load_reject_what_is_wrong():
+def test_the_checks_under_load_reject_wrong_answers_and_growth():
     said = Answer(text="a", finish="stop", usage={"completion_tokens": 1}, times_s=[1.0])
     for wanted, num_failures in ((("a", "stop"), 0), (("b", "stop"), 1), (("a", "length"), 1)):
         tally = serve_load.Tally()
@@ -328,7 +329,7 @@ def test_the_judges_of_load_reject_what_is_wrong():
     assert abs(serve_load.growth(flat)) < 0.02 < serve_load.growth([100 + n for n in range(50)])
 
 
-def test_a_template_that_wants_out_is_not_obeyed(open_server):
+def test_a_template_cannot_escape_its_sandbox(open_server):
     async def check(port: int) -> None:
         for name in ESCAPES:
             asked = {**ANSWER, "messages": [{"role": "user", "content": name}]}
@@ -347,7 +348,7 @@ def test_a_template_that_wants_out_is_not_obeyed(open_server):
 
 @pytest.mark.slow
 def test_a_server_ends_and_another_takes_its_port(tiny, tmp_path):
-    """One is killed in mid-answer; the next is stopped under load."""
+    """One is killed in the middle of an answer; the next is stopped under load."""
     options = ("--parallel", "2", "--queue", "64", "--threads", "1", "--drain", "3")
     with ServerProcess(tiny, tmp_path / "log", *options) as server:
         asyncio.run(stream(server.port, CHAT, ENDLESS, most_pieces=2))
@@ -361,9 +362,8 @@ def test_a_server_ends_and_another_takes_its_port(tiny, tmp_path):
 
 
 async def end_under_load(server: ServerProcess) -> float:
-    """Running answers are finished, new requests refused, answers that take too long reported.
-
-    Returns when the signal was sent, by time.monotonic."""
+    """Checks that running answers are finished, new requests are refused, and answers that take too
+    long are reported. Returns the time.monotonic() of the signal."""
     port = server.port
     whole = await stream(port, CHAT, SHORT)
     begun = [asyncio.create_task(stream(port, CHAT, SHORT)) for _ in range(2)]

@@ -80,7 +80,7 @@ CANDIDATES = 3 * 3 * 24
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
-def test_both_memories_to_the_byte(files, tmp_path, mode):
+def test_the_bytes_of_both_memories_are_exact(files, tmp_path, mode):
     report = solved(files, tmp_path / "plan", mode=mode)
     split = Split.load(tmp_path / "plan")
     num_hot = [len(ids) for ids in split.hot if 0 < len(ids) < 96]
@@ -130,7 +130,7 @@ def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["exact", None])
-def test_main_memory_by_the_byte(files, tmp_path, mode):
+def test_a_refusal_names_the_smallest_budget_of_main_memory(files, tmp_path, mode):
     """A refusal names the smallest budget, also if no mode is given; without a cache, less is
     enough."""
     with pytest.raises(SparkinferError, match="copy of each hot neuron") as refused:
@@ -184,7 +184,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("options, code, words", REFUSED)
-def test_requests_that_no_plan_meets_are_one_line(files, tmp_path, capsys, options, code, words):
+def test_requests_that_no_plan_meets_give_one_line(files, tmp_path, capsys, options, code, words):
     named = ["--profile", files / "p", "--machine", files / "c", "-o", tmp_path / "plan"]
     arguments = [str(part) for part in ("solve", files / "m.gguf", *named)]
     assert main([*arguments, *options.split(" ")]) == code
@@ -250,7 +250,7 @@ def test_staging_is_what_the_runtime_allocates(kind):
             assert staging_bytes(model, most_rows) == want
 
 
-def test_the_most_of_any_placement():
+def test_most_gpu_bytes_is_the_maximum_over_placements():
     model = make_model()
     for packs_bits in (False, True):
         size = CacheSize(most_rows=5, packs_bits=packs_bits)
@@ -320,7 +320,7 @@ def cached_ids(hot):
 
 
 def test_a_plans_cache_is_used_unless_it_is_turned_off(tmp_path):
-    """The engine follows the plan: in its mode with a cache, in another mode or by request without."""
+    """The engine has a cache in the plan's mode; in another mode, or on request, it has none."""
     keys, vocab_size = byte_level_keys()
     shape = make_shape(num_layers=3, vocab_size=vocab_size)
     model = make_model(shape=shape, kind="f16", predictor_rank=8, extra_keys=keys)

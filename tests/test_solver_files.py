@@ -131,7 +131,7 @@ def test_absurd_inputs_are_refused(folder, capsys):
         ("--check", 1, "no such file"),
     ],
 )
-def test_absurd_requests_are_one_line_and_leave_nothing(folder, capsys, options, code, words):
+def test_absurd_requests_give_one_line_and_leave_no_file(folder, capsys, options, code, words):
     before = sorted(folder.iterdir())
     assert main(arguments(folder, "-o", folder / "plan", *options.split(" "))) == code
     *usage, line = capsys.readouterr().err.strip().splitlines()
@@ -141,7 +141,7 @@ def test_absurd_requests_are_one_line_and_leave_nothing(folder, capsys, options,
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0, "40", None, 1e-320, 1e308])
 @pytest.mark.parametrize("place", ["gpu", "cpu"])
-def test_figures_that_no_machine_has_are_one_line(folder, capsys, value, place):
+def test_impossible_figures_of_a_machine_give_one_line(folder, capsys, value, place):
     content = json.loads((folder / "c").read_text())
     if place == "gpu":
         content["gpus"][0]["bandwidth_gb_per_s"]["best"] = value
@@ -156,7 +156,7 @@ def test_figures_that_no_machine_has_are_one_line(folder, capsys, value, place):
 
 @pytest.mark.parametrize("name", ["m.gguf", "p", "c"])
 @pytest.mark.parametrize("left", [0, 100])
-def test_files_that_are_not_whole_are_one_line(folder, capsys, name, left):
+def test_truncated_files_give_one_line(folder, capsys, name, left):
     (folder / name).write_bytes((folder / name).read_bytes()[:left])
     assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
     lines = capsys.readouterr().err.strip().splitlines()
@@ -164,7 +164,7 @@ def test_files_that_are_not_whole_are_one_line(folder, capsys, name, left):
     assert not (folder / "plan").exists()
 
 
-def test_silent_profiles(folder, capsys):
+def test_profiles_in_which_neurons_never_fire(folder, capsys):
     model = ModelFile.load(folder / "m.gguf")
     make_profile(model, np.zeros((3, 96))).save(folder / "p")
     assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
@@ -188,8 +188,8 @@ def test_a_check_for_other_budgets_and_a_curve_named_like_its_picture(folder, ca
     assert not (folder / "s.png").exists()
 
 
-def test_what_a_person_reads(folder, capsys):
-    """Everything fits, something does, nothing is granted, and no GPU: each says it once."""
+def test_the_lines_that_the_command_prints(folder, capsys):
+    """Everything fits, a part fits, no budget, no GPU: each case is said once."""
 
     def said(*options: str) -> str:
         assert main(arguments(folder, "-o", folder / "plan", "--force", *options)) == 0
@@ -240,7 +240,7 @@ def test_below_the_budget_that_helps_nothing_does():
 # The model of `inputs_of`, f16: four heads and two key-value heads of 64, two norms in f32.
 LAYER = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 1024 * 256) + 4 * 2 * 256
 KV, HEAD = 2 * 32 * 2 * 64 * 2, 512 * 256 * 2 + 4 * 256
-# A layer's kernels: 4 products, 2 norms, 3 round the attention, 4 of the feed-forward part; 1 us.
+# A layer's kernels: 4 products, 2 norms, 3 around the attention, 4 of the feed-forward part; 1 us.
 ON_GPU_S, ON_CPU_S = (LAYER + KV / 2) / 500e9 + 13e-6, (LAYER + KV / 2) / 40e9
 VISIT_S = 2 * (8e-6 + 4 * 256 / 25e9)
 
@@ -286,7 +286,7 @@ def test_the_layer_split_is_dense_and_pays_for_layers():
     assert found.seconds == pytest.approx(seconds, rel=1e-6)
 
 
-def test_the_heat_map_colours_what_the_plan_says(folder):
+def test_the_heat_map_matches_the_plan(folder):
     assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 0
     split = Split.load(folder / "plan")
     profile = make_profile(make_model(shape=make_shape(num_layers=3), kind="f16"))
@@ -299,7 +299,7 @@ def test_the_heat_map_colours_what_the_plan_says(folder):
         assert firings_on_gpu(split, profile)[layer] == pytest.approx(share)
 
 
-def test_rates_that_varied_are_told_of(tmp_path):
+def test_rates_that_varied_are_noted(tmp_path):
     model = make_model(kind="f16")
     model.save(tmp_path / "m.gguf")
     make_profile(model).save(tmp_path / "p")

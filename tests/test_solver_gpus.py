@@ -91,7 +91,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
 
 
 def brute_force(inputs: Inputs) -> float:
-    """Least seconds over every row of homes and every placement; infinite where none fits."""
+    """Fewest seconds over all homes of the layers and all placements; infinite if none fits."""
     model, machine, num_gpus = inputs.model, inputs.machine, len(inputs.budgets)
     num_layers, num_neurons = model.shape.num_layers, model.shape.num_neurons
     subsets = list(all_subsets([(j,) for j in range(num_neurons)]))
@@ -117,7 +117,7 @@ def brute_force(inputs: Inputs) -> float:
         items = [options[layer, home[layer]] for layer in range(num_layers)]
         items.append(head_options(model, machine, home[-1]))
         for gpu, item in zip(home, items, strict=True):
-            # The hidden state goes there unless the block before was there too, and later back.
+            # The hidden state is copied there, unless the block before was there too, and later back.
             enters = np.logical_and.outer((is_there == 0) | (gpu != before), item[:, 2] == 1)
             seconds = np.add.outer(seconds, item[:, 1]).ravel()
             seconds = seconds + enters.ravel() * visit_seconds(model, machine.gpus[gpu])
@@ -325,11 +325,11 @@ def test_changed_files_invalidate_a_plan(folder):
 
 
 def predicted(folder, *budgets, **changes) -> SolveConfig:
-    """Other modes take less memory."""
+    """A config in mode predicted, which takes the most memory."""
     return config_of(folder, *budgets, mode="predicted", **changes)
 
 
-def test_main_memory_that_is_too_small_names_what_works(folder):
+def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
     cpu_bytes = solve(predicted(folder, 0)).cpu_bytes
     on_cpu = sum(cpu_bytes.values())
     with pytest.raises(SparkinferError, match="smallest that works is") as error:

@@ -46,7 +46,7 @@ def config(inputs, tmp_path) -> SparsifyConfig:
 # ---- a run ----------------------------------------------------------------------------------
 
 
-def test_training_brings_the_model_back_to_its_dense_self(config):
+def test_training_brings_the_model_closer_to_its_dense_self(config):
     report = sparsify(replace(config, tokens=128 * 48))
     untrained, made = report.record.untrained["0.6"], report.record.made[0]
     (found,) = made.quality.values()
@@ -64,17 +64,17 @@ def test_training_brings_the_model_back_to_its_dense_self(config):
 
 def interrupted_after(num_steps: int):
     """A progress callback that interrupts the process after this many steps."""
-    told = []
+    counts = []
 
     def on_tokens(count: float) -> None:
-        told.append(count)
-        if len(told) == num_steps + 1:  # the first says what was done before
+        counts.append(count)
+        if len(counts) == num_steps + 1:  # the first says what was done before
             os.kill(os.getpid(), signal.SIGINT)
 
     return on_tokens
 
 
-def test_stopped_and_resumed_gives_the_same_to_the_bit(config, tmp_path):
+def test_a_stopped_and_resumed_run_gives_the_same_result_bit_for_bit(config, tmp_path):
     config = replace(config, tokens=128 * 8, shares=(0.5, 0.6))
     other = replace(config, output=tmp_path / "b.gguf", save_checkpoint=tmp_path / "b")
     whole = sparsify(config)
@@ -98,7 +98,7 @@ def test_the_state_of_another_run_is_refused(config):
         sparsify(replace(config, learning_rate=2e-3))
 
 
-def test_a_run_goes_on_from_a_trained_checkpoint(config, tmp_path):
+def test_a_run_continues_from_a_trained_checkpoint(config, tmp_path):
     made = sparsify(config).record.made[0]
     more = replace(config, shares=(0.7,), start_from=made.checkpoint, tokens=128 * 4,
                    output=tmp_path / "more.gguf", save_checkpoint=tmp_path / "more")  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_run_goes_on_from_a_trained_checkpoint(config, tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["relu", "fatrelu", "drelu"])
-def test_replaced_activations_are_there_when_the_share_is_reached(config, rule):
+def test_a_trained_checkpoint_has_the_replaced_activation(config, rule):
     shares = (0.6,) if rule == "fatrelu" else ()
     report = sparsify(replace(config, rule=rule, shares=shares, tokens=128 * 5))
     made = report.record.made[0]
@@ -145,7 +145,7 @@ def test_low_rank_updates_start_at_the_dense_model_and_are_written_whole(config)
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_does(config, tmp_path):
+def test_two_processes_train_the_same_model_as_one(config, tmp_path):
     """Each takes half of every batch; their gradients add up to the whole batch's, up to rounding."""
     options = ["--tokens", "768", "--held-out-tokens", "256", "--check-tokens", "256", "--checks",
                "2", "--window", "32", "--micro-tokens", "64", "--precision", "f32", "--device",
@@ -179,7 +179,7 @@ def test_two_processes_train_what_one_does(config, tmp_path):
 # ---- what it writes -------------------------------------------------------------------------
 
 
-def test_the_checkpoint_is_transformers_and_the_engines_own(config, tmp_path):
+def test_transformers_and_the_engine_compute_the_same_from_the_checkpoint(config, tmp_path):
     made = sparsify(replace(config, tokens=128 * 4)).record.made[0]
     file = tmp_path / "m.gguf"
     convert(ConvertConfig(source=made.checkpoint, output=file, outtype="f32"))
@@ -242,7 +242,7 @@ def test_a_rate_that_is_too_high_leaves_the_last_good_state(config):
     assert saved["model/0.up_proj.weight"].isfinite().all()
 
 
-def test_a_full_disk_is_one_line(config, monkeypatch):
+def test_a_full_disk_gives_one_line(config, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -274,7 +274,7 @@ def test_a_short_corpus_is_refused(config, tmp_path):
         sparsify(replace(config, corpora=(path,)))
 
 
-def test_what_is_sparse_by_itself_needs_no_training(config, tmp_path):
+def test_models_that_are_sparse_by_themselves_are_refused(config, tmp_path):
     folder = random_llama(tmp_path / "relu", hidden_act="relu")
     with pytest.raises(SparkinferError, match="sparse by itself and needs no training"):
         sparsify(replace(config, model=folder))
@@ -284,7 +284,7 @@ def test_what_is_sparse_by_itself_needs_no_training(config, tmp_path):
         sparsify(replace(config, model=file))
 
 
-def test_what_does_not_fit_is_refused_before_it_starts(config, monkeypatch):
+def test_training_that_does_not_fit_in_memory_is_refused_before_it_starts(config, monkeypatch):
     monkeypatch.setattr("sparkinfer.sparsify.memory.free_memory_bytes", lambda: 300 << 20)
     with pytest.raises(SparkinferError, match="300.00 MiB of memory are free: it does not fit"):
         sparsify(config)
@@ -297,7 +297,7 @@ def test_an_output_that_exists_is_refused(config):
     assert config.output.read_text() == "mine"
 
 
-def test_the_command_writes_a_model_file_and_removes_what_it_worked_with(config, capsys):
+def test_the_command_writes_a_model_file_and_removes_its_work_folder(config, capsys):
     arguments = ["sparsify", str(config.model), "--corpus", str(config.corpora[0]), "-o",
                  str(config.output), "--tokens", "256", "--window", "32", "--batch-tokens", "128",
                  "--micro-tokens", "128", "--held-out-tokens", "128", "--checks", "1", "--device",

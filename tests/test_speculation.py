@@ -433,7 +433,7 @@ def test_the_options_of_a_command_are_parsed(line, wanted):
         ("--speculate other", "is not one of"),
     ],
 )
-def test_options_that_do_not_go_together(line, match):
+def test_conflicting_options_are_refused(line, match):
     result = CliRunner().invoke(command, line.split(), obj=[])
     assert result.exit_code == 2 and match in result.output
 

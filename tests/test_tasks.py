@@ -1,8 +1,8 @@
-"""`sparkinfer eval --tasks`: lm-eval's tasks through our engine. Oracle: lm-eval's own model for
+"""`sparkinfer eval --tasks`: lm-eval's tasks on our engine. Oracle: lm-eval's own model for
 transformers on the same checkpoint, request by request, and its scores of the same tasks.
 
-Tasks and their data are local files. lm-eval is no dependency of the tests: without it all but the
-refusal is skipped (pip install 'sparkinfer[tasks]')."""
+Tasks and their data are local files. lm-eval is not a dependency of the tests: without it, those
+that need it are skipped (pip install 'sparkinfer[tasks]')."""
 
 import dataclasses
 import importlib.util
@@ -88,8 +88,9 @@ def here(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(here):
-    """lm-eval's model for transformers, one text at a time. Its cache is off: it takes a continuation
-    of two tokens for one of a single token where context and continuation together are the same."""
+    """lm-eval's model for transformers, one text at a time. Its cache is off: it confuses a
+    continuation of two tokens with one of a single token if context and continuation together are
+    the same."""
     from lm_eval.models.huggingface import HFLM
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -117,8 +118,9 @@ def asked(*arguments: object) -> SimpleNamespace:
 
 
 @needs_lm_eval
-def test_log_likelihoods_are_those_of_transformers(ours, theirs):
-    """Nothing before, spaces at the end of what is before, one token, many, more than the context."""
+def test_log_likelihoods_equal_those_of_transformers(ours, theirs):
+    """Empty contexts, contexts that end in spaces, continuations of one token and of many, texts
+    longer than the model's context."""
     pairs = [("", "the fox"), ("the quick ", "brown fox"), ("the quick", " brown"), ("a", " b")]
     pairs += [(f"Q: {d['question']}\nA:", f" {c}") for d in documents() for c in d["choices"]]
     pairs += [("the fox jumps over " * 60, " lazy dogs"), (END + "the", " fox")]
@@ -128,7 +130,7 @@ def test_log_likelihoods_are_those_of_transformers(ours, theirs):
     ):
         assert ours_of[0] == pytest.approx(theirs_of[0], rel=1e-4, abs=1e-4), pair
         assert ours_of[1] == theirs_of[1], pair
-    # The order of requests does not matter, to the bit: what they share is the same however shared.
+    # The order of requests changes no bit, however they share their beginnings.
     again = ours.loglikelihood([asked(*pair) for pair in pairs[::-1]])[::-1]
     assert got == again
     assert any(a != b for a, b in zip(got, got[1:], strict=False))
@@ -145,7 +147,7 @@ def requests(arguments: list[tuple]) -> list:
 
 
 @needs_lm_eval
-def test_whole_texts_and_continuations_are_those_of_transformers(ours, theirs):
+def test_whole_texts_and_continuations_equal_those_of_transformers(ours, theirs):
     texts = [("the quick brown fox",), ("over the lazy dogs and cats " * 40,)]
     got = ours.loglikelihood_rolling([asked(*text) for text in texts])
     assert got == pytest.approx(theirs.loglikelihood_rolling(requests(texts)), rel=1e-4)
@@ -154,7 +156,7 @@ def test_whole_texts_and_continuations_are_those_of_transformers(ours, theirs):
     prompts.append(("other", {**kwargs, "until": "o", "max_gen_toks": 5}))
     got = ours.generate_until([asked(*prompt) for prompt in prompts])
     wanted = theirs.generate_until(requests(prompts))
-    # An incomplete character at the end of a text is not given out here.
+    # Ours leaves out an incomplete character at the end of a text.
     assert [text.rstrip("\ufffd") for text in wanted] == [text.rstrip("\ufffd") for text in got]
     assert len(set(got)) > 3
 
@@ -184,7 +186,7 @@ def test_a_task_scores_as_with_transformers(here, theirs, capsys):
 
 
 @needs_lm_eval
-def test_tasks_that_cannot_be_had_are_one_line(here, capsys, monkeypatch):
+def test_unavailable_tasks_give_one_line(here, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     own = here / "own"
     (here / "far").mkdir()
@@ -208,7 +210,7 @@ def test_tasks_that_cannot_be_had_are_one_line(here, capsys, monkeypatch):
         assert len(lines) == 1 and match in lines[0], (more, lines)
 
 
-def test_without_lm_eval_it_says_what_to_install(here, capsys, monkeypatch):
+def test_without_lm_eval_the_command_says_what_to_install(here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", str(here / "m.gguf"), "--tasks", "hellaswag", "--limit", "2"]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -226,7 +228,7 @@ def test_a_corpus_or_tasks_but_not_both(more, match, capsys):
     assert match in capsys.readouterr().err
 
 
-def test_tasks_are_named_once_and_told_in_a_line_each():
+def test_tasks_are_unique_and_reported_in_one_line_each():
     config = TasksConfig(model="m", tasks=("a", "b"))
     for change in ({"tasks": ()}, {"tasks": ("a", "a")}, {"num_fewshot": -1}, {"seed": -1}):
         with pytest.raises(SparkinferError, match="wanted"):

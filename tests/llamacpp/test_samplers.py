@@ -32,7 +32,7 @@ def logits_of(
     size: int | None = None,
     scales: tuple[float, ...] = (0.1, 1.0, 3.0, 8.0),
 ) -> np.ndarray:
-    """Flat or peaked, in one case of four with many ties, in one of eight with one survivor."""
+    """Flat or peaked; one case in four has many ties, one in eight a single survivor."""
     size = size or int(draw.choice([1, 2, 5, 37, 300, 2500]))
     logits_V = draw.normal(size=size) * draw.choice(scales)
     if draw.random() < 0.25:
@@ -51,7 +51,7 @@ def options(**values) -> SamplingOptions:
 
 
 def f32(value: float) -> float:
-    """The same number on both sides."""
+    """Rounded to f32, so that both sides get the same number."""
     return float(np.float32(value))
 
 
@@ -104,7 +104,7 @@ def dynamic_temperature(draw):
 
 SAMPLERS = {f.__name__: f for f in (top_k, top_p, min_p, typical, top_n_sigma, xtc, xtc_with_min_keep, temperature,
                                     dynamic_temperature)}  # fmt: skip
-# Their float32 sums over more terms are off by more than the probabilities may be.
+# llama.cpp's float32 sums over more terms would exceed the tolerance of the probabilities.
 FEW = ("dynamic_temperature",)
 NO_INFINITIES = ("typical", "xtc_with_min_keep", "dynamic_temperature")
 
@@ -114,7 +114,7 @@ def size_of(draw: np.random.Generator, name: str) -> int | None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_sampler_is_llama_cpps(tmp_path, name):
+def test_each_sampler_equals_that_of_llama_cpp(tmp_path, name):
     draw = np.random.default_rng(0)
     cases = [
         Case(
@@ -127,8 +127,8 @@ def test_a_sampler_is_llama_cpps(tmp_path, name):
     assert not wrong, f"{len(wrong)} of {NUM_CASES}, first: {wrong[0]}"
 
 
-def test_other_candidates_are_told_apart(tmp_path):
-    """The comparison itself rejects: one candidate more, another temperature, another token."""
+def test_the_comparison_finds_other_candidates(tmp_path):
+    """The comparison rejects one candidate more, another temperature, another token."""
     logits_V = np.linspace(-2, 3, 50, dtype=np.float32)
     same = Case([["top_k", 7]], options(top_k=7), logits_V)
     more = Case([["top_k", 7]], options(top_k=8), logits_V)
@@ -142,7 +142,7 @@ def with_history(draw, size: int) -> list[int]:
     return draw.integers(0, size, int(draw.integers(0, 120))).tolist()
 
 
-def test_penalties_are_llama_cpps(tmp_path):
+def test_penalties_equal_those_of_llama_cpp(tmp_path):
     draw = np.random.default_rng(1)
     cases = []
     for _ in range(NUM_CASES):
@@ -163,7 +163,7 @@ def test_penalties_are_llama_cpps(tmp_path):
     assert not wrong, f"{len(wrong)} of {NUM_CASES}, first: {wrong[0]}"
 
 
-def test_logit_bias_is_llama_cpps(tmp_path):
+def test_logit_bias_equals_that_of_llama_cpp(tmp_path):
     draw = np.random.default_rng(2)
     cases = []
     for _ in range(NUM_CASES):
@@ -186,8 +186,8 @@ BREAKERS = (["\n", ":", '"', "*"], [], ["the", "nd "], ["\n\n", "user:"])
 
 
 @pytest.mark.parametrize("breakers", BREAKERS, ids=repr)
-def test_dry_is_llama_cpps(tmp_path, codec, breakers):
-    """Texts of few words, so that they repeat, in the vocabulary of a real model."""
+def test_dry_equals_that_of_llama_cpp(tmp_path, codec, breakers):
+    """Texts of a few words, so that they repeat, in the vocabulary of a real model."""
     draw = np.random.default_rng(3)
     words = codec.tokenizer.encode(' the cat and a dog: "so\n\nuser: *the* end the\n').ids
     sequences, size, cases = dry_breakers(codec, breakers), codec.tokenizer.get_vocab_size(), []
@@ -217,9 +217,9 @@ def test_dry_is_llama_cpps(tmp_path, codec, breakers):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_is_llama_cpps(tmp_path, version):
-    """Chains of 20 tokens, which llama.cpp draws: its candidates are ours at every step, until k is
-    over 2 ** 31, which there becomes 1 and is all of the candidates here."""
+def test_mirostat_equals_that_of_llama_cpp(tmp_path, version):
+    """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours at every step until k exceeds
+    2 ** 31, which overflows to 1 there and means all candidates here."""
     draw, cases, num_steps, num_same = np.random.default_rng(4), [], 20, 0
     scales = (1.0, 3.0, 8.0) if version == 1 else (0.1, 1.0, 3.0, 8.0)
     for _ in range(NUM_CASES // num_steps):
@@ -248,14 +248,14 @@ def test_mirostat_is_llama_cpps(tmp_path, version):
                 assert abs(sizes[0] - sizes[1]) <= 1 or sizes == (len(row_V), 1), why
                 break
             num_same += 1
-            logit = row_V[found[f"{number}.{step}.selected"]]  # of equal ones ours may be another
+            logit = row_V[found[f"{number}.{step}.selected"]]  # of equal logits ours may be another
             chain.accept(int(ours.ids_A[row_V[ours.ids_A] == logit][0]), ours)
     print(f"mirostat {version}: {num_same} steps the same")
     assert num_same > 0.9 * NUM_CASES, num_same
 
 
-def test_adaptive_p_is_llama_cpps(tmp_path):
-    """Chains of 20 tokens, which llama.cpp draws."""
+def test_adaptive_p_equals_that_of_llama_cpp(tmp_path):
+    """Chains of 20 tokens drawn by llama.cpp."""
     draw, cases, num_steps = np.random.default_rng(7), [], 20
     for _ in range(NUM_CASES // num_steps):
         size = int(draw.choice([40, 300]))
@@ -270,7 +270,7 @@ def test_adaptive_p_is_llama_cpps(tmp_path):
         for step, row_V in enumerate(case.logits):
             ours = chain.distribution(torch.from_numpy(row_V), [])
             theirs = found[f"{number}.{step}.ids"], found[f"{number}.{step}.p"]
-            # The slope of its logits over p, up to 33, is what rounding is multiplied by.
+            # Rounding is multiplied by the slope of its logits over p, up to 33.
             assert not difference(row_V, ours, *theirs, tolerance=1e-4), (number, step)
             chain.accept(int(found[f"{number}.{step}.selected"]), ours)
 
@@ -292,7 +292,7 @@ def llama_cpp_chain(o: SamplingOptions, size: int) -> list[list]:
     return [made[name] for name in o.samplers]
 
 
-def test_the_default_chain_is_llama_cpps(tmp_path):
+def test_the_default_chain_equals_that_of_llama_cpp(tmp_path):
     draw = np.random.default_rng(5)
     defaults = SamplingOptions()
     cases = []
@@ -331,7 +331,7 @@ def random_options(draw: np.random.Generator) -> SamplingOptions:
     )
 
 
-def test_any_chain_is_llama_cpps(tmp_path):
+def test_any_chain_equals_that_of_llama_cpp(tmp_path):
     """Rows without ties and -inf. A sampler that leaves -inf there, or logits so far apart that
     float32 has probabilities of 0, is not combined with one that counts these tokens or takes a
     logarithm of them."""
@@ -352,7 +352,7 @@ def test_any_chain_is_llama_cpps(tmp_path):
     assert not wrong, f"{len(wrong)} of {NUM_CASES}, first: {wrong[0]}"
 
 
-def test_a_real_models_logits(tmp_path):
+def test_chains_agree_on_the_logits_of_a_real_model(tmp_path):
     """SmolLM2's after every token of a text: the default chain and three others."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")[:900]
     with Engine.load(MODEL, device="cpu") as engine:
