@@ -31,7 +31,7 @@ from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import StoredMatrix
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 
-GAIN = 0.9  # gain of a vector's size by a matrix
+GAIN = 0.9  # a matrix changes a vector's norm by this factor
 ADDED = 0.05  # scale of what attention and feed-forward layers add to the hidden state
 PREDICTOR_KIND = "q8_0"
 NUM_TOKENS = 1_000_000  # of the computed profile
@@ -44,7 +44,7 @@ class Planted:
 
     shape: ModelShape
     rank: int  # R, a multiple of 32
-    device: torch.device  # where numbers are made
+    device: torch.device  # where random values are made
 
 
 @dataclass(frozen=True, kw_only=True)

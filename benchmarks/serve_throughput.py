@@ -148,7 +148,7 @@ async def measure(arguments: argparse.Namespace, ports: dict[str, int]) -> Sampl
 
 
 def _turn(ports: dict[str, int], number: int) -> list[str]:
-    """A different side begins in each round."""
+    """The order of the sides in a round; each round begins with the next side."""
     sides = list(ports)
     return sides[number % len(sides) :] + sides[: number % len(sides)]
 
@@ -226,7 +226,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--port", type=int, default=18080, help="of one llama-server; the other takes the next"
+        "--port",
+        type=int,
+        default=18080,
+        help="port of one llama-server; the other takes the next one",
     )
     parser.add_argument("--output", type=Path)
     return parser.parse_args()

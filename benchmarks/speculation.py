@@ -262,7 +262,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", type=Path, help="folder of q8_0.gguf and q4_0.gguf")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--draft", type=Path, help="draft model; q4_0.gguf of the folder")
+    parser.add_argument("--draft", type=Path, help="draft model (default: q4_0.gguf of the folder)")
     parser.add_argument("--planted", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=400)

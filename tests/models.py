@@ -1,4 +1,4 @@
-"""Small synthetic models, profiles and machines for the tests. Random weights: they mean nothing.
+"""Small synthetic models with random weights, profiles and machines for the tests.
 
 Letters: L layers, D model width, F neurons, R predictor rank."""
 
@@ -190,7 +190,7 @@ def power_law_frequencies(
 ) -> np.ndarray:
     """Firing frequencies f64 [L, F] that fall as a power of the rank, shuffled within a layer.
 
-    A layer's density varies round `density` by a factor of up to two."""
+    A layer's density varies around `density` by a factor of up to two."""
     random = np.random.default_rng(seed)
     falling_F = np.arange(1, num_neurons + 1) ** -exponent
     rows = []

@@ -1,7 +1,7 @@
 """`sparkinfer serve` as a process, and clients of it over plain sockets.
 
-The HTTP is written here, without a library on purpose: a client can then stop in the middle of
-anything, send what no library allows, and hundreds of them cost little processor time."""
+HTTP is written by hand, without a library, so that a client can stop in the middle of anything and
+send what no library allows, and so that hundreds of clients cost little processor time."""
 
 import asyncio
 import json

@@ -131,7 +131,7 @@ def a_cache(num_layers: int = 2, num_neurons: int = 96, *, most_rows: int = 4) -
         ({"costs": replace(a_cache().costs, rest_s=1e40)}, "rest_s of the cache is a time above"),
     ],
 )
-def test_values_that_no_cache_has(change, words):
+def test_impossible_values_of_a_cache_are_refused(change, words):
     with pytest.raises(SparkinferError, match=words):
         replace(a_cache(), **change)
 

@@ -33,13 +33,13 @@ def measured(tmp_path_factory):
     return machine, time.perf_counter() - began, lines, timings
 
 
-def test_it_takes_about_half_a_minute(measured):
+def test_calibrating_takes_less_than_90_seconds(measured):
     _, seconds, _, timings = measured
     assert seconds < 90  # a third of that where nothing else runs
     assert len(timings) >= MIN_ROUNDS
 
 
-def test_every_figure_has_a_spread_that_holds_together(measured):
+def test_every_figure_has_a_consistent_spread(measured):
     machine, _, lines, _ = measured
     cores = thread_counts(machine.num_threads)
     assert list(machine.cpu_bandwidth_gb_per_s) == list(machine.cpu_sum_gb_per_s) == cores
@@ -137,7 +137,7 @@ def test_the_best_rate_is_the_largest_and_the_best_time_the_smallest():
     assert Figure.of_rounds([3, 1, 2], is_rate=False).best == 1
 
 
-def test_a_figure_is_doubted_where_rounds_differ_much():
+def test_figures_whose_rounds_differ_widely_are_doubtful():
     steady = Figure.of_rounds([10, 10.1, 10.2, 10.1, 10], is_rate=True)
     torn = Figure.of_rounds([10, 5, 9, 4, 6], is_rate=True)
     assert not steady.is_doubtful
@@ -275,7 +275,7 @@ class FakeGraph:
 
 
 def test_a_rehearsal_of_the_gpu_measurements_without_one(monkeypatch):
-    """Runs every line of it; the figures are meaningless."""
+    """Runs the whole measurement; its figures are meaningless."""
     fake, device = FakeCuda(), torch.device
     monkeypatch.setattr(calibrate_gpu.torch, "cuda", fake)
     monkeypatch.setattr(calibrate_gpu.torch, "device", lambda *a: device("cpu"))

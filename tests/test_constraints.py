@@ -83,7 +83,7 @@ REGEXES = [
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
-def test_masks_of_a_regex_are_those_of_partial_matching(pattern):
+def test_masks_of_a_regex_equal_partial_matching(pattern):
     """Checks each token of the vocabulary, at every place of a text, against the package regex."""
     constraint, tokens = regex_constraint(pattern, tiny_codec()), token_bytes()
     oracle = regexes.compile(pattern.encode())  # its classes are of ASCII, or of whole letters
@@ -112,7 +112,7 @@ def is_start_of_utf8(data: bytes) -> bool:
     return True
 
 
-def test_tokens_over_the_border_are_not_allowed():
+def test_tokens_that_reach_beyond_the_end_are_not_allowed():
     codec = tiny_codec()
     constraint = regex_constraint("d", codec)
     vocab = codec.tokenizer.get_vocab()
@@ -155,7 +155,7 @@ def test_logits_are_masked_with_minus_infinity():
         constraint.apply(logits_V[:a])  # a model without a row for the only token
 
 
-def test_a_tokenizer_is_read_once_a_codec(monkeypatch):
+def test_a_tokenizer_is_read_once_per_codec(monkeypatch):
     import llguidance
 
     made = []
@@ -171,7 +171,7 @@ FORMATS = {
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,
     "uuid": uuid.UUID,
-    # Any year has a 29th of February to the grammar.
+    # To the grammar, every year has a 29th of February.
     "date": lambda text: datetime.date.fromisoformat(text.replace("-02-29", "-02-28")),
     "time": r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([zZ]|[+-]([01]\d|2[0-3]):[0-5]\d)",
     "date-time": r"\d{4}-[01]\d-[0-3]\d[tT][0-2]\d:[0-5]\d:[0-6]\d(\.\d+)?([zZ]|[+-]\d\d:\d\d)",
@@ -195,7 +195,7 @@ def test_formats_are_enforced(name):
 
 
 def test_keys_that_are_not_named_cannot_pass_for_named_ones():
-    """Neither by an escape, which JSON readers undo, nor by a second key."""
+    """They may neither contain an escape, which JSON readers undo, nor repeat a named key."""
     schema = {"type": "object", "properties": {"a": {"type": "null"}, "\n": {"type": "null"}}}
     constraint = json_schema_constraint(schema, tiny_codec())
     for right in ('{"a":null}', '{"b":1}', '{"a":null,"\\n":null,"b":1}', "{}", '{ "a": null }'):

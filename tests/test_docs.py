@@ -33,7 +33,7 @@ DOCUMENTS = [
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
-# What was tried, decided and listed: records, which name what is gone.
+# Records of experiments and decisions may name files that no longer exist.
 RECORDS = ("docs/log/", "docs/decisions/", "CHANGELOG.md", "docs/dependencies.md")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")

@@ -55,18 +55,20 @@ def correlated(random, num_windows, length):
     return torch.from_numpy(values)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say():
+def test_intervals_contain_the_truth_as_often_as_they_claim():
     random, inside, naive = np.random.default_rng(0), 0, 0
     for _ in range(200):
         values = correlated(random, 12, 512).flatten()
         found = batch_mean(values, [512] * 12)
         inside += abs(found.mean) <= found.half_width
         naive += abs(found.mean) <= 1.96 * values.std().item() / math.sqrt(len(values))
-    assert 0.85 < inside / 200 < 0.99  # 95 %, less what batches of 128 still have in common
-    assert naive / 200 < 0.6, "a checker that takes tokens for independent would pass, too"
+    assert (
+        0.85 < inside / 200 < 0.99
+    )  # 95 %, less the correlation that remains between batches of 128
+    assert naive / 200 < 0.6, "intervals that take tokens for independent pass, too"
 
 
-def test_the_interval_of_a_high_quantile_holds_it_as_often_as_it_says():
+def test_the_interval_of_a_high_quantile_contains_it_as_often_as_it_claims():
     """Correlated tokens; the truth is that of the stationary AR(1)."""
     random, inside = np.random.default_rng(1), 0
     truth = 2.3263 / math.sqrt(1 - 0.9**2)
@@ -86,7 +88,7 @@ def test_too_short_a_text_has_no_interval():
     assert batch_mean(torch.ones(640), [512, 128]).half_width == 0
 
 
-def test_a_comparison_is_that_of_plain_sums():
+def test_a_comparison_equals_plain_sums():
     generator = torch.Generator().manual_seed(0)
     dense, other = (torch.randn(300, 40, generator=generator) for _ in range(2))
     other = dense + 0.3 * other
@@ -135,7 +137,7 @@ def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
     assert bytes_read(model, mode, shares) - others == pytest.approx(read, rel=0.04)
 
 
-def test_every_figure_has_an_interval_and_is_read_again_as_it_was_printed(tmp_path, capsys):
+def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
     """The shares of neurons against plain sums over tokens."""
     keys, vocab_size = byte_level_keys()
     shape = make_shape(vocab_size=vocab_size, context_length=64)
@@ -249,7 +251,7 @@ def test_masked_tokens_do_not_count(chat_model):
 # ---- what profile records --------------------------------------------------------------------
 
 
-def test_profile_records_both_modes_and_convert_takes_them(tmp_path):
+def test_profile_records_both_modes_and_convert_keeps_them(tmp_path):
     folder = random_llama(tmp_path / "hf", hidden_act="silu")
     convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="f16"))
     random = np.random.default_rng(0)
@@ -279,12 +281,12 @@ def test_profile_records_both_modes_and_convert_takes_them(tmp_path):
                                 mode="exact", max_tokens=1000))  # fmt: skip
     assert found.hidden_share_L == pytest.approx([0.5] * 3, abs=0.1)
     assert found.bytes_per_token == pytest.approx(record["exact"].bytes_per_token, rel=0.05)
-    tell(report)
+    assert_warnings(report)
     assert "Predictors" in (tmp_path / "p.report.md").read_text()
 
 
-def tell(report) -> None:
-    """The warnings are there where predictors do not pay or modes cost too much, and only there."""
+def assert_warnings(report) -> None:
+    """Warnings appear if predictors do not pay or modes cost too much, and only then."""
     quality = report.quality_L[0]
     bad = dataclasses.replace(quality, break_even_density=0.3)
     good = dataclasses.replace(quality, break_even_density=0.99)
@@ -303,7 +305,7 @@ def tell(report) -> None:
     assert "exact +" not in line and "only on request" in line
 
 
-def test_a_relu_model_is_known_to_lose_nothing_in_exact(tmp_path):
+def test_a_relu_model_loses_nothing_in_mode_exact(tmp_path):
     folder = random_llama(tmp_path / "hf")
     convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf", outtype="f16"))
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)

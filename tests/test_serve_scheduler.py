@@ -113,13 +113,13 @@ def prompts_of(chance, count):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_texts_are_the_same_as_alone(model, seed):
+def test_texts_equal_those_generated_alone(model, seed):
     check_random_life(model, seed, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 40))
-def test_many_texts_are_the_same_as_alone(model, seed):
+def test_many_texts_equal_those_generated_alone(model, seed):
     check_random_life(model, seed, 80)
 
 
@@ -174,7 +174,7 @@ class Failing:
 
 
 def test_the_comparison_rejects_another_text(bench):
-    """Were texts mixed up, the test above would notice."""
+    """If texts were mixed up, the tests above would fail."""
     bench.submit("a", [1, 2, 3], SAMPLINGS[1])
     bench.finish()
     assert bench.tokens["a"] != bench.alone([1, 2, 4], SAMPLINGS[1])
@@ -280,7 +280,7 @@ def test_prefixes_are_shared(bench):
     assert bench.tokens["not"] == bench.tokens["alike"]
 
 
-def test_what_is_kept_is_kept_once(bench):
+def test_a_prefix_of_a_kept_text_is_not_kept_again(bench):
     """A text that is the prefix of another adds nothing."""
     stem = list(range(100))
     for key, tail in enumerate(([7] * 40, [], [7] * 20, [8])):
@@ -341,7 +341,7 @@ def test_the_only_place_is_reused_up_to_the_common_prefix(model):
     bench.close()
 
 
-def test_stop_fails_what_is_left(bench):
+def test_stopping_fails_the_unfinished_texts(bench):
     bench.submit("running", [1], max_tokens=-1)
     bench.scheduler.step()
     bench.submit("waiting", [2])
@@ -375,11 +375,11 @@ def test_the_thread_sleeps_when_there_is_nothing_to_do_and_wakes(bench):
     "a, b, count",
     [([], [1], 0), ([1], [1], 1), ([1, 2], [1, 3], 1), ([2], [1], 0), ([1, 2, 3], [1, 2], 2)],
 )
-def test_common(a, b, count):
+def test_the_length_of_a_common_prefix(a, b, count):
     assert common(a, b) == count == common(b, a)
 
 
-def test_common_at_random():
+def test_the_length_of_random_common_prefixes():
     chance = random.Random(0)
     for _ in range(300):
         a = [chance.randrange(2) for _ in range(chance.randrange(40))]

@@ -93,7 +93,7 @@ def planned(tmp_path, hot, **options):
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("is_resident", [False, True])
-def test_streamed_neurons_give_what_they_give_on_the_cpu(tmp_path, pattern, mode, is_resident):
+def test_streamed_neurons_give_the_results_of_the_cpu(tmp_path, pattern, mode, is_resident):
     if is_resident and not library.is_available():
         pytest.skip("the C++ kernels are not built")
     model, split = planned(tmp_path, PATTERNS[pattern], predictor_rank=8)
@@ -127,7 +127,7 @@ def test_every_type(tmp_path, kind, is_resident):
         ) as engine:
             want = engine.logits(IDS)
             streamed(engine, split)
-            # A sum in another order may fall to the other side in the f16 KV cache.
+            # A sum in another order may round differently in the f16 KV cache.
             bound = BOUND if kind == "f32" else torch.finfo(torch.float16).eps
             assert rel_error(engine.logits(IDS), want) < bound
 
@@ -165,7 +165,7 @@ def test_few_tokens_and_observers_stay_on_the_cpu(tmp_path):
         assert pieces
 
 
-def test_a_pass_that_was_left_does_not_disturb_the_next(tmp_path):
+def test_an_interrupted_pass_does_not_disturb_the_next(tmp_path):
     model, split = planned(tmp_path, PATTERNS["random"])
     with Engine.load(model.path, split=tmp_path / "s.gguf") as engine:
         want = engine.logits(IDS)
@@ -212,7 +212,8 @@ def late_streams(device):
 
 
 def neurons(count, seed, *, is_together):
-    """A block in memory, gate, up and down of a neuron interleaved or apart; and its f64 values."""
+    """A block in memory, with a neuron's gate, up and down together or apart, and its function in
+    float64."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.randn(count, 3, D, generator=generator)
     parts = [whole[:, i] if is_together else whole[:, i].clone() for i in range(3)]
@@ -268,7 +269,7 @@ def late_case(monkeypatch, *, is_staged, seed=0, dropped=None, is_together=True)
     made = [neurons(count, count, is_together=is_together) for count in (7, 1, 12)]
     blocks = {layer: ColdBlock.of(block) for layer, (block, _) in enumerate(made)}
     size = 3 * max(block.least_piece_bytes for block in blocks.values())
-    # A pass has the memory of the one before it.
+    # A pass reuses the memory of the one before it.
     memory = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
     turn = iter(range(1000))
     monkeypatch.setattr(cold_stream, "_buffer", lambda size, device: memory[next(turn) % 2])
@@ -286,20 +287,20 @@ def late_case(monkeypatch, *, is_staged, seed=0, dropped=None, is_together=True)
 
 @pytest.mark.parametrize("is_together", [False, True])
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_any_order_that_the_events_allow_is_right(monkeypatch, is_staged, is_together):
+def test_any_order_that_the_events_allow_gives_right_values(monkeypatch, is_staged, is_together):
     for seed in range(8):
         case = late_case(monkeypatch, is_staged=is_staged, seed=seed, is_together=is_together)
         assert len(case.stream._pieces) >= 5
         assert max(case.passes()) < BOUND
 
 
-def test_no_wait_could_be_left_out(monkeypatch):
+def test_every_wait_is_needed(monkeypatch):
     case = late_case(monkeypatch, is_staged=False)
     case.passes()
     num_waits, num_pieces = case.device.num_waits, len(case.stream._pieces)
     assert num_waits == 2 * 2 * num_pieces  # a copy waits for a buffer, a product for a copy
-    # Nobody had the buffers before the first two copies of the first pass; the second copy of the
-    # other comes after the first, which has waited for the same.
+    # The first two copies of the first pass find unused buffers; the second copy of the second
+    # pass follows the first, which has waited for the same event.
     for dropped in sorted({*range(2, num_waits)} - {num_waits // 2 + 1}):
         case = late_case(monkeypatch, is_staged=False, dropped=dropped)
         with pytest.raises(Race):
@@ -307,7 +308,7 @@ def test_no_wait_could_be_left_out(monkeypatch):
 
 
 def test_values_are_wrong_where_a_copy_is_late(monkeypatch):
-    """The comparison itself sees it, not only the proof that no order is wrong."""
+    """The comparison finds this too, not only the check for races."""
     monkeypatch.setattr("fake_streams.check_races", lambda operations: None)
     errors = []
     for dropped in range(2, 20):
@@ -324,7 +325,7 @@ def test_the_host_waits_before_it_fills_a_buffer_again(monkeypatch):
 
 
 def test_copies_run_ahead(monkeypatch):
-    """While a piece is multiplied the next may be copied, that of the next layer too."""
+    """A piece may be copied while the one before it is multiplied, also from layer to layer."""
     case = late_case(monkeypatch, is_staged=False)
     case.passes(count=1)
     products = [o for o in case.device.log if o.name == "kernel"]
@@ -342,7 +343,7 @@ def test_copies_run_ahead(monkeypatch):
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 @pytest.mark.parametrize("mode, num_spans", [("dense", 1), ("exact", 2)])
-def test_neurons_that_lie_together_are_one_copy(tmp_path, mode, num_spans):
+def test_contiguous_neurons_are_one_copy(tmp_path, mode, num_spans):
     model, split = planned(tmp_path, PATTERNS["random"], kind="q4_0")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=True) as engine:
         placement = Placement.of_split(split, (CPU,))
@@ -375,7 +376,7 @@ def test_the_least_number_of_tokens_is_where_the_cpu_takes_longer(monkeypatch, c
     assert cold_worth.least_tokens_of(case.stream, ffn, 2, 128) == least
 
 
-def test_it_is_measured_on_the_layers_own_code(tmp_path):
+def test_the_least_number_of_tokens_is_measured_with_the_layers_code(tmp_path):
     model, split = planned(tmp_path, PATTERNS["random"], predictor_rank=8)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
         stream = streamed(engine, split)

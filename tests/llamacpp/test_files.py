@@ -1,4 +1,4 @@
-"""Our files in llama.cpp, and files that its quantiser wrote in our runtime: the same numbers.
+"""Our files in llama.cpp, and files of its quantiser in our runtime, give the same numbers.
 
 Both engines continue the same prompts greedily; the logits before every token are compared. If
 llama.cpp rounds activations (to 16 bits for f16 matrices, to 8 for quantised ones, ours never), the
@@ -45,7 +45,7 @@ class Continuation:
 
 @pytest.fixture(scope="session")
 def silu(tmp_path_factory) -> Path:
-    """The bundled checkpoint with SiLU for ReLU: its text is nonsense, its numbers are sound."""
+    """The bundled checkpoint with SiLU instead of ReLU: its text is nonsense, its numbers are sound."""
     folder = tmp_path_factory.mktemp("silu") / "c"
     shutil.copytree(BUNDLED, folder)
     edit_config(folder, lambda values: values.update(hidden_act="silu"))
@@ -155,7 +155,7 @@ def test_llama_cpps_file_in_our_runtime(llama_cpp, quantised, tmp_path, kind):
 
 
 def test_a_mixture_of_k_quants_converts_with_its_bytes(llama_cpp, quantised, tmp_path):
-    """All but the down projections, which are transposed; and its numbers are llama.cpp's."""
+    """All matrices except the down projections, which are transposed; its numbers equal llama.cpp's."""
     path, ours = quantised("q4_k_m"), tmp_path / "m.gguf"
     report = convert(ConvertConfig(source=path, output=ours))
     old, new = ModelFile.load(path).tensors, ModelFile.load(ours).tensors
@@ -183,7 +183,7 @@ def test_the_check_rejects_other_numbers(llama_cpp, stock, silu, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
-def test_bytes_are_those_of_llama_cpps_quantiser(stock, quantised, kind):
+def test_bytes_equal_those_of_llama_cpps_quantiser(stock, quantised, kind):
     ours, theirs = ModelFile.load(stock(kind)), ModelFile.load(quantised(kind))
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, entry in ours.tensors.items():
@@ -194,7 +194,7 @@ def test_bytes_are_those_of_llama_cpps_quantiser(stock, quantised, kind):
     print(f"{kind}: {len(ours.tensors)} tensors are equal to the byte")
 
 
-def test_what_would_run_wrongly_is_refused_on_both_sides(llama_cpp, silu, stock, tmp_path):
+def test_files_that_would_run_wrongly_are_refused_on_both_sides(llama_cpp, silu, stock, tmp_path):
     with pytest.raises(SparkinferError, match="graph computes SiLU, this model is relu"):
         convert(ConvertConfig(source=BUNDLED, output=tmp_path / "r.gguf", layout="stock"))
     assert llama_cpp("why_not", model=stock("f16"))["loaded"]
@@ -205,7 +205,7 @@ def test_what_would_run_wrongly_is_refused_on_both_sides(llama_cpp, silu, stock,
         assert not answer["loaded"] and "tensor 'blk.0.ffn_down.weight' not found" in answer["log"]
 
 
-def test_what_was_built(llama_cpp):
+def test_llama_cpp_has_the_pinned_version(llama_cpp):
     about = llama_cpp("about")
     print(f"llama-cpp-python {about['version']}; {about['system']}")
     pins = (Path(__file__).parent / "requirements.txt").read_text()
