@@ -225,9 +225,10 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
             f"{rope.path}: rope_theta is {shape.rope_theta:g}; YaRN wants above 1"
         )
     length = rope.count("original_max_position_embeddings", shape.context_length)
+    longer = shape.context_length / length
     scaling = RopeScaling(
         kind="yarn",
-        factor=rope.positive("factor", shape.context_length / length),
+        factor=rope.positive("factor", longer if longer > 1.0 else None),
         original_length=length,
         beta_fast=rope.positive("beta_fast", 32.0),
         beta_slow=rope.positive("beta_slow", 1.0),

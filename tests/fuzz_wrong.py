@@ -38,6 +38,17 @@ def one_of(key: str, *wrong: object) -> Change:
     return change
 
 
+def yarn_with(key: str, *wrong: object) -> Change:
+    """YaRN with one of these values of its key."""
+    change_one = one_of(f"llama.{key}", *wrong)
+
+    def change(rng: random.Random, values: dict, arrays: dict) -> None:
+        values |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": np.float32(4)}
+        change_one(rng, values, arrays)
+
+    return change
+
+
 def without(key: str) -> Change:
     def change(rng: random.Random, values: dict, arrays: dict) -> None:
         holder, last = _place(rng, values, key)
@@ -322,6 +333,12 @@ MODEL = {
                          *map(np.float32, (0, -1, NAN, INF)), "x"),
     "no base": one_of("llama.rope.freq_base", *map(np.float32, (0, -1, NAN, INF)), "x"),
     "no factor": one_of("llama.rope.scaling.type", "yarn", np.uint32(1), "linear"),
+    "YaRN by nothing": yarn_with("rope.scaling.factor", *map(np.float32, (0, -1, NAN, INF)), "x"),
+    "YaRN of no length": yarn_with("rope.scaling.original_context_length", np.uint32(0), "x"),
+    "YaRN of another kind": yarn_with("rope.scaling.yarn_ext_factor", np.float32(0.5), "x"),
+    "YaRN without borders": yarn_with("rope.scaling.yarn_beta_fast", np.float32(0), "x"),
+    "YaRN without magnitude": yarn_with("rope.scaling.yarn_attn_factor", np.float32(-1), [1]),
+    "YaRN of one frequency": yarn_with("rope.freq_base", np.float32(1), np.float32(0.5)),
     "looks ahead": one_of("llama.attention.causal", False, np.uint32(1), "x"),
     "end that the model has not": one_of("tokenizer.end_token_ids", [300], [-1], [0, 99999], ["x"],
                                          [0.5], "x", np.float32(1)),
