@@ -62,7 +62,7 @@ KNOWN_KEYS = SILENT_KEYS | {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.yarn_ext_factor",
-    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "vocab_size",
@@ -250,6 +250,8 @@ class KeyReader:
             )
         if kind == "yarn":
             return self._yarn(prefix)
+        if self.number(prefix + "attn_factor", 1.0) != 1.0:
+            raise SparkinferError(f"{self.path}: {prefix}attn_factor without YaRN is not supported")
         if kind == "none":
             return NO_SCALING
         factor = self.positive(prefix + "factor", 1.0 if kind is None else None)
@@ -271,7 +273,7 @@ class KeyReader:
             ),
             beta_fast=self.positive(prefix + "yarn_beta_fast", 32.0),
             beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
-            attn_factor=self.positive(prefix + "yarn_attn_factor", 1.0),
+            attn_factor=self.positive(prefix + "attn_factor", 1.0),
         )
 
 
@@ -322,7 +324,13 @@ def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
     }
     if scaling.kind == "yarn":
         keys["rope.scaling.original_context_length"] = np.uint32(scaling.original_length)
-        for name in ("attn_factor", "beta_fast", "beta_slow"):
-            if getattr(scaling, name) != getattr(NO_SCALING, name):
-                keys[f"rope.scaling.yarn_{name}"] = np.float32(getattr(scaling, name))
+        constants = {
+            "attn_factor": scaling.attn_factor,
+            "yarn_beta_fast": scaling.beta_fast,
+            "yarn_beta_slow": scaling.beta_slow,
+        }
+        published = {"attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+        for name, value in constants.items():
+            if value != published[name]:
+                keys[f"rope.scaling.{name}"] = np.float32(value)
     return keys

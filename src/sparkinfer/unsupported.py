@@ -32,8 +32,7 @@ _BY_KEY = {
     "attention.sliding_window": "attention over a sliding window is not supported",
     "attn_logit_softcapping": "logits with a soft cap are not supported",
     "final_logit_softcapping": "logits with a soft cap are not supported",
-    "rope.scaling.attn_factor": "YaRN and long-context rotary embeddings are not supported",
-    "rope.scaling.yarn_log_multiplier": "YaRN is not supported",
+    "rope.scaling.yarn_log_multiplier": "DeepSeek's form of YaRN is not supported",
     "ssm.state_size": "recurrent layers (Mamba, RWKV and the like) are not supported",
 }
 CHECKPOINTS = (

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import random_model, save_tokenizer
 from reference import rel_error
-from test_families import CASES, IDS, STOCK, transformers_logits
+from test_families import CASES, GATED, IDS, STOCK, transformers_logits
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
@@ -27,3 +29,24 @@ def test_llama_cpp_computes_the_same(llama_cpp, tmp_path, case):
     bound = BOUNDS.get(case, 5e-6)
     assert rel_error(got_V, want_TV[-1]) < bound
     assert rel_error(got_V, want_TV[-2]) > 10 * bound  # the measure sees another token's logits
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 1.5}, {"beta_fast": 4.0}], ids=str)
+def test_llama_cpp_reads_the_keys_of_yarn(llama_cpp, tmp_path, more):
+    config = LlamaConfig(**GATED, rope_parameters=YARN | more | {"rope_theta": 1e4})
+    folder = random_model(tmp_path / "hf", config)
+    save_tokenizer(folder, 320)
+    path = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=folder, output=path, layout="stock", outtype="f32"))
+    ids = 16 * IDS
+    llama_cpp(
+        "greedy", model=path, prompt=ids, count=1, kv_kind="f32", logits=tmp_path / "logits.npy"
+    )
+    got_V = np.load(tmp_path / "logits.npy")[-1]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        want_V = model(torch.tensor([ids])).logits[0, -1]
+    assert rel_error(got_V, want_V) < 1e-5
