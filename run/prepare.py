@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.errors import Interrupted
+from sparkinfer.errors import Interrupted, SparkinferError
 from sparkinfer.mode_quality import RunMode
+from sparkinfer.profile.config import MIN_TRAINING_WINDOWS
+from sparkinfer.profile.corpus import WINDOW
 from sparkinfer.run import stages
 from sparkinfer.run.cache_folder import Cache, Entry
 from sparkinfer.run.choice import Choice, Wishes, choose, room_here, worth
@@ -90,6 +92,7 @@ def job_of(
     """Decides everything possible before any stage runs, and says why. Raises SparkinferError for a
     source that cannot be run as wished."""
     choice = choose(source, wishes, room_here(wishes))
+    _check_tokens(choice, wishes)
     for line in choice.lines:
         cache.say(line)
     job = Job(
@@ -97,6 +100,17 @@ def job_of(
         rates=Rates.load(cache.folder, stages.machine_name()),
     )  # fmt: skip
     return decided(job, is_verified)
+
+
+def _check_tokens(choice: Choice, wishes: Wishes) -> None:
+    """Raises SparkinferError for a profile too short to train predictors, which would otherwise be
+    found after the conversion."""
+    least = MIN_TRAINING_WINDOWS * min(WINDOW, choice.model.shape.context_length)
+    if wishes.tokens is not None and wishes.tokens < least and choice.predictors is not False:
+        raise SparkinferError(
+            f"--tokens {wishes.tokens} are too few to train predictors, wanted {least:,} or more;"
+            " without --tokens the number is chosen by the time that they take"
+        )
 
 
 def estimate_of(job: Job) -> Estimate:

@@ -47,6 +47,15 @@ def test_a_line_is_a_message_and_answers_go_to_stdout(monkeypatch, capsys, model
     assert again[1].split("\n")[:2] == lines[:2]
 
 
+def test_a_text_ends_an_answer(monkeypatch, capsys, model):
+    whole = piped(monkeypatch, capsys, model, "Hello\n")[1].rstrip("\n")
+    code, out, err = piped(monkeypatch, capsys, model, "Hello\n", "--stop", whole[2])
+    assert code == 0 and out.rstrip("\n") == whole[: whole.index(whole[2])]
+    assert "stopped by stop string" in err
+    code, _, err = piped(monkeypatch, capsys, model, "Hello\n", "-r", "")
+    assert code == 1 and "an empty stop string would end every text" in err
+
+
 def test_a_backslash_joins_lines_and_two_slashes_make_one(monkeypatch, capsys, model, tmp_path):
     path = tmp_path / "talk.json"
     _, _, err = piped(

@@ -4,6 +4,7 @@ The kernels' threads sleep while torch computes and vice versa, so both may have
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,12 +25,18 @@ def use_threads(count: int | None) -> int:
         raise SparkinferError(f"--threads is {count}, wanted 1 to {MOST_THREADS}")
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if count > here:
-        print(f"note: {count} threads on {here} processors wait for each other; --threads {here} or"
-              " fewer is faster", file=sys.stderr)  # fmt: skip
+        _note_too_many(count, here)
     torch.set_num_threads(count)
     if library.is_available():
         library.set_threads(count)
     return count
+
+
+@cache
+def _note_too_many(count: int, here: int) -> None:
+    """Prints a note, once for each count: `run` sets the threads for its stages and for the text."""
+    print(f"note: {count} threads on {here} processors wait for each other; --threads {here} or"
+          " fewer is faster", file=sys.stderr)  # fmt: skip
 
 
 def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:

@@ -3,7 +3,6 @@
 Answers go to stdout, everything else to stderr. Line editing is in terminal, the conversation in
 runtime.generate.chat."""
 
-import json
 import sys
 from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
@@ -15,6 +14,7 @@ import click
 
 from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.chat_options import system_message, template_variables
 from sparkinfer.commands.constraint_options import (
     NAMES,
     ConstraintOptions,
@@ -51,7 +51,6 @@ from sparkinfer.commands.terminal import (
     stopping,
 )
 from sparkinfer.errors import Interrupted, SparkinferError
-from sparkinfer.json_file import read_text
 
 if TYPE_CHECKING:
     from sparkinfer.runtime.generate.chat import Conversation
@@ -86,6 +85,8 @@ A message that begins with / is written with //."""
               help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
+@click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
+              help="End an answer where this text appears; may be repeated.")  # fmt: skip
 @context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
 @click.option("--context-shift", "--drop-oldest", "drops_oldest", is_flag=True,
               help="When the context is full, drop the oldest turns and continue.")  # fmt: skip
@@ -109,7 +110,8 @@ def chat(**options: Any) -> None:
 def talk(
     *, model: Path, split: Path | None, system: str | None, system_file: Path | None,
     template: str | None, variables: str, max_tokens: int, drops_oldest: bool,
-    threads: int | None, name: str | None = None, **options: Any,
+    stops: tuple[str, ...], threads: int | None, name: str | None = None,
+    ignores_end: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """Runs `chat` with its options; `name` is the model's display name."""
     from sparkinfer.runtime.engine import Engine
@@ -121,11 +123,11 @@ def talk(
     speculation, draft_model = take_speculation_options(options)
     constraint = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
     chat_options = ChatOptions(
-        generation=GenerationOptions(max_tokens=max_tokens),
-        variables=_variables(variables),
+        generation=GenerationOptions(max_tokens=max_tokens, stops=stops, ignores_end=ignores_end),
+        variables=template_variables(variables),
         drops_oldest=drops_oldest,
     )
-    system = _system(system, system_file)
+    system = system_message(system, system_file)
     use_threads(threads)
     with Engine.load(model, split, **options) as engine:
         constraint_of(constraint, engine.codec)  # refuses wrong options before the first message
@@ -276,22 +278,6 @@ class Talk:
 
     def _quit(self) -> None:
         self._is_over = True
-
-
-def _system(text: str | None, path: Path | None) -> str | None:
-    if text is not None and path is not None:
-        raise click.UsageError("--system and --system-file exclude each other; give one.")
-    return text if path is None else read_text(path, "system message").rstrip("\n")
-
-
-def _variables(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SparkinferError(f"--chat-template-kwargs: not JSON ({str(error)[:100]})") from error
-    if not isinstance(value, dict):
-        raise SparkinferError('--chat-template-kwargs: wanted an object, e.g. {"name": true}')
-    return value
 
 
 def _path_of(command: str, text: str) -> Path:

@@ -11,6 +11,7 @@ import click
 
 from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.chat_options import system_message, template_variables
 from sparkinfer.commands.constraint_options import (
     NAMES,
     ConstraintOptions,
@@ -63,6 +64,7 @@ class Wanted:
     is_chat: bool  # the prompt is a message, and the answer is wanted
     system: str | None
     template: str | None
+    variables: Mapping[str, object]  # of the template
 
 
 _TEXTS = (
@@ -138,7 +140,8 @@ def write(
     *, model: Path, split: Path | None, threads: int | None, as_json: bool, json_lines: bool,
     prompt: str | None, prompt_file: Path | None, prompts_file: Path | None, is_shown: bool,
     prompt_cache: Path | None, force: bool, is_chat: bool, system: str | None,
-    template: str | None, more: Mapping[str, Any] | None = None, **options: Any,
+    template: str | None, system_file: Path | None = None, variables: str = "{}",
+    more: Mapping[str, Any] | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Runs `generate` with its options; `more` goes into the report."""
     from sparkinfer.runtime.engine import Engine
@@ -147,17 +150,20 @@ def write(
     sampling = take_sampling_options(options)
     speculation, draft_model = take_speculation_options(options)
     constraints = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
-    endings = _endings(options)
+    endings = endings_of(options)
     prompts = prompts_of(prompt, prompt_file, prompts_file)
     wanted = Wanted(
         prompts=prompts, is_many=prompts_file is not None, is_shown=is_shown,
         output="lines" if json_lines else "json" if as_json else "text",
         prompt_cache=prompt_cache, force=force,
-        is_chat=is_chat, system=system, template=template,
+        is_chat=is_chat, system=system_message(system, system_file), template=template,
+        variables=template_variables(variables),
     )  # fmt: skip
     _check(wanted)
-    if endings.num_logprobs is not None and wanted.output == "text":
-        raise click.UsageError("--logprobs goes with --json or --json-lines.")
+    check_output_options(
+        endings.num_logprobs, is_json=wanted.output != "text", is_chat=is_chat, system=wanted.system,
+        template=template,
+    )  # fmt: skip
     num_threads = use_threads(threads)
     with Engine.load(model, split, num_sequences=max(1, len(prompts)), **options) as engine:
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
@@ -187,15 +193,26 @@ def _check(wanted: Wanted) -> None:
         raise click.UsageError("--prompt-cache and --chat are for one text: leave --prompts out.")
     if wanted.is_chat and wanted.prompt_cache:
         raise click.UsageError("--chat does not use a prompt cache: leave --prompt-cache out.")
-    if not wanted.is_chat and (wanted.system is not None or wanted.template is not None):
+
+
+def check_output_options(
+    num_logprobs: int | None, *, is_json: bool, is_chat: bool, system: str | None,
+    template: str | None,
+) -> None:  # fmt: skip
+    """Raises click's UsageError for options that go with others which are missing."""
+    if num_logprobs is not None and not is_json:
+        raise click.UsageError("--logprobs goes with --json or --json-lines.")
+    if not is_chat and (system is not None or template is not None):
         raise click.UsageError("--system and --chat-template are for --chat.")
 
 
-def _endings(options: dict[str, Any]) -> "GenerationOptions":
+def endings_of(options: dict[str, Any]) -> "GenerationOptions":
     """Takes the options that say where a text ends out of the engine's options."""
     from sparkinfer.runtime.generate.generation import GenerationOptions
 
     keep, shifts = options.pop("keep"), options.pop("shifts")
+    if keep < 0:
+        raise SparkinferError(f"--keep is {keep}, wanted 0 or more")
     names = ("max_tokens", "stops", "ignores_end", "num_logprobs")
     given = {name: options.pop(name) for name in names}
     return GenerationOptions(**given, shift_keep=keep if shifts else None)
@@ -252,7 +269,7 @@ def _answer(
     is_free = make() is None  # refuses wrong options
     chat = engine.chat(
         wanted.system, template=wanted.template, sampling=sampling,
-        options=ChatOptions(generation=endings),
+        options=ChatOptions(generation=endings, variables=wanted.variables),
         new_constraint=None if is_free else make, drafts=drafts,
     )  # fmt: skip
     stack.enter_context(chat)

@@ -12,11 +12,11 @@ import click
 
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.chat import talk
-from sparkinfer.commands.constraint_options import NAMES, ConstraintOptions, constraint_options
+from sparkinfer.commands.constraint_options import constraint_options
 from sparkinfer.commands.generate import text_options, write
 from sparkinfer.commands.outtype import OUTTYPE
-from sparkinfer.commands.prompts import prompts_of
-from sparkinfer.commands.sampling import sampling_options, take_sampling_options
+from sparkinfer.commands.run_checks import check_model, check_options, has_prompt
+from sparkinfer.commands.sampling import sampling_options
 from sparkinfer.commands.shared import (
     FILE,
     FileCommand,
@@ -31,8 +31,7 @@ from sparkinfer.commands.shared import (
     say,
     threads_option,
 )
-from sparkinfer.commands.speculation_options import speculation_options, take_speculation_options
-from sparkinfer.errors import SparkinferError
+from sparkinfer.commands.speculation_options import speculation_options
 
 if TYPE_CHECKING:
     from sparkinfer.run.estimate import Estimate
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
     from sparkinfer.run.stages import Job
 
 ASKED_FROM_S = 600.0  # work that takes longer must be confirmed at a terminal
-ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # defaults of -n
-_WRITE = ("prompt", "prompt_file", "prompts_file", "stops", "ignores_end", "keep", "num_logprobs",
-          "is_shown", "json_lines")  # fmt: skip
+# Options of a text that a conversation has no use for.
+_WRITE = ("prompt", "prompt_file", "prompts_file", "keep", "num_logprobs", "is_shown", "json_lines",
+          "is_chat", "as_json")  # fmt: skip
 _OPTIONS = (
     click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
                  help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
@@ -111,7 +110,7 @@ def run(
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
     Everything made on the way is kept for the next time: sparkinfer cache list."""
     let_threads_sleep()
-    _read_prompt(options, dry_run=dry_run)
+    check_options(options, corpora, dry_run=dry_run)
     from sparkinfer.run.cache_folder import Cache
     from sparkinfer.run.choice import Wishes
     from sparkinfer.run.prepare import estimate_of, job_of, prepare, summary
@@ -127,7 +126,7 @@ def run(
     with Cache.open(say) as cache:
         given = look_at(source, activation, cache.folder / "planned.gguf")
         job = job_of(given, wishes, corpora, cache, is_verified=is_verified)
-        talks = _talks(job, options, dry_run=dry_run)
+        check_model(job, options, dry_run=dry_run)
         planned = estimate_of(job)
         if dry_run:
             finish(summary(job, planned), options["as_json"], [planned.line])
@@ -137,41 +136,7 @@ def run(
         if ready.made:
             say(f"ready in {ready.seconds:.0f} s; sparkinfer cache list shows what is kept")
         more = {"run": summary(job, planned) | {"prepared_s": ready.seconds, "made": ready.made}}
-        _speak(job, ready, options, more, talks=talks)
-
-
-def _read_prompt(options: dict[str, Any], *, dry_run: bool) -> None:
-    """Checks the text options before any work, and reads stdin."""
-    take_sampling_options(dict(options))
-    take_speculation_options(dict(options))
-    ConstraintOptions(**{name: options[name] for name in NAMES})
-    given = [options[name] for name in ("prompt", "prompt_file", "prompts_file")]
-    if any(value is not None for value in given) and not dry_run:
-        prompts = prompts_of(*given)
-        if any(not prompt for prompt in prompts):
-            raise SparkinferError("the prompt is empty; give it some text")
-        if options["prompts_file"] is None:
-            options |= {"prompt": prompts[0], "prompt_file": None}
-    if options["prompts_file"] is not None and options["is_chat"]:
-        raise click.UsageError("--chat is for one text: leave --prompts out.")
-
-
-def _talks(job: "Job", options: dict[str, Any], *, dry_run: bool) -> bool:
-    """True if there will be a conversation. Raises SparkinferError if there is neither a prompt nor
-    a chat template."""
-    from sparkinfer.run.source import has_template
-
-    if any(options[name] is not None for name in ("prompt", "prompt_file", "prompts_file")):
-        return False
-    can_talk = has_template(job.choice.model) or options["template"] is not None
-    if not can_talk and not dry_run:
-        raise SparkinferError(
-            f"{job.source.name}: has no chat template, so give it a text to continue (-p TEXT),"
-            " or a template (--chat-template NAME)"
-        )
-    if (options["as_json"] or options["json_lines"]) and not dry_run:
-        raise click.UsageError("--json and --json-lines are for a text: give -p TEXT.")
-    return True
+        _speak(job, ready, options, more)
 
 
 def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
@@ -187,23 +152,15 @@ def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
         click.confirm("go on?", default=True, abort=True, err=True)
 
 
-def _speak(
-    job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, Any], *, talks: bool
-) -> None:
+def _speak(job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, Any]) -> None:
     """Writes the text or holds the conversation."""
     options |= {
         "model": ready.model, "split": ready.split, "mode": ready.mode, "device": ready.device,
         "context_length": ready.context_length, "thresholds": None, "cpu_ffn": False,
     }  # fmt: skip
-    max_tokens, shifts = options.pop("max_tokens"), options.pop("shifts")
-    if max_tokens is None:
-        max_tokens = ANSWER_TOKENS if options["is_chat"] or talks else TEXT_TOKENS
-    options["max_tokens"] = max_tokens
-    if talks:
-        for name in (*_WRITE, "is_chat", "as_json"):
-            del options[name]
-        talk(name=job.source.name, drops_oldest=shifts, **options)
+    if has_prompt(options):
+        write(prompt_cache=None, force=False, more=more, **options)
         return
-    for name in ("system_file", "variables"):
+    for name in _WRITE:
         del options[name]
-    write(prompt_cache=None, force=False, shifts=shifts, more=more, **options)
+    talk(name=job.source.name, drops_oldest=options.pop("shifts"), **options)

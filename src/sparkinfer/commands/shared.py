@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands.help_groups import write_options
 from sparkinfer.commands.llamacpp_flags import translate
 from sparkinfer.engine_config import MODES, EngineConfig
 from sparkinfer.errors import SparkinferError
@@ -56,6 +57,9 @@ class FileCommand(click.Command):
             for note in notes:
                 say(note)
         return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_options(self, ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
         inputs, outputs = paths_of(self, ctx.params)

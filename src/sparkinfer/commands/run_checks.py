@@ -1,0 +1,92 @@
+"""What `sparkinfer run` refuses before it makes anything: options alone, then options and model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparkinfer.commands.chat_options import system_message, template_variables
+from sparkinfer.commands.constraint_options import NAMES, ConstraintOptions, constraint_of
+from sparkinfer.commands.generate import check_output_options, endings_of
+from sparkinfer.commands.prompts import prompts_of
+from sparkinfer.commands.sampling import take_sampling_options
+from sparkinfer.commands.speculation_options import take_speculation_options
+from sparkinfer.errors import SparkinferError
+
+if TYPE_CHECKING:
+    from sparkinfer.run.stages import Job
+
+ANSWER_TOKENS, TEXT_TOKENS = -1, 128  # defaults of -n
+_PROMPTS = ("prompt", "prompt_file", "prompts_file")
+
+
+def has_prompt(options: dict[str, Any]) -> bool:
+    """True if a text is to be written; otherwise there will be a conversation."""
+    return any(options[name] is not None for name in _PROMPTS)
+
+
+def check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: bool) -> None:
+    """Checks the options without the model, and reads the prompt, perhaps from stdin."""
+    from sparkinfer.runtime.engine_options import device_of
+
+    take_sampling_options(dict(options))
+    _, model_draft = take_speculation_options(dict(options))
+    ConstraintOptions(**{name: options[name] for name in NAMES})
+    device_of(options["device"])
+    for path in (*corpora, *([] if model_draft is None else [model_draft])):
+        if str(path) != "-" and not path.exists():
+            raise SparkinferError(f"{path}: no such file or folder")
+    if options["max_tokens"] is None:
+        is_answer = options["is_chat"] or not has_prompt(options)
+        options["max_tokens"] = ANSWER_TOKENS if is_answer else TEXT_TOKENS
+    endings_of(dict(options))
+    if has_prompt(options):
+        _check_text(options, dry_run=dry_run)
+    elif (options["as_json"] or options["json_lines"]) and not dry_run:
+        raise click.UsageError("--json and --json-lines are for a text: give -p TEXT.")
+    elif options["num_logprobs"] is not None:
+        raise click.UsageError("--logprobs is for a text: give -p TEXT.")
+    system_message(options["system"], options["system_file"])
+    template_variables(options["variables"])
+
+
+def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:
+    is_chat = options["is_chat"]
+    if not dry_run:
+        prompts = prompts_of(*(options[name] for name in _PROMPTS))
+        if any(not prompt for prompt in prompts):
+            raise SparkinferError("the prompt is empty; give it some text")
+        if options["prompts_file"] is None:
+            options |= {"prompt": prompts[0], "prompt_file": None}
+    if options["prompts_file"] is not None and is_chat:
+        raise click.UsageError("--chat is for one text: leave --prompts out.")
+    if not is_chat and options["system_file"] is not None:
+        raise click.UsageError("--system-file is for --chat.")
+    check_output_options(
+        options["num_logprobs"], is_json=options["as_json"] or options["json_lines"],
+        is_chat=is_chat, system=options["system"], template=options["template"],
+    )  # fmt: skip
+
+
+def check_model(job: "Job", options: dict[str, Any], *, dry_run: bool) -> None:
+    """Checks what depends on the model: whether it can talk, the chat template, and the syntax of a
+    constraint."""
+    from sparkinfer.run.source import has_template
+    from sparkinfer.runtime.text.chat_template import chat_template_of
+    from sparkinfer.runtime.text.codec import TextCodec
+
+    model, template = job.choice.model, options["template"]
+    talks = options["is_chat"] or not has_prompt(options)
+    if not has_prompt(options) and template is None and not has_template(model) and not dry_run:
+        raise SparkinferError(
+            f"{job.source.name}: has no chat template, so give it a text to continue (-p TEXT),"
+            " or a template (--chat-template NAME)"
+        )
+    constraint = ConstraintOptions(**{name: options[name] for name in NAMES})
+    if template is None and constraint == ConstraintOptions():
+        return
+    codec = TextCodec.of(model)
+    constraint_of(constraint, codec)
+    if talks and template is not None:
+        chat_template_of(model, codec, template)
