@@ -1,5 +1,4 @@
-"""Benchmarks decode speed on the CPU against llama.cpp, alternating in one run, and against the
-machine's limit.
+"""Benchmarks decode on the CPU against llama.cpp and the machine's limit, alternating in one run.
 
     python benchmarks/decode.py FOLDER --rival path/to/venv/bin/python
 
@@ -83,7 +82,7 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
-    weight = Residence().matrix(ones).data  # in huge pages, as the weights
+    weight = Residence().matrix(ones).data  # in huge pages, like the weights
     result: dict[str, object] = {
         "benchmark": "decode",
         "model": "synthetic: planted_checkpoint.py",
@@ -240,7 +239,7 @@ def _make(folder: Path, kind: str, num_layers: int) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the models are, or are to be made")
+    parser.add_argument("folder", type=Path, help="folder of the models; missing ones are made")
     parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
     parser.add_argument("--types", default="f16,bf16,q8_0,q4_0")
     parser.add_argument("--threads", default="2,1")

@@ -1,5 +1,7 @@
-"""Benchmarks `sparkinfer serve` against llama-server: tokens per second of 1, 4 and 16 clients, and
-the cost of a prompt with a known prefix, alternating in one run.
+"""Benchmarks `sparkinfer serve` against llama-server, alternating in one run.
+
+It measures tokens per second with 1, 4 and 16 clients, and the time to the first token with and
+without a known prefix.
 
     python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
 

@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py build/smollm2 [--planted build/bench/q8_0.gguf]
 
-Two texts of a real chat model, `make smollm2`: a Python file of 150 lines that is to be written
-again (greedy; the model leaves out a line here and there), and a story, greedy and drawn from a
-seed. In each round the text is made without drafts and with each drafter in sequences of one
-engine, alternating every few tokens, so that other load affects all alike; the tokens are
-compared, and the time is that from the first token to the last. Each time the controller starts
+Two texts of a real chat model, `make smollm2`: a Python file of 150 lines that the model writes
+again (greedy; it leaves out a line here and there), and a story, greedy and drawn from a seed. In
+each round the text is generated without drafts and with each drafter, in sequences of one engine
+that alternate every few tokens, so that other load affects all alike; the tokens are compared, and
+the time runs from the first token to the last. Each time the controller starts
 from scratch. For the planted model, whose text is meaningless, only the steps are timed.
 
 Steps of 1 to 17 rows are timed in turns, as medians. From them follow the drafted tokens a step

@@ -145,7 +145,7 @@ class Browser:
         )  # fmt: skip
 
     def prefer(self, **features: str) -> None:
-        """Media features, `prefers_color_scheme="dark"`."""
+        """Sets media features, for example `prefers_color_scheme="dark"`."""
         pairs = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
         self.call("Emulation.setEmulatedMedia", features=pairs)
 
@@ -176,7 +176,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def _hear(self, event: dict[str, Any]) -> None:
-        """Keeps what a page writes to its console as errors, its exceptions included."""
+        """Keeps the errors and exceptions that a page reports to its console."""
         about = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
             self.said.append(json.dumps(about["exceptionDetails"])[:1000])

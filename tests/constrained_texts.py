@@ -53,7 +53,7 @@ castle  ::= "O-O" "-O"?
 
 @cache
 def tiny_codec() -> TextCodec:
-    """The bundled model's: 4,096 tokens of bytes, and token 0 ends a text."""
+    """The bundled model's codec: 4,096 tokens of bytes, of which token 0 ends a text."""
     path = ROOT / "examples" / "tiny-relu" / "tokenizer.json"
     return TextCodec(Tokenizer.from_file(str(path)), 0, frozenset({0}))
 

@@ -128,8 +128,8 @@ def make_inputs(folder: Path) -> None:
 
 
 def prepare() -> None:
-    """Makes states be saved often, replaces the 16 s of measuring the machine by fixed figures, and
-    imports everything that a command imports."""
+    """Makes commands save their state often, replaces the 16 s of measuring the machine by fixed
+    figures, and imports everything that a command imports."""
     import encodings.unicode_escape  # noqa: F401  # by jinja2, when it reads its first template
 
     import matplotlib.backends.backend_agg  # noqa: F401

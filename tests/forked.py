@@ -50,7 +50,7 @@ def _server() -> Path:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == READY
-    _server.process = process  # type: ignore[attr-defined]  # its stdin stays open as long as we live
+    _server.process = process  # type: ignore[attr-defined]  # its stdin stays open until we end
     return folder / "socket"
 
 

@@ -1,5 +1,5 @@
-"""Whole, tiny inputs of every kind, to be damaged; made by our own writers and by third-party
-ones."""
+"""Tiny valid inputs of every kind, for the fuzz tests to damage; our own writers and third-party
+ones make them."""
 
 import json
 import shutil

@@ -71,8 +71,8 @@ def convert_folder(case: Case) -> None:
 
 
 def convert_tokenizer(case: Case) -> None:
-    """Converts into both layouts. A tokenizer that goes into a file can be read again; a template
-    need not be one."""
+    """Converts into both layouts. A tokenizer that was written can be read again; a template may be
+    invalid."""
     from sparkinfer.convert.convert import convert
     from sparkinfer.convert.options import ConvertConfig
     from sparkinfer.errors import SparkinferError

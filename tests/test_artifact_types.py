@@ -95,7 +95,7 @@ def refused(found: dict[tuple, str], *place) -> set[int]:
     return {key[-1] for key, said in found.items() if key[:-1] == place and said != "shown"}
 
 
-def test_a_machine(tmp_path, capsys):
+def test_wrong_values_in_a_machine_file_are_refused(tmp_path, capsys):
     path = tmp_path / "m.json"
     make_machine().save(path)
     values = json.loads(path.read_text())
@@ -110,7 +110,7 @@ def test_a_machine(tmp_path, capsys):
     assert outcome(path) == "shown" and Machine.load(path)
 
 
-def test_a_profile_and_predictors(tmp_path, model, capsys):
+def test_wrong_values_in_profiles_and_predictors_are_refused(tmp_path, model, capsys):
     path = tmp_path / "p.safetensors"
     every = set(range(len(VALUES)))
     make_profile(model).save(path)
@@ -141,7 +141,7 @@ def test_a_profile_and_predictors(tmp_path, model, capsys):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-def test_counts_of_nothing(tmp_path, model, capsys, shape):
+def test_a_profile_without_counts_is_refused(tmp_path, model, capsys, shape):
     path = tmp_path / "p.safetensors"
     make_profile(model).save(path)
     metadata, arrays = load_arrays(path, "sparkinfer.profile", profile_file.VERSION, PROFILE_KEYS)
@@ -155,7 +155,7 @@ def test_counts_of_nothing(tmp_path, model, capsys, shape):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_plan(tmp_path, model, capsys):
+def test_wrong_values_in_a_plan_are_refused(tmp_path, model, capsys):
     path, profile = tmp_path / "s.gguf", tmp_path / "p.safetensors"
     make_profile(model).save(profile)
     hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
@@ -185,7 +185,7 @@ def test_a_plan(tmp_path, model, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_ids_of_tokens_that_are_no_numbers(tmp_path, model, capsys):
+def test_token_ids_that_are_not_integers_are_not_shown(tmp_path, model, capsys):
     path = tmp_path / "m.gguf"
     for value in (np.float32("nan"), np.float32("inf"), np.uint32(3), "x"):
         keys = {**model._own_keys(), "tokenizer.ggml.eos_token_id": value}
@@ -204,12 +204,12 @@ DEEP = {
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_json_that_is_too_much_for_a_parser(tmp_path, name):
+def test_json_beyond_what_a_parser_can_take_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(DEEP[name])
     assert outcome(tmp_path / name) != "shown"
 
 
-def test_plans_and_profiles_still_load(tmp_path, model):
+def test_plans_and_profiles_load_only_as_what_they_are(tmp_path, model):
     hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
     split = make_split(model, hot)
     split.save(tmp_path / "s.gguf")
@@ -257,7 +257,7 @@ def test_a_value_of_another_type_is_refused_by_its_name(read, value, words):
         read(Fields({"a": value}))
 
 
-def test_numbers_of_gguf_are_numbers():
+def test_numpy_numbers_of_gguf_are_accepted():
     fields = Fields({"a": np.uint32(3), "b": np.float32(0.5), "c": [1, 2], "d": [float("-inf")]})
     assert fields.count("a") == 3 and fields.number("b") == 0.5 and fields.counts("c") == [1, 2]
     assert fields.numbers("d", may_be_infinite=True) == [float("-inf")]

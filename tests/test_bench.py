@@ -43,7 +43,7 @@ def sample_of(engine: Engine, test: BenchTest):
 
 
 def by_hand(path: Path, start: int, count: int) -> float:
-    """What a token of a dense step must read, from the tensor table as the gguf package reads it."""
+    """The bytes that a token of a dense step must read, by the gguf package's tensor table."""
     reader = GGUFReader(path)
     total = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
@@ -89,7 +89,7 @@ def test_a_plan_divides_the_bytes(bench_files):
 
 
 @needs_kernels
-def test_a_sparse_step_reads_less_and_its_predictors(bench_files):
+def test_a_sparse_step_reads_fewer_neurons_and_the_predictors(bench_files):
     with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6))
         read = step_bytes(engine, None, sample.steps)
@@ -105,7 +105,7 @@ def test_a_sparse_step_reads_less_and_its_predictors(bench_files):
 
 
 @needs_kernels
-def test_shapes_say_what_a_gpu_reads(bench_files):
+def test_the_bytes_that_a_gpu_reads_follow_from_shapes(bench_files):
     """Bytes computed from shapes equal those that the CPU counts for the same plan."""
     plan = Split.load(bench_files / "plan.gguf")
     with Engine.load(
@@ -154,7 +154,7 @@ def test_without_the_kernels_bytes_are_known_and_parts_are_not(
 
 
 @needs_kernels
-def test_times_change_no_bit_and_the_bytes_are_the_traffic(bench_files):
+def test_timing_parts_changes_no_bit_and_counts_the_traffic(bench_files):
     with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         plain = [engine.logits([5, 9, 11]), engine.logits([3])]
         before = engine.traffic.total + engine.traffic.attention
@@ -170,7 +170,7 @@ def test_times_change_no_bit_and_the_bytes_are_the_traffic(bench_files):
 
 
 @needs_kernels
-def test_parts_are_the_time_of_the_native_call(monkeypatch, tmp_path):
+def test_parts_cover_the_time_of_the_native_call(monkeypatch, tmp_path):
     """Against another clock around the call: at least 95 %, and never more than all of it."""
     shape = make_shape(num_layers=2, width=512, num_neurons=2048, num_heads=8)
     make_model(shape=shape, kind="f16").save(tmp_path / "m.gguf")

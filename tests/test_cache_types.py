@@ -24,13 +24,13 @@ from sparkinfer.runtime.step.sequences import Part
 IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PAIRS = (*((name, name) for name in NAMES), ("q8_0", "q4_0"), ("f16", "q8_0"), ("q4_0", "bf16"))
 # The possible effect of rounding keys and values in between, relative to the largest logit: a value
-# near the border of two quants may fall on either side of it in torch and in C++.
+# near the boundary of two quants may be rounded differently by torch and by C++.
 BOUNDS = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q4_0": 0.2}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Heads of 64 values, two of which share keys."""
+    """A model with heads of 64 values, two to a key-value head."""
     shape = make_shape(width=256, num_heads=4, num_kv_heads=2, num_layers=3, context_length=64)
     path = tmp_path_factory.mktemp("cache") / "m.gguf"
     make_model(shape=shape, kind="f32").save(path)
@@ -71,7 +71,7 @@ def test_blocks_are_those_of_ggml(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_finite_spoils_its_own_block_alone(name):
+def test_a_value_that_is_not_finite_affects_only_its_own_block(name):
     kind, x = CacheType(name), values()
     x[9, 2], x[10, 40] = torch.nan, torch.inf
     kept = decode(encode(x, kind), kind).float()
@@ -80,7 +80,7 @@ def test_what_is_not_finite_spoils_its_own_block_alone(name):
 
 
 @pytest.mark.parametrize("width", [32, 64, 80, 96, 128, 256])
-def test_the_turn_is_hadamards_matrix(width):
+def test_turning_multiplies_by_hadamards_matrix(width):
     block = width & -width
     matrix = np.ones((1, 1))
     while len(matrix) < block:
@@ -93,9 +93,9 @@ def test_the_turn_is_hadamards_matrix(width):
 
 @pytest.mark.parametrize("width", [32, 64, 96, 256])
 @pytest.mark.parametrize("name", NAMES)
-def test_both_ways_keep_the_same_rows(tmp_path, name, width):
-    """The first layer's keys and values, from the step in C++ and by torch; to the bit, as f32 ones
-    are the same in both."""
+def test_cpp_and_torch_store_the_same_rows(tmp_path, name, width):
+    """The first layer's rows that the C++ step stores equal, bit for bit, those that torch encodes
+    from its f32 rows."""
     shape = make_shape(width=width, num_heads=1, num_kv_heads=1, context_length=64)
     make_model(shape=shape, kind="f32").save(tmp_path / "m.gguf")
     kept = {}
@@ -113,7 +113,7 @@ def test_both_ways_keep_the_same_rows(tmp_path, name, width):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_torch_computes_the_same(path, types):
-    """An observed pass is torch's, the others are native."""
+    """An observed pass is computed by torch, the other one by the native step."""
     with load(path, types) as engine:
         native = engine.logits(torch.tensor(IDS))
         seen = []
@@ -174,7 +174,7 @@ def test_the_reported_cache_bytes_are_those_allocated(path, types, num_sequences
         assert total == 3 * positions * 2 * CacheTypes.of(*types).row_bytes(64)
 
 
-def test_fewer_bits_lose_more_and_the_turn_loses_less(tmp_path):
+def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
     """Keys with one large value in every head, as real models have them: that value sets a block's
     scale, unless it is spread."""
     shape = make_shape(width=256, num_heads=4, num_kv_heads=2, num_layers=2, context_length=128)
@@ -208,7 +208,7 @@ def test_fewer_bits_lose_more_and_the_turn_loses_less(tmp_path):
         ),
     ],
 )
-def test_requests_that_cannot_be_measured_are_refused(tmp_path, options, words):
+def test_unsupported_cache_types_are_refused(tmp_path, options, words):
     make_model(shape=make_shape(), kind="f16").save(tmp_path / "m.gguf")
     with pytest.raises(SparkinferError, match=words) as error:
         Engine.load(tmp_path / "m.gguf", **options)
@@ -223,18 +223,18 @@ def test_the_commands_take_llamacpps_names(path, capsys, command):
     assert "'--cache-type-v'" in said and "'q5_1' is not one of" in said
 
 
-def test_eval_tells_what_a_type_costs(tmp_path, capsys):
+def test_eval_reports_the_cost_of_a_type(tmp_path, capsys):
     from checkpoints import random_llama
 
     folder = random_llama(tmp_path / "c", hidden_size=128, num_attention_heads=2,
                           num_key_value_heads=1)  # fmt: skip
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     assert main(["convert", str(folder), "-o", str(tmp_path / "m.gguf")]) == 0
-    told = {}
+    losses = {}
     for name in ("f16", "q4_0"):
         words = ["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "text.txt"),
                  "--mode", "dense", "--tokens", "512", "-ctk", name, "--json"]  # fmt: skip
         capsys.readouterr()
         assert main(words) == 0
-        told[name] = json.loads(capsys.readouterr().out)["kl_mean"]
-    assert told["f16"] == 0 < told["q4_0"]
+        losses[name] = json.loads(capsys.readouterr().out)["kl_mean"]
+    assert losses["f16"] == 0 < losses["q4_0"]

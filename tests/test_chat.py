@@ -48,7 +48,7 @@ def chat_keys() -> tuple[dict, int]:
 
 
 def chat_model(path, context_length: int = 512):
-    """A model that says characters at random, on disk."""
+    """Saves a model that writes random characters; returns its path."""
     keys, vocab_size = chat_keys()
     shape = make_shape(vocab_size=vocab_size, context_length=context_length)
     make_model(shape=shape, extra_keys=keys).save(path)
@@ -87,7 +87,7 @@ def roles(chat) -> str:
     return "".join(message["role"][0] for message in chat.messages)
 
 
-def test_each_turn_is_that_of_the_whole_text_and_computes_what_is_new(engine):
+def test_each_turn_equals_the_whole_text_and_computes_only_new_tokens(engine):
     with talk(engine, system="Be brief.") as chat:
         for number, message in enumerate(("Hello", "What\nelse?", "a b c", "Why?")):
             had = chat.num_tokens
@@ -137,7 +137,7 @@ def test_undo_and_reset(engine):
                 command()
 
 
-def test_another_system_message_holds_from_the_next_turn(engine):
+def test_a_new_system_message_applies_from_the_next_turn(engine):
     with talk(engine) as chat:
         text_of(chat.say("Hello"))
         chat.system = "Shout."
@@ -145,7 +145,7 @@ def test_another_system_message_holds_from_the_next_turn(engine):
         assert got == alone(engine, [{"role": "system", "content": "Shout."}, *chat.messages[:-1]])
 
 
-def test_saved_and_loaded(engine, tmp_path):
+def test_a_conversation_is_saved_and_loaded(engine, tmp_path):
     path = tmp_path / "new" / "talk.json"
     with talk(engine, system="Be brief. \u00e9") as chat:
         text_of(chat.say("Hello \U0001f98a"))
@@ -174,7 +174,7 @@ def test_saved_and_loaded(engine, tmp_path):
             chat.save(tmp_path)
 
 
-def test_an_interrupted_answer_stays_as_far_as_it_was_said(engine):
+def test_an_interrupted_answer_is_kept_up_to_the_interruption(engine):
     with talk(engine) as chat:
         tokens = chat.say("Hello")
         said = "".join(next(tokens).text for _ in range(4))
@@ -186,7 +186,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_was_said(engine):
         assert chat.run.cached_tokens == had
 
 
-def test_an_interrupted_prompt_takes_the_message_back(engine, monkeypatch):
+def test_an_interrupted_prompt_removes_its_message(engine, monkeypatch):
     with talk(engine) as chat:
         text_of(chat.say("Hello"))
 
@@ -218,7 +218,7 @@ def test_a_long_prompt_is_computed_in_pieces(engine, monkeypatch):
         assert chat.messages[-1]["content"] == alone(engine, chat.messages[:-1])
 
 
-def test_a_full_context(engine):
+def test_a_full_context_is_refused_until_a_reset(engine):
     endless = ChatOptions(generation=GenerationOptions(max_tokens=-1, ignores_end=True))
     with talk(engine, options=endless) as chat:
         text_of(chat.say("Hello"))
@@ -233,7 +233,7 @@ def test_a_full_context(engine):
         assert not chat.messages
 
 
-def test_the_oldest_turns_are_dropped_where_that_is_asked_for(engine):
+def test_the_oldest_turns_are_dropped_on_request(engine):
     options = ChatOptions(generation=SAID, drops_oldest=True)
     with talk(engine, system="Be brief.", options=options) as chat:
         for number in range(12):
@@ -250,7 +250,7 @@ def test_the_oldest_turns_are_dropped_where_that_is_asked_for(engine):
             text_of(chat.say("x" * 600))
 
 
-def test_messages_that_the_template_does_not_take(engine):
+def test_messages_that_the_template_rejects_are_removed(engine):
     template = "{{ raise_exception('no') if messages|length > 2 else 'x' }}"
     with talk(engine, template) as chat:
         text_of(chat.say("Hello"))
@@ -261,7 +261,7 @@ def test_messages_that_the_template_does_not_take(engine):
         text_of(chat.say("Hello"))
 
 
-def test_the_sequence_is_given_back(engine):
+def test_closing_a_conversation_releases_its_sequence(engine):
     for _ in range(4):
         with talk(engine), talk(engine) as chat:
             with pytest.raises(SparkinferError, match="in use"):
@@ -270,8 +270,8 @@ def test_the_sequence_is_given_back(engine):
             text_of(chat.say("Hello"))
 
 
-def test_what_ends_a_turn_of_a_built_in_template(engine):
-    """A token if it is one, and text if the model has no such token."""
+def test_the_end_of_a_turn_in_a_built_in_template(engine):
+    """The end of a turn is an end token if the model has it, otherwise a stop string."""
     with talk(engine, CHATML) as chat:
         end = engine.codec.tokenizer.token_to_id("<|im_start|>")
         known = ChatTemplate(name="it", text=CHATML, turn_end="<|im_start|>")
@@ -284,11 +284,11 @@ def test_what_ends_a_turn_of_a_built_in_template(engine):
         assert chat.run.stopped_by == "stop string"
 
 
-def test_each_answer_has_a_constraint_of_its_own(engine):
+def test_each_answer_has_its_own_constraint(engine):
     made = []
 
     class Only:
-        """Allows one character, again and again."""
+        """Allows only one character."""
 
         def __init__(self) -> None:
             made.append(self)
@@ -333,7 +333,7 @@ def joined(parts) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_reasoning_is_told_from_the_rest_wherever_pieces_end(answer, size):
+def test_reasoning_is_separated_wherever_pieces_end(answer, size):
     splitter = ReasoningSplitter(is_open=False)
     pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
     parts = [part for piece in pieces for part in splitter.push(piece)] + splitter.flush()
@@ -353,14 +353,14 @@ def test_an_interrupted_reasoning_is_closed():
 
 
 @pytest.mark.parametrize(("template", "is_open"), [(DEEPSEEK, True), (QWEN_REASONING, False)])
-def test_reasoning_does_not_come_back_in_the_next_prompt(engine, template, is_open):
+def test_reasoning_is_left_out_of_the_next_prompt(engine, template, is_open):
     with talk(engine, template) as chat:
         tokens = chat.say("Hello")
         next(tokens)
         tokens.close()
         assert chat.is_reasoning_open == is_open
         assert ("</think>" in chat.messages[-1]["content"]) == is_open
-        whole = text_of(chat.regenerate())  # until its most tokens, in the middle of it
+        whole = text_of(chat.regenerate())  # up to the token limit, in the middle of the reasoning
         assert chat.messages[-1]["content"] == whole + ("\n</think>\n\n" if is_open else "")
         chat.messages[-1]["content"] = "<think>\nsecret\n</think>\n\nPlain."
         got = text_of(chat.say("And?"))

@@ -1,4 +1,4 @@
-"""`sparkinfer chat`, at a pipe and at a terminal."""
+"""`sparkinfer chat`, with a pipe and with a terminal."""
 
 import io
 import json
@@ -82,13 +82,15 @@ def test_commands(monkeypatch, capsys, model, tmp_path):
     assert direct[1] == second + "\n" and first != second
 
 
-def test_what_cannot_be_done_is_said_and_the_rest_goes_on(monkeypatch, capsys, model, tmp_path):
+def test_wrong_lines_are_reported_and_the_conversation_continues(
+    monkeypatch, capsys, model, tmp_path
+):
     text = f"/nothing\n/save\n/undo\n/regen\n/load {tmp_path}/none\n/save {'x' * 5000}\n/\n"
     raw = text.encode() + b"\xff\xfe\nHello\n"
     code, out, err = piped(monkeypatch, capsys, model, raw)
     assert code == 1 and len(out.strip("\n")) == LENGTH
-    told = [line for line in err.splitlines() if line.startswith("sparkinfer: ")]
-    assert len(told) == 9 and "8 of the lines" in told[-1] and "UTF-8 at byte 0" in err
+    errors = [line for line in err.splitlines() if line.startswith("sparkinfer: ")]
+    assert len(errors) == 9 and "8 of the lines" in errors[-1] and "UTF-8 at byte 0" in err
     code, out, err = piped(monkeypatch, capsys, model, "x" * 600 + "\nHello\n/reset\nHi\n")
     assert code == 1 and len(out.splitlines()) == 2 and "/reset" in err
 
@@ -105,7 +107,7 @@ def test_options(monkeypatch, capsys, model, tmp_path):
     assert piped(monkeypatch, capsys, model, "Hello\n", *loud)[1] == plain
     named = piped(monkeypatch, capsys, model, "Hello\n", "--chat-template", "chatml")[1]
     assert named == piped(monkeypatch, capsys, model, "Hello\n")[1]
-    # Sentences of one letter, by a constraint that every answer has anew.
+    # Sentences of one letter, by a constraint that starts anew for every answer.
     only = piped(monkeypatch, capsys, model, "Hello\nAnd?\n", "--regex", "z{20}")[1]
     assert only == 2 * ("z" * LENGTH + "\n")
     shifted = piped(
@@ -115,7 +117,7 @@ def test_options(monkeypatch, capsys, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--chat-template", "nothing"], "neither a file nor the name"),
         (["--chat-template-kwargs", "x"], "not JSON"),
@@ -126,14 +128,14 @@ def test_options(monkeypatch, capsys, model, tmp_path):
         (["--top-p", "7"], "top_p is 7.0"),
     ],
 )
-def test_options_that_cannot_be(monkeypatch, capsys, model, options, told):
+def test_impossible_options_are_refused(monkeypatch, capsys, model, options, message):
     code, out, err = piped(monkeypatch, capsys, model, "Hello\n", *options)
-    assert code == 1 and not out and told in err and err.count("sparkinfer: ") == 1
+    assert code == 1 and not out and message in err and err.count("sparkinfer: ") == 1
     both = ["-sys", "a", "--system-file", "b"]
     assert piped(monkeypatch, capsys, model, "Hello\n", *both)[0] == 2
 
 
-def test_a_terminal_does_not_obey_what_the_model_says(monkeypatch, capsys):
+def test_control_characters_of_the_model_do_not_reach_a_terminal(monkeypatch, capsys):
     for is_terminal in (True, False):
         monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
         screen = terminal.Screen()
@@ -144,7 +146,7 @@ def test_a_terminal_does_not_obey_what_the_model_says(monkeypatch, capsys):
         assert shown.endswith("c\n\t\U0001f98a\u72d0\n")
 
 
-def test_reasoning_is_dim_on_a_terminal_alone(monkeypatch, capsys):
+def test_reasoning_is_dim_only_on_a_terminal(monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     for is_terminal in (True, False):
         monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
@@ -156,7 +158,7 @@ def test_reasoning_is_dim_on_a_terminal_alone(monkeypatch, capsys):
         assert shown == ("\x1b[2mab\x1b[0mc\x1b[2md\x1b[0m\n" if is_terminal else "abcd\n")
 
 
-def test_history_that_cannot_be_written_is_said(monkeypatch, capsys, tmp_path):
+def test_history_that_cannot_be_written_is_reported(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     history = terminal._history()
@@ -240,7 +242,7 @@ def said(path: Path) -> list[str]:
 
 
 def test_at_a_terminal(model, tmp_path):
-    """One session: a command is at its prompt again when its line of numbers has come."""
+    """One session; the prompt is back once a turn's line of numbers has been printed."""
     path = tmp_path / "talk.json"
     long = "\n".join(["pasted \U0001f98a \u72d0"] * 1000)
     assert len(long) > 10_000
@@ -250,7 +252,7 @@ def test_at_a_terminal(model, tmp_path):
         term.wait("max tokens]")
         term.enter("one\\\rtwo\x1b\rthree\r")  # a backslash, then Alt-Enter
         term.wait("max tokens]")
-        term.enter("gone\x03")  # Ctrl-C takes back what is typed
+        term.enter("gone\x03")  # Ctrl-C discards what is typed
         term.type(f"/save {path}\r")
         term.wait("4 messages written")
         assert said(path) == ["Hello", "one\ntwo\nthree"]

@@ -56,7 +56,7 @@ def test_the_context_ends_where_a_window_would_slide(tmp_path, config, context):
     "top, inner, theta",
     [(500.0, 900.0, 900.0), (500.0, None, 500.0), (None, 900.0, 900.0), (None, None, 10000.0)],
 )
-def test_what_stands_in_rope_parameters_goes_first(tmp_path, top, inner, theta):
+def test_rope_parameters_take_precedence(tmp_path, top, inner, theta):
     folder = random_model(tmp_path / "hf", LlamaConfig(**GATED, hidden_act="relu"))
     rope = {"rope_type": "default"} | ({"rope_theta": inner} if inner else {})
     edit_config(folder, lambda c: c.update(rope_parameters=rope))
@@ -101,7 +101,7 @@ def test_predictors_of_twelve_layers_are_read_in_the_order_of_their_numbers(tmp_
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "sub/other.safetensors", "/{}"])
-def test_an_index_names_no_file_outside_its_folder(tmp_path, name):
+def test_files_outside_the_folder_of_an_index_are_refused(tmp_path, name):
     """Not even one that exists and is whole."""
     folder = random_llama(tmp_path / "hf", is_sharded=True)
     index = "model.safetensors.index.json"
@@ -123,7 +123,7 @@ def test_an_index_names_no_file_outside_its_folder(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q5_1"])
-def test_columns_that_begin_within_a_block(kind):
+def test_transposed_columns_may_begin_within_a_block(kind):
     values = np.random.default_rng(0).standard_normal((64, 160)).astype(np.float32)
     packed = quantize(values, type_of(kind))
     want = dequantize(packed, type_of(kind)).T

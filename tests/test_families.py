@@ -1,6 +1,6 @@
 """Every family that `convert` takes: logits of a random checkpoint against transformers'.
 
-Bamboo is unknown to transformers: its oracle is a Mistral whose MLP the test replaces."""
+transformers lacks Bamboo: its oracle is a Mistral whose MLP the test replaces."""
 
 import dataclasses
 from pathlib import Path
@@ -81,7 +81,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Folder of a case's checkpoint, made when it is first asked for."""
+    """A function that returns the folder of a case's checkpoint, made on first use."""
     made: dict[str, Path] = {}
 
     def get(case: str) -> Path:
@@ -105,7 +105,7 @@ def converted(folder: Path, output: Path, **options) -> Path:
 
 
 def decoded(engine: Engine, ids: list[int]) -> torch.Tensor:
-    """Logits after the last of `ids`, which are taken one at a time after a prefill of two."""
+    """Logits after the last of `ids`, which are decoded one at a time after a prefill of two."""
     with torch.inference_mode():
         engine._live.forward(torch.tensor(ids[:2]), 0)
         for position, token in enumerate(ids[2:], start=2):
@@ -115,7 +115,8 @@ def decoded(engine: Engine, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(checkpoints, tmp_path, case):
-    """In every mode, for a prompt and token by token; f16 and bf16 to their rounding."""
+    """In f32, in modes dense and exact, for a prompt and token by token; f16 and bf16 to their
+    rounding, dense."""
     folder = checkpoints(case)
     want = transformers_logits(folder)
     path = converted(folder, tmp_path / "f32.gguf", outtype="f32")
@@ -132,7 +133,7 @@ def test_logits_equal_those_of_transformers(checkpoints, tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
-    """Every order of blocks, to the bit."""
+    """Bit for bit, for every order of blocks."""
     path = converted(checkpoints(case), tmp_path / "q8_0.gguf", outtype="q8_0")
     with Engine.load(path, mode="exact") as engine:
         assert engine.not_native is None
@@ -164,7 +165,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
         ("opt", "llama.cpp has no opt graph"),
     ],
 )
-def test_what_llama_cpp_would_run_wrongly_is_refused_in_the_stock_layout(
+def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
     checkpoints, tmp_path, case, words
 ):
     with pytest.raises(SparkinferError, match=words):
@@ -272,7 +273,7 @@ def test_old_falcon_keys_and_short_names(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("case", ["llama-biases", "opt", "falcon-40b", "qwen3-biases-tied"])
 @pytest.mark.parametrize("outtype", ["f32", "q8_0"])
-def test_a_plan_gives_the_logits_of_the_whole(checkpoints, tmp_path, case, outtype):
+def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case, outtype):
     """Half of the neurons hot, biases divided with them, and the bytes as the plan says."""
     from test_runtime import make_split
 
@@ -304,7 +305,7 @@ def test_a_plan_gives_the_logits_of_the_whole(checkpoints, tmp_path, case, outty
     assert whole["attention"] + whole["neurons"] == in_layers
 
 
-def test_a_file_with_a_part_of_its_biases_is_refused(checkpoints, tmp_path):
+def test_a_file_that_lacks_some_biases_is_refused(checkpoints, tmp_path):
     model = ModelFile.load(converted(checkpoints("opt"), tmp_path / "m.gguf"))
     tensors = {name: e for name, e in model.tensors.items() if name != "blk.1.ffn_up.bias"}
     with pytest.raises(SparkinferError, match="ffn_up.bias is in layer 0 or in layer 1"):

@@ -58,7 +58,7 @@ NAMES = ["bundled", "few words", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_tokens_and_the_same_text(tmp_path, name):
+def test_a_rebuilt_tokenizer_gives_the_same_tokens_and_text(tmp_path, name):
     folder = folder_of(name, tmp_path / "c")
     source = Tokenizer.from_file(str(folder / "tokenizer.json"))
     rebuilt = ggml_tokenizer(WHERE, keys_of(folder))
@@ -89,8 +89,9 @@ def test_a_stream_gives_the_text_piece_by_piece(tmp_path, name):
             assert before.rstrip("\ufffd") + rest == whole.rstrip("\ufffd") or "\ufffd" in before
 
 
-def test_a_stream_of_anything_does_not_fail(tmp_path):
-    """Bytes that are not UTF-8, where tokenizers' own stream raises; what follows them is whole."""
+def test_a_stream_of_arbitrary_tokens_does_not_fail(tmp_path):
+    """Also of bytes that are not UTF-8, on which the stream of tokenizers raises; the text after
+    them is whole."""
     codec = TextCodec(
         ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c"))), None, frozenset()
     )
@@ -117,8 +118,8 @@ class CountingTokenizer:
         return self.tokenizer.decode(ids)
 
 
-def test_tokens_without_text_cost_no_more_the_more_there_are(tmp_path):
-    """Special tokens, and bytes that make no character; what follows them is whole."""
+def test_the_cost_of_many_tokens_without_text_is_linear(tmp_path):
+    """Special tokens, and bytes that make no character; the text after them is whole."""
     tokenizer = ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c")))
     byte, fox = 3, tokenizer.encode("fox", add_special_tokens=False).ids
     for silent in (1, byte + 0xFF):
@@ -146,7 +147,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skips: bool) -> list[str | No
 @pytest.mark.parametrize(
     "name, wrong", [("qwen2", "gpt-2"), ("gpt-2", "smollm"), ("llama-bpe", "qwen2")]
 )
-def test_the_comparison_sees_another_pre_tokenizer(tmp_path, name, wrong):
+def test_the_comparison_finds_another_pre_tokenizer(tmp_path, name, wrong):
     folder = folder_of(name, tmp_path / "c")
     source = Tokenizer.from_file(str(folder / "tokenizer.json"))
     other = ggml_tokenizer(WHERE, keys_of(folder, pre=wrong))
@@ -172,7 +173,7 @@ def test_scores_join_as_sentencepiece_does(tmp_path):
     assert any(rebuilt.encode(li).ids != merge_by_score(li, tokens, worse) for li in lines)
 
 
-def test_equal_scores_are_refused_only_where_they_leave_something_open():
+def test_equal_scores_are_refused_only_where_they_are_ambiguous():
     letters = dict.fromkeys("abcd", -9.0)
     assert merges_of_scores(WHERE, {**letters, "ab": -1.0, "cd": -1.0}) == [("a", "b"), ("c", "d")]
     assert merges_of_scores(WHERE, {**letters, "aaa": -2.0, "aa": -1.0}) == [
@@ -184,7 +185,7 @@ def test_equal_scores_are_refused_only_where_they_leave_something_open():
         merges_of_scores(WHERE, {**letters, "xa": -1.0})
 
 
-def test_what_begins_and_ends_a_text(tmp_path):
+def test_the_begin_and_end_tokens_of_a_text(tmp_path):
     folder = folder_of("gpt-2", tmp_path / "c")
 
     def ids(text: str, **changes: object) -> list[int]:
@@ -220,7 +221,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("name, changes, words", REFUSALS)
-def test_what_is_not_understood_is_refused(tmp_path, name, changes, words):
+def test_unsupported_keys_are_refused(tmp_path, name, changes, words):
     keys = keys_of(folder_of(name, tmp_path / "c"), **changes)
     with pytest.raises(SparkinferError) as caught:
         ggml_tokenizer(WHERE, keys)

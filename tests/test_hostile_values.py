@@ -44,9 +44,9 @@ def copied(source: Path, tmp_path: Path, name: str, **values: object) -> Path:
 
 
 def refusal_of(call, *arguments, **options) -> str:
-    with pytest.raises(SparkinferError) as told:
+    with pytest.raises(SparkinferError) as caught:
         call(*arguments, **options)
-    line = str(told.value)
+    line = str(caught.value)
     assert "\n" not in line and len(line) < 600
     return line
 
@@ -97,10 +97,10 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_where_a_file_has_it(silu, tm
 def test_a_panic_of_the_library_is_a_refusal(capfd):
     text = (FOUND / "tokenizer" / "panic-on-prefix.refused").read_text()
     assert "out of range" in refusal_of(read_tokenizer, "there", text)
-    assert "panicked" in capfd.readouterr().err, "else the input is another refusal"
+    assert "panicked" in capfd.readouterr().err, "otherwise the input is refused for another reason"
 
 
-def test_interrupting_a_reading_is_no_refusal(monkeypatch):
+def test_an_interrupt_while_reading_is_not_a_refusal(monkeypatch):
     def stop(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -113,7 +113,7 @@ def test_interrupting_a_reading_is_no_refusal(monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])
-def test_a_special_token_that_is_none_is_refused(silu, tmp_path, key):
+def test_a_special_token_that_is_not_an_id_is_refused(silu, tmp_path, key):
     for number, wrong in enumerate((-1, [0, "x"], "x", 1.5, True, {}, "x" * 100_000)):
         folder = copied(silu, tmp_path / str(number), "config.json", **{key: wrong})
         line = refusal_of(convert, ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
@@ -121,7 +121,7 @@ def test_a_special_token_that_is_none_is_refused(silu, tmp_path, key):
 
 
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])
-def test_a_special_token_that_the_model_has_not_is_told(silu, tmp_path, key):
+def test_a_special_token_that_the_model_lacks_is_noted(silu, tmp_path, key):
     folder = copied(silu, tmp_path, "config.json", **{key: 99_999})
     report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
     assert any(
@@ -186,7 +186,7 @@ def test_names_of_keys_are_shown_short_too():
 # ------------------------------------------------------------------ counts and plans
 
 
-def test_counts_that_overflow_are_no_profile():
+def test_counts_that_overflow_are_refused():
     """The bins of one row, each below 2^63, sum to the right number modulo 2^64."""
     profile = make_profile(make_model())
     histogram_LB = profile.gate_histogram_LB.copy()
@@ -217,7 +217,7 @@ def test_a_plan_for_more_context_than_the_model_has_is_refused():
     plan.check_against(model, Path("p.gguf"))
 
 
-def test_a_plan_of_no_layers_is_refused():
+def test_a_plan_without_layers_is_refused():
     plan = make_split(make_model(), [[1, 2]] * 2)
     none = dataclasses.replace(plan, hot=(), dense_on_gpu=())
     assert "0 layers" in refusal_of(none.validate)

@@ -49,7 +49,7 @@ def refused(path, capsys):
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_the_kind_is_told_by_content(tmp_path, capsys, index):
+def test_the_kind_is_detected_from_content(tmp_path, capsys, index):
     path, _ = one_of_each(tmp_path)[index]
     odd = tmp_path / "file.txt"
     shutil.copy(path, odd)
@@ -128,7 +128,7 @@ def test_tensors_of_one_layer_or_of_all(tmp_path, capsys):
         ("blk.2.ssm_in.weight", "other"),
     ],
 )
-def test_parts(name, part):
+def test_the_part_that_a_tensor_belongs_to(name, part):
     assert part_of(name) == part
 
 
@@ -216,7 +216,7 @@ def test_a_machine_shows_everything(tmp_path, capsys):
 # ---- what the runtime refuses --------------------------------------------------------------
 
 
-def test_an_architecture_that_is_not_run_is_inspected_with_the_reason(tmp_path, capsys):
+def test_an_unsupported_architecture_is_inspected_with_the_reason(tmp_path, capsys):
     keys = {
         "mamba.block_count": np.uint32(1),
         "mamba.big": np.uint64(2**40),
@@ -245,7 +245,7 @@ def test_stdout_that_takes_only_ascii(tmp_path):
     assert b"\\u0120 \\xfcn\\xef" in done.stdout
 
 
-def test_block_types_that_are_not_run_are_inspected_with_the_reason(tmp_path, capsys):
+def test_unsupported_block_types_are_inspected_with_the_reason(tmp_path, capsys):
     """A q2_K block of 256 values has 84 bytes."""
     model = make_model(shape=make_shape(num_layers=1, width=256, num_neurons=32))
     data = np.zeros((32, 84), np.uint8)
@@ -280,7 +280,7 @@ def test_a_powerinfer_file_is_inspected(tmp_path, capsys):
 
 @pytest.mark.parametrize("index", range(5))
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_one_line(tmp_path, capsys, index, share):
+def test_a_truncated_file_gives_one_line(tmp_path, capsys, index, share):
     path, _ = one_of_each(tmp_path)[index]
     content = path.read_bytes()
     path.write_bytes(content[: min(int(share * len(content)), len(content) - 40)])
@@ -311,7 +311,7 @@ SAFETENSORS = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
         (struct.pack("<Q", 22) + b'{"__metadata__": null}', "of format None"),
     ],
 )
-def test_what_is_of_no_known_kind_is_one_line(tmp_path, capsys, content, said):
+def test_a_file_of_no_known_kind_gives_one_line(tmp_path, capsys, content, said):
     (tmp_path / "x").write_bytes(content)
     assert said in refused(tmp_path / "x", capsys)
 

@@ -48,14 +48,14 @@ def test_a_limit_silences_its_share_of_the_sample() -> None:
         assert abs((value_TN <= limit_N).mean() - share) < 2e-3
 
 
-def test_a_value_that_meets_no_weights_is_always_silent() -> None:
+def test_the_limit_of_values_with_zero_weights_is_finite() -> None:
     rank = ranks(np.random.default_rng(1), 8, 6)
     none = Ranks(rank_TN=rank.rank_TN * 0, factor_N=rank.factor_N * 0)
     limit_N = none.limit_N(0.5)
     assert limit_N is not None and np.isfinite(limit_N).all()
 
 
-def test_lost_energies_are_those_of_a_loop_in_f64() -> None:
+def test_lost_energies_equal_those_of_a_loop_in_f64() -> None:
     layer = scores(np.random.default_rng(2))
     lost_A = layer.inputs["qkv"].lost_A()
     rank_TN = layer.inputs["qkv"].rank_TN.double().numpy()
@@ -103,7 +103,7 @@ def with_prices(seed: int) -> Allocation:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_other_choice_that_saves_as_much_loses_less(seed: int) -> None:
-    """Against every combination of two layers, for the rule with one share a layer."""
+    """Against every combination of two layers, for the rule with one share per layer."""
     allocation = with_prices(seed)
     lost_LA = np.stack([np.diag(a) for a in allocation.neurons_LAA])
     lost_LA = lost_LA * allocation.neurons_price_L[:, None]
@@ -120,7 +120,7 @@ def test_no_other_choice_that_saves_as_much_loses_less(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_uses_its_own_kinds_alone_and_saves_what_it_says(rule: str) -> None:
+def test_a_rule_uses_only_its_own_kinds_and_saves_what_it_states(rule: str) -> None:
     allocation, bytes_of = with_prices(7), sizes()
     choice = allocation.best(rule, 0.1)
     assert choice is not None
@@ -161,7 +161,7 @@ def test_sensitivities_make_the_sum_equal_the_probes() -> None:
 # ---- what is compared ---------------------------------------------------------------------------
 
 
-def test_closeness_is_that_of_f64() -> None:
+def test_closeness_equals_that_of_f64() -> None:
     torch.manual_seed(0)
     sums, kl, loss, dense_loss, same, count = [], 0.0, 0.0, 0.0, 0, 0
     for length in (5, 300, 17):
@@ -183,7 +183,7 @@ def test_closeness_is_that_of_f64() -> None:
     assert (found.same_top, found.num_tokens) == (same / count, count)
 
 
-def test_the_interval_holds_nineteen_times_of_twenty() -> None:
+def test_the_interval_contains_the_truth_in_19_of_20_cases() -> None:
     """Windows drawn from a known distribution."""
     rng, held = np.random.default_rng(0), 0
     for _ in range(400):
@@ -248,7 +248,7 @@ def test_the_front_has_what_nothing_beats() -> None:
     assert [p.is_on_front for p in with_front(points)] == [True, False, True, True]
 
 
-def test_seconds_follow_the_bytes_between_what_was_timed() -> None:
+def test_seconds_are_interpolated_by_bytes_between_timed_points() -> None:
     points = [
         point("q8_0", "dense", 0, 100, 0), point("q8_0", "mixed", 0.16, 80, 0),
         point("q8_0", "hidden", 0.08, 90, 0), point("f16", "dense", 0, 200, 0),
@@ -260,7 +260,7 @@ def test_seconds_follow_the_bytes_between_what_was_timed() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "loss"), [(100, 0.01), (4096, -1.0), (4096, math.nan)])
-def test_what_cannot_be_measured_is_refused(tokens: int, loss: float) -> None:
+def test_impossible_options_of_advise_are_refused(tokens: int, loss: float) -> None:
     from sparkinfer.profile.advise import AdviseConfig
 
     with pytest.raises(SparkinferError, match="wanted"):

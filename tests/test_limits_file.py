@@ -49,7 +49,7 @@ def limits_of(fields=tuple(PLACES), *, scale=0.3, layers=2, seed=0) -> Limits:
     return Limits(model_id=None, layers=own)
 
 
-def test_a_file_gives_back_what_was_saved(tmp_path):
+def test_a_file_round_trips(tmp_path):
     whole = limits_of()
     some = dataclasses.replace(
         whole, model_id="m", layers=(LayerLimits(), LayerLimits(qkv_D=whole.layers[0].qkv_D))
@@ -149,7 +149,7 @@ def test_matrices_with_one_input_are_transposed_together():
         dataclasses.replace(model, tensors=tensors).validate()
 
 
-def test_a_model_gives_its_limits():
+def test_a_model_returns_its_limits():
     limits = limits_of()
     model = model_of().with_limits(limits, "here")
     assert model.has_limits and not model_of().has_limits
@@ -166,7 +166,8 @@ def saved(model: ModelFile, tmp_path, name="base.gguf"):
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 def test_convert_writes_limits_and_transposes(tmp_path, kind):
-    """Values are those of the source, rounded along the outputs; a second time takes them back."""
+    """Values are those of the source, rounded along the outputs; converting again with fewer limits
+    turns the other matrices back."""
     base, limits = saved(model_of(), tmp_path), limits_of()
     limits.save(tmp_path / "l.safetensors")
     config = ConvertConfig(
@@ -207,7 +208,7 @@ def test_convert_writes_limits_and_transposes(tmp_path, kind):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_checkpoint_brings_its_own_limits(tmp_path, family):
+def test_a_checkpoint_with_its_own_limits_is_converted(tmp_path, family):
     """Without gates, with one matrix for query, key and value, with permuted rows and biases."""
     folder = random_model(tmp_path / "checkpoint", CONFIGS[family])
     base = convert(ConvertConfig(source=folder, output=tmp_path / "base.gguf", outtype="f32"))
@@ -271,7 +272,7 @@ def test_a_file_with_limits_can_be_inspected(tmp_path):
     assert shown["blk.0.ffn_input.limit"] == shown["blk.0.ffn_gate_t.weight"] == "ffn"
 
 
-def test_a_prompt_is_of_the_limits_that_it_was_computed_with(tmp_path: Path) -> None:
+def test_the_key_of_a_saved_prompt_covers_its_limits(tmp_path: Path) -> None:
     from sparkinfer.runtime.generate.prompt_cache import weights_digest
 
     model = make_model(path=tmp_path / "m.gguf", activation="silu")
@@ -286,7 +287,7 @@ def test_a_prompt_is_of_the_limits_that_it_was_computed_with(tmp_path: Path) -> 
     assert len(digests) == 3
 
 
-def test_trained_limits_and_what_they_cost_travel_with_the_file(tmp_path: Path) -> None:
+def test_a_model_file_keeps_trained_limits_and_their_cost(tmp_path: Path) -> None:
     from sparkinfer.mode_choice import choose_mode
     from sparkinfer.mode_quality import ModeQuality
 

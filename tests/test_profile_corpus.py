@@ -1,4 +1,4 @@
-"""Reading corpora, drawing places, and refusals. Oracle: the files' own text."""
+"""Reading corpora, sampling from them, and refusals. Oracle: the files' own text."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def test_the_blocks_of_a_text_are_the_text(tmp_path, words, size):
     assert max([len(block.encode()) for block in blocks], default=0) <= 2 * BLOCK_BYTES
 
 
-def test_stretches_are_each_text_once_over_all_turns():
+def test_stretches_cover_each_text_once_over_all_turns():
     texts = ["short", "x" * 30_000 + "y" * 30_000, "tail"]
     found = [s for turn in range(8) for s in stretches(texts, turn, shift=3)]
     assert sum(s.count("x") for s in found) == sum(s.count("y") for s in found) == 30_000
@@ -239,7 +239,7 @@ def awkward_values(shape, seed=0):
 
 @pytest.mark.parametrize("num_neurons", [1, 15, 16, 17, 700])
 @pytest.mark.parametrize("threshold, is_magnitude", [(0.0, False), (0.01, False), (0.3, True)])
-def test_counts_and_bins_are_those_of_their_definition(num_neurons, threshold, is_magnitude):
+def test_counts_and_bins_match_their_definition(num_neurons, threshold, is_magnitude):
     value_TF = awkward_values((33, num_neurons))
     value = value_TF.numpy()
     fires = (np.abs(value) if is_magnitude else value) > np.float32(threshold)

@@ -72,7 +72,7 @@ def test_the_arrangement_suits_the_mode(model, mode):
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-def test_mapped_and_resident_weights_give_the_same(model, tmp_path, mode):
+def test_mapped_and_resident_weights_give_the_same_logits(model, tmp_path, mode):
     with Engine.load(model) as engine:
         split = make_split(engine.model, PATTERNS["random"])
     split.save(tmp_path / "s.gguf")
@@ -87,7 +87,7 @@ def test_mapped_and_resident_weights_give_the_same(model, tmp_path, mode):
             assert mapped.traffic.total == pytest.approx(copied.traffic.total, rel=1e-2)
 
 
-def test_types_that_differ_lie_apart(tmp_path):
+def test_matrices_of_different_types_are_not_interleaved(tmp_path):
     model = make_model(shape=make_shape(width=256, num_neurons=64), kind="q8_0")
     other = make_model(shape=make_shape(width=256, num_neurons=64), kind="f32")
     home = Residence()
@@ -111,7 +111,7 @@ def test_memory_grows_by_segments(monkeypatch):
     assert home.num_bytes == sum(entry.num_bytes for entry in entries)
 
 
-def test_a_limit_on_addresses_is_told_in_one_line(monkeypatch):
+def test_a_limit_on_address_space_gives_one_line(monkeypatch):
     def refuses(*arguments):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -181,7 +181,7 @@ def entries_of(kind="f32"):
 
 
 @pytest.mark.parametrize("segment_bytes", [10_000, 1 << 20])
-def test_all_that_is_used_is_pinned_until_it_is_given_back(monkeypatch, segment_bytes):
+def test_used_memory_is_pinned_until_it_is_released(monkeypatch, segment_bytes):
     monkeypatch.setattr(resident, "SEGMENT_BYTES", segment_bytes)
     cuda = Cuda(most=1 << 30)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
@@ -256,7 +256,7 @@ def test_a_container_has_what_its_limits_leave(tmp_path, lines, files, left):
     assert sorted(system_memory._left_by_groups(tmp_path)) == left
 
 
-def test_the_least_of_all_limits_counts(tmp_path, monkeypatch):
+def test_the_smallest_limit_counts(tmp_path, monkeypatch):
     assert system_memory._left_by_groups(tmp_path) == []
     everything = system_memory.free_memory_bytes()
     cgroups(tmp_path, "0::/a/b\n", VERSION_2)

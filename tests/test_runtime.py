@@ -29,7 +29,7 @@ def saved(tmp_path, **options):
 def make_split(
     model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None
 ):
-    """`dense_on_gpu` is of all layers or of each; `home` names the GPU of each layer and the head."""
+    """`dense_on_gpu` is one value or one per layer; `home` is the GPU of each layer and the head."""
     num_layers = model.shape.num_layers
     is_one = isinstance(dense_on_gpu, bool)
     dense = (dense_on_gpu,) * num_layers if is_one else tuple(map(bool, dense_on_gpu))
@@ -141,7 +141,7 @@ def test_any_division_of_the_neurons_gives_the_same_logits(tmp_path, pattern, ki
     with Engine.load(model.path, mode=mode, context_length=32) as engine:
         want, want_last = engine.logits(IDS), decoded(engine, IDS)
     with Engine.load(model.path, split=tmp_path / "m.split.gguf", mode=mode) as engine:
-        # A sum in another order may fall to the other side in the f16 KV cache of q8_0.
+        # For q8_0, a sum in another order may round differently in the f16 KV cache.
         bound = F32_BOUND if kind == "f32" else torch.finfo(torch.float16).eps
         assert rel_error(engine.logits(IDS), want) < bound
         assert rel_error(decoded(engine, IDS), want_last) < bound
@@ -200,8 +200,8 @@ def test_layer_ahead_predictors_take_the_input_of_the_layer_before(tmp_path):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("hot", [None, PATTERNS["random"]])
-def test_it_touches_the_bytes_it_claims_and_no_others(tmp_path, mode, hot):
-    """Rows that a decode step does not claim are poisoned with NaN: nothing may change."""
+def test_a_step_reads_the_bytes_that_it_counts_and_no_others(tmp_path, mode, hot):
+    """NaN in the rows that a decode step does not count changes nothing."""
     model = saved(tmp_path, predictor_rank=8)
     split = None
     if hot is not None:
@@ -237,12 +237,12 @@ def test_it_touches_the_bytes_it_claims_and_no_others(tmp_path, mode, hot):
                 for matrix in (block.up.weight, block.down):
                     matrix.data[rows[~opened[layer.ffn.layer][ids]]] = torch.nan
         assert torch.equal(engine._step(IDS[1], 1), want)
-        block.up.weight.data.fill_(torch.nan)  # and the poison is one
+        block.up.weight.data.fill_(torch.nan)  # and NaN in a row that is read shows
         assert engine._step(IDS[1], 1).isnan().any()
 
 
 def test_a_long_prompt_equals_one_token_at_a_time(tmp_path):
-    """Longer than a prefill chunk and no multiple of it."""
+    """Longer than a prefill chunk, and not a multiple of it."""
     shape = make_shape(context_length=300)
     model = saved(tmp_path, shape=shape)
     ids = np.random.default_rng(0).integers(0, 50, 281).tolist()
@@ -306,7 +306,7 @@ def test_the_cache_has_one_user_at_a_time(tmp_path, codec_model):
             next(tokens)
 
 
-def test_observers_come_and_go(tmp_path):
+def test_observers_are_called_only_while_they_are_attached(tmp_path):
     model = saved(tmp_path)
     names = []
     with Engine.load(model.path) as engine:
@@ -352,7 +352,7 @@ def test_close_frees_the_weights(tmp_path):
         ({"context_length": 33}, "the model has up to 32"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(tmp_path, options, message):
+def test_wrong_options_of_load_are_refused(tmp_path, options, message):
     model = saved(tmp_path)
     with pytest.raises(SparkinferError, match=message):
         Engine.load(model.path, **options)
@@ -406,7 +406,7 @@ def test_loaded_bytes_are_those_of_the_plan(tmp_path):
         assert engine.bytes_by_role["gpu"] == split.gpu_bytes
 
 
-def test_an_entry_knows_its_bytes():
+def test_the_bytes_of_a_tensor_entry():
     entry = TensorEntry(shape=(3, 64), kind="q8_0", read_rows=lambda a, b: np.zeros(0, np.uint8))
     assert (entry.row_bytes, entry.num_bytes) == (68, 204)
 

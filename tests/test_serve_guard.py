@@ -79,7 +79,7 @@ def basic(password):
      {"Authorization": "Basic %%%"}, {"Authorization": f"Bearer {KEY[:-1]}"},
      {"Authorization": "Bearer caf\u00e9"}],
 )  # fmt: skip
-def test_every_path_but_health_needs_the_key(method, path, headers):
+def test_every_path_except_health_needs_the_key(method, path, headers):
     status, _, content = ask(service_of(api_key=KEY), method, path, headers)
     if path == "/health":
         assert status == 503 and content == {"status": "loading model"}
@@ -91,7 +91,7 @@ def test_every_path_but_health_needs_the_key(method, path, headers):
     "headers", [{"Authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer {KEY}"},
                 {"X-Api-Key": KEY}, {"Authorization": basic(KEY)}],
 )  # fmt: skip
-def test_the_key_opens_every_path(headers):
+def test_the_key_is_accepted_on_every_path(headers):
     service = service_of(api_key=KEY)
     for method, path in PATHS:
         sent = {**headers, "Content-Type": "application/json"}
@@ -99,14 +99,14 @@ def test_the_key_opens_every_path(headers):
         assert status in (200, 400, 404, 503), (path, status)
 
 
-def test_a_browser_is_asked_for_the_key_of_the_page_alone():
+def test_only_the_page_makes_a_browser_ask_for_the_key():
     service = service_of(api_key=KEY)
     assert ask(service, "GET", "/")[1]["www-authenticate"].startswith("Basic")
     assert ask(service, "GET", "/v1/models")[1]["www-authenticate"] == "Bearer"
 
 
-def test_the_page_runs_its_own_script_alone():
-    """The policy names hashes, which are computed here once more."""
+def test_the_page_runs_only_its_own_script():
+    """The policy names hashes, which the test computes again."""
     _, headers, page = ask(service_of(), "GET", "/")
     policy = headers["content-security-policy"]
     assert policy == page_policy(page.decode()) and "unsafe" not in policy
@@ -119,7 +119,7 @@ def test_the_page_runs_its_own_script_alone():
      ("evil.example:8080", False), ("localhost.evil.example", False), ("", False),
      ("127.0.0.1.evil.example", False), ("my.name", True)],
 )  # fmt: skip
-def test_without_a_key_a_local_server_is_asked_by_its_address(host, is_ours):
+def test_a_local_server_without_a_key_accepts_only_its_own_host_names(host, is_ours):
     service = service_of(hosts=("my.name",))
     status, _, content = ask(service, "GET", "/health", {"host": host})
     assert (status, content.get("error", {}).get("code")) == (
@@ -133,7 +133,7 @@ ORIGIN = {"origin": "http://page.example"}
 PREFLIGHT = {**ORIGIN, "access-control-request-method": "POST"}
 
 
-def test_cors_is_off_unless_it_is_told():
+def test_cors_is_off_unless_the_origin_is_allowed():
     for origins in ((), ("http://other.example",)):
         service = service_of(origins=origins)
         _, headers, _ = ask(service, "GET", "/health", ORIGIN)
@@ -141,22 +141,22 @@ def test_cors_is_off_unless_it_is_told():
         assert ask(service, "OPTIONS", "/v1/completions", PREFLIGHT)[0] == 405
 
 
-@pytest.mark.parametrize("known, told", [("*", "*"), ("http://page.example",) * 2])
-def test_cors(known, told):
+@pytest.mark.parametrize("known, allowed", [("*", "*"), ("http://page.example",) * 2])
+def test_cors_for_allowed_origins(known, allowed):
     service = service_of(origins=(known,), api_key=KEY)
     status, headers, _ = ask(service, "OPTIONS", "/v1/completions", PREFLIGHT)
-    assert status == 204 and headers["access-control-allow-origin"] == told
+    assert status == 204 and headers["access-control-allow-origin"] == allowed
     assert "Authorization" in headers["access-control-allow-headers"]
     status, headers, _ = ask(service, "GET", "/v1/models", ORIGIN)
-    assert status == 401 and headers["access-control-allow-origin"] == told
+    assert status == 401 and headers["access-control-allow-origin"] == allowed
 
 
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
-def test_a_body_is_json_by_its_type(kind):
-    """Pages of other origins may send these without asking first."""
+def test_a_body_without_the_json_content_type_is_refused(kind):
+    """Pages of other origins may send these types without a preflight request."""
     headers = {"Content-Type": kind} if kind else {}
     status, _, content = ask(service_of(), "POST", "/v1/completions", headers, [b"{}"])
     assert status == 415
@@ -175,13 +175,13 @@ def test_a_long_body_is_refused(is_announced):
     assert ask(service, "POST", "/v1/completions", short, [b" " * 2000])[0] == 400
 
 
-def test_a_slow_body_is_cut():
+def test_a_slow_body_is_refused():
     service = service_of(read_s=0.1)
     status, _, content = ask(service, "POST", "/v1/completions", JSON, [b"{", None])
     assert status == 408 and content["error"]["code"] == "request_timeout"
 
 
-def test_while_loading_and_stopping():
+def test_requests_while_loading_and_stopping_are_refused():
     service = service_of()
     status, headers, content = ask(service, "GET", "/v1/models")
     assert status == 503 and "loaded" in content["error"]["message"] and headers["retry-after"]
@@ -191,7 +191,7 @@ def test_while_loading_and_stopping():
     assert status == 503 and "stopping" in content["error"]["message"] and headers["retry-after"]
 
 
-def test_errors_of_paths():
+def test_unknown_paths_and_wrong_methods_are_refused():
     service = service_of()
     status, _, content = ask(service, "GET", "/v1/nothing/../../etc/passwd")
     assert status == 404 and content["error"]["code"] == "not_found"
@@ -200,7 +200,7 @@ def test_errors_of_paths():
     assert headers["allow"] == "POST"
 
 
-def test_an_unexpected_error_ends_its_request_alone(monkeypatch, caplog):
+def test_an_unexpected_error_ends_only_its_own_request(monkeypatch, caplog):
     service = service_of()
     monkeypatch.setattr(service.metrics, "page", lambda: 1 / 0)
     with caplog.at_level(logging.ERROR):
@@ -225,7 +225,7 @@ def test_a_line_of_the_log_is_one_line():
     "fields", [{"parallel": 0}, {"port": 70000}, {"queue": -1}, {"max_tokens": 0}, {"api_key": ""},
                {"api_key": "a\nb"}, {"timeout_s": 0.0}, {"drain_s": float("nan")}, {"kept": -1}],
 )  # fmt: skip
-def test_a_config_that_cannot_be(fields):
+def test_impossible_configs_are_refused(fields):
     with pytest.raises(SparkinferError):
         service_of(**fields)
 
@@ -236,7 +236,7 @@ def test_the_key_is_not_shown():
 
 @pytest.fixture
 def listening():
-    """(port, connections) of a server with a limit of 0.3 s for heads, and of two connections."""
+    """The port of a server that allows 0.3 s for a head and two connections."""
     with served_by(app_of(service_of(read_s=0.3))) as port:
         yield port
 
@@ -273,7 +273,7 @@ def closed_after(port, pieces, wait=0.1):
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def test_slow_heads_are_cut(listening):
+def test_connections_with_slow_heads_are_closed(listening):
     began = time.monotonic()
     assert closed_after(listening, [HEAD]) == b""
     assert closed_after(listening, [HEAD, *[b"A: b\r\n"] * 30]) == b""
@@ -282,7 +282,7 @@ def test_slow_heads_are_cut(listening):
     assert b"loading" in closed_after(listening, [HEAD + b"Connection: close\r\n\r\n"])
 
 
-def test_the_second_head_of_a_connection_is_cut_too(listening):
+def test_the_time_for_the_second_head_of_a_connection_is_limited_too(listening):
     found = closed_after(listening, [HEAD + b"\r\n", HEAD])
     assert found.count(b"HTTP/1.1 503") == 1
 
@@ -295,7 +295,7 @@ def test_connections_are_bounded(listening):
         connection.close()
 
 
-def test_a_head_of_any_size_is_no_request(listening):
+def test_an_oversized_head_is_refused(listening):
     found = closed_after(listening, [b"GET /health HTTP/1.1\r\n" + b"A: " + b"b" * 200_000], wait=0)
     assert b"200" not in found[:20]
 
@@ -316,7 +316,7 @@ def test_a_client_that_sends_too_much_reads_why(is_announced):
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
 
-def test_what_is_dropped_is_bounded():
+def test_dropping_a_body_is_bounded_in_bytes_and_time():
     num_read = 0
 
     async def receive():
@@ -334,7 +334,7 @@ def test_what_is_dropped_is_bounded():
     assert 0.9 < time.monotonic() - began < 10
 
 
-def test_an_answer_that_is_not_taken_leaves_one_line_in_the_log(caplog):
+def test_an_answer_that_the_client_does_not_read_leaves_one_line_in_the_log(caplog):
     """The connection is cut, and uvicorn logs nothing about it."""
     lines = []
 

@@ -1,4 +1,4 @@
-"""Thresholds for SiLU models: read off histograms, searched for under a budget, put into place."""
+"""Thresholds for SiLU models: read off histograms, searched for under a budget, put into files."""
 
 import dataclasses
 import itertools
@@ -71,7 +71,7 @@ def test_the_share_below_is_the_one_asked_for():
 
 
 def additive(table_LK):
-    """Costs a layer that add up; counts its calls."""
+    """A measure whose cost is a sum over layers; it counts its calls."""
 
     def measure(sparsity_L):
         measure.calls += 1
@@ -129,7 +129,7 @@ def test_the_comparison_rejects_another_order():
     assert len(wrong) > 1 and not is_best(wrong, table_LK)
 
 
-def test_layers_that_cost_the_same_are_taken_from_the_first():
+def test_layers_of_equal_cost_are_taken_in_order():
     found = list(itertools.islice(greedy(additive(np.zeros((3, 20))), 3), 4))
     assert [a.steps_L for a in found] == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)]
 
@@ -205,7 +205,7 @@ def softmax(logits_TV):
 
 
 def by_layer(threshold_L):
-    """The reference asks once a layer, in order."""
+    """The reference asks once per layer, in order."""
     layers = iter(threshold_L)
     return lambda value: np.abs(value) <= next(layers)
 
@@ -283,7 +283,7 @@ def test_a_profile_with_a_budget_has_thresholds_for_it(made):
     assert json.dumps(dataclasses.asdict(report), default=str)
 
 
-def test_thresholds_beside_a_model_are_those_put_into_it(made, tmp_path):
+def test_thresholds_beside_a_model_equal_those_in_it(made, tmp_path):
     folder, _ = made
     convert(
         ConvertConfig(source=folder / "m.gguf", output=tmp_path / "m2", thresholds=folder / "p")
@@ -338,7 +338,7 @@ def test_wrong_thresholds_are_refused(made, tmp_path):
             engine.set_thresholds((0.1,) * (num_layers + 1))
 
 
-def test_relu_models_have_no_use_for_them(made, tmp_path):
+def test_thresholds_for_relu_models_are_refused(made, tmp_path):
     folder, _ = made
     checkpoint = random_llama(tmp_path / "hf", hidden_act="relu")
     convert(ConvertConfig(source=checkpoint, output=tmp_path / "m.gguf", outtype="f32"))
@@ -357,7 +357,7 @@ def test_relu_models_have_no_use_for_them(made, tmp_path):
 
 
 @pytest.mark.parametrize("budget", [0.0, -0.01, math.nan, math.inf])
-def test_a_budget_that_is_none_is_refused(tmp_path, budget):
+def test_an_impossible_perplexity_budget_is_refused(tmp_path, budget):
     with pytest.raises(SparkinferError, match="perplexity budget"):
         ProfileConfig(model=tmp_path, corpora=(tmp_path,), output=tmp_path / "p",
                       perplexity_budget=budget)  # fmt: skip

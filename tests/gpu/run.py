@@ -1,10 +1,10 @@
-"""Runs the tests that need a CUDA device, one process per file and several at a time, and prints a
-short table of results. Exits with 1 unless all of them ran and none failed.
+"""Runs the tests that need a CUDA device, and prints a short table of results.
 
     python tests/gpu/run.py [--output build/test-gpu] [--minutes 5] [--processes 4]
 
-Compiling kernels takes most of the time and one core, hence the processes. FOLDER/test-gpu.json and
-a log for each file are written as it goes, so that an interrupted run leaves its results."""
+Each file runs in its own process, several at a time, because compiling kernels takes most of the
+time and one core. Exits with 1 unless all tests ran and none failed. OUTPUT/test-gpu.json and a log
+for each file are written as it goes, so that an interrupted run leaves its results."""
 
 import argparse
 import json
@@ -205,8 +205,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
     parser.add_argument("--processes", type=int, default=processes)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try")
-    parser.add_argument("--only", help="files whose names hold this")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a trial run"
+    )
+    parser.add_argument("--only", help="only files whose names contain this")
     asked = parser.parse_args()
     packages = PACKAGES.split(",") if asked.device == "cuda" else ["torch", "sparkinfer"]
     missing = reason(packages, needs_kernels=True, needs_device=asked.device == "cuda")
