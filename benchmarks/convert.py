@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("rival", type=Path, help="path of convert_hf_to_gguf.py")
     default = Path(__file__).parent / "results" / f"convert-{slug(processor())}.json"
     parser.add_argument("--output", type=Path, default=default)
-    parser.add_argument("--work-dir", type=Path, help="where there are 8 GB of room")
+    parser.add_argument("--work-dir", type=Path, help="folder with 8 GB of free space")
     parser.add_argument("--outtypes", default="f16,q8_0,q4_0")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-layers", type=int, default=22)

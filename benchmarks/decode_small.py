@@ -1,5 +1,4 @@
-"""Benchmarks decode steps of the bundled model: against its byte limit, against plain torch, and
-beside torch.
+"""Benchmarks decode of the bundled model against its byte limit, plain torch, and busy torch threads.
 
     python benchmarks/decode_small.py MODEL.gguf
 

@@ -83,7 +83,7 @@ def _plant(
 def _gate(
     common_D: Tensor, shape: Shape, generator: torch.Generator
 ) -> tuple[Tensor, LayerPredictor]:
-    """Gates [F, D] and the predictor that knows everything of them but `rest`."""
+    """Gates [F, D], and the predictor that sees all of them except `rest`."""
     start_DR = torch.randn(shape.width, RANK, generator=generator)
     start_DR[:, 0] = common_D
     down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()

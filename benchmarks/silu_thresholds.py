@@ -71,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, nargs="?", default=default)
     results = ROOT / f"benchmarks/results/silu-thresholds-{slug(processor())}.json"
     parser.add_argument("--output", type=Path, default=results)
-    parser.add_argument("--tokens", type=int, default=32_768, help="of held-out text")
+    parser.add_argument("--tokens", type=int, default=32_768, help="tokens of held-out text")
     parser.add_argument("--histogram-tokens", type=int, default=16_384)
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""Damaged inputs end in one line, or are read as whole ones are; what contradicts itself, or does
-not belong together, ends in one line. See fuzz.py, fuzz_readers, fuzz_meaning and fuzz_pairs;
-fuzz_long.py runs for hours."""
+"""Damaged inputs are refused in one line or read like whole ones; inputs that contradict themselves,
+or do not belong together, are refused in one line. See fuzz.py, fuzz_readers, fuzz_meaning and
+fuzz_pairs; fuzz_long.py runs for hours."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ from fuzz_odd import ODDS
 from fuzz_pairs import PAIRS, cases_of, must_refuse
 from fuzz_readers import KINDS, TARGETS
 
-# Two processes of about the same length, by kinds of which most damages must be noticed, and others.
+# For two processes of about the same length: kinds of which most damages must be noticed, and others.
 # fuzz_long.py has other cases, and hours of them.
 MANY = (
     {"safetensors": 225, "gguf": 225, "ours": 75, "index": 50, "profile": 50, "plan": 30},
@@ -77,7 +77,7 @@ def test_odd_content_is_refused_or_harmless(inputs, tmp_path):
 
 def test_every_kind_is_tested(inputs):
     assert {kind for part in (*MANY, *FEW) for kind in part} == {*KINDS, "found"}
-    assert FOUND, "what was found once is read again"
+    assert FOUND, "there are no cases that were found before"
     assert all((inputs / kind / target).is_file() for kind, target in TARGETS.items())
 
 
@@ -88,7 +88,7 @@ def test_wrong_content_is_refused(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("kind", MEANINGS)
-def test_the_content_is_what_is_wrong(inputs, tmp_path, monkeypatch, kind):
+def test_only_the_change_makes_content_wrong(inputs, tmp_path, monkeypatch, kind):
     """Rewritten without a change, it is accepted: by the same path, and reported as a failure."""
     meaning = MEANINGS[kind]
     same = Meaning(kind=meaning.kind, changes={"none": lambda *content: None}, seal=meaning.seal)
@@ -122,7 +122,7 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
     assert all(words[kind] in text for (kind, _), text in wrong.items()), wrong
 
 
-def test_inputs_that_are_whole_are_done(inputs, tmp_path, monkeypatch):
+def test_undamaged_inputs_are_accepted(inputs, tmp_path, monkeypatch):
     """Nothing but the damage causes a case's refusal."""
     monkeypatch.setattr(fuzz, "mutated", lambda raw, spots, rng: raw)
     monkeypatch.setattr(fuzz, "another_value", lambda raw, rng: raw)
@@ -146,15 +146,15 @@ def test_a_case_is_the_same_every_time_and_unlike_others(inputs, kind):
     assert len({*cases[0]} - {raw}) > 30
 
 
-def test_another_outcome_than_that_of_its_name_is_told(inputs, tmp_path, monkeypatch):
+def test_a_found_case_with_another_outcome_is_reported(inputs, tmp_path, monkeypatch):
     whole = tmp_path / "machine" / "whole.refused"
     whole.parent.mkdir()
     whole.write_bytes((inputs / "machine" / TARGETS["machine"]).read_bytes())
     again = whole.with_suffix(".done")
     again.write_bytes(whole.read_bytes())
     monkeypatch.setattr(fuzz, "FOUND", [whole, again])
-    told = [fuzz.replay(inputs, "found", number, tmp_path) for number in range(2)]
-    assert told == ["done where it must be refused: whole.refused", "done"]
+    outcomes = [fuzz.replay(inputs, "found", number, tmp_path) for number in range(2)]
+    assert outcomes == ["done where it must be refused: whole.refused", "done"]
 
 
 def test_counts_are_printed_by_kind(capsys):

@@ -69,13 +69,13 @@ def is_equation(line):
         ('root ::= (("a")? "b"*)? # no end of line', ["", "a", "abb", "b"], ["ba"]),
     ],
 )  # fmt: skip
-def test_gbnf_means_what_it_means_to_llama_cpp(grammar, right, wrong):
+def test_gbnf_is_read_as_by_llama_cpp(grammar, right, wrong):
     constraint = gbnf_constraint(grammar, tiny_codec())
     assert all(takes(constraint, text) for text in right)
     assert not any(takes(constraint, text) for text in wrong)
 
 
-def test_a_grammar_as_a_regex_and_in_single_characters_are_the_same():
+def test_a_grammar_gives_the_same_masks_as_a_regex_and_as_lark():
     rules = gbnf_parser.parse(CHESS_GBNF)
     regex = gbnf.as_regex(rules)
     assert regex is not None and gbnf.as_regex(gbnf_parser.parse(JSON_GBNF)) is None
@@ -92,7 +92,7 @@ def test_a_grammar_as_a_regex_and_in_single_characters_are_the_same():
 
 
 def ends_of(rules, node, text, start, known):
-    """Where a node that starts at `start` may end: by trying everything, to a fixed point."""
+    """Where a node that starts at `start` may end: by brute force, to a fixed point."""
     if isinstance(node, gbnf_parser.Character):
         is_in = start < len(text) and any(a <= ord(text[start]) <= b for a, b in node.ranges)
         return {start + 1} if is_in else set()
@@ -143,8 +143,8 @@ def random_gbnf(rng):
     return f"root ::= {root}\nx ::= {expression(0)}\ny ::= {expression(0)}\n"
 
 
-def test_random_grammars_have_the_texts_that_trying_everything_finds():
-    """Also those with terminals of several characters, of which there have to be some."""
+def test_random_grammars_accept_the_texts_that_brute_force_finds():
+    """Some of the grammars have terminals of several characters."""
     rng, num_grammars, num_with_lexemes, num_texts = random.Random(0), 0, 0, 0
     texts = ["".join(signs) for length in range(5) for signs in product("ab(", repeat=length)]
     while num_grammars < 60:
@@ -164,7 +164,7 @@ def test_random_grammars_have_the_texts_that_trying_everything_finds():
     assert num_with_lexemes >= 20 and num_texts >= 60, (num_with_lexemes, num_texts)
 
 
-def test_characters_without_others_by_brute_force():
+def test_differences_of_character_ranges_by_brute_force():
     draw = random.Random(5)
     for _ in range(300):
         taken = [(a, a + draw.randrange(4)) for a in draw.choices(range(40), k=draw.randrange(8))]

@@ -1,5 +1,5 @@
-"""The neuron cache over a GPU and the CPU, with the CPU in both roles: every step has the bits of a
-static step with the same neurons in the same slots, in any order that the streams allow."""
+"""The neuron cache over a GPU and the CPU, with the CPU in both roles: every step equals, bit for
+bit, a static step with the same neurons in the same slots, in any order that the streams allow."""
 
 import dataclasses
 
@@ -115,7 +115,7 @@ def weights_of(model, split, mode, resident):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_step_has_the_bits_of_a_static_one(tmp_path, plan, mode):
+def test_every_step_equals_a_static_one_bit_for_bit(tmp_path, plan, mode):
     cached = Cached.of(tmp_path, plan, mode)
     for position, token in enumerate(IDS):
         static, _ = cached.static()
@@ -141,7 +141,7 @@ def test_every_type_of_rows(tmp_path, kind, mode):
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
-def test_it_agrees_with_the_undivided_model(tmp_path, mode):
+def test_a_step_agrees_with_the_undivided_model(tmp_path, mode):
     cached = Cached.of(tmp_path, mode=mode)
     cached.model.save(cached.model.path)
     with Engine.load(cached.model.path, mode=mode) as whole:
@@ -209,7 +209,7 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan, mod
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
-def test_no_event_could_be_left_out(tmp_path, mode):
+def test_every_event_is_needed(tmp_path, mode):
     plan = ([SOME, SOME], [1, 0], True, None)
     shape = make_shape(num_layers=2, num_neurons=F)
 
@@ -245,7 +245,7 @@ def test_copies_run_beside_a_step(tmp_path):
     assert sum(o.name == "host" for o in device.log) == 1 + L  # one gather, and the cold neurons
 
 
-def test_another_step_takes_over_what_one_has_begun(tmp_path):
+def test_a_new_step_takes_over_what_the_old_one_began(tmp_path):
     """This happens after new thresholds: the new step takes tables, slots and unfinished copies."""
     cached = Cached.of(tmp_path, mode="exact")
     for position, token in enumerate(IDS[:4]):
@@ -262,7 +262,7 @@ def test_another_step_takes_over_what_one_has_begun(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q6_k"])
-def test_rows_as_in_a_file_become_a_gpus_planes(tmp_path, kind):
+def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
     """Cold rows in the CPU's layout, hot ones in the GPU's, moved by Triton's kernels."""
     width = 256 if kind == "q6_k" else 64
     shape = make_shape(num_layers=1, num_neurons=24, width=width, vocab_size=20)
@@ -308,7 +308,7 @@ def test_rows_as_in_a_file_become_a_gpus_planes(tmp_path, kind):
 
 
 @pytest.mark.parametrize("wrong", ["scatter", "ids", "cold"])
-def test_the_comparison_sees_what_does_not_move(tmp_path, wrong):
+def test_the_comparison_finds_what_is_not_moved(tmp_path, wrong):
     backend = plain_backend(reference_kernels())
     if wrong == "scatter":
         kernels = dataclasses.replace(backend.slot_kernels, scatter=lambda *arguments: None)

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 LEVELS = library.usable_levels() if library.is_available() else []
 MODES = ("dense", "exact", "predicted")
-# Against float64. f16: the cache of keys; blocks: x in 16 bits.
+# Bounds against float64. f16: rounding of cached keys; blocks: rounding of x to 16 bits.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 CONTEXT = 300
-# Not whole groups of neurons, tiles of rows, or fours of blocks.
+# No multiples of a group of neurons, a tile of rows, or four blocks.
 SHAPE = make_shape(width=96, num_neurons=200, num_heads=6, vocab_size=90, context_length=CONTEXT)
 SUPER_SHAPE = make_shape(width=256, num_neurons=200, vocab_size=90, context_length=CONTEXT)
 IDS = np.random.default_rng(0).integers(0, 90, CONTEXT).tolist()
@@ -76,7 +76,7 @@ def test_every_activation_in_memory_and_in_the_file(tmp_path, activation, is_res
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_divided_layers(tmp_path, mode):
+def test_rows_at_once_equal_single_steps_in_divided_layers(tmp_path, mode):
     model = model_of(tmp_path, "q8_0")
     random = np.random.default_rng(1)
     hot = [random.permutation(200)[:70], [5]]
@@ -187,7 +187,7 @@ def test_the_same_seed_gives_the_same_text_a_hundred_times(tmp_path, restore_lib
         busy.join()
 
 
-# Every clock that a process can ask jumps about, C++ and Python alike.
+# Makes every clock of a process jump, for C++ and Python alike.
 CLOCK = r"""
 #include <stdlib.h>
 #include <sys/syscall.h>

@@ -81,7 +81,7 @@ def test_two_that_only_read_do_not_wait(cache):
 
 
 def filled(cache: Path, count: int = 1) -> list[Path]:
-    """Artifacts of a kind; their folders."""
+    """Makes artifacts of one kind; returns their folders."""
     folders = []
     with Cache.open() as each:
         for number in range(count):
@@ -106,7 +106,7 @@ def test_what_another_version_made_is_not_used_and_is_stale(monkeypatch, cache):
     assert housekeeping.clear(cache, stale_only=True).removed == (old.name,)
 
 
-def test_a_cut_artifact_is_made_again(cache):
+def test_a_truncated_artifact_is_made_again(cache):
     (folder,) = filled(cache)
     (folder / "machine.json").write_text("{")
     assert housekeeping.list_cache(cache)[0].state == "unfinished"
@@ -140,7 +140,7 @@ def test_a_look_without_its_numbers_is_made_again(cache, facts):
         assert each.obtain("look", {}, "here", lambda folder: good).facts == good
 
 
-def test_an_artifact_that_is_cut_while_it_is_used_is_made_again(cache):
+def test_an_artifact_that_is_truncated_while_it_is_used_is_made_again(cache):
     with Cache.open() as each:
         for _ in range(2):
             entry = each.obtain("machine", {}, "here", _write_machine)
@@ -149,7 +149,7 @@ def test_an_artifact_that_is_cut_while_it_is_used_is_made_again(cache):
 
 
 def test_links_and_pipes_in_the_place_of_our_files(cache, tmp_path):
-    """A lock that is a link is neither followed nor removed, and nobody waits for a pipe."""
+    """A lock that is a link is neither followed nor removed, and no run waits for a pipe."""
     (folder,) = filled(cache)
     (folder / ENTRY).unlink()
     os.mkfifo(folder / ENTRY)
@@ -199,7 +199,7 @@ def test_what_is_not_ours_stays(cache, tmp_path):
     assert (outside / "machine.json").read_text() == "{}"
 
 
-def test_a_folder_that_goes_while_it_is_waited_for_is_made_anew(monkeypatch, cache):
+def test_a_folder_that_is_removed_while_a_run_waits_is_made_again(monkeypatch, cache):
     """Between the opening of a lock and the locking another run removes both."""
     real, taken = fcntl.flock, []
 
@@ -237,7 +237,7 @@ def test_the_command_lists_and_clears(capsys, cache):
     assert not cache.exists()
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path):
+def test_the_folder_of_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARKINFER_CACHE", "~/mine")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "mine"
@@ -255,7 +255,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 # ---- keys ---------------------------------------------------------------------------------------
 
 
-def test_a_source_is_known_by_what_it_holds(silu, tmp_path):
+def test_a_source_is_identified_by_its_content(silu, tmp_path):
     known = identity_of_source(silu)
     moved = Path(shutil.copytree(silu, tmp_path / "moved"))
     assert identity_of_source(moved) == known
@@ -265,7 +265,7 @@ def test_a_source_is_known_by_what_it_holds(silu, tmp_path):
     assert identity_of_source(moved) != known
 
 
-def test_a_large_file_is_known_by_samples_and_its_time(monkeypatch, tmp_path):
+def test_a_large_file_is_identified_by_samples_and_its_time(monkeypatch, tmp_path):
     monkeypatch.setattr(keys, "SMALL_BYTES", 1 << 10)
     path = tmp_path / "big.txt"
     path.write_bytes(bytes(1 << 20))
@@ -276,7 +276,7 @@ def test_a_large_file_is_known_by_samples_and_its_time(monkeypatch, tmp_path):
         file.write(b"x")
     assert identity_of_texts([path]) != known
     os.utime(path, ns=(0, 1))
-    assert identity_of_texts([path]) == known  # what nobody but a forger of times does
+    assert identity_of_texts([path]) == known  # only a forged time goes unnoticed
     with path.open("r+b") as file:
         file.write(b"x")
     os.utime(path, ns=(0, 1))

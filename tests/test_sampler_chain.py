@@ -46,7 +46,7 @@ def test_the_default_chain_is_its_samplers_in_order():
         check(got, temperature_ref(want, 0.8))
 
 
-def test_the_order_is_the_options():
+def test_samplers_run_in_the_order_of_the_options():
     logits_V = tensor(2.0, 1.5, 1.0, 0.0)
     first = chain_of(4, temperature=0.25, min_p=0.3, samplers=("temperature", "min_p"))
     last = chain_of(4, temperature=0.25, min_p=0.3, samplers=("min_p", "temperature"))
@@ -91,12 +91,12 @@ MOST = 31.3
 def test_draws_are_as_frequent_as_probable():
     expected = softmax(temperature_ref(list(enumerate(LOGITS.tolist())), 0.7))
     assert chi_square(chain_of(12, temperature=0.7, seed=5), LOGITS, expected) < MOST
-    # And the measure tells another temperature from this one.
+    # And the measure distinguishes another temperature from this one.
     assert chi_square(chain_of(12, temperature=0.8, seed=5), LOGITS, expected) > 3 * MOST
 
 
-def test_xtc_comes_as_often_as_asked():
-    """The distribution is the mixture of with and without."""
+def test_xtc_applies_with_its_probability():
+    """The distribution is a mixture of those with and without XTC."""
     tokens = list(enumerate(LOGITS.tolist()))
     plain, cut = softmax(tokens), softmax(xtc_ref(tokens, 0.1, 0))
     assert len(cut) < len(plain)
@@ -120,7 +120,7 @@ def test_mirostat_reaches_its_target(version):
     assert abs(np.mean(surprises[200:]) - 3.0) < 0.15
 
 
-def test_what_has_no_probability_is_not_drawn_by_the_lowest_number():
+def test_a_token_of_probability_0_is_not_drawn_by_an_extreme_random_number():
     chain = chain_of(3, seed=1)
     chain._random.random = lambda: 0.0
     assert chain.sample(tensor(-9999.0, 0.0, 0.0), []) == 1
@@ -129,7 +129,7 @@ def test_what_has_no_probability_is_not_drawn_by_the_lowest_number():
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mirostat_moves_by_what_was_drawn(version):
+def test_mirostat_follows_the_surprise_of_drawn_tokens(version):
     draw, mu = np.random.default_rng(9), 2 * 3.0
     chain = chain_of(90, mirostat=version, mirostat_ent=3.0, mirostat_lr=0.3, seed=1)
     for _ in range(40):
@@ -218,7 +218,7 @@ def test_nan_infinities_and_one_survivor(more):
 
 @pytest.mark.parametrize("more", EVERYTHING, ids=str)
 @pytest.mark.parametrize("form", ["bool", "bits"])
-def test_what_is_masked_is_never_drawn(more, form):
+def test_masked_tokens_are_never_drawn(more, form):
     draw = np.random.default_rng(5)
     chain = chain_of(70, seed=1, **more | {"logit_bias": ((0, 1.0), (1, INF))})
     bare = chain_of(70, seed=1, **more)
@@ -258,7 +258,7 @@ def test_logit_bias_bans_forces_and_adds():
         chain_of(4, logit_bias=((4, 1.0),))
 
 
-def test_logprobs_are_of_the_model_itself():
+def test_logprobs_are_those_of_the_models_logits():
     draw = np.random.default_rng(6)
     logits_V = torch.from_numpy(draw.normal(size=5000).astype(np.float32))
     want_V = torch.log_softmax(logits_V.double(), 0)
@@ -273,7 +273,7 @@ def test_logprobs_are_of_the_model_itself():
     assert len(chain_of(3).logprobs(tensor(0.0, 1.0, 0.0), 1, chosen=1)) == 1
 
 
-def test_dry_wants_its_breakers():
+def test_dry_needs_its_breakers():
     with pytest.raises(SparkinferError, match="DRY is on and its sequence breakers have no tokens"):
         SamplerChain(SamplingOptions(dry_multiplier=0.8), 10)
     SamplerChain(SamplingOptions(), 10)

@@ -151,7 +151,7 @@ def test_a_tree_of_drafts(tmp_path):
 
 
 def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
-    """The path of observers, which runs one sequence after the other."""
+    """The path for observers, which runs the sequences one after another."""
     model = saved(tmp_path, shape=make_shape(context_length=128))
     with Engine.load(model.path, num_sequences=3) as engine:
         texts = [engine.sequence() for _ in range(3)]
@@ -169,7 +169,7 @@ def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
                 assert torch.allclose(logits, want, atol=1e-5, rtol=1e-5)
 
 
-def test_bytes_are_as_announced(tmp_path):
+def test_the_reported_cache_bytes_are_those_allocated_for_every_count(tmp_path):
     model = saved(tmp_path, shape=make_shape(context_length=200))
     for count in (1, 3, 8):
         with Engine.load(
@@ -216,7 +216,7 @@ def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
 
 
 @native
-def test_parts_that_cannot_be_are_refused(tmp_path):
+def test_impossible_parts_are_refused(tmp_path):
     model = saved(tmp_path, shape=make_shape(context_length=400))
     with (
         Engine.load(model.path, num_sequences=2) as engine,
@@ -258,7 +258,7 @@ def test_a_full_sequence_refuses_and_changes_nothing(tmp_path):
             other.extend([1])
 
 
-def test_several_where_there_is_room_for_one(tmp_path):
+def test_an_engine_of_one_sequence_refuses_more(tmp_path):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
         text = engine.sequence()
@@ -273,8 +273,8 @@ def test_several_where_there_is_room_for_one(tmp_path):
             Engine.load(model.path, num_sequences=count)
 
 
-def test_blocks_under_any_use():
-    """Every block has as many users as sequences that name it; nobody writes what others read."""
+def test_blocks_stay_consistent_under_random_use():
+    """A block has as many users as sequences that name it; no sequence writes what others read."""
     chance = random.Random(3)
     table = BlockTable(5, 4 * BLOCK_LENGTH)
     length = dict.fromkeys(range(5), 0)

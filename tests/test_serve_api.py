@@ -58,7 +58,7 @@ def test_what_is_reported_at_the_start(served):
     assert any("for 7 texts of 256 tokens (4 at a time, 3 kept)" in line for line in served.log)
 
 
-def test_a_chat_is_what_the_engine_gives(served, engine):
+def test_a_chat_equals_the_engines_text(served, engine):
     answer = served.chat(max_tokens=20, temperature=0)
     assert text_of(answer) == alone(engine, "user: Hello\nassistant: ", temperature=0.0)
     (choice,) = answer["choices"]
@@ -73,7 +73,7 @@ def test_a_chat_is_what_the_engine_gives(served, engine):
     assert timings["predicted_per_second"] > 0
 
 
-def test_a_stream_says_the_same(served):
+def test_a_stream_gives_the_same_text(served):
     body = {
         "messages": SAID,
         "max_tokens": 20,
@@ -418,7 +418,7 @@ def test_concurrent_requests_get_the_same_text_as_alone(served, engine):
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_goes_away_ends_its_text(served, is_stream):
+def test_a_client_that_disconnects_ends_its_text(served, is_stream):
     before = len(served.log)
     body = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "stream": is_stream, "n": 4}
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)

@@ -1,4 +1,4 @@
-"""Programs and their launches on a grid. See the package's text."""
+"""Programs and their launches on a grid. See the package's docstring."""
 
 import ctypes
 import struct

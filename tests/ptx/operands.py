@@ -1,6 +1,6 @@
 """Operands of instructions as functions of a machine, and results written to registers.
 
-A machine (machine.Machine) holds two lists with an entry for each register: `value`, an array of
+A machine (lanes.Machine) holds two lists with an entry for each register: `value`, an array of
 its bits, and `undefined`, which of its bytes are undefined: None for none, or u8 [lanes] with a bit
 for each byte."""
 
