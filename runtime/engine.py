@@ -26,7 +26,7 @@ from sparkinfer.runtime.generate.chain import SamplerChain
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.generate.text_engine import TextEngine
 from sparkinfer.runtime.gpu_setup import set_aside
-from sparkinfer.runtime.loading import Loaded, load, open_plan
+from sparkinfer.runtime.loading import Loaded, load, open_plan, with_positions
 from sparkinfer.runtime.model.loader import Layer, limited
 from sparkinfer.runtime.model.observers import Observation, Observe, Wants
 from sparkinfer.runtime.step.batch import rows_of
@@ -57,7 +57,7 @@ class Engine(TextEngine):
 
         Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         config = EngineConfig(**options)
-        file = ModelFile.load(Path(model))
+        file = with_positions(ModelFile.load(Path(model)), config)
         return cls._of(file, open_plan(split, file), config)
 
     @classmethod
@@ -65,7 +65,8 @@ class Engine(TextEngine):
         cls, file: ModelFile, plan: Split | None = None, **options: Unpack[EngineOptions]
     ) -> "Engine":
         """Does what `load` does, for a model that is already open or not in a file at all."""
-        return cls._of(file, plan, EngineConfig(**options))
+        config = EngineConfig(**options)
+        return cls._of(with_positions(file, config), plan, config)
 
     @classmethod
     @told_out_of_memory()

@@ -214,7 +214,12 @@ def context_of(
     if selection is not None and selection.is_capped:
         longest = MOST
     if not 1 <= asked <= longest:
-        raise SparkinferError(f"context of {asked} asked for, but the model has up to {longest}")
+        hint = (
+            "; --rope-scaling yarn stretches it" if model.graph.rotary and asked > longest else ""
+        )
+        raise SparkinferError(
+            f"context of {asked} asked for, but the model has up to {longest}{hint}"
+        )
     return asked
 
 

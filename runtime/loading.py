@@ -17,6 +17,7 @@ import torch
 from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, Items
 from sparkinfer.engine_config import EngineConfig
 from sparkinfer.limits import Limits
+from sparkinfer.longer_texts import with_rope_scaling
 from sparkinfer.mode_choice import mode_meant
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.check.device_check import DeviceLost, checked
@@ -78,6 +79,12 @@ def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
     plan = Split.load(Path(split))
     plan.check_against(model.row_major, Path(split))
     return plan
+
+
+def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
+    """The model with the rotary embeddings asked for."""
+    kind, scale = config.rope_scaling, config.rope_scale
+    return with_rope_scaling(model, kind, scale, config.context_length)
 
 
 def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:

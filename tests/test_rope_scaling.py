@@ -130,6 +130,19 @@ def test_useless_scalings_are_refused_in_a_line(model, words):
     assert "\n" not in str(caught.value)
 
 
+def test_the_command_line_says_what_it_did(model, capfd):
+    from click.testing import CliRunner
+
+    from sparkinfer.commands.all_commands import cli
+
+    asked = ["generate", str(model.path), "-p", "a", "-n", "2", "--device", "cpu"]
+    refused = CliRunner().invoke(cli, [*asked, "-c", "256"])
+    assert "--rope-scaling yarn stretches it" in str(refused.exception)
+    done = CliRunner().invoke(cli, [*asked, "-c", "256", "--rope-scaling", "yarn"])
+    assert done.exit_code == 0, done.exception
+    assert "rotary embeddings: YaRN, 2 times the 128 tokens of its training" in done.output
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64, "rope_theta": 1e4,

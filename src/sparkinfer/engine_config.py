@@ -14,6 +14,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.key_selection import KeySelection
 from sparkinfer.mode_quality import MAX_LOSS, RunMode
 from sparkinfer.neuron_cache import CacheOptions, Off
+from sparkinfer.rope import check_scaling
 
 MODES: tuple[RunMode, ...] = get_args(RunMode)
 MAX_SEQUENCES = 1024
@@ -43,6 +44,8 @@ class EngineOptions(TypedDict, total=False):
     cache_type_k: str | None
     cache_type_v: str | None
     kv_offload: str | None
+    rope_scaling: str | None
+    rope_scale: float | None
     neuron_cache: CacheOptions | OwnPolicy | Off | None
 
 
@@ -90,6 +93,10 @@ class EngineConfig:
     kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long text reads only the
     keys with the largest estimated weights (sparkinfer.key_selection), on the CPU only.
 
+    rope_scaling, rope_scale: "none", "linear" or "yarn" (sparkinfer.rope) in place of the model's own
+    scaling of its rotary embeddings, and how many times the length that it was trained on a text may
+    have; None is YaRN if there is a scale, and the scale that context_length needs.
+
     neuron_cache: lets the neurons in the slots of the fast memory follow the text, as its settings
     say; at first they are the hot neurons of the plan, which must have room for it. None lets them
     follow if the plan has room and the mode is the plan's, "off" never."""
@@ -107,6 +114,8 @@ class EngineConfig:
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
+    rope_scaling: str | None = None
+    rope_scale: float | None = None
     neuron_cache: CacheOptions | OwnPolicy | Off | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +133,7 @@ class EngineConfig:
                 CacheTypes.of(name)
         if self.kv_offload is not None:
             KeySelection.parse(self.kv_offload)
+        check_scaling(self.rope_scaling, self.rope_scale)
         for name, path in (("thresholds", self.thresholds), ("limits", self.limits)):
             if path is not None and self.mode == "dense":
                 raise SparkinferError(

@@ -74,14 +74,9 @@ def asked_scaling(
     YaRN, a factor of None what `context_length` takes.
 
     Raises SparkinferError for an unknown kind, and for a factor that is missing or out of range."""
+    check_scaling(kind, factor)
     kind = "yarn" if kind is None else kind
-    if kind not in KINDS:
-        raise SparkinferError(f"rope scaling {kind!r} is unknown; known: {', '.join(KINDS)}")
     if kind == "none":
-        if factor is not None:
-            raise SparkinferError(
-                f"a rope scale of {factor:g} and --rope-scaling none; leave one of the two out"
-            )
         return NO_SCALING
     if factor is None:
         if context_length is None or context_length <= length:
@@ -90,8 +85,21 @@ def asked_scaling(
                 f" {length:,} tokens that the model was trained on"
             )
         factor = context_length / length
-    if not 1.0 <= factor <= MOST:
-        raise SparkinferError(f"rope scale {factor:g}, wanted 1 to {MOST:,.0f}")
+        check_scaling(kind, factor)
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
     return RopeScaling(kind="yarn", factor=factor, original_length=length)
+
+
+def check_scaling(kind: str | None, factor: float | None) -> None:
+    """Raises SparkinferError for a kind and a factor that no model can have."""
+    if kind not in (None, *KINDS):
+        raise SparkinferError(f"rope scaling {kind!r} is unknown; known: {', '.join(KINDS)}")
+    if factor is None:
+        return
+    if not 1.0 <= factor <= MOST:
+        raise SparkinferError(f"rope scale {factor:g}, wanted 1 to {MOST:,.0f}")
+    if kind == "none":
+        raise SparkinferError(
+            f"a rope scale of {factor:g} and --rope-scaling none; leave one of the two out"
+        )

@@ -22,6 +22,7 @@ from sparkinfer.commands.constraint_options import (
     constraint_options,
 )
 from sparkinfer.commands.neuron_cache_option import neuron_cache_option
+from sparkinfer.commands.rope_options import rope_options
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
@@ -94,6 +95,7 @@ A message that begins with / is written with //."""
 @constraint_options
 @speculation_options
 @cache_type_options
+@rope_options
 @neuron_cache_option
 @thresholds_option
 @mode_option

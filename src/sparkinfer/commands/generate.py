@@ -20,6 +20,7 @@ from sparkinfer.commands.constraint_options import (
 )
 from sparkinfer.commands.neuron_cache_option import neuron_cache_option
 from sparkinfer.commands.prompts import prompts_of
+from sparkinfer.commands.rope_options import rope_options
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
@@ -122,6 +123,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @constraint_options
 @speculation_options
 @cache_type_options
+@rope_options
 @neuron_cache_option
 @thresholds_option
 @mode_option

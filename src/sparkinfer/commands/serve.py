@@ -11,6 +11,7 @@ import click
 
 from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.rope_options import rope_options
 from sparkinfer.commands.sampling import sampling_options, take_sampling_options
 from sparkinfer.commands.shared import (
     FILE,
@@ -82,6 +83,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
 @sampling_options
 @cache_type_options
+@rope_options
 @thresholds_option
 @mode_option
 @max_loss_option
@@ -92,7 +94,8 @@ def serve(
     model: Path, split: Path | None, context_length: int | None, as_json: bool,
     api_key: str | None, threads: int | None, mode: str | None, device: str | None,
     thresholds: Path | None, cpu_ffn: bool, max_loss: float, cache_type_k: str | None,
-    cache_type_v: str | None, kv_offload: str | None, **options: Any,
+    cache_type_v: str | None, kv_offload: str | None, rope_scaling: str | None,
+    rope_scale: float | None, **options: Any,
 ) -> None:  # fmt: skip
     """Serve a model over OpenAI's API, with a chat page.
 
@@ -119,13 +122,14 @@ def serve(
         say(f"{model}: loading")
         if not is_single:
             _check_memory(
-                model, context_length, num_places, (cache_type_k, cache_type_v, kv_offload)
-            )
+                model, context_length, num_places, (cache_type_k, cache_type_v, kv_offload),
+                (rope_scaling, rope_scale),
+            )  # fmt: skip
         engine = Engine.load(
             model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
             thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
             max_loss=max_loss, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-            kv_offload=kv_offload,
+            kv_offload=kv_offload, rope_scaling=rope_scaling, rope_scale=rope_scale,
         )  # fmt: skip
         _say_loaded(engine, config, is_single)
         return engine
@@ -166,16 +170,19 @@ def _check_memory(
     context_length: int | None,
     num_places: int,
     cache: tuple[str | None, str | None, str | None],
+    rope: tuple[str | None, float | None],
 ) -> None:
     """Checks, before the model is loaded, that the cache fits: torch writes its zeros, so all of it
     is allocated then."""
     import torch
 
+    from sparkinfer.longer_texts import with_rope_scaling
     from sparkinfer.model_file import ModelFile
     from sparkinfer.runtime.engine_options import bytes_by_role_of, cache_types_of, context_of
     from sparkinfer.system_memory import free_memory_bytes
 
     file, device = ModelFile.load(model), torch.device("cpu")
+    file = with_rope_scaling(file, *rope, context_length)
     types = cache_types_of(file.row_major, *cache, has_plan=False, device=device)
     context_length = context_of(file, None, context_length, types.selection)
     items = bytes_by_role_of(
