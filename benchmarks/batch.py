@@ -114,7 +114,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("stock", type=Path)
     parser.add_argument("--rival", required=True, help="a Python that has llama-cpp-python")
     parser.add_argument("--modes", default="dense")
-    parser.add_argument("--name", default="smollm2-q8_0", help="of the model, in the file's name")
+    parser.add_argument(
+        "--name", default="smollm2-q8_0", help="name of the model in the name of the results file"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)

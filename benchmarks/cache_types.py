@@ -1,5 +1,4 @@
-"""Benchmarks the types of the KV cache, quality and speed, on a real model, against llama.cpp in
-the same run.
+"""Benchmarks the quality and speed of the KV cache's types, against llama.cpp in the same run.
 
     python benchmarks/cache_types.py MODEL STOCK --corpus TEXT --rival path/to/venv/bin/python
 
@@ -140,8 +139,12 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--types", default=",".join(SPEEDS), help="of the speeds")
-    parser.add_argument("--parts", default="loss,speed", help="the others stay in the file")
+    parser.add_argument("--types", default=",".join(SPEEDS), help="types whose speed is measured")
+    parser.add_argument(
+        "--parts",
+        default="loss,speed",
+        help="parts to measure; figures of the others stay in the file",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)

@@ -48,7 +48,7 @@ PLANS = {
 
 
 def launches_of_plan(name: str, folder: Path) -> tuple:
-    """Empty if the model is not here."""
+    """The launches of a plan; empty if the model is missing."""
     import ptx_plans
 
     whose, kind, mode, predictor = PLANS[name]
@@ -70,7 +70,7 @@ def _model(whose: str, kind: str, folder: Path):
     from sparkinfer.convert.options import ConvertConfig
     from sparkinfer.model_file import ModelFile
 
-    if whose == "7B":  # of its neurons and words, as many as make all variants
+    if whose == "7B":  # with as many neurons and words as give all variants
         return shape_only(
             make_shape(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
                        vocab_size=4096, context_length=4096)
@@ -99,7 +99,7 @@ def execute_plans() -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for name in PLANS:
             found = launches_of_plan(name, Path(folder))
-            assert found, f"{name}: its model is not here: make smollm2"
+            assert found, f"{name}: its model is missing: run make smollm2"
             plans[name] = len(found)
             new = [each for each in found if each.variant not in done]
             print(f"{name}: {len(found)} variants, {len(new)} new", flush=True)

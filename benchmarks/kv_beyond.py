@@ -49,7 +49,7 @@ def in_window(engine: Engine, ids: list[int], context: int) -> torch.Tensor:
 
 
 def through(engine: Engine, ids: list[int]) -> torch.Tensor:
-    """Losses of all tokens of a text but the first."""
+    """Losses of all tokens of a text except the first."""
     losses = []
     with engine.sequence() as text:
         for start in range(0, len(ids), 512):

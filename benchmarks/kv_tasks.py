@@ -110,7 +110,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7000)
     parser.add_argument("--facts", type=int, default=20)
     parser.add_argument("--documents", type=int, default=3)
-    parser.add_argument("--ways", default=";".join(WAYS), help="the others stay in the file")
+    parser.add_argument(
+        "--ways",
+        default=";".join(WAYS),
+        help="the ways to measure; figures of the others stay in the file",
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     folder = Path(__file__).parent / "results"

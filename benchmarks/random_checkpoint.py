@@ -1,5 +1,4 @@
-"""Writes a Llama checkpoint of a given shape with random weights, for benchmarks: its answers are
-nonsense.
+"""Writes a Llama checkpoint of a given shape with random weights, for benchmarks.
 
 Its tokenizer is of a kind that llama.cpp's converter accepts: SentencePiece's BPE with byte
 fallback, whose tokens are one to three letters or digits.

@@ -6,7 +6,7 @@
 Each type is compared with its own dense self, on held-out text. Shares are of all weight bytes that
 a token reads, the head included. Rules (profile/limit_scores.py):
 
-    cats     one threshold a layer on |act(gate)|, the same share of every layer (arXiv 2404.08763)
+    cats     one threshold per layer on |act(gate)|, the same share of every layer (arXiv 2404.08763)
     gates    neurons weighted by their mean contribution, shares by layer
     hidden   rows of down, by |h_j| |down_j|, shares by layer
     inputs   columns of query, key, value and output, shares by layer (arXiv 2408.14690, 2505.19427)

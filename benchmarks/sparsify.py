@@ -57,11 +57,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("trained", type=Path, nargs="+")
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--text", type=Path, action="append", required=True)
-    parser.add_argument("--tokens", type=int, default=16_384, help="of the first text")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of the first text")
     parser.add_argument(
-        "--other-tokens", type=int, default=4_096, help="of the others, and untrained"
+        "--other-tokens",
+        type=int,
+        default=4_096,
+        help="tokens of the other texts, and for untrained models",
     )
-    parser.add_argument("--f32-tokens", type=int, default=2_048, help="of the first, in f32")
+    parser.add_argument(
+        "--f32-tokens", type=int, default=2_048, help="tokens of the first text in f32"
+    )
     parser.add_argument("--run", type=Path, action="append", default=[])
     results = ROOT / f"benchmarks/results/sparsify-smollm2-{slug(processor())}.json"
     parser.add_argument("--output", type=Path, default=results)
@@ -146,7 +151,7 @@ def _rows(found: dict[str, Quality]) -> dict[str, dict]:
 
 
 def _in_f32(folder: Path, trained: Path, windows: tuple[Tensor, ...], num_tokens: int) -> dict:
-    """The same without rounding of the products, on fewer tokens; and in bf16 on these tokens."""
+    """The same without rounding of the products, on fewer tokens; and in bf16 on the same tokens."""
     found = {}
     for dtype in (torch.float32, dtype_of("auto", "cpu")):
         student = load_student(folder, "threshold", dtype, "cpu")

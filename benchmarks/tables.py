@@ -57,7 +57,9 @@ def drifted(paths: Iterable[Path]) -> list[Path]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where one drifted")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a block has drifted"
+    )
     wrong = drifted(documents())
     if parser.parse_args().check:
         for path in wrong:

@@ -45,7 +45,7 @@ def random_llama(
     """Saves a Llama with random weights (norms too) and a tokenizer with as many tokens; returns
     the folder.
 
-    `fatrelu` and `drelu`, which transformers does not know, are saved as relu and renamed in
+    `fatrelu` and `drelu`, which transformers lacks, are saved as relu and renamed in
     config.json; fatrelu gets `hidden_act_param` 0.01 by default."""
     known = hidden_act if hidden_act in ("relu", "silu") else "relu"
     param = config_overrides.pop("hidden_act_param", 0.01 if hidden_act == "fatrelu" else None)
@@ -116,7 +116,7 @@ def random_dejavu(
     has_biases: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Saves predictors in DejaVu's form, model_{layer}.pt; layer l has rank + 8 l."""
+    """Saves predictors in DejaVu's format, model_{layer}.pt; layer l has rank + 8 l."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     for layer in range(num_layers):

@@ -34,7 +34,7 @@ def connect_here(self, address):
     """Connects to this machine only."""
     if self.family in (socket.AF_INET, socket.AF_INET6):
         assert address[0] in ("localhost", "::1") or address[0].startswith("127."), (
-            f"a test reaches for the network: {address}"
+            f"a test uses the network: {address}"
         )
     return _connect(self, address)
 

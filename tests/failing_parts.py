@@ -100,7 +100,7 @@ def halved(kernel: Callable) -> Callable:
 
 
 class DeafStream(PlainStream):
-    """Host functions do not run."""
+    """A stream whose host functions do not run."""
 
     def host(self, node: HostNode) -> None:
         pass

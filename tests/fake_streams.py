@@ -1,5 +1,5 @@
-"""Streams that run submissions late, in any order that their events allow, and that prove from the
-submissions alone that no order could have gone wrong."""
+"""Streams that run submissions late, in any order that their events allow, and check from the
+submissions alone that no allowed order is a race."""
 
 import random
 from collections.abc import Callable
@@ -121,7 +121,7 @@ class FakeStream:
 
     def _submit(self, name, run, reads, writes) -> None:
         is_ordered = self.follows or self.clock or not self.device.has_steps
-        assert is_ordered, "nothing orders this after weights and prompts"
+        assert is_ordered, "no event orders this after weights and prompts"
         self.device.queues[self.number].append(
             Operation(
                 name=name,

@@ -44,7 +44,7 @@ def set_integer(data: bytearray, start: int, stop: int, rng: random.Random) -> N
 
 
 def change_field(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    """A small integer, as lengths, counts and offsets are: eight or four bytes with zeros."""
+    """Changes a small integer, such as a length, count or offset: eight or four bytes with zeros."""
     found = [m.start() for m in re.finditer(rb"[\x01-\xff]\0{3}", data[start:stop])]
     if found:
         place = start + rng.choice(found)
@@ -54,7 +54,7 @@ def change_field(data: bytearray, start: int, stop: int, rng: random.Random) -> 
 
 
 def change_number(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    """A number written in digits, as in JSON."""
+    """Changes a number written in digits, as in JSON."""
     found = list(re.finditer(rb"\d+", data[start:stop]))
     if found:
         match = rng.choice(found)
@@ -102,7 +102,7 @@ def spots_of(path: Path) -> list[tuple[int, int]]:
 
 
 def another_value(raw: bytes, rng: random.Random) -> bytes:
-    """A JSON object with one or two other values at any depth, one less or one more."""
+    """A JSON object with one or two values at any depth changed, removed or added."""
     values = json.loads(raw)
     for _ in range(rng.choice((1, 1, 2))):
         if rng.random() < 0.1:

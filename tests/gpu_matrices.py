@@ -28,7 +28,7 @@ def device() -> torch.device:
 
 
 def block_width(kind: str) -> int:
-    """The number that widths must be multiples of."""
+    """The number of which widths must be multiples."""
     return 256 if kind[:4] in BLOCK_BYTES else 32
 
 
@@ -76,21 +76,21 @@ def rounding(num_terms: int) -> float:
 
 
 def product_bound(matrix: Matrix, x_D: Tensor, bias_N: Tensor | None) -> Tensor:
-    """f64 [N]: how far a right product may be off."""
+    """f64 [N]: the error that a right product may have."""
     size_N = sizes(matrix) @ x_D.double().abs()
     size_N = size_N if bias_N is None else size_N + bias_N.abs()
     return rounding(matrix.width) * size_N
 
 
 def assert_close(got: Tensor, want: Tensor, bound: Tensor | float) -> None:
-    """Each value within its bound, and NaN exactly where it is wanted."""
+    """Asserts that each value is within its bound, and NaN exactly where it is wanted."""
     assert got.shape == want.shape, (got.shape, want.shape)
     got, want = got.double(), want.double()
     assert torch.equal(got.isnan(), want.isnan()), (got, want)
     excess = ((got - want).abs() - bound).nan_to_num(nan=-1.0)
     at = excess.argmax()
     assert excess.max() <= 0, (int(at), float(got.flatten()[at]), float(want.flatten()[at]))
-    assert want.nan_to_num().any(), "nothing but zeros is wanted: any kernel would pass"
+    assert want.nan_to_num().any(), "only zeros are wanted: any kernel would pass"
 
 
 def assert_same_bits(got_B: Tensor, want_B: Tensor) -> None:

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent.parent / "serve" / "page.html"
 
 
 def page_policy(page: str) -> str:
-    """A Content-Security-Policy which allows the page's own style and script, by their hashes."""
+    """A Content-Security-Policy that allows the page's own style and script, by their hashes."""
 
     def hashes(name: str) -> str:
         parts = re.findall(f"<{name}>(.*?)</{name}>", page, re.DOTALL)
@@ -52,7 +52,7 @@ class ScriptedServer:
         self.scripts, self.key = scripts, key
         self.asked: list[dict[str, Any]] = []
         self.is_closed = False
-        self.num_broken = 0  # answers that the other end did not wait for
+        self.num_broken = 0  # answers during which the client disconnected
         handler = type("Handler", (_Handler,), {"owner": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say({"choices": [{"index": 0, "delta": {"content": text}}]})
             if n == 0 and script.wait is not None:
                 while not script.wait.wait(0.05):
-                    self._write(b": waiting\n\n")  # fails if the other end is gone
+                    self._write(b": waiting\n\n")  # fails if the client is gone
             time.sleep(script.pause_s)
         if script.finish is None:
             return

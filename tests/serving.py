@@ -1,4 +1,4 @@
-"""A server's process with a small random model, for the tests that ask it over HTTP."""
+"""A server's process with a small random model, for tests that query it over HTTP."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ SAID = [{"role": "user", "content": "Hello"}]
 
 
 def save_model(folder):
-    """Random weights, a real tokenizer; token 0 ends a text."""
+    """Saves a model with random weights and a real tokenizer; token 0 ends a text."""
     keys = {
         "tokenizer.huggingface.json": TOKENIZER.read_text(encoding="utf-8"),
         "tokenizer.ggml.eos_token_id": np.uint32(0),

@@ -40,7 +40,7 @@ def run(*words):
 
 
 @pytest.mark.slow
-def test_a_model_a_text_and_an_advice(files):
+def test_advise_measures_rules_and_recommends_one(files):
     done = run(files / "m.gguf", "--corpus", files / "t.txt", "--tokens", 3072, "--json",
                "--type", "q8_0", "--plot", files / "p.png")  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
@@ -59,7 +59,7 @@ def test_a_model_a_text_and_an_advice(files):
     assert (files / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_limits_of_a_point_bring_their_cost_into_a_model_file(files):
+def test_limits_of_a_point_record_their_cost_in_a_model_file(files):
     config = advise_module.AdviseConfig(
         model=files / "m.gguf", corpora=(files / "t.txt",), max_tokens=2048, rules=("mixed",),
         shares=(0.16,),
@@ -83,13 +83,13 @@ def test_limits_of_a_point_bring_their_cost_into_a_model_file(files):
 
 
 @pytest.mark.parametrize("tokens", [1000, 3072])
-def test_what_cannot_be_advised_is_refused(files, tokens):
+def test_impossible_requests_for_advice_are_refused(files, tokens):
     (files / "t.txt").write_text("too short")
     done = run(files / "m.gguf", "--corpus", files / "t.txt", "--tokens", tokens)
     assert isinstance(done.exception, SparkinferError), done.output
 
 
-def test_a_model_that_is_sparse_by_itself_needs_none(files):
+def test_a_model_that_is_sparse_by_itself_is_refused(files):
     model = make_model(activation="relu")
     dataclasses.replace(model, path=files / "r.gguf").save(files / "r.gguf")
     done = run(files / "r.gguf", "--corpus", files / "t.txt")

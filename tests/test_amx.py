@@ -45,7 +45,7 @@ def program(tmp_path_factory) -> Path:
         subprocess.Popen(["g++", *FLAGS, *flags, "-c", source, "-o", output])
         for (source, flags), output in zip(sources.values(), objects, strict=True)
     ]
-    assert not any([job.wait() for job in jobs])  # a list: no job outlives the test
+    assert not any([job.wait() for job in jobs])  # a list, so that every job is waited for
     subprocess.run(["g++", *SANITIZE, *objects, "-o", folder / "program"], check=True)
     return folder / "program"
 
@@ -56,13 +56,13 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_products_are_those_of_the_generic_level_to_the_bit(program):
+def test_products_equal_those_of_the_generic_level_bit_for_bit(program):
     done = run(program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "alike\n"
 
 
-def test_one_wrong_product_is_seen(program):
+def test_one_wrong_product_is_found(program):
     done = run(program, "wrong")
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("differs")
@@ -77,5 +77,5 @@ def test_a_misuse_of_tiles_ends_the_program(program, what):
     assert "emulated AMX: " in done.stderr
 
 
-def test_tiles_that_are_used_as_meant_do_not(program):
+def test_correct_use_of_tiles_does_not_end_the_program(program):
     assert run(program, "well").returncode == 0

@@ -251,7 +251,7 @@ def test_an_unknown_architecture_is_refused(tmp_path):
         ModelFile.load(tmp_path / "m")
 
 
-def test_a_split_that_passes_its_budget_is_not_written(tmp_path):
+def test_a_split_that_exceeds_its_budget_is_not_written(tmp_path):
     split = make_split(make_model(), [[1], [2]])
     with pytest.raises(SparkinferError, match="for a budget of"):
         dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes - 1).save(
@@ -264,7 +264,7 @@ def test_a_split_that_passes_its_budget_is_not_written(tmp_path):
     assert Split  # the class under test
 
 
-def test_model_id_names_weights():
+def test_model_id_depends_on_weights_and_config_but_not_on_their_order():
     samples = [("a", (2, 2), b"1234"), ("b", (1,), b"5")]
     base = compute_model_id({"x": 1, "transformers_version": "4"}, samples)
     assert base == compute_model_id({"transformers_version": "5", "x": 1}, samples[::-1])
@@ -275,7 +275,7 @@ def test_model_id_names_weights():
     assert base == digest
 
 
-def test_nothing_half_written_stays(tmp_path):
+def test_no_partial_file_is_left(tmp_path):
     with pytest.raises(KeyboardInterrupt), partial_file(tmp_path / "x") as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
@@ -298,7 +298,7 @@ def test_outputs_are_checked_before_the_work(tmp_path):
     "text, count",
     [("8", 8 << 30), ("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("0", 0)],
 )
-def test_sizes_are_read(text, count):
+def test_sizes_are_parsed(text, count):
     assert parse_bytes(text) == count
 
 
@@ -308,7 +308,7 @@ def test_invalid_sizes_are_refused(text):
         parse_bytes(text)
 
 
-def test_sizes_are_written():
+def test_sizes_are_formatted():
     assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 30)] == [
         "0 B",
         "1023 B",

@@ -75,7 +75,7 @@ def want(held_out_ids):
 
 @pytest.fixture(scope="module")
 def exact(made):
-    """The checkpoint as it is, on 8,192 tokens of held-out text."""
+    """The quality of the checkpoint as it is, on 8,192 tokens of held-out text."""
     return evaluate(held_out(made, "f32.gguf", mode="exact", max_tokens=8192))
 
 
@@ -83,13 +83,13 @@ def held_out(made, model, **options):
     return EvalConfig(model=made / model, corpora=(made / "held-out.txt",), **options)
 
 
-def test_it_is_what_its_card_says(made, exact):
+def test_the_model_is_what_its_card_says(made, exact):
     metrics = json.loads((TINY / "metrics.json").read_text())
     assert metrics["perplexity"] <= 25
     assert np.mean(metrics["density"]) <= 0.12
     assert np.mean(metrics["hottest_fifth"]) >= 0.45
     assert sum(f.stat().st_size for f in TINY.iterdir() if f.is_file()) < 20e6
-    # The library of another Python is another text; windows of 512 cost a little against 1,024.
+    # Another Python's library is another text; windows of 512 instead of 1,024 cost a little.
     assert exact.perplexity < 1.25 * metrics["perplexity"]
     assert np.allclose(exact.hidden_share_L, metrics["density"], rtol=0.2)
     counted = Profile.load(made / "profile")
@@ -106,7 +106,7 @@ def test_dense_logits_equal_those_of_transformers(made, held_out_ids, want):
 def test_half_precision_stays_within_its_rounding(
     made, tmp_path, held_out_ids, want, outtype, bound
 ):
-    """The checkpoint is bf16: that file loses nothing but the f16 KV cache."""
+    """The checkpoint is bf16, so in a bf16 file only the f16 KV cache rounds."""
     convert(ConvertConfig(source=TINY, output=tmp_path / "m.gguf", outtype=outtype))
     with Engine.load(tmp_path / "m.gguf", mode="dense") as engine:
         assert rel_error(engine.logits(held_out_ids[:-1]), want) < bound
@@ -187,7 +187,7 @@ def test_a_split_keeps_its_budget_and_changes_no_logits(made, tmp_path, held_out
                 assert rel_error(engine.logits(ids), want) < torch.finfo(torch.float16).eps
 
 
-def test_it_writes_python(made):
+def test_the_model_writes_python(made):
     with Engine.load(made / "model.gguf") as engine:
         text = "".join(t.text for t in engine.generate("class Parser:\n    def __init__(", 60, 0.0))
     assert "self" in text

@@ -55,7 +55,7 @@ def make_steps(random, num_layers, num_neurons, num_steps):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_decisions_are_those_of_the_definition(seed):
+def test_decisions_equal_those_of_the_definition(seed):
     random, slots, frequency_LF, costs, options = make_case(seed)
     policy = CachePolicy.of(slots, frequency_LF, costs, options)
     reference = ReferencePolicy(slots, frequency_LF, costs, options)
@@ -82,7 +82,7 @@ def test_decisions_are_those_of_the_definition(seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_swaps_keep_within_the_step_and_exchange_residents_for_others(seed):
+def test_swaps_fit_into_a_step_and_exchange_residents_for_others(seed):
     random, slots, frequency_LF, costs, options = make_case(seed)
     policy = CachePolicy.of(slots, frequency_LF, costs, options)
     resident = [set(map(int, ids)) for ids in slots]
@@ -118,7 +118,7 @@ def run(policy, steps):
     return policy.report()
 
 
-def test_a_text_of_the_profiles_own_kind_swaps_nothing():
+def test_a_text_like_the_profiles_swaps_nothing():
     random, num_neurons = np.random.default_rng(1), 64
     hot = range(16)
     frequency = np.where(np.isin(np.arange(num_neurons), hot), 0.9, 0.05)[None].repeat(3, 0)
@@ -141,7 +141,7 @@ def test_a_change_of_subject_is_followed_and_the_way_back_too():
     assert set(policy.resident(1).tolist()) == set(range(16))
 
 
-def test_nothing_moves_where_the_cpu_is_the_shorter_side():
+def test_nothing_moves_where_the_cpu_is_the_faster_side():
     random = np.random.default_rng(3)
     costs = make_costs(2, hot_s_L=np.full(2, 50.0))  # the GPU takes longest whatever is where
     policy = CachePolicy.of([np.arange(8)] * 2, np.zeros((2, 40)), costs, CacheOptions(stay=1e6))

@@ -42,7 +42,7 @@ def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=
 
 
 def best_of_all(case):
-    """The least seconds per token of one layer, by trying all sequences of sets in the slots. A
+    """The fewest seconds per token of one layer, by trying all sequences of sets in the slots. A
     copy is made during the step before, or before the first one."""
     is_read_TF = np.stack([case.trace.is_read(t)[0] for t in range(case.num_tokens)])
     num_slots = len(case.slots_LN[0])
@@ -72,7 +72,7 @@ def best_of_all(case):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_bound_is_below_the_best_of_all_choices_and_not_far(seed):
+def test_the_bound_is_at_most_30_percent_below_the_best_of_all_choices(seed):
     random = np.random.default_rng(seed)
     is_read_TLF = random.random((7, 1, 5)) < random.random(5)
     costs = make_costs(
@@ -113,7 +113,7 @@ def brute_force_gain(is_read_T, price_T, value, fetch, is_in):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_each_neurons_best_gain_is_that_of_all_choices(seed):
+def test_each_neurons_best_gain_equals_brute_force(seed):
     random = np.random.default_rng(seed)
     is_read_TF, is_in_F = random.random((9, 35)) < 0.5, random.random(35) < 0.3
     price_T = random.uniform(0, 0.6, 9).astype(np.float32)
@@ -127,7 +127,7 @@ def test_each_neurons_best_gain_is_that_of_all_choices(seed):
     assert hits - fetch * copies - (used_T * price_T).sum() == pytest.approx(sum(want), abs=1e-4)
 
 
-def test_belady_has_the_most_hits_of_all_that_copy_what_is_read():
+def test_belady_has_the_most_hits_of_all_policies_that_copy_on_read():
     random = np.random.default_rng(0)
     for _ in range(6):
         is_read_TLF = random.random((6, 1, 5)) < 0.4
@@ -168,7 +168,7 @@ def test_lru_keeps_what_was_read_last():
     assert outcome.copied_TL[:, 0].tolist() == [2, 0, 1, 1]
 
 
-def test_ours_is_the_policy_of_the_engine():
+def test_the_replayed_policy_is_that_of_the_engine():
     random = np.random.default_rng(5)
     is_read_TLF = random.random((200, 2, 40)) < random.random((2, 40)) ** 2
     case = make_case(is_read_TLF, 10)
@@ -191,7 +191,7 @@ def test_ours_is_the_policy_of_the_engine():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model of bytes, a plan with a cache for it, and a text."""
+    """A model with a byte tokenizer, a plan with a cache for it, and a text."""
     folder = tmp_path_factory.mktemp("replay")
     keys, vocab_size = byte_level_keys()
     shape = make_shape(num_layers=3, vocab_size=vocab_size)
@@ -252,7 +252,7 @@ def test_the_command_compares_policies_and_plots_them(files, capsys):
         (["--split", "s.gguf", "--text", "t.txt", "--cache-replay", "--cache-plot", "s.gguf"], 1, "s.gguf"),
     ],
 )  # fmt: skip
-def test_requests_that_cannot_be_are_one_line(files, capsys, monkeypatch, options, code, words):
+def test_impossible_requests_give_one_line(files, capsys, monkeypatch, options, code, words):
     monkeypatch.chdir(files)
     (files / "short.txt").write_text("short")
     before = (files / "s.gguf").read_bytes()

@@ -23,7 +23,7 @@ pytestmark = [
 
 def model(kind: str) -> Path:
     path = FOLDER / f"{kind}.gguf"
-    assert path.exists(), f"{path} is not there: run make smollm2 first"
+    assert path.exists(), f"{path} is missing: run make smollm2 first"
     return path
 
 

@@ -176,7 +176,7 @@ def test_three_turns_of_fifty_conversations(engine, theirs, capsys):
     assert all(cached >= 0.4 * whole for turn, cached, whole in kept if turn)
 
 
-def test_the_second_turn_starts_sooner_than_from_nothing(engine):
+def test_the_second_turn_starts_sooner_than_a_new_conversation(engine):
     def first(chat: Conversation, text: str) -> float:
         began = time.perf_counter()
         tokens = chat.say(text)

@@ -65,7 +65,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_rewritten(tmp_path, damage):
     assert checks is not None and checks.verdicts["device"].is_fine
 
 
-def test_another_version_of_anything_is_another_file(tmp_path):
+def test_another_version_of_any_part_uses_another_file(tmp_path):
     with CheckBook(KEY) as book:
         book.finish(Verdict(part="device", why="", seconds=1.0))
     for name in ("index", "device", "capability", "memory_bytes", "driver", "torch", "triton",
@@ -124,7 +124,7 @@ def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
 
 
 @needs_kernels
-def test_torchs_kernels_are_the_reference_in_pieces(tmp_path, monkeypatch):
+def test_torchs_kernels_equal_the_reference_computed_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 32)
     for options in ({"kind": "q4_0", "predictor_rank": 8}, {"activation": "silu"}):
         shape = make_shape(num_layers=L, num_neurons=F)

@@ -47,7 +47,7 @@ def facts(values: dict) -> object:
 
 
 class Recorder(dict):
-    """Notes the keys that are asked for."""
+    """Records the keys that are read."""
 
     asked: set[str] = set()
 
@@ -76,7 +76,7 @@ def keys_read(values: dict, monkeypatch) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_missing_key_is_what_transformers_takes_for_it(case, monkeypatch):
+def test_a_missing_key_has_the_default_of_transformers(case, monkeypatch):
     values, fields = config_of(case), type(CASES[case]).__dataclass_fields__
     keys = keys_read(values, monkeypatch)
     assert len(keys) > 12 and facts(values) != "refused"
@@ -87,7 +87,7 @@ def test_a_missing_key_is_what_transformers_takes_for_it(case, monkeypatch):
         assert found == "refused" or found == facts(without | {key: default}), key
 
 
-def test_the_table_of_defaults_is_that_of_transformers():
+def test_the_table_of_defaults_equals_that_of_transformers():
     classes = {FIRST[type(config).__name__]: type(config) for config in CASES.values()}
     for name, kind in classes.items():
         for key, value in FAMILIES[name].defaults.items():
@@ -96,7 +96,7 @@ def test_the_table_of_defaults_is_that_of_transformers():
             assert (False if field is None else field.default) == value, (name, key)
 
 
-def test_the_comparison_notices_another_default():
+def test_the_comparison_finds_another_default():
     values = config_of("mistral")
     assert facts(values) != facts(values | {"sliding_window": 8})
     assert facts(values) != facts(values | {"rms_norm_eps": 0.5})

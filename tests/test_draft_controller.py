@@ -66,7 +66,7 @@ RIGHTS = {
 
 @pytest.mark.parametrize("right", RIGHTS)
 @pytest.mark.parametrize("cost", COSTS)
-def test_the_length_is_the_best_by_trying_all(cost, right):
+def test_the_length_is_nearly_the_best_of_all(cost, right):
     speculation = Speculation(Chance(RIGHTS[right]), SpeculationOptions())
     rates = [rate(length, RIGHTS[right], COSTS[cost]) for length in range(17)]
     live(speculation, COSTS[cost], 3000)
@@ -80,7 +80,7 @@ def test_the_length_is_the_best_by_trying_all(cost, right):
 
 
 @pytest.mark.parametrize("is_free", [True, False])
-def test_it_turns_off_and_comes_back(is_free):
+def test_drafting_turns_off_and_on_again(is_free):
     drafter = Chance(RIGHTS["often"])
     drafter.is_free = is_free
     speculation = Speculation(drafter, SpeculationOptions())
@@ -118,7 +118,7 @@ def test_trying_costs_little_from_the_first_token_on(cost, is_free):
             assert took < COSTS[cost](1) * (1.008 * count + 2), (took, count, lengths)
 
 
-def test_a_slow_drafter_is_not_asked():
+def test_a_slow_drafter_is_hardly_called():
     class Slow(Chance):
         calls = 0
 
@@ -134,7 +134,7 @@ def test_a_slow_drafter_is_not_asked():
     assert 1 <= drafter.calls < 5
 
 
-def test_a_guess_past_the_room_is_cut():
+def test_a_draft_beyond_the_room_is_cut():
     class Endless(Chance):
         def propose(self, ids, most):
             return Guess([1] * 1000, trust=4)
@@ -150,7 +150,7 @@ def test_a_guess_past_the_room_is_cut():
             assert len(speculation.draft(ids, room)) == room
 
 
-def test_drafts_have_the_length_that_was_asked_for():
+def test_drafts_have_the_requested_length():
     for options in (SpeculationOptions(most=3), SpeculationOptions(most=12, least=6)):
         speculation = Speculation(Chance(RIGHTS["often"]), options)
         _, lengths = live(speculation, COSTS["memory-bound"], 200)
@@ -158,7 +158,7 @@ def test_drafts_have_the_length_that_was_asked_for():
         assert drafted and options.least <= min(drafted) and max(drafted) <= options.most
 
 
-def test_costs_between_measured_ones():
+def test_costs_are_interpolated_between_measured_ones():
     costs = StepCosts()
     assert costs.single_s is None
     costs.learn(1, 1.0)
@@ -173,7 +173,7 @@ def test_costs_between_measured_ones():
     assert costs.table() == {1: 1.0, 9: 2.0}
 
 
-def test_acceptance_is_counted():
+def test_the_expected_acceptance_follows_the_counts():
     acceptance = Acceptance(4)
     for n in range(2000):
         acceptance.learn(0, 0, n % 4 > 0)
@@ -195,6 +195,6 @@ def test_acceptance_is_counted():
         ({"min_probability": float("nan")}, "least probability is nan"),
     ],
 )
-def test_wrong_options(values, match):
+def test_wrong_options_of_drafts_are_refused(values, match):
     with pytest.raises(SparkinferError, match=match):
         SpeculationOptions(**values)

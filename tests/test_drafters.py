@@ -1,4 +1,4 @@
-"""Guesses from the text: the longest match, against a slow and obvious search, and the pool."""
+"""Drafts from the text: the longest match, against a slow and obvious search, and the pool."""
 
 import random
 
@@ -10,7 +10,7 @@ from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
 
 
 def longest_match(ids: list[int]) -> tuple[int, set[int]]:
-    """(length of the longest suffix that occurs before, what followed it): slow and obvious."""
+    """(length of the longest suffix that occurs earlier, what followed it), slow and obvious."""
     best, after = 0, set()
     for end in range(1, len(ids)):
         length = 0
@@ -33,12 +33,12 @@ def test_lookup_finds_the_longest_match():
             length, after = longest_match(ids[:stop])
             assert bool(guess.tokens) == (length >= 2)
             if 3 <= length <= 5 or length == 2 or 7 <= length <= 11:
-                continue  # more occurrences than are compared may be there
+                continue  # there may be more occurrences than are compared
             if guess.tokens:
                 assert guess.tokens[0] in after and len(guess.tokens) == 5
 
 
-def test_lookup_goes_on_behind_a_change_and_in_circles():
+def test_lookup_continues_after_a_change_and_in_repetitions():
     source = list(range(100, 160))
     text = [*source, 1, 1, 1, *source[:20], 7, *source[21:23]]
     assert NgramDrafter().propose(text, 8).tokens == source[23:31]
@@ -51,8 +51,8 @@ def test_lookup_goes_on_behind_a_change_and_in_circles():
 
 
 @pytest.mark.parametrize("drafter", [NgramDrafter, lambda: NgramPool(3, 1 << 12)])
-def test_an_index_that_grows_is_one_made_at_once(drafter):
-    """Also where the text shrinks, is another, or is changed behind the index's back."""
+def test_a_growing_index_equals_one_made_at_once(drafter):
+    """Also if the text shrinks, is replaced, or is changed in place."""
     chance = random.Random(6)
     grown, ids = drafter(), []
     for _ in range(300):
@@ -67,7 +67,7 @@ def test_an_index_that_grows_is_one_made_at_once(drafter):
     assert list(grown.propose(ids, 0).tokens) == []
 
 
-def test_the_pool_says_what_another_text_said():
+def test_the_pool_drafts_from_another_text():
     pool = NgramPool(4)
     pool.propose(list(range(50)), 1)
     assert pool.propose([90, 91, 20, 21, 22, 23], 5).tokens == [24, 25, 26, 27, 28]
@@ -91,7 +91,7 @@ def test_the_index_of_an_endless_text_is_bounded(monkeypatch):
         assert sum(len(ends) for ends in drafter._ends.values()) <= 4 * 100
 
 
-def test_common_beginnings():
+def test_the_length_of_a_common_beginning():
     for first, second, want in (
         ([], [1], 0),
         ([1, 2], [1, 2, 3], 2),

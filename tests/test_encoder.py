@@ -44,7 +44,7 @@ def wanted_bytes(tensor, kind):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", GGUF_KINDS)
 @pytest.mark.parametrize("dtype", SOURCE_KINDS)
-def test_bytes_are_those_of_gguf(level, kind, dtype):
+def test_bytes_equal_those_of_gguf(level, kind, dtype):
     for seed, (rows, width) in enumerate(SHAPES):
         if kind in ("q8_0", "q4_0") and width % 32:
             continue
@@ -105,7 +105,7 @@ def test_other_strides_are_copied():
     assert encode(vector, "f32", "x").shape == (64,)
 
 
-def test_rows_outside_are_refused():
+def test_rows_out_of_range_are_refused():
     with pytest.raises(AssertionError):
         encode_rows(torch.ones(4, 32), "f16", 1e4, rows=np.array([0, 4]))
 
@@ -137,8 +137,8 @@ def numbers(count: int) -> np.ndarray:
 
 
 def k_quant_values() -> np.ndarray:
-    """[24, 768]: bells of all sizes, parts of different sizes, single signs, few values,
-    constants."""
+    """[24, 768]: normal values of all magnitudes, parts of different magnitudes, one sign only, few
+    distinct values, constants."""
     values = numbers(24 * 768).reshape(24, 24, 32)
     values[4:8] *= np.float32(2.0) ** -np.arange(24, dtype=np.float32)[None, :, None]
     values[8], values[9] = abs(values[8]), -abs(values[9])
@@ -162,7 +162,7 @@ GGML_SHA256 = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", GGML_SHA256)
-def test_bytes_of_k_quants_are_those_of_ggml(level, kind):
+def test_bytes_of_k_quants_equal_those_of_ggml(level, kind):
     values = k_quant_values()
     stored = torch.from_numpy(values)
     order = np.random.default_rng(0).permutation(len(values))
@@ -183,7 +183,7 @@ def test_bytes_of_k_quants_are_those_of_ggml(level, kind):
 
 
 @pytest.mark.parametrize("kind", GGML_SHA256)
-def test_k_quants_hold_what_is_below_their_limit_and_no_more(kind):
+def test_k_quants_are_finite_below_their_limit_and_refused_above(kind):
     """Just below the limit every f16 number is finite, whatever the rest of a block is."""
     limit = np.float32(LIMITS[kind])
     values = np.stack([np.full(256, -limit), np.full(256, limit), limit * numbers(256)])

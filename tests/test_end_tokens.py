@@ -1,4 +1,4 @@
-"""End tokens: all that a model file or a checkpoint names, and nothing else."""
+"""End tokens: all that a model file or a checkpoint names, and no others."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ SIZE = 400
 
 
 def model_of(own: bool, **keys) -> ModelFile:
-    """With a tokenizer.json or, as in third-party files, without."""
+    """A model with a tokenizer.json (`own`) or, like third-party files, without."""
     tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
     tokenizer.add_special_tokens(["<|im_end|>", "<|eot_id|>", "<|other|>"])
     tokenizer.add_tokens(["<|end|>"])
@@ -45,7 +45,7 @@ def test_all_kinds_and_the_list_end_a_text():
     assert TextCodec.of(model_of(True)).end_ids == set()
 
 
-def test_a_file_of_others_ends_at_the_tokens_that_are_known_by_name():
+def test_third_party_files_end_at_tokens_that_are_known_by_name():
     """Their eos is often that of the base model, before it was trained to chat."""
     codec = TextCodec.of(model_of(False, **{key("eos"): np.uint32(3)}))
     known = {codec.tokenizer.token_to_id(text) for text in ("<|im_end|>", "<|eot_id|>")}
@@ -62,18 +62,18 @@ def test_a_file_of_others_ends_at_the_tokens_that_are_known_by_name():
               np.float32(3.0), [np.int32(3)]],
 )  # fmt: skip
 def test_an_id_that_no_token_has_is_refused(kind, wrong):
-    with pytest.raises(SparkinferError, match=f"{kind}_token_id is .* wanted a token") as told:
+    with pytest.raises(SparkinferError, match=f"{kind}_token_id is .* wanted a token") as refusal:
         TextCodec.of(model_of(True, **{key(kind): wrong}))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     "wrong", [[np.int32(3), np.int32(-1)], [np.int32(SIZE)], ["x"], "x", [np.int32(3), "3"]]
 )
 def test_a_list_with_a_wrong_id_is_refused(wrong):
-    with pytest.raises(SparkinferError, match="end_token_ids is .* wanted a token") as told:
+    with pytest.raises(SparkinferError, match="end_token_ids is .* wanted a token") as refusal:
         TextCodec.of(model_of(True, **{END_KEY: wrong}))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def converted(checkpoint: Path, tmp_path: Path, ids: object) -> tuple[frozenset[
     return TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids, "\n".join(report.notes)
 
 
-def test_a_checkpoints_list_is_carried(checkpoint, tmp_path):
+def test_a_checkpoints_list_is_kept(checkpoint, tmp_path):
     ends, notes = converted(checkpoint, tmp_path, [9, 5, 100_000])
     assert ends >= {5, 9} and max(ends) == 9
     assert "eos_token_id 100000 is not a token of the model" in notes
@@ -97,13 +97,13 @@ def test_a_checkpoints_list_is_carried(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("wrong", [-1, "x", [3, -1], [3, "3"], [True], 2.0, {"a": 1}])
 def test_a_checkpoint_with_a_wrong_id_is_refused(wrong, checkpoint, tmp_path):
-    with pytest.raises(SparkinferError, match="eos_token_id has .* wanted token ids") as told:
+    with pytest.raises(SparkinferError, match="eos_token_id has .* wanted token ids") as refusal:
         converted(checkpoint, tmp_path, wrong)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_the_list_of_the_config_is_carried_too(checkpoint, tmp_path):
+def test_the_list_of_the_config_is_kept_too(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     edit_config(folder, lambda config: config.update(eos_token_id=[4, 6]))
     convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))

@@ -83,7 +83,7 @@ def test_chat_answers_every_message(model, capsys):
     assert said.count("> ") >= 2 and "[0 kept" in said  # the second turn keeps the first
 
 
-def test_texts_together_are_the_texts_alone(model):
+def test_texts_generated_together_equal_those_generated_alone(model):
     prompts = ["def main():", "class Reader:"]
     together = run("batch", model, *prompts, "--tokens", "8")
     assert together == [run("batch", model, prompt, "--tokens", "8")[0] for prompt in prompts]
@@ -104,7 +104,9 @@ def test_branches_are_scored_as_whole_texts(model):
     assert scores[0] > scores[1]
 
 
-def test_guesses_leave_the_text_as_it_is(model, capsys):
-    guessed, plain, _ = run("speculate", model, "--tokens", "32")  # how many are right is timing's
+def test_guesses_do_not_change_the_text(model, capsys):
+    guessed, plain, _ = run(
+        "speculate", model, "--tokens", "32"
+    )  # the number of right guesses depends on timing
     assert guessed == plain and len(plain) > 32
     assert "same text: True" in capsys.readouterr().out

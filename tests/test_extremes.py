@@ -39,7 +39,7 @@ def run(*words: object) -> tuple[int, str, str]:
     ],
     ids=["one layer", "one neuron", "one of each", "200 layers"],
 )  # fmt: skip
-def test_all_stages(tmp_path, sizes):
+def test_all_stages_with_extreme_sizes(tmp_path, sizes):
     folder = random_llama(tmp_path / "checkpoint", **sizes)
     (tmp_path / "text.txt").write_text(TEXT)
     make_machine().save(tmp_path / "machine")
@@ -111,7 +111,7 @@ def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
     assert total > 100 * 10**9
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + total)
-    assert run("inspect", path)[0] == 0  # what is imported once
+    assert run("inspect", path)[0] == 0  # imports what the measured run needs
     began = time.perf_counter()
     code, out, errors = run("inspect", path, "--json")
     assert code == 0, errors
@@ -124,7 +124,7 @@ def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weights_behind_four_gib_are_what_was_written(tmp_path):
+def test_weights_beyond_four_gib_are_read_as_written(tmp_path):
     """An embedding of 4.3 GB of zeros except for some rows, in a sparse file; layers follow it."""
     small = make_model(
         shape=make_shape(width=64, num_neurons=96, vocab_size=64, context_length=32), kind="f32"

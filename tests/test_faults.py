@@ -27,7 +27,7 @@ def test_no_fault_breaks_an_artifact():
     assert result.returncode == 0, (lines, result.stderr[-2000:])
     report = json.loads(last)
     assert (report["cases"], report["failures"]) == (2 * len(COMMANDS), 0)
-    # There must be some of most kinds, and most of them must hit: else the cases test little.
+    # Most kinds must occur, and most faults must strike; otherwise the cases test little.
     kinds = {end.split(":")[0] for end in report["ends"]}
     done = sum(count for end, count in report["ends"].items() if end.endswith(": 0"))
     assert len(kinds) >= 6 and done < report["cases"] / 2, report
@@ -35,7 +35,7 @@ def test_no_fault_breaks_an_artifact():
 
 @pytest.fixture
 def case(tmp_path):
-    """A command that is not run: its leftovers are made by hand."""
+    """A command that is not run; the tests write its leftovers."""
     command = next(command for command in COMMANDS if command.name == "gpuidx")
     (tmp_path / "whole").mkdir()
     for name in command.inputs:
@@ -51,7 +51,7 @@ REFERENCE = faults.Reference(outputs={"x": b"new"}, seconds=1.0, num_events=9, n
 @pytest.mark.parametrize(
     "kind, code", [("term", 143), ("int", 130), ("disk full", 1), ("kill", -9)]
 )
-def test_the_old_and_the_new_are_right(case, kind, code):
+def test_old_and_new_outputs_are_accepted(case, kind, code):
     fault = faults.Fault(kind=kind)
     assert faults.wrong_with(case, REFERENCE, fault, code) == []
     (case.output / "x").write_bytes(b"new")
@@ -59,7 +59,7 @@ def test_the_old_and_the_new_are_right(case, kind, code):
     assert faults.wrong_with(case, REFERENCE, fault, 0) == []
 
 
-def test_the_net_catches_what_is_wrong(case):
+def test_damage_is_reported(case):
     fault, x = faults.Fault(kind="term"), case.output / "x"
 
     def wrong(code: int = 143) -> str:
@@ -70,7 +70,7 @@ def test_the_net_catches_what_is_wrong(case):
     x.unlink()
     assert "is gone" in wrong()
     x.write_bytes(faults.OLD)
-    assert "neither old nor new" in wrong(0)  # it said that all is done
+    assert "neither old nor new" in wrong(0)  # it reported success
     assert "exit code 70" in wrong(70) and "exit code 1" in wrong(1)
     (case.output / "x.01234567.partial").touch()
     assert "left ['x.01234567.partial']" in wrong()
@@ -87,7 +87,7 @@ def test_the_net_catches_what_is_wrong(case):
 
 @pytest.mark.parametrize("kind, rounds", [("safetensors", 60), ("gguf", 20), ("json", 60),
                                           ("folder", 15)])  # fmt: skip
-def test_of_two_writers_one_comes_second_and_wins(tmp_path, kind, rounds):
+def test_of_two_writers_the_second_one_wins(tmp_path, kind, rounds):
     command = [
         sys.executable,
         str(HERE / "two_writers.py"),
@@ -101,7 +101,7 @@ def test_of_two_writers_one_comes_second_and_wins(tmp_path, kind, rounds):
     assert sum(json.loads(result.stdout)["second"][kind].values()) == rounds
 
 
-def test_a_writer_of_a_fixed_name_is_caught(tmp_path, monkeypatch):
+def test_a_writer_with_a_fixed_temporary_name_is_found(tmp_path, monkeypatch):
     def write(path: Path, value: int) -> None:
         partial = path.with_name(path.name + ".partial")
         with partial.open("xb") as file:

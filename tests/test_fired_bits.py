@@ -76,7 +76,7 @@ PIECES = ([1] * 7, [7], [2, 5], [3, 1, 3])
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("activation", ["relu", "fatrelu", "drelu", "silu", "gelu"])
-def test_bits_are_what_observers_see(tmp_path, activation, mode):
+def test_bits_equal_what_observers_see(tmp_path, activation, mode):
     model = saved(tmp_path, activation)
     with Engine.load(model.path, mode=mode) as engine:
         want = seen_bits(engine)
@@ -87,7 +87,7 @@ def test_bits_are_what_observers_see(tmp_path, activation, mode):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
-def test_divided_layers_and_other_types(tmp_path, kind, mode):
+def test_bits_of_divided_layers_and_other_types(tmp_path, kind, mode):
     model = saved(tmp_path, kind=kind)
     make_split(model, [SOME, np.arange(F)[::2]]).save(tmp_path / "s.gguf")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
@@ -153,7 +153,7 @@ def test_bits_of_one_block(tmp_path, num_tokens):
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like, torch.ones_like, lambda t: t.flip(-1)])
-def test_the_comparison_sees_wrong_bits(tmp_path, wrong):
+def test_the_comparison_finds_wrong_bits(tmp_path, wrong):
     model = saved(tmp_path)
     with Engine.load(model.path, mode="exact") as engine:
         want = seen_bits(engine)

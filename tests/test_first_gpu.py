@@ -1,4 +1,4 @@
-"""What happens on the systems that docs/gpu.md lists, by faking what CUDA and the system report."""
+"""The systems that docs/gpu.md lists, with fakes of what CUDA and the system report."""
 
 import sys
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ class OnCuda(torch.Tensor):
     is_cuda = True
 
 
-def test_products_that_tensor_cores_do_not_have_are_done_in_f32():
+def test_products_that_tensor_cores_lack_are_computed_in_f32():
     left = torch.randn(3, 8).bfloat16().as_subclass(OnCuda)
     right = torch.randn(8, 5).bfloat16()
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -63,7 +63,7 @@ def test_products_that_tensor_cores_do_not_have_are_done_in_f32():
     assert torch.allclose(got, left.float() @ right.float()) and got.dtype == torch.float32
 
 
-def test_without_pinned_memory_copies_take_a_detour():
+def test_without_pinned_memory_copies_go_through_a_buffer():
     pinned.refuse("no device has it")
     staging = Staging(16, PlainStream(), is_pinned=True)  # which torch refuses here
     target = torch.zeros(16, dtype=torch.uint8)
@@ -85,7 +85,7 @@ def test_weights_that_cannot_be_pinned_stay_as_they_are():
     assert len(said) == 1  # the check has already said it
 
 
-def test_a_runtime_without_host_functions_fails_that_part_alone():
+def test_a_runtime_without_host_functions_fails_only_that_part():
     runtime = CudaRuntime(SimpleNamespace(cudaMemcpyAsync=lambda *arguments: 0))
     runtime.copy(0, 0, 0, 0)
     with pytest.raises(SparkinferError, match="has no cudaLaunchHostFunc"):
@@ -102,7 +102,7 @@ def test_a_runtime_without_host_functions_fails_that_part_alone():
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", None])
-def test_an_allocator_that_keeps_no_limit_fails_that_part_alone(monkeypatch, settings):
+def test_an_allocator_that_keeps_no_limit_fails_only_that_part(monkeypatch, settings):
     """Another allocator refuses a limit; one that exceeds its limit is detected."""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -118,7 +118,7 @@ def test_an_allocator_that_keeps_no_limit_fails_that_part_alone(monkeypatch, set
     assert said in why
 
 
-def test_a_budget_that_is_not_enforced_is_planned_with(monkeypatch):
+def test_a_budget_that_is_not_enforced_still_sizes_the_slab(monkeypatch):
     """The slab is the plan's; torch is not held to the budget."""
     from models import make_model
     from test_runtime import make_split

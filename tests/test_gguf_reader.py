@@ -175,7 +175,7 @@ def test_tensors_without_values_and_files_without_tensors(tmp_path):
     assert read_gguf(path, "model") == ({"k": False, "none": []}, {})
 
 
-def test_powerinfer_files_are_told_apart_and_have_types_of_their_own(tmp_path):
+def test_powerinfer_files_are_detected_and_have_their_own_types(tmp_path):
     """I32 is number 18 in their ggml.h, which is IQ3_XXS in ggml's."""
     path = tmp_path / "a.gguf"
     tensors = tuple(tensor(b"t%d" % n, (256,), n, (n - 16) * 1024) for n in (16, 17, 18))

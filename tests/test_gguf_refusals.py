@@ -25,7 +25,7 @@ def silu(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stock(silu, tmp_path_factory):
-    """A function from a type to a file of the stock layout."""
+    """A function that returns the file of a type in the stock layout."""
     folder = tmp_path_factory.mktemp("stock")
 
     def get(kind: str = "f32") -> Path:
@@ -116,7 +116,7 @@ def damaged(entry: TensorEntry, value: float) -> TensorEntry:
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
-def test_what_is_copied_as_it_is_must_be_finite(stock, tmp_path, kind, value):
+def test_tensors_that_are_copied_unchanged_must_be_finite(stock, tmp_path, kind, value):
     name = "blk.1.ffn_up.weight"
     entry = ModelFile.load(stock(kind)).tensors[name]
     path = changed(stock(kind), tmp_path / "in.gguf", {}, {name: damaged(entry, value)})

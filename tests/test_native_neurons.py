@@ -19,7 +19,7 @@ from sparkinfer.runtime.model.native_structs import NotNative
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 BOUNDS = {"f32": 1e-5, "q8_0": 1e-3, "q4_0": 1e-3}
-F, D = 77, 64  # no whole number of words
+F, D = 77, 64  # F is not a whole number of words
 
 
 def layer_of(
@@ -49,7 +49,7 @@ def reference(ffn: FeedForward, x_D, named_F):
 @pytest.mark.parametrize(
     "kind, activation", [*product(BOUNDS, ["relu"]), *product(["f32"], ACTIVATIONS)]
 )
-def test_named_neurons_add_what_they_should(tmp_path, kind, activation, is_resident):
+def test_the_sum_of_named_neurons_equals_float64(tmp_path, kind, activation, is_resident):
     ffn = layer_of(tmp_path, kind, activation, is_resident)
     neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "predicted", F)
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def test_biases_are_those_of_the_named_rows(tmp_path):
     assert rel_error(neurons.y_D, want) < 1e-5
 
 
-def test_a_nan_gate_does_not_vanish(tmp_path):
+def test_a_nan_gate_reaches_the_sum(tmp_path):
     for activation in ACTIVATIONS:
         ffn = layer_of(tmp_path, activation=activation)
         ffn.blocks[0].gate.weight.data[5, 3] = torch.nan
@@ -113,7 +113,7 @@ def test_without_bits_every_neuron_is_a_candidate(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_sums_of_chunks_that_threads_put_in_order(tmp_path, level, kind):
+def test_sums_of_many_chunks_by_several_threads(tmp_path, level, kind):
     """16 chunks, and columns that do not divide into whole units for each thread."""
     ffn = layer_of(tmp_path, kind, mode="exact", width=1056, num=1024)
     neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", 1024)
@@ -160,7 +160,7 @@ def test_other_bits_of_the_layer_do_not_matter(tmp_path):
     assert rel_error(neurons.y_D, reference(ffn, x_D, is_in)) < 1e-5
 
 
-def test_bits_behind_the_last_neuron_do_not_matter(tmp_path):
+def test_bits_after_the_last_neuron_do_not_matter(tmp_path):
     """19 bits of the last word belong to no neuron."""
     neurons = NativeNeurons.of((ffn := layer_of(tmp_path)).blocks[0], ffn.gate, "predicted", F)
     neurons.x_D.copy_(torch.linspace(-1, 1, D))
@@ -173,7 +173,7 @@ def test_bits_behind_the_last_neuron_do_not_matter(tmp_path):
     assert torch.equal(found[0], found[1]) and read[2] - read[1] == read[1] > 0
 
 
-def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
+def test_sizes_that_do_not_match_are_refused(tmp_path):
     ffn = layer_of(tmp_path)
     down = dataclasses.replace(ffn.blocks[0].down, width=32)
     block = dataclasses.replace(ffn.blocks[0], down=down)

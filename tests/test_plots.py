@@ -15,7 +15,7 @@ from sparkinfer.profile_file import Profile
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_curves_are_those_of_the_counts():
+def test_curves_match_the_counts():
     profile = make_profile(make_model())
     pyplot = plots.load_pyplot()
     bars = plots._density(pyplot, profile).axes[0].patches
@@ -32,7 +32,7 @@ def test_curves_are_those_of_the_counts():
     pyplot.close("all")
 
 
-def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
+def test_the_command_plots_its_profile(tmp_path, codec_model):
     (tmp_path / "t.txt").write_text(text_of(0, 12_000))
     words = ["profile", codec_model, "--corpus", tmp_path / "t.txt", "-o", tmp_path / "p",
              "--tokens", 4000, "--train-predictors", tmp_path / "pred", "--predictor-rank", 32,
@@ -53,8 +53,8 @@ def test_the_command_draws_what_it_wrote(tmp_path, codec_model):
 
 
 def _check_predictors(folder) -> None:
-    """Every candidate has its own mark, different forms have different marks, no line joins them, and the
-    chosen ones are where they were among the candidates."""
+    """Checks that every candidate has a mark, different forms have different marks, no line joins
+    them, and the chosen ones are where they were among the candidates."""
     loaded = Profile.load(folder / "p")
     quality_L = load_predictor_report(folder / "p.report.json", loaded.model_id).quality_L
     pyplot = plots.load_pyplot()

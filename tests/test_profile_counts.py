@@ -1,9 +1,9 @@
 """Counts against transformers' own pre-activations, exactly, on 4,096 tokens.
 
-A gate within rounding of zero may fall to the other side. By how much two f32 products w.x can
-differ is bounded: |w| |x - x'| for inputs that differ (measured), and 2 D eps sum|w_j x_j| for the
-roundings of two sums of D terms in any order (Higham, Accuracy and Stability, 3.1; eps = 2^-24,
-one more for a bias). Every neuron that fires in one and not in the other must be within it."""
+A gate within rounding of zero may have either sign. The difference of two f32 products w.x is
+bounded: |w| |x - x'| for inputs that differ (measured), and 2 D eps sum|w_j x_j| for the roundings
+of two sums of D terms in any order (Higham, Accuracy and Stability, 3.1; eps = 2^-24, one more for a
+bias). Every neuron that fires on one side only must be within that bound."""
 
 from pathlib import Path
 
@@ -75,7 +75,9 @@ def rounding_bound(x_TD, other_TD, weight_FD, bias_F):
 
 
 @pytest.mark.parametrize("case", ["bundled", "opt", "falcon-7b"])
-def test_counts_are_those_of_transformers_but_for_gates_within_rounding(tmp_path, case, capsys):
+def test_counts_equal_those_of_transformers_except_for_gates_within_rounding(
+    tmp_path, case, capsys
+):
     if case == "bundled":
         folder, length, vocab_size, family = BUNDLED, 512, 4096, "llama"
     else:
@@ -97,10 +99,10 @@ def test_counts_are_those_of_transformers_but_for_gates_within_rounding(tmp_path
         num_differing += int(differs_TF.sum())
         bound_TF = rounding_bound(x_TD, inputs[index], weight, bias)
         assert (want_TF.abs() <= bound_TF)[differs_TF].all()
-        # but for those, the counts are the same, to the last one
+        # apart from those, the counts are equal
         got_F = count_LF[index] - (fires_TF & differs_TF).sum(0)
         assert (got_F == (wanted_TF & ~differs_TF).sum(0)).all()
-        # and the bound is no excuse for anything: few gates are so close to zero
+        # and the bound does not hide errors: few gates are that close to zero
         assert (want_TF.abs() <= bound_TF).float().mean() < 2e-3
         wrong = torch.roll(fires_TF, 1, dims=1) != wanted_TF
         assert not (want_TF.abs() <= bound_TF)[wrong].all()

@@ -1,10 +1,10 @@
-"""Progress where stderr is no terminal."""
+"""Progress if stderr is not a terminal."""
 
 from sparkinfer import progress as module
 from sparkinfer.progress import progress
 
 
-def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
+def test_a_log_gets_only_a_few_lines(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     with progress("counting", 1000, "tokens") as advance:

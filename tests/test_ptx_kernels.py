@@ -119,25 +119,25 @@ def names(mutants):
 
 
 @pytest.mark.parametrize("mutant", names(m for m in MUTANTS if m.is_quick))
-def test_faults_that_are_planted_are_found(mutant):
+def test_planted_faults_are_found(mutant):
     assert is_as_expected(mutant, outcome(mutant))
 
 
 @pytest.mark.parametrize(("kernel", "case"), BARRIERS[:1])
-def test_every_barrier_of_a_kernel_is_missed(kernel, case):
+def test_removing_any_barrier_of_a_kernel_is_found(kernel, case):
     mutants = without_each_barrier(kernel, case)
     assert mutants and {outcome(mutant) for mutant in mutants} == {"DataRace"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", names(m for m in MUTANTS if not m.is_quick))
-def test_all_faults(mutant):
+def test_all_planted_faults_are_found(mutant):
     assert is_as_expected(mutant, outcome(mutant))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "case"), BARRIERS[1:])
-def test_all_barriers(kernel, case):
+def test_removing_any_barrier_of_any_kernel_is_found(kernel, case):
     mutants = without_each_barrier(kernel, case)
     assert mutants and {outcome(mutant) for mutant in mutants} == {"DataRace"}
 

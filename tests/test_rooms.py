@@ -1,5 +1,5 @@
-"""The runtime's folders: imports only go down, and none is hidden in a function to avoid a
-circle."""
+"""The runtime's folders: imports only go down, and no cycle is hidden by an import in a
+function."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -57,5 +57,5 @@ def test_imports_go_down(module):
     assert not above, f"{module} is below {above}"
 
 
-def test_there_is_no_circle():
+def test_imports_have_no_cycle():
     assert list(TopologicalSorter(IMPORTS).static_order())

@@ -28,8 +28,8 @@ def size(source, kind) -> int:
     return choice.run_bytes(source.draft(kind), 128)
 
 
-def test_the_type_is_the_one_that_loses_least_of_those_that_fit(source):
-    """Rows of 64 values are no blocks of K-quants: those stay f16, and larger than q8_0."""
+def test_the_type_is_the_most_precise_that_fits(source):
+    """Rows of 64 values do not fill blocks of K-quants: they stay f16, larger than q8_0."""
     for room, kind in (
         (Room(main=size(source, "q8_0")), "q8_0"),
         (Room(main=size(source, "q8_0") - 1), "q4_0"),
@@ -43,7 +43,7 @@ def test_the_type_is_the_one_that_loses_least_of_those_that_fit(source):
     assert choose_type(source, Wishes(outtype="f16"), Room(main=0))[0] == "f16"
 
 
-def test_what_needs_a_plan(source):
+def test_a_plan_is_made_only_where_one_is_needed(source):
     fits = size(source, "q8_0")
     for gpus, budgets, device in (
         ((), (), "cpu"), ((fits,), (), None), ((fits - 1,), (fits - 1,), None),
@@ -101,7 +101,7 @@ def job_of(relu, **wishes):
     return prepare.job_of(given, Wishes(**wishes), (), cache)
 
 
-def test_what_was_measured_is_what_is_estimated(relu):
+def test_estimates_follow_the_measured_rates(relu):
     job = job_of(relu, tokens=1300, mode="predicted")
     flop = stages.flop_per_token(job.choice.model)
     job.rates.stored |= {"count": 100 * flop, "train": 10 * flop, "write": 1e9}
@@ -126,7 +126,7 @@ def test_patience_says_how_many_tokens(relu):
     assert estimate.tokens_for(job_of(relu, tokens=1300), 1.0) == 1300
 
 
-def test_a_look_that_would_only_say_no_is_left_out(capsys, relu, monkeypatch):
+def test_a_look_that_cannot_change_the_choice_is_left_out(capsys, relu, monkeypatch):
     monkeypatch.setattr("sparkinfer.run.estimate.matmul_flops", lambda device: 1e6)
     assert main(["run", str(relu), "-p", "the", "-n", "1", "--no-verify"]) == 0
     shown = capsys.readouterr().err
@@ -149,14 +149,14 @@ def test_rates_are_kept_for_the_next_time(relu):
 @pytest.mark.parametrize("seconds, text", [
     (3, "seconds"), (31, "about 30 s"), (130, "about 2 min"), (7200, "about 2.0 h"),
 ])  # fmt: skip
-def test_times_as_people_say_them(seconds, text):
+def test_times_in_words(seconds, text):
     assert estimate.words(seconds) == text
 
 
 # ---- the package's text -------------------------------------------------------------------------
 
 
-def test_the_packages_text_is_there_with_its_notice(cache):
+def test_the_packages_text_has_its_notice(cache):
     with Cache.open() as each:
         (path,) = corpora.files((), each)
         found = path.read_text(encoding="utf-8")

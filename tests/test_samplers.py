@@ -83,7 +83,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_sampler_is_its_formula(name):
+def test_each_sampler_equals_its_formula(name):
     ours, reference = PAIRS[name]
     draw, num_narrowed = random.Random(name), 0
     for number in range(300):
@@ -98,7 +98,7 @@ def test_a_sampler_is_its_formula(name):
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_a_threshold_that_is_met_exactly(is_sorted):
+def test_thresholds_that_are_met_exactly(is_sorted):
     """Top-p stops when the sum reaches its threshold, typical-p when it exceeds it; min-p keeps
     tokens at its threshold."""
     four = candidates_of([(i, 0.0) for i in range(4)], is_sorted=is_sorted)
@@ -107,7 +107,7 @@ def test_a_threshold_that_is_met_exactly(is_sorted):
     assert len(samplers.min_p(four, 1.0)) == 4
 
 
-def test_the_check_rejects_what_is_wrong():
+def test_the_check_rejects_wrong_candidates():
     tokens = [(1, 0.5), (4, 2.0), (7, -1.0)]
     check(candidates_of(tokens), tokens)
     for wrong in (tokens[:2], [(1, 0.5), (4, 2.0), (8, -1.0)], [(1, 0.5), (4, 2.001), (7, -1.0)]):

@@ -1,4 +1,4 @@
-"""The C++ kernels under the address and undefined-behaviour sanitizers, in a program of their own."""
+"""The C++ kernels under the address and undefined-behaviour sanitizers, in a separate program."""
 
 import platform
 import shutil
@@ -27,7 +27,7 @@ SOURCES = {
 }
 FLAGS = "-std=c++17 -O1 -w -ffp-contract=off -pthread".split()
 # Blocks of 18 and 34 bytes are not aligned: their loads allow for that, and so does x86.
-# A null pointer needs no check of its own: the address sanitizer reports what it hits.
+# A null pointer needs no separate check: the address sanitizer reports the access.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
 # Undefined behaviour ends the program by a trap, which compiles in half the time that a message and
 # line numbers take. Where a program fails, it is compiled again to say where.
@@ -80,7 +80,7 @@ def said_in_full(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_no_kernel_reads_or_writes_where_it_must_not(objects, tmp_path):
+def test_no_kernel_reads_or_writes_out_of_bounds(objects, tmp_path):
     done = linked(objects, tmp_path / "driver")
     assert done.returncode == 0, said_in_full(tmp_path)
     assert "generic: fine" in done.stdout
@@ -113,7 +113,7 @@ def driver_with(tmp_path: Path, right: str, wrong: str) -> Path:
     ],
     ids=["a row too many", "a shift too far"],
 )
-def test_the_sanitizers_see(objects, tmp_path, right, wrong, is_noticed):
+def test_the_sanitizers_find_planted_faults(objects, tmp_path, right, wrong, is_noticed):
     driver = driver_with(tmp_path, right, wrong)
     done = linked(
         [*(path for path in objects if path.stem != "driver"), driver], tmp_path / "wrong"

@@ -47,7 +47,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_text_that_is_over_is_freed_at_once(model, is_cancelled):
-    """With its logits, which are a view of those of a whole step."""
+    """Together with its logits, which are a view of those of a whole step."""
     gc.collect()
     gc.disable()
     try:
@@ -96,7 +96,7 @@ def served():
     )  # fmt: skip
 
 
-def test_a_long_text_has_the_tokens_that_the_codec_gives_it(served):
+def test_a_long_text_gets_the_codecs_tokens(served):
     for text in ("Hello, world. " * LONG_TEXT, "caf\u00e9 " * LONG_TEXT):
         assert served.encode_plain(text) == served.codec.encode_rendered(text)
         assert served.encode(text) == served.codec.encode(text)
@@ -104,7 +104,7 @@ def test_a_long_text_has_the_tokens_that_the_codec_gives_it(served):
         served.encode("a" * LONG_TEXT + "\ud800")
 
 
-def test_other_threads_go_on_while_a_long_text_is_tokenised(served):
+def test_other_threads_run_while_a_long_text_is_tokenised(served):
     text = "Hello, world. " * (1 << 15)
     ticks, is_over = [], threading.Event()
 

@@ -1,7 +1,7 @@
 """The page of `sparkinfer serve`, in a headless Chromium, as a person uses it.
 
-What the model says is scripted (tests/scripted_server.py), but for the last test, which asks the
-server itself. What is drawn of texts: test_serve_page_text; how it looks: test_serve_page_looks."""
+Answers are scripted (tests/scripted_server.py), except in the last test, which uses a real server.
+test_serve_page_text tests how texts are rendered, test_serve_page_looks how the page looks."""
 
 import json
 import re
@@ -17,7 +17,7 @@ pytest_plugins = ("page_fixtures",)
 
 
 @needs_browser
-def test_an_answer_arrives_word_by_word_and_a_reload_finds_it(browser, serve):
+def test_an_answer_arrives_word_by_word_and_survives_a_reload(browser, serve):
     wait = threading.Event()
     server = serve(Hello=Script(pieces=["One ", "two ", "three."], wait=wait))
     assert browser.run("document.activeElement.id") == "input"
@@ -43,7 +43,7 @@ def test_an_answer_arrives_word_by_word_and_a_reload_finds_it(browser, serve):
 
 
 @needs_browser
-def test_stop_keeps_what_came_and_leaves_the_server(browser, serve):
+def test_stop_keeps_the_partial_answer_and_disconnects(browser, serve):
     server = serve(Hello=Script(pieces=["Never ", "ends"], wait=threading.Event()))
     for stop in (lambda: browser.press("Escape"), lambda: browser.click("#send")):
         say(browser, "Hello")
@@ -68,7 +68,7 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_its_beginning(browser, serve)
 
 
 @needs_browser
-def test_regenerate_and_edit_ask_with_what_was_said_before(browser, serve):
+def test_regenerate_and_edit_send_the_earlier_messages(browser, serve):
     server = serve(
         Hello=Script(pieces=["Hi."]), And=Script(pieces=["More."]), Or=Script(pieces=["Less."])
     )
@@ -94,7 +94,7 @@ def test_regenerate_and_edit_ask_with_what_was_said_before(browser, serve):
 
 
 @needs_browser
-def test_conversations_are_listed_renamed_deleted_and_brought_back(browser, serve):
+def test_conversations_are_listed_renamed_deleted_and_restored(browser, serve):
     serve(One=Script(pieces=["1"]), Two=Script(pieces=["2"]))
     for text in ("One", "Two"):
         browser.click("#new")
@@ -162,13 +162,13 @@ def test_errors_are_one_line_and_can_be_tried_again(browser, serve):
     assert "token limit" in stats(browser)
     say(browser, "Fine")
     settled(browser)
-    # The question that had no answer is not said again.
+    # The question that had no answer is not sent again.
     said = [m["content"] for m in server.asked[-1]["messages"]]
     assert said == ["Late", "half", "Cut", "half", "Long", "much", "Fine"]
 
 
 @needs_browser
-def test_a_server_that_is_gone(browser, serve):
+def test_a_server_that_stops_is_reported(browser, serve):
     server = serve(Hello=Script(pieces=["Hi."]))
     server.__exit__()
     say(browser, "Hello")
@@ -176,7 +176,7 @@ def test_a_server_that_is_gone(browser, serve):
 
 
 @needs_browser
-def test_an_api_key_is_asked_for_and_sent(browser, serve):
+def test_an_api_key_is_requested_and_sent(browser, serve):
     server = serve(key="secret", Hello=Script(pieces=["Hi."]))
     say(browser, "Hello")
     settled(browser)
@@ -226,7 +226,7 @@ def test_settings_are_sent_and_kept(browser, serve):
 
 
 @needs_browser
-def test_keys_and_lines(browser, serve):
+def test_enter_sends_and_shift_enter_starts_a_line(browser, serve):
     server = serve(**{"a\nb": Script(pieces=["two lines"])})
     browser.press("Enter")
     browser.type("a")
@@ -257,12 +257,12 @@ def test_a_full_or_damaged_storage_is_survived(browser, serve):
 
 
 @needs_browser
-def test_the_server_itself(browser, tmp_path):
-    """Typed, streamed, stopped, regenerated, found again: with nothing scripted."""
+def test_the_page_with_a_real_server(browser, tmp_path):
+    """Typing, streaming, stopping, regenerating and reloading, with nothing scripted."""
     model, options = chat_model(tmp_path / "tiny.gguf", 1024), ("--threads", "1", "--alias", "tiny")
     with ServerProcess(model, tmp_path / "log", *options, key="secret") as server:
         browser.said.clear()
-        # The key is the password that a browser asks for, and sends with what the page asks.
+        # The key is the password that a browser asks for and sends with the page's requests.
         browser.open(f"http://user:secret@127.0.0.1:{server.port}/")
         browser.until("server.model === 'tiny'")
         browser.run("settings = {temperature: 0, max_tokens: 12}")

@@ -36,7 +36,7 @@ def test_colours_follow_the_system_until_they_are_switched(browser, serve):
 
 
 @needs_browser
-def test_a_phone(browser, serve):
+def test_the_page_on_a_phone(browser, serve):
     serve(
         Hello=Script(
             pieces=["a" * 300 + "\n\n```\n" + "b" * 300 + "\n```\n\n|" + "c" * 200 + "|\n|-|"]
@@ -69,7 +69,7 @@ def audit(browser: Browser, where: str) -> list[str]:
 
 @needs_browser
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core under build/axe (npm pack axe-core)")
-def test_axe_finds_nothing(browser, serve):
+def test_axe_finds_no_faults(browser, serve):
     serve(Show=Script(pieces=[MARKDOWN]), Bad=Script(status=500, error="broken"))
     axe, found = AXE.read_text(), []
     for colours in ("light", "dark"):
@@ -173,7 +173,7 @@ def take_pictures(folder: Path, browser: Browser, address: str) -> list[Path]:
 
 
 @needs_browser
-def test_pictures(browser, tmp_path):
+def test_screenshots_are_taken(browser, tmp_path):
     pieces = re.findall(r"\S+\s*", SCRIPTED)
     with ScriptedServer({text: Script(pieces=pieces) for text in QUESTIONS}) as server:
         paths = take_pictures(tmp_path, browser, server.address)

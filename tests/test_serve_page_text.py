@@ -19,7 +19,7 @@ HOSTILE = [
 
 
 @needs_browser
-def test_what_a_model_says_is_text(browser, serve):
+def test_html_of_a_model_is_shown_as_text(browser, serve):
     serve(Attack=Script(pieces=HOSTILE), **{"<b>me</b>": Script(pieces=["done"])})
     say(browser, "Attack")
     settled(browser)
@@ -65,7 +65,7 @@ def test_markdown(browser, serve):
     for text in ("snake_case_name", "2 * 3 * 4", "*escaped*", "Unclosed **bold and `code",
                  "[not a link](nowhere)"):  # fmt: skip
         assert text in whole, text
-    # What grew piece by piece is what is drawn at once.
+    # Rendering piece by piece gives the same as rendering at once.
     grown = browser.run("document.querySelector('.text').innerHTML")
     browser.reload()
     assert browser.run("document.querySelector('.text').innerHTML") == grown
@@ -76,7 +76,7 @@ def test_markdown(browser, serve):
     "text", ["*" * 4000, "`" * 3001 + "a", "[" * 4000, "> " * 3000, "- " * 3000, "**a " * 3000,
              "_a" * 4000, "|" * 4000 + "\n" + "|-" * 2000, "`a``b" * 2000, "https://" * 1000]
 )  # fmt: skip
-def test_text_that_is_all_marks_takes_no_time(browser, serve, text):
+def test_text_of_markup_characters_alone_renders_quickly(browser, serve, text):
     serve()
     spent = browser.run(
         f"(() => {{ const at = performance.now(); const box = document.createElement('div');"

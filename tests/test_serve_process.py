@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def narrow(model):
-    """One text at a time, and two may wait."""
+    """A server that computes one text at a time and lets two wait."""
     served = Served(
         model, "-np", "1", "--kept", "1", "--queue", "2", "--drain", "60", "--log-json", key="k"
     )
@@ -44,7 +44,7 @@ def in_background(served, body, found):
     return thread
 
 
-def test_the_queue_the_timeout_and_a_stop_that_lets_answers_finish(narrow):
+def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     """One process for all three, as each takes seconds to start."""
     found = []
     first = in_background(narrow, {**LONG, "n": 3}, found)
@@ -74,7 +74,7 @@ def test_the_queue_the_timeout_and_a_stop_that_lets_answers_finish(narrow):
     assert ended["status"] == 200 and ended["path"] == "/v1/completions" and ended["id"]
 
 
-def test_a_stop_whose_time_is_over_fails_what_is_left(model):
+def test_a_stop_that_times_out_fails_the_remaining_answers(model):
     served = Served(model, "--drain", "0.1")
     found = []
     waiting = in_background(served, {**LONG, "n": 16}, found)
@@ -96,7 +96,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(model):
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_leave_nothing_behind(model):
+def test_a_thousand_requests_leak_neither_files_nor_memory(model):
     served = Served(model, "-np", "4")
     pid = served.process.pid
     for number in range(1000):
@@ -115,7 +115,7 @@ def test_a_thousand_requests_leave_nothing_behind(model):
     served.close()
 
 
-def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys):
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -125,13 +125,13 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys):
     assert f"cannot listen on 127.0.0.1:{port}: " in line
 
 
-def test_a_model_that_is_not_there_ends_the_process(capsys, tmp_path):
+def test_a_missing_model_ends_the_process(capsys, tmp_path):
     assert main(["serve", str(tmp_path / "none.gguf"), "--port", "0", "--threads", "1"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "none.gguf" in lines[-1] and len(lines) == 2, lines
 
 
-def test_a_key_in_the_environment_is_one(monkeypatch, capsys):
+def test_an_invalid_key_in_the_environment_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("SPARKINFER_API_KEY", "a\nb")
     assert main(["serve", "none.gguf"]) == 1
     assert "API key" in capsys.readouterr().err

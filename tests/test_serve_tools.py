@@ -1,5 +1,5 @@
-"""Tool calls and reasoning in answers, piece by piece: the forms of known templates, and what only
-looks like them."""
+"""Tool calls and reasoning in answers, piece by piece: the forms of known templates, and text that
+only looks like them."""
 
 import json
 from pathlib import Path
@@ -58,18 +58,18 @@ def llama(call):
         (LLAMA, "<|pyth", "<|pyth", []),
     ],
 )
-def test_forms(template, text, said, calls, size):
+def test_calls_are_separated_from_text(template, text, said, calls, size):
     assert split(template, text, size) == (said, calls_of(*calls))
 
 
-def test_one_call_alone():
+def test_at_most_one_call_is_returned():
     assert split(HERMES, hermes(ONE, TWO), 5, most=1)[1] == calls_of(ONE)
 
 
 @pytest.mark.parametrize(
     "template", ["{{ messages }}", "{{ tools }}", "<tool_call> without", "{% if tools %}<call>"]
 )
-def test_a_template_whose_form_is_not_known(template):
+def test_a_template_with_an_unknown_form_of_calls(template):
     assert form_of(template) is None
 
 
@@ -111,7 +111,7 @@ def tokens_of(text, size):
         ("no <think>tag</think>", False, "", "no <think>tag</think>"),
     ],
 )
-def test_reasoning(text, is_open, reasoning, content, size):
+def test_reasoning_is_separated_from_content(text, is_open, reasoning, content, size):
     said = said_by(voice(begins_reasoning=is_open), tokens_of(text, size))
     assert (said.reasoning, said.content) == (reasoning, content)
     plain = said_by(voice(splits_reasoning=False), tokens_of(text, size))
@@ -127,7 +127,7 @@ def test_reasoning_before_calls(size):
 
 
 def test_special_tokens_that_mark_calls_are_seen():
-    """The text of a special token is left out of what a model says."""
+    """The text of a special token is not part of an answer."""
     tokens = [Token(7, ""), *tokens_of(json.dumps([ONE]), 4), Token(None, "")]
     form = form_of(MISTRAL)
     found = said_by(voice(form=form, marks={7: "[TOOL_CALLS]"}), tokens)

@@ -158,7 +158,7 @@ def check_named(inputs: Inputs, max_loss: float | None) -> int:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_what_is_named_works_and_one_byte_less_does_not(seed, tmp_path):
+def test_the_named_size_works_and_one_byte_less_does_not(seed, tmp_path):
     inputs = refused_inputs(seed, tmp_path)
     assert check_named(inputs, None)
     assert check_named(inputs, 1.0)
@@ -166,7 +166,7 @@ def test_what_is_named_works_and_one_byte_less_does_not(seed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1500))
-def test_what_is_named_works_500_times(seed, tmp_path):
+def test_the_named_size_works_for_500_problems(seed, tmp_path):
     inputs = refused_inputs(seed, tmp_path)
     assert check_named(inputs, None)
     assert check_named(inputs, 1.0)
@@ -207,7 +207,7 @@ def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
         optimise.find_plan(replace(pipeline, need_bytes=most), time_limit_s=30)
 
 
-def test_no_memory_of_the_gpu_replaces_what_is_always_in_main_memory(tmp_path):
+def test_gpu_memory_does_not_replace_what_is_always_in_main_memory(tmp_path):
     inputs = replace(tiny_inputs(3, 1, tmp_path), host_budget=10)
     assert least_room(inputs.pipeline(), 0) is None
     error = refusal_of(inputs, None)
@@ -223,7 +223,7 @@ def test_no_memory_of_the_gpu_replaces_what_is_always_in_main_memory(tmp_path):
     check_named(replace(inputs, budgets=(1,)), None)
 
 
-def test_of_several_modes_the_least_is_named(tmp_path):
+def test_the_smallest_memory_of_several_modes_is_named(tmp_path):
     errors = []
     for mode in ("exact", "dense"):
         inputs = replace(refused_inputs(5, tmp_path), mode=mode)

@@ -34,7 +34,7 @@ def config(inputs, tmp_path) -> SparsifyConfig:
 # ---- the loss -------------------------------------------------------------------------------
 
 
-def test_the_loss_in_chunks_is_torchs_own(monkeypatch):
+def test_the_loss_in_chunks_equals_that_of_torch(monkeypatch):
     monkeypatch.setattr("sparkinfer.sparsify.distillation.CHUNK_VALUES", 7 * 50)
     torch.manual_seed(0)
     sparse_TD, dense_TD = torch.randn(16, 12, requires_grad=True), torch.randn(16, 12)
@@ -81,7 +81,7 @@ def test_a_value_at_its_limit_is_silent_and_nan_passes():
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "global"])
-def test_limits_silence_the_share_that_is_wanted(config, allocation):
+def test_limits_silence_the_wanted_share(config, allocation):
     trainer = trainer_of(replace(config, allocation=allocation))
     windows = windows_of()
     trainer.measure(windows)
@@ -95,7 +95,7 @@ def test_limits_silence_the_share_that_is_wanted(config, allocation):
     assert (len(set(trainer.limits.threshold_L.tolist())) == 1) == (allocation == "global")
 
 
-def test_limits_tell_the_weights_they_were_made_of():
+def test_weights_are_recovered_from_limits():
     weight_LF = torch.rand(3, 50) + 0.1
     weight_LF /= weight_LF.mean(dim=1, keepdim=True)
     limits = Limits(
@@ -109,7 +109,7 @@ def test_limits_tell_the_weights_they_were_made_of():
 # ---- the schedule ---------------------------------------------------------------------------
 
 
-def test_shares_rise_and_are_held_and_the_rate_falls():
+def test_shares_rise_and_stay_and_the_rate_falls():
     schedule = Schedule(shares=(0.6, 0.75), steps_of_share=100, learning_rate=1.0, warmup_steps=10)
     shares = [schedule.share(step) for step in range(schedule.num_steps)]
     assert shares == sorted(shares) and shares[0] == 0.3
@@ -123,7 +123,7 @@ def test_shares_rise_and_are_held_and_the_rate_falls():
 # ---- a step and the corpus ------------------------------------------------------------------
 
 
-def test_nan_is_said_with_its_layer_and_step_and_changes_nothing(config):
+def test_nan_is_reported_with_its_layer_and_step_and_changes_nothing(config):
     trainer = trainer_of(config)
     trainer.measure(windows_of())
     trainer.train(windows_of())

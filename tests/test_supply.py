@@ -44,7 +44,7 @@ def test_every_package_is_listed_with_its_licence():
             assert set(parts) <= ALLOWED, row
 
 
-def test_what_is_imported_is_required():
+def test_imported_packages_are_required():
     """Every foreign module that our packages import belongs to a package that pyproject.toml
     names."""
     modules = {"yaml": "pyyaml", "google": "protobuf", "prometheus_client": "prometheus-client"}
@@ -89,7 +89,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_what_a_wheel_has_to_hold_is_the_packages_files():
+def test_a_wheel_has_to_hold_the_packages_files():
     wanted = check_wheel.expected_names()
     for name in ("py.typed", "cli.py", "serve/page.html", "report/page.html", "runtime/engine.py",
                  "run/corpus/default.txt.xz", "runtime/_cpu.so"):  # fmt: skip
@@ -165,6 +165,6 @@ def test_the_archives_hold_what_they_should(tmp_path):
     assert "0.1.0" in said.stdout
 
 
-def test_no_test_reaches_for_the_network():
-    with socket.socket() as one, pytest.raises(AssertionError, match="reaches for the network"):
+def test_connections_to_other_machines_fail():
+    with socket.socket() as one, pytest.raises(AssertionError, match="uses the network"):
         one.connect(("192.0.2.1", 80))

@@ -40,12 +40,12 @@ def test_affinity_is_honoured():
     assert done.stdout.strip() == "1"
 
 
-def test_torch_takes_as_many(restore_threads):
+def test_torch_uses_the_same_number(restore_threads):
     for count in (1, 3):
         assert use_threads(count) == count == torch.get_num_threads() == library.num_threads()
 
 
 @pytest.mark.parametrize("count", [0, -2, 1025])
-def test_a_count_that_cannot_be_is_refused(count):
+def test_an_impossible_count_is_refused(count):
     with pytest.raises(SparkinferError, match=f"--threads is {count}, wanted 1 to 1024"):
         use_threads(count)

@@ -23,7 +23,7 @@ WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 @pytest.fixture(params=["native", "torch"])
 def tile(request, monkeypatch):
-    """ "torch" is without the kernels."""
+    """Runs a test with the kernels and without them ("torch")."""
     if request.param == "torch":
         monkeypatch.setattr(library, "_lib", None)
     monkeypatch.setattr(matrix, "tile_rows", lambda width: 256)  # three tiles
@@ -77,7 +77,7 @@ def test_the_measure_rejects_wrong_products(tile, wrong):
     assert not is_right(wrong(W.product(x_TD)), x_TD, exact_ND.T, eps_of(tile, "f16", D))
 
 
-def test_rows_that_lie_apart(tile):
+def test_products_of_strided_rows(tile):
     W, _ = random_matrix("q8_0")
     wide = torch.cat([W.data, W.data], dim=1)[:, : W.data.shape[1]]
     x_TD = torch.randn(T, D)
@@ -87,7 +87,7 @@ def test_rows_that_lie_apart(tile):
     assert torch.equal(apart.product(x_TD, index_A), W.product(x_TD, index_A))
 
 
-def test_a_part_is_whole_tiles():
+def test_a_part_has_whole_tiles():
     for width in (1, 256, 2048, 8192):
         for num_tokens in (1, 2, 128, 512):
             rows = part_neurons(width, num_tokens)
@@ -106,7 +106,7 @@ def model_path(request, tmp_path_factory):
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 40, 513])
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-def test_parts_and_chosen_rows_give_what_all_rows_give(model_path, mode, num_tokens, monkeypatch):
+def test_parts_and_chosen_rows_give_the_same_as_all_rows(model_path, mode, num_tokens, monkeypatch):
     """Observed, all rows of all neurons are computed at once, in passes of 128 tokens."""
     monkeypatch.setattr(feed_forward, "part_neurons", lambda width, num_tokens: 1024)
     ids = np.arange(num_tokens) % 50
@@ -129,7 +129,7 @@ def test_observers_see_short_passes(model_path):
     assert seen == [SHORT_CHUNK, SHORT_CHUNK, 300 - 2 * SHORT_CHUNK]
 
 
-def test_few_tokens_read_only_rows_that_one_of_them_needs(model_path):
+def test_few_tokens_read_only_the_rows_that_any_of_them_needs(model_path):
     with Engine.load(model_path, mode="predicted", device="cpu") as engine:
         engine.hidden(np.arange(2))
         few = engine.traffic.gate

@@ -91,7 +91,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("outtype", ["f16", "q4_0"])
 @pytest.mark.parametrize("wrong", MUTATIONS)
-def test_a_graph_that_is_wrong_by_a_little_is_refused(tmp_path, monkeypatch, wrong, outtype):
+def test_a_slightly_wrong_graph_is_refused(tmp_path, monkeypatch, wrong, outtype):
     config, mutate = MUTATIONS[wrong]
     folder = random_model(tmp_path / "hf", config)
     right = convert_module.read_blueprint
@@ -116,7 +116,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("change", ODD, ids=str)
-def test_what_transformers_cannot_run_is_said_in_a_line(llama, tmp_path, change, capfd):
+def test_what_transformers_cannot_run_is_noted_in_one_line(llama, tmp_path, change, capfd):
     folder = Path(shutil.copytree(llama, tmp_path / "hf"))
     edit_config(folder, lambda config: config.update(change))
     capfd.readouterr()
@@ -128,7 +128,7 @@ def test_what_transformers_cannot_run_is_said_in_a_line(llama, tmp_path, change,
     assert not told.out and "[transformers]" not in told.err
 
 
-def test_two_words_on_what_a_model_is_are_refused(llama, tmp_path, capfd):
+def test_a_model_type_that_contradicts_the_architecture_is_refused(llama, tmp_path, capfd):
     folder = Path(shutil.copytree(llama, tmp_path / "hf"))
     edit_config(folder, lambda config: config.update(model_type="gpt2"))
     capfd.readouterr()

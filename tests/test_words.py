@@ -1,4 +1,4 @@
-"""Phrases that the field has a better word for do not return to docstrings, comments and documents."""
+"""Phrases for which the field has a better word stay out of docstrings, comments and documents."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ CODE = (
     "benchmarks", "examples", "tests",
 )  # fmt: skip
 DOCUMENTS = ("README.md", "docs")
-# Each with a sentence that has it.
+# Each with a sentence that contains it.
 PHRASES = {
     r"(module|program|file|class) does not know\b": "What this module does not know: plans.",
     r"\b(is|are) told\b(?! apart)": "The caller is told.",

@@ -57,7 +57,7 @@ def allocated(run) -> int:
 
 
 def spanned_bytes(matrices) -> int:
-    """Bytes of memory that matrices lie in, each once: interleaved matrices share their span."""
+    """Bytes of memory that matrices span, each counted once: interleaved matrices share a span."""
     spans = sorted(
         (m.data.data_ptr(), m.data.data_ptr() + (m.num_rows - 1) * m.stride_bytes + m.row_bytes)
         for m in matrices
@@ -96,7 +96,7 @@ def test_hot_weights_and_cache_take_the_plans_bytes(planned):
         assert plan.gpu_bytes["kv_cache"] > 0
 
 
-def test_all_that_is_allocated_is_within_two_percent(planned):
+def test_all_allocations_are_within_two_percent_of_the_plan(planned):
     """Weights, cache and the temporaries of a pass over the whole context, as measured."""
     model, path = planned
     plan = Split.load(path)

@@ -34,7 +34,7 @@ def test_results_come_in_order_and_a_few_at_a_time():
     assert sorted(begun) == list(range(40)) and not our_threads()
 
 
-def test_a_failing_task_ends_it_in_its_turn():
+def test_a_failing_task_raises_in_its_turn():
     begun, taken = [], []
 
     def task(number):
@@ -76,7 +76,7 @@ def test_pieces_make_the_same_file(tmp_path, monkeypatch, piece_values):
     assert (tmp_path / "m.gguf").stat().st_size % 32 == 0
 
 
-def test_a_large_tensor_is_never_whole(tmp_path):
+def test_a_large_tensor_is_never_whole_in_memory(tmp_path):
     """64 MiB of rows in pieces; only a few pieces are requested and not yet written."""
     asked, written, most = [], [], []
 
@@ -94,7 +94,7 @@ def test_a_large_tensor_is_never_whole(tmp_path):
 
 @pytest.mark.parametrize("error", [SparkinferError("bad rows"), KeyboardInterrupt(), MemoryError()])
 @pytest.mark.parametrize("where", ["read", "told"])
-def test_nothing_stays_after_an_error(tmp_path, monkeypatch, error, where):
+def test_nothing_is_left_after_an_error(tmp_path, monkeypatch, error, where):
     monkeypatch.setattr(gguf_file, "PIECE_VALUES", 32)
 
     def fail(*arguments):
@@ -110,7 +110,7 @@ def test_nothing_stays_after_an_error(tmp_path, monkeypatch, error, where):
     assert not list(tmp_path.iterdir()) and not our_threads()
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     synced = []
 
     def fsync(descriptor):

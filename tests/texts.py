@@ -1,4 +1,4 @@
-"""Lines of every kind that tokenizers have been seen to disagree about, and tokenizers for them."""
+"""Lines of every kind on which tokenizers have disagreed, and tokenizers for them."""
 
 import itertools
 import json
@@ -65,7 +65,7 @@ def mixed_lines() -> list[str]:
 
 
 def training_text() -> list[str]:
-    """For tokenizers of the tests: some words, and everything above."""
+    """A text to train the tests' tokenizers on: some words, and everything above."""
     words = ["the quick brown fox jumps over the lazy dog", "def add(a, b):\n    return a + b\n"]
     return words * 4 + mixed_lines() * 2
 

@@ -2,10 +2,9 @@
 
     python tests/two_writers.py [--rounds N] [--kind KIND]
 
-A round starts two processes at once, each with its own content. Afterwards the name has one whole
-artifact, the one or the other, nothing is left beside it, and neither process had an error. The
-last line on stdout has the counts by kind: how often each of the two wrote last, so that its
-content remains."""
+A round starts two processes at once, each with its own content. Afterwards the file must hold one
+of the two artifacts as a whole, nothing may be left beside it, and neither process may have failed.
+The last line on stdout counts by kind how often each of the two wrote last."""
 
 import argparse
 import json
@@ -84,7 +83,7 @@ def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
         _together(lambda value: write(place / "x", value))
         content = content_of(place / "x")
         winners = [value for value, wanted in expected.items() if content == wanted]
-        assert winners, f"{kind}, round {number}: neither the one nor the other"
+        assert winners, f"{kind}, round {number}: neither of the two artifacts"
         left = sorted(path.name for path in place.iterdir())
         assert left == ["x"], f"{kind}, round {number}: left {left}"
         found[winners[0]] += 1

@@ -32,7 +32,7 @@ def check(name: str, ranges: list[Range]) -> None:
 
 
 def written() -> list[Range]:
-    """What the launch under way declares to write."""
+    """The memory that the launch under way declares to write."""
     return [each for each in _open[-1] if each[2]]
 
 

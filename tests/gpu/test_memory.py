@@ -14,7 +14,7 @@ from test_runtime import make_split
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).with_name("budget_program.py")
 MIB = 1 << 20
-# Takes all of the card but this many bytes, reports it, and holds it until stdin closes.
+# Takes all of the card except this many bytes, reports it, and holds it until stdin closes.
 HOG = """
 import sys, torch
 held, left = [], int(sys.argv[1])
@@ -54,7 +54,7 @@ def test_a_process_keeps_to_its_budget(tmp_path, cuda, large_model, share):
     assert report["peak_reserved"] == found["peak"]
 
 
-def test_a_full_card_is_told_in_one_line(tmp_path, cuda, large_model):
+def test_a_full_card_gives_one_line(tmp_path, cuda, large_model):
     hot = [np.arange(4096, dtype=np.int32)] * 6
     split, _ = plan(tmp_path, large_model, hot, more_bytes=64 * MIB)
     (report,) = run(large_model, split)["reports"]

@@ -15,9 +15,7 @@ BOUND = 4 * torch.finfo(torch.float16).eps
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-def test_it_makes_no_difference_who_computes_cold_neurons(
-    tmp_path, cuda, large_model, some_neurons, mode
-):
+def test_streamed_prompts_agree_with_the_cpus(tmp_path, cuda, large_model, some_neurons, mode):
     """250 tokens are two passes: neurons streamed for one are streamed again for the next."""
     split = make_split(large_model, some_neurons, context_length=256)
     split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + (256 << 20))
@@ -25,7 +23,7 @@ def test_it_makes_no_difference_who_computes_cold_neurons(
     ids = np.random.default_rng(0).integers(0, 512, 250).tolist()
     with Engine.load(large_model.path, split=tmp_path / "s.gguf", mode=mode, device=cuda) as engine:
         streams = [layer.ffn.cold for layer in engine.layers if layer.ffn.cold is not None]
-        assert len(streams) == 6, "no cold weights are brought"
+        assert len(streams) == 6, "no cold weights are streamed"
         found = []
         for least_tokens in (1, 1 << 30, 1):
             for stream in streams:
@@ -33,8 +31,8 @@ def test_it_makes_no_difference_who_computes_cold_neurons(
             found.append(engine.logits(ids))
     with Engine.load(large_model.path, mode=mode, device="cpu", context_length=256) as engine:
         want = engine.logits(ids)
-    brought, computed, again = found
-    assert rel_error(brought, want) < BOUND
+    streamed, computed, again = found
+    assert rel_error(streamed, want) < BOUND
     assert rel_error(computed, want) < BOUND
-    assert torch.equal(brought, again)
-    assert not torch.equal(brought, computed)  # different rounding: it was a different path
+    assert torch.equal(streamed, again)
+    assert not torch.equal(streamed, computed)  # different rounding: it was a different path

@@ -61,7 +61,7 @@ def stepped(engine, ids=IDS):
 
 
 def both(path, mode, device, split=None, **options):
-    """(of a prompt, of steps) on the CPU alone, and the same with the split on the device."""
+    """(logits of a prompt, of steps) on the CPU alone, and with the split on the device."""
     length = {} if split else {"context_length": 32}
     with Engine.load(path, mode=mode, device="cpu", context_length=32) as engine:
         want = engine.logits(IDS), stepped(engine)
@@ -133,7 +133,7 @@ def leave_prompts_to_the_cpu(engine):
 
 
 @pytest.mark.parametrize("plan", ["random", "every kind of layer"])
-def test_a_thousand_tokens_are_those_of_the_plain_path(tmp_path, device, long_model, plan):
+def test_a_thousand_tokens_equal_those_of_the_plain_path(tmp_path, device, long_model, plan):
     hot, dense, head, _ = PLANS[plan]
     split = make_split(long_model, hot, dense_on_gpu=dense, head_on_gpu=head, context_length=1100)
     split.save(tmp_path / "s.gguf")

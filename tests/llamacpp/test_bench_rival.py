@@ -46,7 +46,9 @@ def test_both_sides_are_measured(kind: str | None) -> None:
 
 
 @pytest.mark.parametrize("content, words", [(b"", "cannot load the model"), (None, "ffn_down")])
-def test_what_it_cannot_load(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_a_model_that_llama_cpp_cannot_load_is_reported(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
     path = MODEL if content is None else tmp_path / "empty.gguf"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""llama.cpp, Hugging Face's tokenizers and our runtime give a text the same tokens."""
+"""llama.cpp, Hugging Face's tokenizers and our runtime split a text into the same tokens."""
 
 import json
 import unicodedata
@@ -46,14 +46,14 @@ def named(name: str) -> tuple[Tokenizer, str, str]:
 
 
 @pytest.mark.parametrize("name", ["bundled", "gpt-2", "smollm", "llama-bpe", "qwen2", "llama"])
-def test_the_same_tokens(llama_cpp, tmp_path, name):
+def test_all_three_give_the_same_tokens(llama_cpp, tmp_path, name):
     tokenizer, begin, end = named(name)
     path = stock_file(tmp_path, tokenizer, begin, end)
     model = ModelFile.load(path)
     ours = TextCodec.of(model)
     del model.extra_keys[TOKENIZER_KEY]
     rebuilt = TextCodec.of(model)
-    # llama.cpp does not normalise (noted by convert): what is normal already must agree.
+    # llama.cpp does not normalise (noted by convert): text in normal form must agree.
     lines = [li for li in LINES if name != "qwen2" or unicodedata.is_normalized("NFC", li)]
     assert len(lines) > 240
 
@@ -83,7 +83,7 @@ def assert_same(lines: list[str], got: list[list[int]], want: list[list[int]]) -
     assert not wrong, f"{len(wrong)} of {len(lines)} lines differ, e.g. {wrong[:3]}"
 
 
-def test_what_is_noted_is_so(llama_cpp, tmp_path):
+def test_llama_cpp_differs_where_convert_notes_it(llama_cpp, tmp_path):
     """Composed letters, Metaspace, and merges that leave pairs out: there llama.cpp differs."""
     values = json.loads(sentencepiece_tokenizer(600).to_str())
     tokens = sorted(values["model"]["vocab"], key=values["model"]["vocab"].get)

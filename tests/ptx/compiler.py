@@ -77,7 +77,7 @@ class Compiler:
 
     def _start(self) -> subprocess.Popen:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        environment["TRITON_CACHE_DIR"] = str(CACHE)  # its machine code is empty: see main
+        environment["TRITON_CACHE_DIR"] = str(CACHE)  # holds kernels without machine code: see main
         environment["PYTHONPATH"] = str(Path(__file__).parents[1])
         process = subprocess.Popen(
             [sys.executable, "-m", "ptx.compiler"], env=environment, stdin=subprocess.PIPE,

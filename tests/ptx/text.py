@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ptx.faults import UnknownInstruction
 
-# A basic block ends after each of these, so that lanes can part or wait there.
+# A basic block ends after each of these, so that lanes can diverge or wait there.
 ENDS = ("bra", "bar", "barrier", "ret", "exit")
 _DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.+)")
 _VARIABLE = re.compile(
